@@ -3,8 +3,10 @@
 use std::fs::{File, FileType};
 use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 use crate::failure::Failure;
 
@@ -33,7 +35,7 @@ impl Source {
         let stdin = path.as_os_str() == STDIN;
         let opened = match stdin {
             true => io::stdin().as_fd().try_clone_to_owned().map(File::from),
-            false => File::open(path),
+            false => open(path),
         };
         let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
         Ok(Self { file, path: if stdin { PathBuf::from("stdin") } else { path.to_owned() }, stdin })
@@ -77,10 +79,24 @@ impl Source {
             return Err(Failure::new(format!("{path} is a character device, which has no end")));
         }
         let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
-        io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
+        let bytes = io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
+        if bytes == 0 && !self.stdin && self.is_stream() {
+            return Err(Failure::new(format!("{path} is a pipe that nobody writes to")));
+        }
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
         Ok(Self { file: copy, path, ..self })
     }
+}
+
+/// Opens a file by name, at once: a pipe without a writer is at its end instead of waiting for one.
+fn open(path: &Path) -> io::Result<File> {
+    let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
+    if is_stream(&file.metadata()?.file_type()) {
+        // Reads wait all the same: a writer that is there may be slow.
+        let flags = rustix::fs::fcntl_getfl(&file)?;
+        rustix::fs::fcntl_setfl(&file, flags.difference(OFlags::NONBLOCK))?;
+    }
+    Ok(file)
 }
 
 /// True for pipes, sockets and character devices, which have no offsets.

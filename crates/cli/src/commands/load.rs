@@ -85,7 +85,7 @@ pub struct Load {
     list: bool,
 
     /// Load (and save) only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
-    /// [ab] for one of these. May be given several times
+    /// `[ab]` for one of these. May be given several times
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 

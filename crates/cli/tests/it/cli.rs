@@ -615,6 +615,14 @@ fn standard_input_is_a_file_of_every_command() {
     assert_eq!((&loaded["tensors"], &loaded["files"][0]["path"]), (&5.into(), &"stdin.safetensors".into()));
     let output = shell("dmalane load - - < m.safetensors");
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    // A pipe with a name: read to its end, which is at once where nobody writes.
+    let line = "bash -c 'dmalane load --json <(cat m.safetensors)'";
+    if Command::new("bash").arg("--version").output().is_ok() {
+        assert_eq!(json(line)["files"][0]["xxh3"], hash);
+    }
+    let output = shell("mkfifo pipe && timeout 60 dmalane load pipe");
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));
     let output = shell("dmalane inspect - < m.safetensors");
     assert!(output.status.success() || stderr(&output).contains("which part of stdin is cached"));
 }
