@@ -319,7 +319,7 @@ exported! {
         objects::merge(vm, va, len)
     }
 
-    /// How many bytes of a buffer object are bound in a VM.
+    /// Counts the bytes of a buffer object that are bound in a VM.
     fn dml_bo_bound_bytes(vm: u64, handle: u32, count: *mut u64) {
         // SAFETY: the contract of the function.
         unsafe { put(count, 0)? };

@@ -12,7 +12,7 @@ use crate::card_device::regions;
 use crate::regs::{self, BAR_REGISTERS};
 use crate::{CardQueue, CardTables, CompletionEntry, Descriptor, Error};
 
-/// How long the driver waits for the card to stop, start or reset.
+/// Timeout for the card to stop, start or reset.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 /// Entries per ring, unless asked otherwise.
 const RING: usize = 256;

@@ -40,7 +40,7 @@ pub enum Error {
     NoChannel {
         /// Which one, from 0.
         index: usize,
-        /// How many there are.
+        /// Number of channels of the card.
         channels: usize,
     },
     /// The channel is in use, or was given up on because it could not be stopped.
@@ -51,7 +51,7 @@ pub enum Error {
     Timeout {
         /// The action that it should have taken.
         what: &'static str,
-        /// How long the driver waited.
+        /// Time that the driver waited.
         after: Duration,
     },
     /// A span for page tables that is not in the card's memory or holds no whole table.

@@ -17,7 +17,7 @@ use crate::driver::{Device, Rings, Shelf};
 use crate::in_flight::InFlight;
 use crate::{CompletionEntry as Entry, Descriptor, Error, Halt, Status, Task, regs};
 
-/// How long a dropped channel waits for its operations before it stops the card under them.
+/// Time that a dropped channel waits for its operations before it stops the card under them.
 const DRAIN: Duration = Duration::from_secs(2);
 /// The longest sleep for an interrupt: another channel's waiter may have taken ours.
 const NAP: Duration = Duration::from_millis(1);
@@ -383,7 +383,7 @@ impl<B: Mmio> CardQueue<B> {
             _ if self.released => {}
             None if status == regs::STATUS_RUNNING => {}
             None => {
-                // What it completed before counts.
+                // Operations that it completed before the halt count as completed.
                 self.collect(done);
                 let reason = self.why_halted(status);
                 self.halt(reason);
@@ -453,7 +453,7 @@ fn fragments(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
         let left = near.take().or_else(|| host.next()?)?;
         let (at, have) = far.take().or_else(|| device.next())?;
         let len = left.len().min(have);
-        // What is left of the longer one; `sub` and `advance` give nothing where nothing is left.
+        // The rest of the longer one; `sub` and `advance` return `None` where nothing is left.
         near = left.sub(len, left.len() - len);
         far = at.advance(len).filter(|_| have > len).map(|at| (at, have - len));
         Some((left.first(), at, len))

@@ -16,8 +16,8 @@ const ENTRIES: usize = 512;
 /// Tables of 4 KiB in card memory, written through BAR 2 and read from a copy in host memory, since reading over PCIe
 /// is slow.
 ///
-/// Whoever allocates tables has them zeroed, and so present, on the card. A store cannot say that the card did not take
-/// it; [`CardTables::error`] does.
+/// Allocation zeroes tables, and so makes them present, on the card. A store cannot say that the card did not take it;
+/// [`CardTables::error`] does.
 pub struct CardTables<B: Mmio> {
     bus: Arc<B>,
     first: CardAddr,

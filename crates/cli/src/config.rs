@@ -1,7 +1,7 @@
 //! Options from a configuration file and from the environment, as if they stood on the command line.
 //!
 //! An option on the command line wins over `DMALANE_COMMAND_OPTION`, that over `DMALANE_OPTION`, and that over the
-//! file. What contradicts the command line is left out.
+//! file. Options that contradict the command line are left out.
 
 use std::ffi::{OsStr, OsString};
 use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied};
@@ -101,7 +101,7 @@ impl File {
         }
     }
 
-    /// What the file says for the command `path` (`load`, or `iopt build`). All of the file is checked.
+    /// The file's settings for the command `path` (`load`, or `iopt build`). All of the file is checked.
     fn settings(&self, program: &Command, path: &[String]) -> Result<Vec<Setting>, Failure> {
         let root = DeTable::parse(&self.text).map_err(|e| {
             let at = e.span().map_or(0, |span| span.start);
@@ -214,7 +214,7 @@ fn commands(program: &Command) -> Vec<&Command> {
     program.get_subcommands().flat_map(|command| std::iter::once(command).chain(commands(command))).collect()
 }
 
-/// What the environment says for an option.
+/// The environment's setting of an option.
 fn from_environment(
     environment: Environment<'_>,
     path: &[String],

@@ -19,7 +19,7 @@ use crate::sys::{Attribute, Context, Step, Stream};
 const CAPACITY: usize = 256;
 /// Calls that the driver has and has not ended, at most: it would block at about a thousand (measured: 992).
 const CALLS: usize = 768;
-/// How long a wait asks the driver without sleeping: what a copy of some KiB takes.
+/// Time that a wait polls the driver before it sleeps: about that of a copy of some KiB.
 const SPIN: Duration = Duration::from_micros(20);
 /// The longest sleep of a wait.
 const NAP: Duration = Duration::from_micros(500);
@@ -62,7 +62,7 @@ struct Uses {
 }
 
 impl Uses {
-    /// What a fence orders.
+    /// Uses of a fence: all of device memory is written.
     const ALL: Self = Self { read: None, written: Some((0, u64::MAX)), anywhere: true };
 
     fn of(steps: &[Step]) -> Self {

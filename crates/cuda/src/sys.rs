@@ -223,7 +223,7 @@ struct Registration {
     context: Arc<Context>,
 }
 
-/// What the driver says of a GPU without a context on it.
+/// Properties of a GPU that the driver reports without a context on it.
 pub(crate) struct Properties {
     pub(crate) device: c_int,
     pub(crate) name: String,
@@ -302,7 +302,7 @@ impl Driver {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// What a GPU is.
+    /// Reads the properties of a GPU.
     pub(crate) fn properties(&self, number: u32) -> Result<Properties, Error> {
         let (mut device, mut version, mut memory) = (0, 0, 0usize);
         call!(self.device(&raw mut device, c_int::try_from(number).unwrap_or(c_int::MAX)))?;
@@ -370,7 +370,7 @@ unsafe impl Sync for RawHandle {}
 /// Ranges of device addresses that may be used, by their first; no two overlap.
 type Mapped = BTreeMap<u64, Range>;
 
-/// What is mapped in a range.
+/// A range of device addresses and its mapping.
 struct Range {
     len: u64,
     kind: RangeKind,
@@ -382,7 +382,7 @@ struct Range {
     closed: bool,
 }
 
-/// What a range of device addresses is for.
+/// Purpose of a range of device addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum RangeKind {
     /// Memory that was allocated.
@@ -513,7 +513,7 @@ impl Context {
             self.set_access(at, len, true)
         };
         if let Err(e) = self.note(make()) {
-            // What cannot be undone after an error stays with the driver.
+            // Steps that cannot be undone after an error stay with the driver.
             if !handles.is_empty() {
                 let _ = may_call!(driver.unmap(at, (handles.len() as u64 * chunk) as usize));
             }
@@ -621,7 +621,7 @@ fn chunk_at(mapped: &Mapped, at: u64, end: u64) -> Option<(u64, u64)> {
     whole.then_some((*handle, range.chunk))
 }
 
-/// What an address is for, and its number.
+/// The kind of an address, and its number.
 fn kind(at: DeviceAddr) -> (RangeKind, u64) {
     match at {
         DeviceAddr::Card(at) => (RangeKind::Memory, at.bits()),
@@ -724,7 +724,7 @@ impl Window {
             context.mapped_mut().remove(&self.at);
             return call!(driver.free(self.at));
         }
-        // What a stream may still use stays mapped, and its addresses stay reserved.
+        // Memory that a stream may still use stays mapped, and its addresses stay reserved.
         context.unmap(self.at, self.len)?;
         let _current = context.current_to_undo()?;
         may_call!(driver.address_free(self.at, self.len as usize))
@@ -733,7 +733,7 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // What a stream may still use stays with the driver.
+        // Memory that a stream may still use stays with the driver.
         let _ = self.end();
     }
 }
@@ -1092,7 +1092,7 @@ impl Stream {
         sent
     }
 
-    /// What was begun since the last event has failed.
+    /// Fails the operations that were begun since the last event.
     fn fail_open(&mut self, error: &OpError) {
         for begun in self.open.iter_mut().filter(|begun| begun.result.is_ok()) {
             (begun.result, begun.bytes) = (Err(error.clone()), 0);
@@ -1142,7 +1142,7 @@ impl Stream {
         let context = self.context.clone();
         let event = match context.current() {
             Err(e) => {
-                // What waits in the batch was not begun.
+                // Operations that wait in the batch were not begun.
                 let error = self.failed(e);
                 self.batch = Batch::default();
                 self.fail_open(&error);

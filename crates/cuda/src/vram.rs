@@ -14,7 +14,7 @@ pub(crate) struct Vram {
     pub(crate) window: Arc<Window>,
     /// Bytes of each chunk that is allocated; `None`: each allocation is one.
     pub(crate) chunk: Option<u64>,
-    /// What was allocated and not freed.
+    /// Allocations that were not freed.
     pub(crate) live: Vec<Span<CardAddr>>,
 }
 

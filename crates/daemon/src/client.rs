@@ -55,7 +55,7 @@ pub enum ClientError {
     Timeout {
         /// The daemon's socket.
         path: PathBuf,
-        /// How long the client waited.
+        /// Time that the client waited.
         after: Duration,
     },
     /// The daemon refused a request.

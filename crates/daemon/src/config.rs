@@ -48,7 +48,7 @@ pub struct Config {
     pub uids: Vec<u32>,
     /// Primary groups whose members may connect, by number.
     pub gids: Vec<u32>,
-    /// How long the worker spins before it sleeps.
+    /// Time that the worker spins before it sleeps.
     pub spin: Duration,
     /// Time within which the queues of a disconnected client must stop.
     pub stop_timeout: Duration,

@@ -31,7 +31,7 @@ const MAX_LOGGED_REFUSALS: u32 = 8;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
 /// Connections beyond the limit, reserved for status requests of the operator.
 const OPERATOR_CONNECTIONS: usize = 4;
-/// How long shutdown waits until the descriptors of clients are closed.
+/// Timeout of shutdown for the descriptors of clients to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval of the checks whether a queue has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -198,7 +198,7 @@ pub enum ServerEvent {
         why: &'static str,
         /// Released resources.
         released: ClientResources,
-        /// How long its queues took to stop.
+        /// Time that its queues took to stop.
         after: Duration,
     },
     /// A client has disconnected, but its queues have not stopped; its resources stay allocated until they do.

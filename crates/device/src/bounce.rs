@@ -184,7 +184,7 @@ impl Bounce {
             self.slice = Some(whole);
             lost()
         })?;
-        // What did not end in time before may have ended since.
+        // Operations that did not end in time before may have ended since.
         if queue.in_flight() > 0 {
             drain(queue, Duration::ZERO);
         }

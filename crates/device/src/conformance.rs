@@ -176,7 +176,7 @@ fn every_queue_reaches_the_edges_of_its_regions(device: &mut dyn Device, align: 
                 for offset in [0, (len / 2).next_multiple_of(align) - align, len - n] {
                     seed += 1;
                     let at = DeviceAddr::Card(CardAddr::new(span.first().bits() + offset));
-                    // What lies beside it stays as it is.
+                    // The bytes beside it stay as they are.
                     let (before, after) = (offset.min(align), (len - n - offset).min(align));
                     let around = span.sub(offset - before, before + n + after).unwrap();
                     let around_at = DeviceAddr::Card(around.first());

@@ -1,6 +1,6 @@
 //! A device: memory regions, registration of host memory, queues, an address space.
 //!
-//! [`Device`] is the trait. Whoever opens one takes its queues, allocates its memory ([`DeviceMemory`], [`Placement`]),
+//! [`Device`] is the trait. Its owner takes its queues, allocates its memory ([`DeviceMemory`], [`Placement`]),
 //! registers host memory, and binds buffers in its [`AddressSpace`]: [`PageTableSpace`] for a device with an MMU whose
 //! tables this library writes, [`FlatSpace`] for one without. [`Bounce`] moves plain slices. [`RamDevice`] is plain
 //! memory.

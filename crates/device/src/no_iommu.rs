@@ -31,7 +31,7 @@ type Register = dyn Fn(&BufferRef, Range<usize>) -> Result<Box<dyn Any + Send>, 
 struct State {
     iovas: RangeCache<Iova>,
     next: u64,
-    /// What the driver holds for each registration.
+    /// Live registrations, each with the value that the driver keeps for it.
     live: BTreeMap<Iova, Option<Box<dyn Any + Send>>>,
 }
 

@@ -166,7 +166,7 @@ pub enum SpaceError {
     /// The page tables.
     #[error(transparent)]
     Vm(#[from] dmalane_vm::Error),
-    /// The device could not be made to forget translations. What was unbound must not be used again.
+    /// The device could not be made to forget translations. Ranges that were unbound must not be used again.
     #[error("cannot invalidate the device's translations: {0}")]
     Invalidate(#[source] Box<dyn Error + Send + Sync>),
     /// The driver's call failed.

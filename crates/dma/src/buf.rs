@@ -363,7 +363,7 @@ mod tests {
         assert_eq!(&bytes, b"ours!!");
         assert!(rustix::fs::ftruncate(descriptor(), 4096).is_err(), "sealed");
         assert!(imported.into_cpu().is_err(), "the other process has it too");
-        // What is refused.
+        // Descriptors that are refused.
         let memfd = |flags| rustix::fs::memfd_create("test", flags).unwrap();
         let why = |fd: OwnedFd| SharedBuf::import(fd).map(drop).unwrap_err().to_string();
         let open = memfd(MemfdFlags::ALLOW_SEALING);

@@ -222,8 +222,8 @@ impl<'a> VolatileSlice<'a> {
             return None;
         }
         // SAFETY: in bounds (`sub`), aligned (checked above), and mapped for the view's life (contract of `from_raw`).
-        // What else touches the word meanwhile is another such atomic, or a bulk copy, which is outside of what Rust's
-        // rules speak of (see the top of this file for processors where it is not).
+        // Other accesses to the word meanwhile are such atomics too, or bulk copies, which Rust's rules do not cover
+        // (see the top of this file for processors where they do).
         Some(unsafe { AtomicU32::from_ptr(ptr.cast()) })
     }
 

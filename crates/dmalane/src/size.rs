@@ -209,7 +209,7 @@ pub fn duration(time: Duration) -> String {
 
 fn human(bytes: u64, base: u64, units: [&str; 7]) -> String {
     let (mut power, mut unit) = (0, 1u64);
-    // What would round up to a whole next unit is shown in it: 1 MiB, never 1024 KiB.
+    // A value that would round up to a whole next unit is shown in that unit: 1 MiB, never 1024 KiB.
     while power < 6 && bytes as f64 / unit as f64 >= base as f64 - 0.5 {
         power += 1;
         unit *= base;

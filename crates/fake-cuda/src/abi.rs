@@ -739,12 +739,12 @@ pub struct Fake {
     _turn: MutexGuard<'static, ()>,
 }
 
-/// What the fake driver has seen.
+/// Observations of the fake driver.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Seen {
-    /// What was created and not destroyed.
+    /// Objects that were created and not destroyed.
     pub leaks: String,
-    /// What callers did wrong.
+    /// Errors of callers.
     pub violations: String,
     /// The names of all functions that were called.
     pub calls: Vec<String>,
@@ -819,7 +819,7 @@ impl Fake {
         self.command(&format!("hold {}", u8::from(hold)));
     }
 
-    /// What the driver has seen since it was asked last; waits for threads of streams that are ending.
+    /// Takes the driver's observations since the last call; waits for threads of streams that are ending.
     pub fn seen(&self) -> Seen {
         let mut text = vec![0u8; 1 << 20];
         // SAFETY: an array of that many characters.

@@ -1,4 +1,4 @@
-//! What the driver knows: contexts, memory, mappings, streams and what they still have to do.
+//! State of the driver: contexts, memory, mappings, streams and their pending jobs.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -52,7 +52,7 @@ pub(crate) enum Place {
     Device(u64),
 }
 
-/// What a stream does: rows of a copy, or of a value.
+/// One job of a stream: rows of a copy, or of a value.
 pub(crate) struct Job {
     pub to: Place,
     pub from: Source,
@@ -271,7 +271,7 @@ impl State {
         used
     }
 
-    /// What is wrong with a job, if something is.
+    /// Finds an invalid access of a job, if there is one, and describes it.
     pub fn bad_use(&self, job: &Job) -> Option<String> {
         job.uses().into_iter().find_map(|(place, len, write)| match place {
             Place::Device(at) => {
@@ -306,7 +306,7 @@ impl State {
         items.into_iter().any(|item| matches!(item, Item::Job(job) if job.uses().into_iter().any(overlaps)))
     }
 
-    /// What was created and not destroyed; empty when nothing was.
+    /// Lists the objects that were created and not destroyed; empty when there are none.
     pub fn leaks(&self) -> String {
         let contexts: u32 = self.retained.values().sum();
         let counts = [

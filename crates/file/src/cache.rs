@@ -1,4 +1,4 @@
-//! How much of a file is in the page cache.
+//! The part of a file that is in the page cache.
 
 use std::fmt;
 use std::fs::File;

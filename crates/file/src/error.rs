@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why a file cannot be read as a queue. What goes wrong later is an [`OpError`](dmalane_queue::OpError).
+/// Why a file cannot be read as a queue. Later errors are each an [`OpError`](dmalane_queue::OpError).
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,9 +1,9 @@
 //! Files as a [`Queue`](dmalane_queue::Queue): read with several operations in flight, past the page cache where that
 //! is possible.
 //!
-//! A [`FileQueue`] reads through io_uring. What is aligned as the file system demands goes by direct I/O, the unaligned
-//! head and tail of an operation by ordinary reads. Where direct I/O or io_uring is refused (tmpfs; a container's
-//! seccomp profile) it falls back to ordinary reads or to `pread`, and [`FileQueue::how`] says so and why.
+//! A [`FileQueue`] reads through io_uring. The part of an operation that is aligned as the file system demands goes by
+//! direct I/O, the unaligned head and tail by ordinary reads. Where direct I/O or io_uring is refused (tmpfs; a
+//! container's seccomp profile) it falls back to ordinary reads or to `pread`, and [`FileQueue::how`] says so and why.
 //!
 //! A [`StreamQueue`] reads pipes and sockets, which have no offsets, in order. [`residency`] says how much of a file is
 //! in the page cache.

@@ -21,7 +21,7 @@ use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 
-/// How long a ring that is dropped waits for the kernel before it gives its memory up for lost.
+/// Time that a dropped ring waits for the kernel before it quarantines its memory.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Memory that the kernel may still touch. Statics are never dropped.
@@ -342,7 +342,7 @@ impl Ring {
                 self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
             }
         };
-        // What is left in the queue says how far the kernel came, whatever it returned.
+        // The entries left in the queue show which ones the kernel took, whatever it returned.
         let left = self.uring.submission().len();
         self.pushed.drain(..self.pushed.len().saturating_sub(left));
         match entered.map_err(|e| Errno::from_io_error(&e).ok_or(e)) {

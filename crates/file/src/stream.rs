@@ -48,7 +48,7 @@ impl StreamQueue {
     fn ready(&self, timeout: Duration) -> bool {
         let timeout = Timespec { tv_sec: timeout.as_secs().min(3600) as i64, tv_nsec: timeout.subsec_nanos().into() };
         let mut fds = [PollFd::new(&self.file, PollFlags::IN)];
-        // What cannot be waited for can be read at any time.
+        // A file that cannot be polled can be read at any time.
         rustix::event::poll(&mut fds, Some(&timeout)).map_or_else(|e| e != Errno::INTR, |n| n > 0)
     }
 

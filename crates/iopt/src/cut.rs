@@ -19,8 +19,8 @@ struct Whole {
 }
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
-    /// Splits the leaf that reaches across `at`, if there is one, so that a leaf starts there. What is mapped stays the
-    /// same, and so does what counts as written to.
+    /// Splits the leaf that reaches across `at`, if there is one, so that a leaf starts there. Translations stay the
+    /// same, and so do the marks of leaves that were written to.
     ///
     /// `invalidate` is called once for each leaf that goes, with its span, while its entry is clear: it returns when no
     /// device remembers the leaf. Where the architecture lets a block be replaced at once (Arm's `BBML` 2, x86-64), it
@@ -41,12 +41,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Makes larger leaves of smaller ones within the span, wherever a table is filled by leaves that continue each
-    /// other and permit the same. Gives the number of tables that this freed. What is mapped stays the same; a leaf
+    /// other and permit the same. Returns the number of tables that this freed. Translations stay the same; a leaf
     /// counts as written to when one of its parts did.
     ///
     /// `invalidate` is called once for each table that goes and each group that forms, with the span that it
-    /// translates, while its entries are clear: it returns when no device remembers them or what they held. The table
-    /// is freed then.
+    /// translates, while its entries are clear: it returns when no device caches these entries or their old values. The
+    /// table is freed then.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`].
@@ -114,7 +114,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Output address and access of the leaf that could stand for these entries.
+    /// Output address and access of the leaf that could replace these entries.
     fn as_one_leaf(&self, table: T::Addr, range: Range<usize>, level: u32) -> Option<(u64, Access)> {
         let page = page_size::<F>(level).bytes();
         let (start, all) = self.own_leaf(table, range.start, level)?;
@@ -123,7 +123,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (aligned && (0..).zip(range).all(continues)).then_some((start, all))
     }
 
-    /// What one entry maps by itself, be it part of a group or not.
+    /// Output address and access of one entry by itself, be it part of a group or not.
     fn own_leaf(&self, table: T::Addr, i: usize, level: u32) -> Option<(u64, Access)> {
         let entry = self.load(table, i);
         let Entry::Leaf { out, access } = F::decode(level, entry) else { return None };

@@ -9,7 +9,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Calls `each` for every leaf in the span that a device has written to since the last call, and marks it as not
     /// written. Gives the number of such leaves.
     ///
-    /// A leaf that sticks out of the span is given whole, since its mark stands for all of it; [`cut`](Self::cut) makes
+    /// A leaf that sticks out of the span is given whole, since its mark covers all of it; [`cut`](Self::cut) makes
     /// marks finer. Afterwards invalidate the device's translations of the span: until then it may write without
     /// setting the mark again. A leaf may count as written from the start (x86-64 and RISC-V leaves are made so, which
     /// spares the walker the write; for devices that never set the bit it must stay so). Arm's formats have marks only
@@ -42,7 +42,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 Entry::Invalid => {}
                 Entry::Table(next) => count += self.dirty_below(T::Addr::new(next), level + 1, (at, entry_last), each),
                 Entry::Leaf { out, access } if is_dirty::<F>(entry) => {
-                    // A mark on one entry of a group stands for all of it.
+                    // A mark on one entry of a group covers all of it.
                     let kind = Kind::of::<F>(level, entry);
                     let start = k & !(kind.entries::<F>() - 1);
                     for i in start..start + kind.entries::<F>() {

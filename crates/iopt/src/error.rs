@@ -4,24 +4,24 @@ use core::fmt;
 
 use dmalane_addr::{Access, Address, PageSize};
 
-/// An address in a message, with the name of its space. One error type serves input and output addresses of every
+/// An address with the name of its space, for messages. One error type serves input and output addresses of every
 /// page table, so the kind of address is kept as data.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Place {
+pub struct NamedAddr {
     /// [`Address::SPACE`] of the address.
     pub space: &'static str,
     /// The address as a number.
     pub bits: u64,
 }
 
-impl Place {
-    /// The place of an address.
+impl NamedAddr {
+    /// The address with the name of its space.
     pub fn of<A: Address>(addr: A) -> Self {
         Self { space: A::SPACE, bits: addr.bits() }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for NamedAddr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:#x}", self.space, self.bits)
     }
@@ -35,13 +35,13 @@ pub enum Error {
     #[error("an empty range at {at}")]
     Empty {
         /// Where the range was to start, input or output.
-        at: Place,
+        at: NamedAddr,
     },
     /// A start or a length that is not a multiple of the format's granule.
     #[error("{at}, length {len:#x}: not a multiple of {granule}")]
     Misaligned {
         /// Where the range starts, input or output.
-        at: Place,
+        at: NamedAddr,
         /// Bytes; 0 when it is the start alone that is wrong.
         len: u64,
         /// The format's smallest page.
@@ -51,7 +51,7 @@ pub enum Error {
     #[error("{at}, length {len:#x}: beyond {bits} bits of input address")]
     InputRange {
         /// Where the range starts, or where the call had come to.
-        at: Place,
+        at: NamedAddr,
         /// Bytes from there; 0 when it is the start alone that is wrong.
         len: u64,
         /// Bits that the format translates.
@@ -61,7 +61,7 @@ pub enum Error {
     #[error("{at}, length {len:#x}: beyond {bits} bits of output address")]
     OutputRange {
         /// Where the range starts.
-        at: Place,
+        at: NamedAddr,
         /// Bytes.
         len: u64,
         /// Bits that an entry holds.
@@ -79,13 +79,13 @@ pub enum Error {
     #[error("{at} is already mapped")]
     Overlap {
         /// The lowest address of the request that is taken.
-        at: Place,
+        at: NamedAddr,
     },
     /// No memory for another table.
     #[error("no memory for a page table below {at}")]
     NoTables {
         /// The input address that needed the table.
-        at: Place,
+        at: NamedAddr,
     },
     /// A page size for which the format has no leaf.
     #[error("{format} has no pages of {size}")]
@@ -99,13 +99,13 @@ pub enum Error {
     #[error("{at} is not mapped")]
     NotMapped {
         /// The lowest address of the hole, in the space of that table.
-        at: Place,
+        at: NamedAddr,
     },
     /// The table that was to be mapped through permits less than what was asked for.
     #[error("{at} permits {permitted}, not {access}")]
     Denied {
         /// The lowest such address, in the space of that table.
-        at: Place,
+        at: NamedAddr,
         /// The rights asked for.
         access: Access,
         /// The rights there.
@@ -129,6 +129,6 @@ pub enum Error {
     #[error("a page table at {at} is not aligned to its size or does not fit the format's entries")]
     TableAddress {
         /// The table's address.
-        at: Place,
+        at: NamedAddr,
     },
 }

@@ -1,4 +1,4 @@
-//! How many tables a batch of changes may take.
+//! Worst-case number of tables for a batch of changes.
 
 use core::marker::PhantomData;
 
@@ -53,7 +53,7 @@ impl<F: Format> TableEstimate<F> {
     /// Adds a [`map_sg`](crate::PageTable::map_sg). Tables that continue the previous list are counted once.
     ///
     /// # Errors
-    /// What `map_sg` would say of the list itself: [`Error::Misaligned`], [`Error::InputRange`] and
+    /// Those of `map_sg` for the list itself: [`Error::Misaligned`], [`Error::InputRange`] and
     /// [`Error::OutputRange`]. The estimate is of no more use then.
     pub fn map_sg<I: Address, O: Address>(
         &mut self,
@@ -94,7 +94,7 @@ impl<F: Format> TableEstimate<F> {
         let ends = [Some(span.first().bits()), span.last().bits().checked_add(1)];
         let tables = Cut::tables::<F>(ends.map(|at| at.and_then(Cut::worst::<F>)));
         self.tables = self.tables.saturating_add(tables);
-        // What was counted may be unlinked by this call, and be needed again.
+        // This call may unlink tables that were counted; they are needed again then.
         self.counted = [None; MAX_LEVELS];
     }
 }

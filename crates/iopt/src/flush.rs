@@ -1,11 +1,11 @@
-//! What an unmap collects.
+//! Invalidations and unlinked tables that an unmap leaves to its caller.
 
 use alloc::vec::Vec;
 
 use dmalane_addr::{Address, Span};
 
-/// What one unmap took away: the addresses that the device's translation caches must forget, and the tables that must
-/// live until they have.
+/// Result of one unmap: the addresses that the device's translation caches must forget, and the tables that must live
+/// until they have.
 ///
 /// Invalidate [`span`](Self::span), including cached walks (the leaf-only kind of invalidation is not enough when
 /// [`tables`](Self::tables) is not empty), wait for the device to say so, then hand the list to
@@ -20,7 +20,7 @@ pub struct FlushList<I: Address, A> {
 }
 
 impl<I: Address, A> FlushList<I, A> {
-    /// What to invalidate: the span asked for, widened to the whole of each large leaf that was split at its ends,
+    /// The span to invalidate: the one asked for, widened to the whole of each large leaf that was split at its ends,
     /// since a cache may hold that leaf as one entry.
     pub fn span(&self) -> Span<I> {
         self.span

@@ -1,4 +1,4 @@
-//! What the bits of one page-table entry mean.
+//! Meaning of the bits of one page-table entry.
 
 use alloc::vec::Vec;
 use core::fmt::Debug;
@@ -23,7 +23,7 @@ impl Register {
     }
 }
 
-/// What an entry says.
+/// A decoded entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Entry {
     /// Nothing is mapped. A bit pattern that the format reserves at this level counts as this: hardware faults too.
@@ -34,7 +34,7 @@ pub enum Entry {
     Leaf {
         /// Output address of the first byte, a multiple of the page size.
         out: u64,
-        /// What the device may do, and the kind of memory. With [`Access::PRIVILEGED`] the rights are those of
+        /// Rights of the device, and the kind of memory. With [`Access::PRIVILEGED`] the rights are those of
         /// privileged accesses, and others have none.
         access: Access,
     },
@@ -47,7 +47,7 @@ pub enum Entry {
 /// root translates what is left of [`INPUT_BITS`](Self::INPUT_BITS) and may be smaller or larger. The walkers check
 /// this geometry at compile time.
 pub trait Format: Copy + Debug + 'static {
-    /// The name of the format as it stands in messages.
+    /// The name of the format in messages.
     const NAME: &'static str;
     /// Levels of tables, at most 6.
     const LEVELS: u32;
@@ -77,7 +77,7 @@ pub trait Format: Copy + Debug + 'static {
     /// 0 when there is none. Counting entries is faster with it.
     const VALID: u64 = 0;
 
-    /// True when a leaf can express exactly this access, attributes included. What is not
+    /// True when a leaf can express exactly this access, attributes included. An access that is not
     /// [consistent](Access::is_consistent) is not supported.
     fn supports(access: Access) -> bool;
 
@@ -112,7 +112,7 @@ pub trait Format: Copy + Debug + 'static {
         Access::empty()
     }
 
-    /// What an entry found at `level` means; defined for every bit pattern. At the last level it never gives
+    /// Decodes an entry found at `level`; defined for every bit pattern. At the last level it never returns
     /// [`Entry::Table`]. For an entry of a group, `out` is where the group starts.
     fn decode(level: u32, entry: u64) -> Entry;
 
@@ -123,8 +123,7 @@ pub trait Format: Copy + Debug + 'static {
         false
     }
 
-    /// What to program beside the tables so that a device walks them from `root`: as the documentation of the format
-    /// says.
+    /// Registers to program so that a device walks the tables from `root`: as the documentation of the format says.
     fn registers(root: u64) -> Vec<Register>;
 }
 
@@ -223,7 +222,7 @@ pub(crate) fn encode_template<F: Format>(kind: Kind, access: Access) -> u64 {
     if kind.group { F::encode_member(kind.level, 0, access) } else { F::encode_leaf(kind.level, 0, access) }
 }
 
-/// What an output address adds to the template of its entry, whatever the access: so a loop over entries need not
+/// Bits that an output address adds to the template of its entry, whatever the access: so a loop over entries need not
 /// encode the same access for each.
 #[inline]
 pub(crate) fn encode_output<F: Format>(kind: Kind, out: u64) -> u64 {

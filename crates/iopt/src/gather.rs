@@ -6,7 +6,7 @@ use dmalane_addr::{Address, Span};
 
 use crate::{FlushList, Format, PageTable, Tables};
 
-/// What several unmaps took away, invalidated together: as Linux's `iommu_iotlb_gather` for a few calls in a row, or as
+/// Results of several unmaps, invalidated together: as Linux's `iommu_iotlb_gather` for a few calls in a row, or as
 /// its flush queue when [`PageTable::flush`] waits for a timer or for enough to have come together.
 ///
 /// Ranges that touch or overlap are one. Beyond [`MOST_RANGES`](Self::MOST_RANGES) the two with the smallest hole
@@ -51,7 +51,7 @@ impl<I: Address, A> Gather<I, A> {
     /// The most ranges of one flush.
     pub const MOST_RANGES: usize = 16;
 
-    /// A gather of nothing.
+    /// An empty gather.
     pub fn new() -> Self {
         Self::default()
     }
@@ -94,7 +94,7 @@ impl<I: Address, A> Gather<I, A> {
         }
     }
 
-    /// What to invalidate, in ascending order.
+    /// Ranges to invalidate, in ascending order.
     pub fn ranges(&self) -> &[Span<I>] {
         &self.ranges
     }
@@ -116,9 +116,9 @@ impl<I: Address, A> Gather<I, A> {
 }
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
-    /// Has the device forget what was gathered, then frees the tables. `invalidate` returns when no walk and no access
-    /// by one of the ranges is under way any more; it is not called when nothing was gathered. The gather is empty
-    /// afterwards.
+    /// Invalidates the gathered ranges on the device, then frees the tables. `invalidate` returns when no walk and no
+    /// access by one of the ranges is under way any more; it is not called when nothing was gathered. The gather is
+    /// empty afterwards.
     ///
     /// The lists must come from this page table, or from other handles on the same tree.
     pub fn flush(&mut self, gather: &mut Gather<I, T::Addr>, invalidate: impl FnOnce(&[Span<I>])) {

@@ -37,6 +37,7 @@ extern crate alloc;
 use core::sync::atomic;
 
 mod any;
+mod chunks;
 mod cut;
 mod dirty;
 mod error;
@@ -47,7 +48,6 @@ mod formats;
 mod gather;
 mod map;
 #[cfg(target_has_atomic = "64")]
-mod pieces;
 mod pool;
 mod runs;
 mod slots;
@@ -58,7 +58,7 @@ mod unmap;
 mod walk;
 
 pub use any::AnyTable;
-pub use error::{Error, Place};
+pub use error::{Error, NamedAddr};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
 pub use format::{Entry, Format, MAX_LEVELS, Register};

@@ -17,7 +17,7 @@ use crate::format::{
     page_size, same_table, second_size, shift,
 };
 use crate::unmap::Detach;
-use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
+use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
 
 /// Single pages taken from a list in one turn of the loop.
 const STEP: usize = 8;
@@ -123,7 +123,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if !F::PAGE_SIZES.contains(size) {
             return Err(Error::PageSize { size, format: F::NAME });
         }
-        for (aligned, at) in [(at.is_aligned(size), Place::of(at)), (to.is_aligned(size), Place::of(to))] {
+        for (aligned, at) in [(at.is_aligned(size), NamedAddr::of(at)), (to.is_aligned(size), NamedAddr::of(to))] {
             if !aligned {
                 return Err(Error::Misaligned { at, len: 0, granule: size });
             }
@@ -190,9 +190,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         true
     }
 
-    /// Maps single pages one after another from `at` on, each to where `to` says of its number, as far as they lie in
-    /// one table that is there, nothing is in the way and all is well. Gives the number of pages mapped: what is wrong
-    /// with the next one, [`map`](Self::map) can say.
+    /// Maps single pages one after another from `at` on, the page of number `n` to `to(n)`. Stops at the end of the
+    /// last-level table (at once where there is none), at an entry in use, and at a page that cannot be mapped. Returns
+    /// the number of pages mapped; [`map`](Self::map) of the next one reports the error, if there is one.
     ///
     /// Every page gets a leaf of its own, also where pages continue each other.
     #[inline]
@@ -279,7 +279,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Writes the leaves of a source at `next`, which moves along and always says how far the call has come.
+    /// Writes the leaves of a source at `next`, which always is the address behind the last leaf that was written.
     #[inline]
     fn fill(
         &mut self,
@@ -287,7 +287,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
-        // Where an empty table is in the way of a larger leaf: the largest that goes there, and how far.
+        // Where an empty table prevents a larger leaf: the largest size possible there, and the end of that range.
         let mut below = (u64::MAX, *next);
         let limit = source.limit;
         while source.next()? {
@@ -314,7 +314,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     let page = page_size::<F>(level).bytes();
                     let taken = at + (taken - index::<F>(at, level)) as u64 * page;
                     if let Some(taken) = self.first_mapped(taken, page) {
-                        return Err(Error::Overlap { at: Place::of(taken) });
+                        return Err(Error::Overlap { at: NamedAddr::of(taken) });
                     }
                     // A group goes by single leaves, a single leaf by what the empty table holds.
                     let within = kind.size::<F>().bytes() - 1;
@@ -379,7 +379,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if kind.group {
             count &= !(group - 1);
         } else if group > 1 && (at ^ now.out) & (page * group as u64 - 1) == 0 {
-            count = count.min(group - first % group); // where the next group may start, look again
+            count = count.min(group - first % group); // the next group may start there: decide again
         }
         if count == 1 {
             // A leaf in a list of such, or a call for each.
@@ -455,10 +455,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
             let next = match F::decode(l, self.load(table, i)) {
                 Entry::Table(next) => T::Addr::new(next),
-                Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
+                Entry::Leaf { .. } => return Err(Error::Overlap { at: NamedAddr::of(I::new(at)) }),
                 Entry::Invalid => {
                     if self.made.try_reserve(1).is_err() {
-                        return Err(Error::NoTables { at: Place::of(I::new(at)) });
+                        return Err(Error::NoTables { at: NamedAddr::of(I::new(at)) });
                     }
                     if l + 1 == level {
                         blank = true;
@@ -493,11 +493,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 Ok(None)
             }
             Err(there) => match F::decode(level, there) {
-                // What we map is ours, so no leaf is there.
+                // No other call may map here, so no leaf is there.
                 Entry::Table(other) => Ok(Some(T::Addr::new(other))),
                 _ => {
                     self.tables.free(next);
-                    Err(Error::Overlap { at: Place::of(I::new(at)) })
+                    Err(Error::Overlap { at: NamedAddr::of(I::new(at)) })
                 }
             },
         }
@@ -519,11 +519,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             self.tables.zero_but(next, range.clone());
         }
         if let Some(other) = self.install_table(at, level - 1, next)? {
-            // What was written goes to the table of the handle that was first.
+            // Copy the written entries to the table of the handle that was first.
             if let Some(taken) = self.first_taken(other, level, range.clone()) {
                 self.tables.free(next);
                 let at = at + (taken - first) as u64 * page_size::<F>(level).bytes();
-                return Err(Error::Overlap { at: Place::of(I::new(at)) });
+                return Err(Error::Overlap { at: NamedAddr::of(I::new(at)) });
             }
             for i in range.clone() {
                 let entry = self.load(next, i);
@@ -590,7 +590,7 @@ impl Extent {
     }
 }
 
-/// Why a table was not filled as far as it could be.
+/// Why a table was not filled to its end.
 enum Stop<O> {
     /// This entry is in use.
     Taken(usize),
@@ -622,7 +622,7 @@ const fn not_a_page<F: Format>() -> u64 {
 
 /// The segments, checked one by one, and what has been taken from them but not used.
 pub(crate) struct Source<F, O, S> {
-    /// What is left of the list; `None` once it has said that it is at its end.
+    /// The rest of the list; `None` once it has reported its end.
     segments: Option<S>,
     /// The extent in work.
     pub(crate) now: Extent,
@@ -768,7 +768,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
             }
             let i = end - rest.len();
             if may_start_group::<F>(i, self.now.out) && !(decided && i == first) {
-                break None; // that is decided with a look ahead
+                break None; // decided by the caller, with a look-ahead
             }
             let count = run_of_pages::<F>(i, self.now).min(rest.len());
             if let Err(free) = write_pages::<F>(&mut rest[..count], self.now.out, template, blank) {
@@ -881,7 +881,7 @@ fn write_entries<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template:
     let last = (entries.len() as u64).saturating_sub(1);
     let (first, step) = (entry_at(0), entry_at(1).wrapping_sub(entry_at(0)));
     if entry_at(last) == first.wrapping_add(last.wrapping_mul(step)) {
-        // The address lies in the entry in one piece, or does not leave one: entries count up as it does.
+        // The bits of the address that change are contiguous in the entry: entries count up as the address does.
         let mut next = first;
         for entry in entries {
             *entry = next;
@@ -908,7 +908,7 @@ fn checked<F: Format, O: Address>(segment: Segment<O>) -> Result<Extent, Segment
 
 #[cold]
 fn bad_segment<F: Format, O: Address>(segment: Segment<O>) -> Error {
-    let (at, len) = (Place::of(segment.addr), segment.len);
+    let (at, len) = (NamedAddr::of(segment.addr), segment.len);
     if len == 0 {
         Error::Empty { at }
     } else if (segment.addr.bits() | len) & (F::GRANULE.bytes() - 1) != 0 {
@@ -920,10 +920,10 @@ fn bad_segment<F: Format, O: Address>(segment: Segment<O>) -> Error {
 
 pub(crate) fn check_start<F: Format, I: Address>(at: I) -> Result<(), Error> {
     if !at.is_aligned(F::GRANULE) {
-        return Err(Error::Misaligned { at: Place::of(at), len: 0, granule: F::GRANULE });
+        return Err(Error::Misaligned { at: NamedAddr::of(at), len: 0, granule: F::GRANULE });
     }
     if at.bits() > input_len::<F>() {
-        return Err(Error::InputRange { at: Place::of(at), len: 0, bits: F::INPUT_BITS });
+        return Err(Error::InputRange { at: NamedAddr::of(at), len: 0, bits: F::INPUT_BITS });
     }
     Ok(())
 }
@@ -931,7 +931,7 @@ pub(crate) fn check_start<F: Format, I: Address>(at: I) -> Result<(), Error> {
 #[inline]
 pub(crate) fn check_room<F: Format, I: Address>(at: u64, len: u64) -> Result<(), Error> {
     if len > input_len::<F>() - at {
-        return Err(Error::InputRange { at: Place::of(I::new(at)), len, bits: F::INPUT_BITS });
+        return Err(Error::InputRange { at: NamedAddr::of(I::new(at)), len, bits: F::INPUT_BITS });
     }
     Ok(())
 }

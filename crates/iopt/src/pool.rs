@@ -43,21 +43,21 @@ pub struct TablePool<'m, A> {
     counters: Counters,
 }
 
-/// What changes with every table that is taken or freed: on cache lines of its own, since every access to an entry
-/// reads what stands beside it. (Two lines: processors fetch them in pairs.)
+/// Counters that change with every table that is taken or freed: on cache lines of their own, since every access to an
+/// entry reads the other fields of the pool. (Two lines: processors fetch them in pairs.)
 #[repr(align(128))]
 struct Counters {
     /// Slots that were ever taken.
     fresh: AtomicUsize,
     /// The stack of freed slots: in the low half the top one plus 1, in the high half a number that changes with every
-    /// change, so that a top that was taken and came back is not mistaken for one that stayed.
+    /// change, so that a top that was taken and freed again is not mistaken for one that stayed.
     freed: AtomicU64,
     in_use: AtomicUsize,
 }
 
 impl<'m, A: Address> TablePool<'m, A> {
-    /// Tables for format `F` in `words`, which a device finds at `base`. What the words hold does not matter. Memory
-    /// from 2^32 - 1 tables up is not used.
+    /// Tables for format `F` in `words`, which a device finds at `base`. The content of the words does not matter.
+    /// Memory from 2^32 - 1 tables up is not used.
     pub fn new<F: Format>(base: A, words: &'m [AtomicU64]) -> Self {
         let shape = TableShape::of::<F>();
         let counters = Counters { fresh: AtomicUsize::new(0), freed: AtomicU64::new(0), in_use: AtomicUsize::new(0) };
@@ -105,7 +105,7 @@ impl<'m, A: Address> TablePool<'m, A> {
         Some(first)
     }
 
-    /// A table with whatever it holds.
+    /// A table that is not zeroed.
     fn take(&self) -> Option<A> {
         let slot = self.pop().or_else(|| self.take_fresh(1))?;
         self.address(slot, 1)
@@ -319,7 +319,7 @@ impl<A: Address> Tables for &TablePool<'_, A> {
     }
 }
 
-/// What [`Tables`] do with words, done by a pool.
+/// The methods of [`Tables`] that access words, by a pool.
 macro_rules! words_of_pool {
     (|$tables:ident| $pool:expr) => {
         fn zero_but(&mut self, table: A, written: Range<usize>) {
@@ -418,16 +418,16 @@ impl<A: Address> Tables for &mut TablePool<'_, A> {
 ///
 /// It takes tables that lie side by side, keeps freed ones and hands them out again: so a table, and what a processor
 /// fetches ahead behind it, stays in the caches of one processor, and the threads seldom meet at the pool
-/// (`docs/bench/threads.md` has figures). What it keeps, no other handle can have; dropping it gives all back. With a
+/// (`docs/bench/threads.md` has figures). No other handle can take its tables; dropping it gives all back. With a
 /// stock, [`reserve`](Tables::reserve) is a promise that no other handle can break.
 #[derive(Debug)]
 pub struct Stock<'p, A: Address> {
     pool: &'p TablePool<'p, A>,
     /// Tables at hand, not zeroed; the last one was used last.
     tables: Vec<A>,
-    /// How many of them stay.
+    /// Tables that stay in the stock.
     keep: usize,
-    /// How many must.
+    /// Tables that are reserved and must stay.
     reserved: usize,
 }
 

@@ -14,7 +14,7 @@ pub struct Run<I, O> {
     pub to: O,
     /// Bytes, at least one and at most `size`.
     pub len: u64,
-    /// What the leaf permits.
+    /// Access that the leaf permits.
     pub access: Access,
     /// The page size of the leaf.
     pub size: PageSize,
@@ -27,7 +27,7 @@ pub struct Runs<'a, F, I, O, T: Tables> {
     /// The tables that translate `at`, down to `level`.
     path: [T::Addr; MAX_LEVELS],
     level: u32,
-    /// Where to look next, and the last address to look at; `None` when done.
+    /// The next address to translate, and the last; `None` when done.
     rest: Option<(u64, u64)>,
 }
 

@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use crate::pieces::in_pieces;
+use crate::chunks::in_chunks;
 use crate::{Format, Tables};
 
 /// Which bits of which word an entry is, for formats with 4-byte entries.
@@ -92,7 +92,7 @@ pub(crate) fn edit<F: Format, T: Tables>(
     if F::ENTRY_BYTES == 8 {
         return tables.edit(table, range, each);
     }
-    in_pieces(tables, range, |t, i| load::<F, T>(t, table, i), |t, i, entry| write::<F, T>(t, table, i, entry), each)
+    in_chunks(tables, range, |t, i| load::<F, T>(t, table, i), |t, i, entry| write::<F, T>(t, table, i, entry), each)
 }
 
 /// [`Tables::fill`] for entries that will be cleaned together with others.

@@ -9,7 +9,7 @@ use crate::format::{
     Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, top_leaf_level,
 };
 use crate::map::Cursor;
-use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, Tables, slots};
+use crate::{Entry, Error, FlushList, Format, NamedAddr, Register, Runs, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
@@ -43,7 +43,7 @@ pub struct Leaf<I, O> {
     pub to: O,
     /// Its page size.
     pub size: PageSize,
-    /// What it permits.
+    /// Access that it permits.
     pub access: Access,
 }
 
@@ -68,10 +68,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if !tables.prepare(shape) {
             return Err(Error::TableSize { table: shape.table, root: shape.root });
         }
-        let root = tables.allocate_root().ok_or(Error::NoTables { at: Place::of(I::new(0)) })?;
+        let root = tables.allocate_root().ok_or(Error::NoTables { at: NamedAddr::of(I::new(0)) })?;
         if !fits::<F, T>(root, shape.root) {
             tables.free_root(root);
-            return Err(Error::TableAddress { at: Place::of(root) });
+            return Err(Error::TableAddress { at: NamedAddr::of(root) });
         }
         Ok(Self::at_root(tables, root))
     }
@@ -204,8 +204,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (1..F::LEVELS).map(of_level).sum()
     }
 
-    /// The number of tables that it would take to split every leaf into smallest pages. Whoever holds so many in
-    /// reserve can unmap any pages, in any order.
+    /// The number of tables that it would take to split every leaf into smallest pages. With so many in reserve a
+    /// caller can unmap any pages, in any order.
     pub fn split_tables(&self) -> usize {
         let tables_of = |size: u64| {
             let regions = (1..F::LEVELS).map(|level| page_size::<F>(level - 1).bytes());
@@ -216,7 +216,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         usize::try_from(tables).unwrap_or(usize::MAX)
     }
 
-    /// What to program into a device so that it walks this table ([`Format::registers`]).
+    /// Registers to program into a device so that it walks this table ([`Format::registers`]).
     pub fn registers(&self) -> Vec<Register> {
         F::registers(self.root.bits())
     }
@@ -234,10 +234,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     fn fitting(&mut self, table: Option<T::Addr>, at: u64) -> Result<T::Addr, Error> {
-        let table = table.ok_or(Error::NoTables { at: Place::of(I::new(at)) })?;
+        let table = table.ok_or(Error::NoTables { at: NamedAddr::of(I::new(at)) })?;
         if !fits::<F, T>(table, TableShape::of::<F>().table) {
             self.tables.free(table);
-            return Err(Error::TableAddress { at: Place::of(table) });
+            return Err(Error::TableAddress { at: NamedAddr::of(table) });
         }
         Ok(table)
     }
@@ -254,7 +254,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// The span as first and last number, if it is made of whole granules within the input range.
     pub(crate) fn check_span(span: Span<I>) -> Result<(u64, u64), Error> {
-        let (at, len) = (Place::of(span.first()), span.len());
+        let (at, len) = (NamedAddr::of(span.first()), span.len());
         if !span.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { at, len, granule: F::GRANULE });
         }

@@ -7,8 +7,8 @@ use core::ops::Range;
 use dmalane_addr::{Address, PageSize};
 
 use crate::Format;
+use crate::chunks::in_chunks;
 use crate::format::entries;
-use crate::pieces::in_pieces;
 
 /// The sizes of a format's tables. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,7 +57,7 @@ pub trait Tables {
         shape == TableShape::ALL_4K
     }
 
-    /// The root table: all zero, sized and aligned as `prepare` was told, at an address that the format's registers can
+    /// The root table: all zero, sized and aligned as asked of `prepare`, at an address that the format's registers can
     /// hold. `None` when there is no memory for it.
     fn allocate_root(&mut self) -> Option<Self::Addr> {
         self.allocate()
@@ -68,7 +68,7 @@ pub trait Tables {
         self.free(root);
     }
 
-    /// One more table: all zero, sized and aligned as `prepare` was told, at an address that the format's entries can
+    /// One more table: all zero, sized and aligned as asked of `prepare`, at an address that the format's entries can
     /// hold. `None` when there is no memory for it.
     fn allocate(&mut self) -> Option<Self::Addr>;
 
@@ -91,7 +91,7 @@ pub trait Tables {
     /// The 64-bit word at `index`. (An entry of a format is a word, or half of one.)
     fn load(&self, table: Self::Addr, index: usize) -> u64;
 
-    /// Replaces the word at `index`, by one 64-bit write as far as a device can see.
+    /// Replaces the word at `index`; a device sees one 64-bit write.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
 
     /// True when all words of `range` are 0. An implementation overrides it to find the table once for all of them.
@@ -150,17 +150,17 @@ pub trait Tables {
         len
     }
 
-    /// Rewrites words from the start of `range` on, many at a time: `each` is given what the next words are, changes
-    /// some of them from the first on, and says how many. When that is not all of them, it is not called again. Gives
-    /// the number of words replaced; the others are not stored to.
+    /// Rewrites words from the start of `range` on, many at a time: `each` is given the next words, changes some of
+    /// them from the first on, and returns how many. When that is not all of them, it is not called again. Returns the
+    /// number of words replaced; the others are not stored to.
     ///
-    /// The same as loads and stores. An implementation overrides it to hand out words where they are, or larger pieces.
+    /// The same as loads and stores. An implementation overrides it to hand out words where they are, or larger chunks.
     fn edit(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
-        in_pieces(self, range, |tables, i| tables.load(table, i), |tables, i, word| tables.store(table, i, word), each)
+        in_chunks(self, range, |tables, i| tables.load(table, i), |tables, i, word| tables.store(table, i, word), each)
     }
 
     /// As [`edit`](Self::edit), in a table that nothing points to yet: no device and no other handle sees it before it
-    /// is linked, which orders these stores before it. What `each` is given may be anything.
+    /// is linked, which orders these stores before it. `each` may be given any values.
     ///
     /// An implementation overrides it to store plainly, many words at a time, without reading them.
     #[inline]
@@ -216,8 +216,8 @@ impl<A: Address> HeapTables<A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
-    /// The position of one word. What does not wait for the address of the table is added up first: a walk waits for
-    /// each of them.
+    /// The position of one word. The terms that do not need the address of the table are added first, since a walk
+    /// waits for that address at each level.
     #[inline]
     fn position(&self, table: A, index: usize) -> usize {
         let offset = (8 * index as u64).wrapping_sub(self.base.bits());
@@ -392,7 +392,7 @@ impl<A: Address> Tables for HeapTables<A> {
         len
     }
 
-    /// All of the range in one piece, where it is: no device walks this memory, so nobody sees how it is written.
+    /// All of the range in one chunk, where it is: no device walks this memory, so nobody sees how it is written.
     ///
     /// # Panics
     /// When the address is not that of a table.

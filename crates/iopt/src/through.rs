@@ -6,7 +6,7 @@ use core::iter::from_fn;
 use dmalane_addr::{Access, Address, Segment, Span};
 
 use crate::map::Source;
-use crate::{Error, Format, PageTable, Place, Tables};
+use crate::{Error, Format, NamedAddr, PageTable, Tables};
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps from `at` on what `source` translates `span` to, and gives the number of bytes: what a process may see of a
@@ -53,7 +53,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             if mapped == span.len() {
                 return Ok(());
             }
-            let at = Place { bits: span.first().bits() + mapped, ..Place::of(span.first()) };
+            let at = NamedAddr { bits: span.first().bits() + mapped, ..NamedAddr::of(span.first()) };
             Err(match denied.get() {
                 Some(permitted) => Error::Denied { at, access, permitted },
                 None => Error::NotMapped { at },

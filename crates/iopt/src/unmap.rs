@@ -67,7 +67,7 @@ pub(crate) enum Detach {
     Nothing,
 }
 
-/// What a recursive clear has taken away so far.
+/// Bytes and tables that a recursive clear has removed so far.
 struct Cleared<'a, A> {
     bytes: u64,
     tables: &'a mut Vec<A>,
@@ -112,7 +112,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps
     /// there again does not need another one. Tables that the span covers are detached as ever.
     ///
-    /// An empty table stands in the way of a leaf as large as what it translates; smaller leaves are mapped in it.
+    /// An empty table prevents a leaf as large as the range that it translates; smaller leaves are mapped in it.
     /// [`prune`](Self::prune) takes such tables away.
     ///
     /// # Errors
@@ -142,7 +142,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
-    /// What is mapped stays the same, so [`FlushList::bytes`] is 0.
+    /// No mapping changes, so [`FlushList::bytes`] is 0.
     ///
     /// For one page this is a walk, and a search of the last table for an entry that is in use. Where tables are
     /// shared, only tables that the span covers are detached.
@@ -320,8 +320,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Clears a part of one table of the last level, if that is all there is to do: nothing to split, no table to
-    /// detach. Gives the bytes that were mapped. Otherwise nothing has changed.
+    /// Clears a part of one table of the last level, if that suffices: nothing to split, no table to detach. Returns
+    /// the bytes that were mapped; `None` when it does not suffice, and nothing has changed.
     fn clear_pages(&mut self, first: u64, last: u64, detach: Detach) -> Option<u64> {
         let level = F::LEVELS - 1;
         let (i, j, end) = (index::<F>(first, level), index::<F>(last, level), entries::<F>(level));
@@ -372,7 +372,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             entries.len()
         });
         if whole {
-            // What did not come in one piece.
+            // The entries that did not come in one chunk.
             (range.start + seen..range.end).for_each(|k| count(&[self.load(table, k)]));
         } else {
             slots::clean::<F, T>(&mut self.tables, table, range);
@@ -421,7 +421,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(spare)
     }
 
-    /// What it takes to make a leaf end at `at`; `None` when none reaches across.
+    /// The cut that makes a leaf end at `at`; `None` when no leaf reaches across.
     pub(crate) fn find_cut(&self, at: u64) -> Option<Cut> {
         if at >= input_len::<F>() {
             return None;
@@ -547,8 +547,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ) -> bool {
         let (i, j) = (index::<F>(first, level), index::<F>(last, level));
         let page = page_size::<F>(level).bytes();
-        // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
-        // must be told to forget it anyway. The root is never unlinked.
+        // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker
+        // whose caches must be invalidated anyway. The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
         let whole = detach != Detach::Nothing && level > 0 && first & mask == 0 && last & mask == mask;
         let if_empty = detach == Detach::Emptied && level > 0;

@@ -7,14 +7,14 @@ use dmalane_addr::{Access, PageSize};
 use crate::format::{Kind, MAX_LEVELS, index};
 use crate::{Entry, Format, slots};
 
-/// What a walk found.
+/// Result of a walk that found a leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Walked {
     /// The output address of the very byte asked for.
     pub to: u64,
     /// The page size of the leaf.
     pub size: PageSize,
-    /// What all levels together permit, and the kind of memory.
+    /// Access that all levels together permit, and the kind of memory.
     pub access: Access,
 }
 

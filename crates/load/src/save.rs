@@ -15,7 +15,7 @@ use crate::Error;
 
 /// A file to write. It appears whole or not at all, under its name, when all of it is written.
 ///
-/// What lies there already is safe: an existing file is replaced only where that was [allowed](Output::replace), never
+/// Existing files are safe: a file is replaced only where that was [allowed](Output::replace), never
 /// when it is one of the [inputs](Output::unlike), and symbolic links are not followed in directories where others can
 /// plant them. A replaced file gives its mode, and its owner where that is allowed, to the new one.
 ///
@@ -61,7 +61,7 @@ impl Output {
         &self.path
     }
 
-    /// Whether the file could be written now. Whoever writes checks again.
+    /// Whether the file could be written now. Writing it checks again.
     ///
     /// # Errors
     /// [`Error::File`] names the path and says what is in the way: no such directory, an existing file that may not be
@@ -268,7 +268,7 @@ impl<'a> Saving<'a> {
     /// Gives the file its name.
     pub(crate) fn finish(mut self) -> io::Result<()> {
         let (folder, name) = (self.target.folder.as_fd(), &self.target.name);
-        // What came there meanwhile.
+        // A file may have come there meanwhile.
         match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => self.output.may_replace(&stat)?,
             Err(Errno::NOENT) => {}
@@ -382,7 +382,7 @@ mod tests {
         assert!(Output::new(at("dangling")).check().is_err());
         symlink("round", at("round")).unwrap();
         assert!(Output::new(at("round")).check().is_err());
-        // What is not finished leaves nothing.
+        // An output that is not finished leaves no file.
         let output = Output::new(at("half"));
         let mut half = output.begin().unwrap();
         half.file().write_all(b"half").unwrap();

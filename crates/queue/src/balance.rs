@@ -44,7 +44,7 @@ const SHORT: u64 = 512 << 10;
 const TELLING: u64 = 64 << 10;
 /// A rate expires when it was not measured again for so long. A channel that was slow then gets another chance.
 const FORGET: Nanos = 100_000_000;
-/// How much of a new measurement goes into a rate.
+/// Weight of a new measurement in a rate.
 const NEW: f64 = 0.5;
 
 /// Starts with the rule of [`AddressPolicy`](crate::AddressPolicy), then uses measured rates: a split in proportion to
@@ -293,7 +293,7 @@ impl Backlog {
         Some(area)
     }
 
-    /// How many of `len` bytes a channel takes; `None` when another channel should.
+    /// Bytes, of `len`, that a channel takes; `None` when another channel should.
     fn length(&self, rules: &Rules, channel: usize, area: usize, len: u64, now: Nanos) -> Option<u64> {
         let peers = || (0..self.channels.len()).filter(|&c| self.reaches(rules, c, area, now));
         if peers().count() < 2 {

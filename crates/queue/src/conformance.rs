@@ -25,7 +25,7 @@ pub trait Fixture {
     /// Bytes of the target: at least 4 KiB and two alignments, better 1 MiB.
     fn target_len(&self) -> u64;
 
-    /// The address at this offset of the target. What runs past `target_len` must fail, not be refused.
+    /// The address at this offset of the target. An operation past `target_len` must fail, not be refused.
     fn at(&self, offset: u64) -> AddrOf<Self>;
 
     /// A slice of exactly so many bytes of a buffer of its own, registered where the queue needs that.

@@ -103,9 +103,9 @@ pub(crate) fn for_each_area(
 /// Routes by placement alone: DDR is shared between the channels, each half of HBM hangs off one.
 ///
 /// The rule is that of the SLASH driver for the Alveo V80 (Xilinx SLASH, pull request 126: "DDR splits in half; HBM
-/// routes by its half-memory boundary"). Short transfers (below 128 KiB) take the channels in turn. What has no card
-/// address (a device virtual address) is shared. [`BalancePolicy`](crate::BalancePolicy) starts from this rule and
-/// learns.
+/// routes by its half-memory boundary"). Short transfers (below 128 KiB) take the channels in turn. An operation
+/// without a card address (at a device virtual address) is shared. [`BalancePolicy`](crate::BalancePolicy) starts from
+/// this rule and learns.
 #[derive(Clone, Debug)]
 pub struct AddressPolicy {
     areas: Vec<Area>,

@@ -124,8 +124,8 @@ pub trait Queue: Send {
         None
     }
 
-    /// Stops the queue, with the ability [`STOP`](Abilities::STOP); others ignore it. What is in flight ends with
-    /// [`OpError::Stopped`](crate::OpError::Stopped) once the device has let go of it.
+    /// Stops the queue, with the ability [`STOP`](Abilities::STOP); others ignore it. Operations in flight end with
+    /// [`OpError::Stopped`](crate::OpError::Stopped) once the device has let go of them.
     fn stop(&mut self, reason: StopReason) {
         drop(reason);
     }

@@ -14,7 +14,7 @@ use crate::Registered;
 const USUAL_MEMLOCK: u64 = 8 << 20;
 const PAGE: usize = 4096;
 
-/// How much may be registered at one time.
+/// Limits of what is registered at one time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RegistryLimits {
     /// Bytes, rounded to pages.
@@ -130,7 +130,7 @@ impl<B: Registrar> Registry<B> {
         }
     }
 
-    /// How much may be registered.
+    /// The limits.
     pub fn limits(&self) -> RegistryLimits {
         self.limits
     }

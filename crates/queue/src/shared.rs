@@ -1,7 +1,7 @@
 //! One queue for many threads and tasks.
 //!
 //! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are
-//! queues themselves. Whoever polls a handle polls for all, and no thread waits for another one that polls: submitted
+//! queues themselves. A poll of one handle polls for all, and no thread waits for another one that polls: submitted
 //! operations lie in lists, one for each [`Class`], until the next poll moves them into the queue; completions lie in
 //! the inbox of their handle. The two locks are taken in one order: the queue's first, then that of lists and inboxes,
 //! which is held for moments only.
@@ -43,7 +43,7 @@ pub struct SharedOptions {
     pub inside: usize,
     /// Operations of all handles together, those in the queue included.
     pub total: usize,
-    /// How long dropped handles wait, all together, for the next operation to end.
+    /// Time that dropped handles wait, all together, for the next operation to end.
     pub drop_timeout: Duration,
 }
 

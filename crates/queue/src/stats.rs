@@ -59,7 +59,7 @@ impl Latency {
         self.count += 1;
     }
 
-    /// How many were counted.
+    /// Number of durations that were counted.
     pub fn count(&self) -> u64 {
         self.count
     }

@@ -26,8 +26,8 @@ pub enum RunError<A: std::fmt::Debug> {
     Busy,
 }
 
-/// How long a queue that has halted or was stopped may take to end its operations: a device that still answers takes
-/// far less.
+/// Timeout for a queue that has halted or was stopped to end its operations: a device that still answers takes far
+/// less.
 pub const RELEASE_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 2000 });
 /// The longest wait without checking whether the queue has halted.
 const CHECK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 200 });

@@ -77,7 +77,7 @@ struct Core<M, F> {
 struct Channel<M> {
     regs: Registers,
     queue: Mutex<Queue<M>>,
-    /// Who sleeps when the channel is idle.
+    /// The thread that sleeps when the channel is idle.
     worker: OnceLock<Thread>,
 }
 

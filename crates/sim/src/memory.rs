@@ -14,7 +14,7 @@ pub(crate) const BLOCK: u64 = 2 << 20;
 /// Where HBM starts: 256 GiB, as on the Alveo V80. DDR starts at 0.
 pub(crate) const HBM_BASE: u64 = 1 << 38;
 
-/// DDR and HBM of a card. What was never touched costs nothing and reads as zeros.
+/// DDR and HBM of a card. Memory that was never touched costs nothing and reads as zeros.
 pub struct CardMemory {
     ddr: Bank,
     hbm: Bank,
@@ -191,7 +191,7 @@ impl<'m> Block<'m> {
             bank.make_present(offset / BLOCK).ok()?;
         }
         (self.first, self.bytes) = (bank.span.first().bits() + offset, Some(block));
-        // What goes on behind the block.
+        // A range that goes on behind the block is resolved by the memory.
         self.within(at, len).or_else(|| self.memory.view(at, len).ok())
     }
 }

@@ -9,7 +9,7 @@ use dmalane_iopt::{Format, Walked, walk};
 
 use crate::memory::CardMemory;
 
-/// The MMU's registers. Whoever copies by a translation holds this for reading; invalidation takes it for writing, so
+/// The MMU's registers. A copy by a translation locks this for reading; invalidation takes it for writing, so
 /// that when it returns no copy by an old translation is under way.
 pub(crate) struct Mmu<F> {
     /// The root table that the next write to the control register activates.

@@ -117,7 +117,7 @@ struct Job {
 /// Why a descriptor failed, and the address that it was about.
 struct Failure(Status, u64);
 
-/// The part of a channel that works. Whoever steps it has it alone.
+/// The part of a channel that works. The thread that steps it has it alone.
 pub(crate) struct Queue<M> {
     mem: M,
     engine: Engine,
@@ -290,7 +290,7 @@ impl Engine {
                     Ok(true) => {}
                     Ok(false) => return left < STEP_DESCRIPTORS,
                     Err((why, at)) => {
-                        // What was done before is reported first.
+                        // Operations that were done before are reported first.
                         self.report(work);
                         self.halt(work.regs, why, at);
                         return true;

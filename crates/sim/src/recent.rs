@@ -1,8 +1,8 @@
 //! The blocks that a channel wrote last: the card's guess whether memory is in the processor's cache.
 //!
 //! Stores that bypass the cache are faster where the destination is not in it, and much slower where it is. A
-//! destination that this channel wrote a few MiB ago is taken to be there still, every other one not. What the
-//! processor does besides, the card cannot know: that is what the hint in a descriptor is for.
+//! destination that this channel wrote a few MiB ago is taken to be there still, every other one not. The card cannot
+//! know of other accesses by the processor: the hint in a descriptor tells it.
 
 use std::sync::OnceLock;
 
@@ -80,7 +80,7 @@ impl Recent {
         for block in first.max(last.saturating_sub(mask as u64))..=last {
             self.blocks[block as usize & mask] = (key(block), self.written);
         }
-        // What is longer than that has pushed its own beginning out when it comes round again.
+        // A longer range has evicted its own beginning by the time it is accessed again.
         if hot && len <= self.recent { CopyHint::Keep } else { CopyHint::StreamUnordered }
     }
 }

@@ -23,9 +23,9 @@ const WARM: Duration = Duration::from_millis(25);
 pub struct FitSettings {
     /// Bytes at the front of each half that are left alone; a multiple of 4 KiB.
     pub offset: u64,
-    /// How long each set of streams runs.
+    /// Time that each set of streams runs.
     pub time: Duration,
-    /// How often it does, of which the median counts; at least 1.
+    /// Runs of each set, of which the median counts; at least 1.
     pub runs: usize,
     /// Rates that differ by less each way count as equal: 0.05 is 5 %.
     pub noise: f64,

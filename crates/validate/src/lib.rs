@@ -200,7 +200,7 @@ impl ValidateReport {
     }
 }
 
-/// How far a validation is.
+/// Progress of a validation.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ValidateEvent {
     /// So many steps there will be.
@@ -228,7 +228,7 @@ pub enum ValidateError {
     NoChannel {
         /// Which was asked for.
         wanted: usize,
-        /// How many there are.
+        /// Number of channels of the device.
         has: usize,
     },
     /// More channels than the modelled link has.

@@ -37,7 +37,7 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 1 | walk as u64
 }
 
-/// Measures a device. What it holds from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block
+/// Measures a device. Its content from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block
 /// device it is restored at the end where [`Contents`](crate::Contents) says so.
 ///
 /// # Errors

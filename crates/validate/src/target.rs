@@ -298,14 +298,14 @@ impl Target {
         self.queues.iter().any(|queue| queue.in_flight() > 0)
     }
 
-    /// Ends what is measured, with [`ValidateError::Interrupted`], as soon as this is true. What was under way ends,
-    /// and what is to be put back is put back.
+    /// Ends the measurement, with [`ValidateError::Interrupted`], as soon as this is true. Operations under way end,
+    /// and content that is to be restored is restored.
     pub fn stop_when(&mut self, cancelled: Arc<AtomicBool>) {
         self.cancelled = cancelled;
     }
 }
 
-/// How long threads that end wait for their buffers.
+/// Time that threads that end wait for their buffers.
 const DROP_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 10_000 });
 
 /// Lets threads share a queue, with as many operations as it holds.
@@ -314,7 +314,8 @@ pub(crate) fn share(queue: impl Queue<Addr = DeviceAddr> + 'static) -> SharedQue
     SharedQueue::new(Box::new(queue), SharedOptions { inside: capacity, total: capacity, drop_timeout: DROP_TIMEOUT })
 }
 
-/// How long nothing may end before a device counts as stuck, besides the time that a buffer takes at [`SLOWEST`].
+/// Time without a completion after which a device counts as stuck, besides the time that a buffer takes at
+/// [`SLOWEST`].
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes per second that a device moves at least, unless it is stuck.
 pub(crate) const SLOWEST: u64 = 4_000_000;

@@ -303,7 +303,7 @@ fn a_modelled_link_is_the_ceiling() {
     assert_eq!(report.figures.len(), 9);
     for figure in &report.figures {
         let reference = figure.reference.unwrap();
-        // What may be saved up in a millisecond; how close to it a figure comes depends on how busy this machine is.
+        // A millisecond's worth may be saved up; how close to it a figure comes depends on how busy this machine is.
         assert!(figure.total() < 1.1 * reference, "{figure:?}");
         let model = 23e9 / SLOWER;
         assert!((reference / model - 1.0).abs() < 0.01, "{reference} {model}");
@@ -592,7 +592,7 @@ fn handles_of_a_device_that_hangs_wait_together() {
 struct Driven {
     ram: RamDevice,
     most: u64,
-    /// What is allocated, and what was in all.
+    /// Live allocations, and the bytes of all that ever were.
     allocated: Arc<Mutex<(Vec<Span<CardAddr>>, u64)>>,
 }
 

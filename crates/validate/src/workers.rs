@@ -11,7 +11,7 @@ use crate::target::SLOWEST;
 use crate::walk::{Walk, histogram};
 use crate::{Phase, Rate, Stop, ValidateError};
 
-/// How long a thread waits for a queue that it has stopped to release its buffers.
+/// Time that a thread waits for a queue that it has stopped to release its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// The queues and walks of a thread.
@@ -30,7 +30,7 @@ pub(crate) struct Job<'a> {
     /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share
     /// something as long as all of them run.
     pub after: Option<Duration>,
-    /// How long nothing may end, besides the time that a buffer takes.
+    /// Longest time in which no operation ends, besides the time that a buffer takes.
     pub timeout: Duration,
     /// Ends it early when true.
     pub cancelled: &'a AtomicBool,

@@ -433,7 +433,7 @@ impl Registrar for UserBus {
             let n = pinned.range().len() as u64;
             let part = span.sub(done, n).expect("the lengths add up to the span's");
             if let Err(e) = self.inner.dma_map(pinned, part, access) {
-                // What was not answered may be mapped.
+                // A request that was not answered may have mapped the part.
                 let mapped = if matches!(e, Error::Refused { .. } | Error::NotMemfd) { done } else { done + n };
                 match span.sub(0, mapped).is_none_or(|mapped| self.inner.try_unmap(mapped)) {
                     true => lock(&self.inner.iovas).free(lease),

@@ -230,7 +230,7 @@ impl Container {
         self.0.lock().space.as_ref().map_or(PageSizes::from_bits(0), |space| space.pages)
     }
 
-    /// How many more mappings the kernel accepts; `None` if it does not report that, or has no limit (iommufd).
+    /// Number of further mappings that the kernel accepts; `None` if it does not report it, or has no limit (iommufd).
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -765,7 +765,7 @@ impl PeerMapping {
         self.method
     }
 
-    /// How long the kernel took to map it.
+    /// Time that the kernel took to map it.
     pub fn map_time(&self) -> Duration {
         self.map_time
     }

@@ -80,7 +80,7 @@ impl PciDevice {
         let mut space = [0; STANDARD];
         let config = regions.get(CONFIG as usize).filter(|config| config.len > 0);
         let missing = Error::Region { bdf, region: CONFIG, reason: RegionError::Missing };
-        // What a short read leaves 0 counts as disabled.
+        // Bits that a short read leaves 0 count as disabled.
         rustix::io::pread(&fd, &mut space, config.ok_or(missing)?.offset)
             .map_err(|e| Error::kernel(VfioOperation::ReadRegion(bdf, CONFIG))(e.into()))?;
         let (gate, release_requests) = (Gate::new(&space), OnceLock::new());

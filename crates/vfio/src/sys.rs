@@ -78,7 +78,7 @@ fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Resu
             | Request::GetHwInfo
     ));
     // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of
-    // the slice, and refuses one that is too short for it. What it reads has no pointers, but for the address of memory
+    // the slice, and refuses one that is too short for it. The argument has no pointers, but for the address of memory
     // to map (see `dma_map`).
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument.as_mut_ptr()) })
 }

@@ -18,7 +18,7 @@ pub trait AnyVm {
     /// The format's smallest page.
     fn granule(&self) -> PageSize;
 
-    /// What the VM covers.
+    /// Address range of the VM.
     fn range(&self) -> Span<DeviceVa>;
 
     /// [`Vm::plan`], or [`Vm::plan_reserved`] where `reserved` is true, and commit.
@@ -27,7 +27,7 @@ pub trait AnyVm {
     /// As of these; the VM is as it was.
     fn apply(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Committed<CardAddr>, PlanError>;
 
-    /// What [`apply`](Self::apply) would say; changes nothing.
+    /// Checks requests as [`apply`](Self::apply) does; changes nothing.
     ///
     /// # Errors
     /// As of [`Vm::plan`].
@@ -64,7 +64,7 @@ pub trait AnyVm {
     /// [`Vm::lookup`].
     fn lookup(&self, va: DeviceVa) -> Option<Leaf<DeviceVa, CardAddr>>;
 
-    /// What is bound within the span and where it leads, by ascending address, until `each` breaks off.
+    /// Calls `each` with the mapped runs within the span, by ascending address, until `each` breaks off.
     fn mapping(&self, span: Span<DeviceVa>, each: &mut dyn FnMut(Mapped) -> ControlFlow<()>);
 
     /// The number of bindings.

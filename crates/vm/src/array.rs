@@ -1,7 +1,7 @@
 //! A batch as an array of bytes: operations with a stride, as kernels take them.
 //!
 //! The layout is written down in `docs/formats/vm-array.md`. It follows the array of `VM_BIND` in the Linux drivers for
-//! Apple and Intel GPUs (`include/uapi/drm/asahi_drm.h`, `xe_drm.h`): the caller says how far apart its operations are,
+//! Apple and Intel GPUs (`include/uapi/drm/asahi_drm.h`, `xe_drm.h`): the caller gives the stride of its operations,
 //! so that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
 //! longer ones the part that we do not know must be zero.
 
@@ -17,7 +17,7 @@ use crate::{BindRequest, Errno, Error, Handles, Plan, PlanError, Vm};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub struct ArrayOperation {
-    /// What to do and how: see the constants.
+    /// The kind of operation and its options: see the constants.
     pub flags: U32,
     /// Which buffer object; 0 where the operation has none.
     pub handle: U32,
@@ -73,7 +73,7 @@ impl ArrayOperation {
         Access::from_bits_truncate((self.flags.get() & Self::ACCESS) as u8)
     }
 
-    /// What it asks for, as far as that can be said without the VM.
+    /// The request that it encodes, checked where that needs no VM.
     fn request(&self, granule: PageSize, handles: &Handles) -> Result<BindRequest, Reason> {
         let flags = self.flags.get();
         let (offset, range) = (self.offset.get(), self.range.get());
@@ -86,7 +86,7 @@ impl ArrayOperation {
             0 => Ok(()),
             value => Err(Reason::NotZero { field, value }),
         };
-        // What this kind has no use for; a later version may give it a meaning.
+        // Fields that this kind does not use must be 0; a later version may give them a meaning.
         let (has_bo, has_offset, has_span, has_access) = match kind {
             Self::BIND | Self::REPEAT => (true, true, true, true),
             Self::UNBIND_BO => (true, false, false, false),
@@ -165,7 +165,7 @@ pub enum Reason {
     UnknownField {
         /// Which byte of the operation.
         at: usize,
-        /// What is there.
+        /// Value of that byte.
         value: u8,
     },
     /// A bit that this version does not know, or an unknown kind.
@@ -179,7 +179,7 @@ pub enum Reason {
     NotZero {
         /// Which field, or which part of the flags.
         field: &'static str,
-        /// What is there.
+        /// Value of the field.
         value: u64,
     },
     /// A bind that permits nothing.

@@ -1,4 +1,4 @@
-//! What is bound where, as a caller sees it.
+//! Bindings, as a caller sees them.
 
 use alloc::sync::Arc;
 
@@ -14,11 +14,11 @@ pub struct Binding {
     pub span: Span<DeviceVa>,
     /// To what.
     pub to: BindingTarget,
-    /// What the device may do.
+    /// Rights of the device.
     pub access: Access,
 }
 
-/// What a [`Binding`] shows.
+/// Target of a [`Binding`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum BindingTarget {
@@ -35,7 +35,7 @@ pub enum BindingTarget {
         bo: Arc<Bo>,
         /// The first of the bytes that repeat. They are at every address that is a multiple of `page`.
         offset: u64,
-        /// How many bytes repeat.
+        /// Bytes that repeat.
         page: u64,
     },
     /// Zeroes.

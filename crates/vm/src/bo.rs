@@ -31,7 +31,7 @@ pub struct Bo {
     /// The only VM that may bind it.
     home: Option<VmId>,
     owner: Option<Box<dyn Any + Send + Sync>>,
-    /// What holds it for VMs.
+    /// Number of [`BoundBo`] that hold it for VMs.
     bound: AtomicUsize,
 }
 

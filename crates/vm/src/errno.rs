@@ -6,7 +6,7 @@ use crate::Error;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(i32)]
 pub enum Errno {
-    /// What is asked for would reach into what is kept from the caller.
+    /// The request would reach into a range that is not the caller's.
     Perm = 1,
     /// There is no such object.
     NoEnt = 2,
@@ -24,7 +24,7 @@ pub enum Errno {
     Range = 34,
     /// A range that wraps around the address space.
     Overflow = 75,
-    /// What the page-table format cannot do.
+    /// A request that the page-table format cannot express.
     NotSup = 95,
     /// The VM has failed.
     Canceled = 125,

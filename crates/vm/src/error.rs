@@ -45,10 +45,11 @@ pub enum Error {
     OutsideVm {
         /// The span asked for.
         span: Span<DeviceVa>,
-        /// What the VM covers.
+        /// Address range of the VM.
         vm: Span<DeviceVa>,
     },
-    /// A span within the part of the VM that is kept for the driver itself, or, where the driver asked, one outside.
+    /// A span within the part of the VM that is reserved for the driver itself, or, where the driver asked, one
+    /// outside.
     #[error("{span} is not on its side of the reserved {reserved}")]
     Reserved {
         /// The span asked for.
@@ -59,7 +60,7 @@ pub enum Error {
     /// A request of the driver in a VM that keeps nothing for it.
     #[error("the VM of {vm} has no reserved part")]
     NoReserved {
-        /// What the VM covers.
+        /// Address range of the VM.
         vm: Span<DeviceVa>,
     },
     /// A buffer object that belongs to another VM.
@@ -131,7 +132,7 @@ pub enum Error {
         va: DeviceVa,
         /// Id of the buffer object.
         bo: u64,
-        /// What is wrong with which segment.
+        /// The error, and its segment.
         source: dmalane_iopt::Error,
     },
     /// The format has no entry with exactly these rights.

@@ -1,7 +1,7 @@
 //! Device virtual memory: bind and unbind page ranges of buffer objects, committed whole or not at all.
 //!
 //! A [`Vm`] is one device address space. A batch of [`BindRequest`]s becomes a [`Plan`], which may fail; committing the
-//! plan may not. What the commit took away must be invalidated on the device before its tables are used again.
+//! plan may not. The spans that a commit unmaps must be invalidated on the device before its tables are used again.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -8,23 +8,23 @@ use dmalane_iopt::{Format, Run, Tables};
 
 use crate::{Binding, BindingTarget, Bo, Vm};
 
-/// A part of a VM that goes on in one way, in leaves of one size. It says the same however the bindings behind it were
-/// cut.
+/// A run of mappings of a VM that continue each other, in leaves of one size. It does not depend on how the bindings
+/// behind it were cut.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mapped {
     /// Where.
     pub span: Span<DeviceVa>,
-    /// What is there.
+    /// Content of the run.
     pub source: Source,
     /// Where the first byte is. Of a buffer's bytes in order, the following ones follow it; what repeats does so.
     pub to: CardAddr,
-    /// What the device may do.
+    /// Rights of the device.
     pub access: Access,
     /// The size of the leaves. One of them may reach beyond the span.
     pub leaf: PageSize,
 }
 
-/// What a [`Mapped`] run shows.
+/// Content of a [`Mapped`] run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Source {
@@ -41,7 +41,7 @@ pub enum Source {
         bo: u64,
         /// The first of the bytes that repeat; they are at every multiple of `page`.
         offset: u64,
-        /// How many repeat.
+        /// Bytes that repeat.
         page: u64,
     },
     /// Zeroes.

@@ -41,7 +41,7 @@ pub(crate) enum Step {
     },
 }
 
-/// What a plan needs room for. The VM keeps it from plan to plan.
+/// Scratch memory of a plan. The VM keeps it from plan to plan.
 #[derive(Debug)]
 pub(crate) struct Scratch<A> {
     pub(crate) steps: Vec<Step>,
@@ -54,7 +54,7 @@ pub(crate) struct Scratch<A> {
     pub(crate) room_for_lists: Vec<Lists<A>>,
 }
 
-/// What a bind must be to continue the last step, one of a single page or of several such: then all that must be
+/// Conditions for a bind to continue the last step, one of a single page or of several such: then all that must be
 /// checked or prepared for it was so for them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BindRun {
@@ -73,7 +73,7 @@ impl BindRun {
     pub(crate) const NONE: Self = Self { page: NO_PAGE, bo: 0, record: Record::new(0, 0, Access::empty(), false) };
 }
 
-/// What a commit gives to the caller.
+/// Lists that a commit gives to the caller.
 #[derive(Debug)]
 pub(crate) struct Lists<A> {
     pub(crate) spans: Vec<Span<DeviceVa>>,
@@ -111,7 +111,7 @@ impl<A> Scratch<A> {
 pub struct PlanError {
     /// The request, from 0. When it is memory that is missing, the last one that was looked at.
     pub index: usize,
-    /// What is wrong.
+    /// The error.
     #[source]
     pub error: Error,
 }
@@ -174,7 +174,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 Step::UnbindBo { slot, reserved } => self.unbind_bo(slot, reserved),
             };
         }
-        // A node that was kept for a later request may stand for one leaf by now.
+        // A node that was kept for a later request may represent one leaf by now.
         let join = if self.records.unlinks() { Join::All } else { Join::No };
         for i in 0..self.scratch.touched.len() {
             let chunk = self.scratch.touched[i];
@@ -282,7 +282,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         unmapped
     }
 
-    /// What of these pages is in the reserved part, or elsewhere: at most two parts.
+    /// The pages of these that are in the reserved part, or elsewhere: at most two ranges.
     fn parts(&self, (first, last): (u64, u64), reserved: bool) -> [Option<(u64, u64)>; 2] {
         let some = |first: u64, last: u64| (first <= last).then_some((first, last));
         let (reserved_first, reserved_last) = self.reserved_pages;
@@ -349,7 +349,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 }
 
-/// What a commit took away. Invalidate its spans on the device, then hand it to [`Vm::invalidated`].
+/// Result of a commit. Invalidate its spans on the device, then hand it to [`Vm::invalidated`].
 ///
 /// When dropped, the tables in it are leaked, and buffers that lost their last binding stay with the VM: both are safe.
 #[must_use = "invalidate the spans on the device, then hand this to Vm::invalidated"]
@@ -377,8 +377,8 @@ impl<A: Address> Committed<A> {
         Self { first: Some(span), lists: Vec::new(), unmapped: bytes, released: NONE }
     }
 
-    /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
-    /// overlap. Empty when the batch only bound where nothing was.
+    /// Spans that the device must invalidate, in the order of the requests; neighbours are joined, others may repeat
+    /// and overlap. Empty when the batch only bound where nothing was.
     pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
         self.first.into_iter().chain(self.lists.iter().flat_map(|lists| lists.spans.iter().copied()))
     }

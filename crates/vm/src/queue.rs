@@ -1,11 +1,11 @@
 //! Bind queues: batches that wait for fences, run in order, and signal fences.
 //!
-//! A queue is a plain object without a thread. Whoever drives the device calls [`BindQueue::poll`], which applies the
+//! A queue is a plain object without a thread. The driver of the device calls [`BindQueue::poll`], which applies the
 //! batches at the head whose fences are signalled. A batch that took something away is not over before the device has
 //! forgotten it: poll stops there, [`BindQueue::to_invalidate`] says what to invalidate, and [`BindQueue::invalidated`]
-//! ends the batch and signals its fences. Queues know nothing of each other; one that waits holds up no other.
+//! ends the batch and signals its fences. Queues know nothing of each other; one that waits delays no other.
 //!
-//! A batch that fails when its turn comes has nobody to give the error to who could still change it: later batches, and
+//! A batch that fails when its turn comes has no caller left that could change it: later batches, and
 //! programs that were started on the strength of its fences, rely on it. So the VM is marked as failed
 //! ([`Vm::has_failed`]), as Linux drivers do it: every batch that still waits in any queue of that VM fails, and only
 //! synchronous unbinds, which need no memory and rely on nothing, are planned from then on.
@@ -25,12 +25,12 @@ pub struct Submission {
     pub requests: Vec<BindRequest>,
     /// Fences that must be signalled before it is applied.
     pub wait: Vec<Fence>,
-    /// What is signalled once it is applied and the device has forgotten what it took away; failed when it fails.
+    /// Fences to signal once it is applied and the device has invalidated what it unmapped; failed when it fails.
     pub signal: Vec<Promise>,
 }
 
 /// Names a batch, over all queues with different ids.
-#[must_use = "the end of the batch can only be told from others by its ticket"]
+#[must_use = "only its ticket identifies the end of the batch"]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct BindTicket {
     /// The id of its queue.
@@ -39,7 +39,7 @@ pub struct BindTicket {
     pub number: u64,
 }
 
-/// A queue that holds as much as it may; the batch comes back. Poll, then try again.
+/// A full queue, with the batch that it refused. Poll, then try again.
 #[derive(Debug, thiserror::Error)]
 #[error("queue {queue} holds {depth} batches, as many as it may")]
 pub struct Full {
@@ -69,7 +69,7 @@ pub enum QueueError {
 /// A batch that has ended.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Ended {
-    /// What [`BindQueue::submit`] gave.
+    /// The ticket that [`BindQueue::submit`] returned.
     pub ticket: BindTicket,
     /// Whether it was applied.
     pub result: Result<(), QueueError>,
@@ -177,7 +177,7 @@ impl<A: Address> BindQueue<A> {
             match result {
                 Ok(committed) => {
                     self.running = Some(Running { ticket, committed, signal: submission.signal });
-                    // What is only a hint is for the caller to see too.
+                    // The caller gets a batch of mere prefetches too.
                     if self.to_invalidate().is_some_and(|c| c.is_empty() && c.prefetches().next().is_none()) {
                         ended.extend(self.invalidated(vm));
                     }
@@ -191,7 +191,7 @@ impl<A: Address> BindQueue<A> {
         }
     }
 
-    /// What the device must forget before the queue goes on, and what it may prefetch.
+    /// Spans that the device must invalidate before the queue goes on, and spans that it may prefetch.
     pub fn to_invalidate(&self) -> Option<&Committed<A>> {
         self.running.as_ref().map(|r| &r.committed)
     }

@@ -2,8 +2,8 @@
 
 use dmalane_addr::Access;
 
-/// What the pages of one entry of the tree are bound to: the slot of a buffer object, the page of it that the first of
-/// them shows, and what the device may do.
+/// Target of the pages of one entry of the tree: the slot of a buffer object, the page of it that the first of them
+/// shows, and the rights of the device.
 ///
 /// Bits 0 to 31: page of the buffer; 32 to 55: slot; 56 to 61: access; 62: fixed; 63: set. So a word of a tree can also
 /// be 0 for nothing, or a number below 2^63 for a node one level down.
@@ -64,7 +64,7 @@ impl Record {
         differs >> 32 == 0
     }
 
-    /// How much the word grows from a page to the next.
+    /// Increment of the word from a page to the next.
     #[inline]
     pub(crate) fn step(self) -> u64 {
         u64::from(!self.is_fixed())

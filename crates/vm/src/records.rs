@@ -38,11 +38,11 @@ struct Node<F> {
     groups: u64,
     /// The last plan that touched it.
     plan: u64,
-    /// Low and high half of [`Records::run`]'s answer, so that it need not be looked for again.
+    /// Low and high half of [`Records::run`]'s answer, so that it need not be searched again.
     run: [AtomicU32; 2],
     /// Entries that are not empty.
     used: u32,
-    /// How many requests of that plan, that may have unlinked tables, came before the last touch.
+    /// Number of requests of that plan that may have unlinked tables and came before the last touch.
     after: u32,
     /// In a node of the last level that is not empty: the slot of all its records but `others`, or [`MIXED`].
     slot: u32,
@@ -87,7 +87,7 @@ impl<F: Format> Node<F> {
         ((self.groups & (bit - 1)).count_ones() as usize) << Self::GROUP | i & ((1 << Self::GROUP) - 1)
     }
 
-    /// Where entries `i` to `j` are in `words`, as far as they have memory.
+    /// Positions in `words` of those of the entries `i` to `j` that have memory.
     #[inline]
     fn positions(&self, i: usize, j: usize) -> Range<usize> {
         if self.groups == ALL {
@@ -142,7 +142,7 @@ impl<F: Format> Node<F> {
         self.groups == ALL || Self::groups_of(i, j) & !self.groups == 0
     }
 
-    /// Entries `i` to `j` as far as they have memory.
+    /// Those of the entries `i` to `j` that have memory.
     fn part(&mut self, i: usize, j: usize) -> &mut [u64] {
         let range = self.positions(i, j);
         &mut self.words[range]
@@ -315,7 +315,7 @@ impl<F: Format> Records<F> {
         self.fences.contains(&page)
     }
 
-    /// True when a fence stands inside of these pages.
+    /// True when a fence is inside of these pages.
     fn is_fenced(&self, first: u64, last: u64) -> bool {
         self.fences.iter().any(|&fence| first < fence && fence <= last)
     }
@@ -399,8 +399,8 @@ impl<F: Format> Records<F> {
         Ok(id)
     }
 
-    /// Nodes with memory for all entries that are kept for unbinding parts of large bindings, which takes none beside:
-    /// all that can ever be needed, or as many as two spans need at worst.
+    /// Number of nodes to keep for unbinding parts of large bindings, which takes no other memory: as many as can ever
+    /// be needed, or as two spans need at worst. Each has memory for all entries.
     fn kept(&self) -> usize {
         self.splits.min(usize::max(4 * Self::LAST as usize, (1 << 13) >> F::INDEX_BITS) as u64) as usize
     }
@@ -1196,7 +1196,7 @@ impl<F: Format> Records<F> {
             first += pages;
         }
         let run = found.map(|(record, _)| record).filter(|_| !self.is_fenced(Self::entry(page, level - 1).0, last));
-        // Whoever asks at the same time stores the same. A node above may become a run while it does not change itself.
+        // Concurrent callers store the same. A node above may become a run while it does not change itself.
         if run.is_some() || level == Self::LAST {
             let word = run.map_or(u64::from(NONE) << 32, Record::word);
             node.run[0].store(word as u32, Relaxed);

@@ -1,4 +1,4 @@
-//! What may be asked of a VM.
+//! Requests to a VM.
 
 use alloc::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::Bo;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum BindRequest {
-    /// Makes part of a buffer object visible. What was bound there before is replaced; bindings that reach out of the
+    /// Makes part of a buffer object visible. Earlier bindings there are replaced; bindings that reach out of the
     /// new one are cut and keep the rest.
     Bind {
         /// Where, in the device's address space.
@@ -24,7 +24,7 @@ pub enum BindRequest {
         offset: u64,
         /// Bytes, not zero.
         len: u64,
-        /// What the device may do.
+        /// Rights of the device.
         access: Access,
     },
     /// Makes the same bytes of a buffer object visible again and again, as a sparse image does with the page behind its
@@ -36,11 +36,11 @@ pub enum BindRequest {
         bo: Arc<Bo>,
         /// The first of the bytes that repeat.
         offset: u64,
-        /// How many bytes repeat: a granule, or a power of two of them.
+        /// Bytes that repeat: a granule, or a power of two of them.
         page: u64,
         /// Bytes of address space, a multiple of `page`, not zero.
         len: u64,
-        /// What the device may do.
+        /// Rights of the device.
         access: Access,
     },
     /// Makes the addresses read as zeroes, by way of the [null page](crate::Vm::set_null_page). They are mapped

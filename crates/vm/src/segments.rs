@@ -1,4 +1,4 @@
-//! What a binding maps, as a list of segments.
+//! Memory that a binding maps, as a list of segments.
 
 use dmalane_addr::{Address, CardAddr, Segment, SgIndex, SgRuns};
 use dmalane_iopt::Format;

@@ -9,7 +9,7 @@ use crate::Bo;
 use crate::bo::BoundBo;
 use crate::record::Record;
 
-/// What a slot stands for.
+/// The buffer of a slot, and the places where it is bound.
 #[derive(Debug)]
 pub(crate) struct Slot {
     /// None in slot 0, that of null ranges, and in free slots.
@@ -20,7 +20,7 @@ pub(crate) struct Slot {
     mappable: bool,
     /// Pages bound.
     pages: u64,
-    /// How many places the plan may add.
+    /// Places that the plan may add.
     planned: usize,
     /// The last chunk of the plan's last bind of it.
     planned_chunk: u64,
@@ -409,7 +409,7 @@ impl Slot {
         self.pages
     }
 
-    /// Room for a place for each time that it is held.
+    /// Reserves room for the planned places. A list that has doubled is sorted and joined first.
     #[cold]
     fn make_room(&mut self, chunk: u32) -> Result<(), Full> {
         if self.exact && self.places.len() + self.planned > FEW {
@@ -429,7 +429,7 @@ impl Slot {
 mod tests {
     use super::*;
 
-    /// Few places are no longer than what is bound, so that unbinding a buffer looks nowhere else. Many are chunks.
+    /// Few places are no longer than what is bound, so that unbinding a buffer visits nothing else. Many are chunks.
     #[test]
     fn few_places_are_exact() {
         let bo = Arc::new(Bo::of_segments(1, []).unwrap());

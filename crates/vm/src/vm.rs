@@ -4,7 +4,7 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
-use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
+use dmalane_iopt::{Format, Leaf, NamedAddr, PageTable, Run, TableEstimate, Tables};
 
 use crate::plan::{BindRun, Lists, NO_PAGE, Scratch, Step};
 use crate::record::Record;
@@ -17,7 +17,7 @@ use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, Pla
 /// Bindings and page table say the same at all times: every byte of a binding is mapped to the card memory of its
 /// buffer object with the binding's access, and nothing else is mapped.
 ///
-/// What a bind costs does not depend on how much is bound. Bindings are recorded page by page (`records.rs` says how),
+/// The cost of a bind does not depend on how much is bound. Bindings are recorded page by page (`records.rs` says how),
 /// 8 bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
 #[derive(Debug)]
 pub struct Vm<F, T: Tables> {
@@ -37,7 +37,7 @@ pub struct Vm<F, T: Tables> {
     pub(crate) scratch: Scratch<T::Addr>,
 }
 
-/// What is known of a batch while it is planned.
+/// State of a batch while it is planned.
 pub(crate) struct Batch {
     /// True for a batch of the driver itself.
     reserved: bool,
@@ -90,7 +90,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let bits = F::INPUT_BITS;
         if range.last().bits() >> bits != 0 {
-            let source = dmalane_iopt::Error::InputRange { at: Place::of(range.first()), len: range.len(), bits };
+            let source = dmalane_iopt::Error::InputRange { at: NamedAddr::of(range.first()), len: range.len(), bits };
             return Err(Error::New { vm: range, source });
         }
         let reserved_pages = reserved.map_or((u64::MAX, 0), pages_of::<F>);
@@ -142,7 +142,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`BindRequest::Bind`].
     ///
     /// # Errors
-    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    /// As of [`plan`](Self::plan). The VM is then as it was.
     #[inline]
     pub fn bind(
         &mut self,
@@ -182,7 +182,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Unbinds a span, now: a batch of one [`BindRequest::Unbind`].
     ///
     /// # Errors
-    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    /// As of [`plan`](Self::plan). The VM is then as it was.
     #[inline(always)] // small: what is large is behind a call
     pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
         self.forget_leaked();
@@ -479,7 +479,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline(always)]
     pub(crate) fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
         let (first, last) = pages_of::<F>(span);
-        // What an earlier request binds as a whole must be cut by this one.
+        // This request must cut what an earlier one binds as a whole.
         let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
         if let Some(Step::Unbind { last: to, end, .. }) = self.scratch.steps.last_mut()
             && *to + 1 == first
@@ -570,7 +570,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         tables
     }
 
-    /// What can be said of a bind without its buffer.
+    /// Checks of a bind that do not need its buffer.
     #[inline(always)]
     fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
         let Some(span) = Span::new(va, len) else {
@@ -665,7 +665,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let Scratch { steps, touched, lists, room_for_lists, .. } = &mut self.scratch;
         // At least as much as an unbind of one span needs, so that it finds that later.
         let spans = (steps.len() + touched.len()).max(3);
-        // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
+        // Chunks that were touched may turn out empty. The batch may detach any table that it makes.
         let cut = if batch.binds { tables } else { self.records.missing_tables() };
         let detached = batch.detached.saturating_add(cut) + touched.len() * F::LEVELS as usize;
         let detached = detached.max(4 * F::LEVELS as usize);
@@ -710,9 +710,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         (self.scratch.lists, self.scratch.room_for_lists) = (lists, room_for_lists);
     }
 
-    /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer
-    /// object and on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound
-    /// stays the same.
+    /// Makes larger leaves within the span where bindings, by many requests perhaps, continue in the buffer object and
+    /// on the card, for whole tables at a time. Returns the number of tables that this freed. Bindings stay the same.
     ///
     /// `invalidate` is called once for each table that goes and each group of leaves that forms, while its addresses
     /// are not mapped, and returns when the device has forgotten them: the break-before-make order of the Arm
@@ -760,7 +759,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.id
     }
 
-    /// What the VM covers.
+    /// Address range of the VM.
     pub fn range(&self) -> Span<DeviceVa> {
         self.range
     }
@@ -775,7 +774,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.bindings_from(0)
     }
 
-    /// What is bound at an address, with all that continues it. The first call after a change looks at what has changed
+    /// The binding at an address, with all that continues it. The first call after a change examines what has changed
     /// since; otherwise the time does not depend on how many pages the binding was made of.
     pub fn binding_at(&self, va: DeviceVa) -> Option<Binding> {
         let page = va.bits() >> F::GRANULE.log2();
@@ -837,7 +836,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.table.lookup(va)
     }
 
-    /// What is mapped within the span, leaf by leaf.
+    /// Mappings within the span, leaf by leaf.
     pub fn runs(&self, span: Span<DeviceVa>) -> impl Iterator<Item = Run<DeviceVa, CardAddr>> {
         self.table.runs(span)
     }

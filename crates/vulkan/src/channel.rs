@@ -32,7 +32,7 @@ pub(crate) struct Channel<T> {
     lost: bool,
 }
 
-/// What was submitted.
+/// A submission.
 struct Flight<T> {
     value: u64,
     recording: Recording,
@@ -45,7 +45,7 @@ pub(crate) struct Recording {
     keep: Vec<Arc<Buffer>>,
 }
 
-/// How long the drop of a channel waits for the GPU.
+/// Time that the drop of a channel waits for the GPU.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Recording {
@@ -204,7 +204,7 @@ impl<T> Channel<T> {
             .push_next(&mut timeline);
         let queue = self.gpu.queue(self.queue).lock();
         // SAFETY: the structures live until the call returns; what the commands use is kept by the recording, which
-        // becomes a flight; the queue is locked. Whoever owns `after` keeps it until it has reached its value.
+        // becomes a flight; the queue is locked. The owner of `after` keeps it until it has reached its value.
         let sent = self.gpu.call("vkQueueSubmit", |d| unsafe { d.queue_submit(*queue, &[info], vk::Fence::null()) });
         drop(queue);
         match sent {

@@ -54,7 +54,7 @@ pub enum Error {
     Unsuitable {
         /// The GPU's name.
         name: String,
-        /// What is missing, and how to get it.
+        /// The missing part, and how to get it.
         missing: String,
     },
     /// Host memory that cannot be imported as it lies.
@@ -83,9 +83,9 @@ pub enum Error {
     /// More bindings than the driver can hold.
     #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]
     TooManyBinds {
-        /// How many there would be.
+        /// Number that there would be.
         wanted: u64,
-        /// How many there may be.
+        /// Number that there may be.
         limit: u64,
     },
     /// A call failed.

@@ -17,7 +17,7 @@ use dmalane_dma::{BufferRef, DriverMemory};
 use crate::error::{CallError, Error};
 use crate::library::{GpuInfo, Library};
 
-/// What can be done with a GPU, as it was opened.
+/// Optional abilities to open a GPU with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Wanted {
     /// Import host memory, if the GPU can.
@@ -26,7 +26,7 @@ pub(crate) struct Wanted {
     pub sparse: bool,
 }
 
-/// How many objects exist.
+/// Numbers of live objects.
 #[derive(Debug, Default)]
 pub(crate) struct Live {
     pub memories: AtomicU64,
@@ -176,7 +176,7 @@ impl Gpu {
         self.sparse.is_some()
     }
 
-    /// How many queues copy.
+    /// Number of queues that copy.
     pub fn copy_queues(&self) -> usize {
         self.queues.iter().filter(|q| q.family == self.queues[0].family).count()
     }
@@ -226,7 +226,7 @@ impl Gpu {
                 && plain.contains(t.flags)
                 && heap.is_none_or(|heap| t.heap == heap)
         });
-        // What the host caches is read faster by it.
+        // The host reads memory faster that it caches.
         let rank = |f: Flags| if flags.contains(Flags::HOST_VISIBLE) && f.contains(Flags::HOST_CACHED) { 0 } else { 1 };
         fit.min_by_key(|(t, i)| (rank(t.flags), (t.flags & !flags).as_raw().count_ones(), *i)).map(|(_, i)| i)
     }
@@ -383,7 +383,7 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // SAFETY: every object of the device owned a reference to this and is gone. Whoever still had commands in
+        // SAFETY: every object of the device owned a reference to this and is gone. An owner with commands still in
         // flight has kept such an object.
         unsafe { self.device.destroy_device(None) }
     }
@@ -400,7 +400,7 @@ pub(crate) struct SparseBind<'a> {
 pub(crate) struct Memory {
     memory: vk::DeviceMemory,
     len: u64,
-    /// What was imported.
+    /// The imported host memory, if it was imported.
     host: Option<BufferRef>,
     gpu: Arc<Gpu>,
 }
@@ -521,7 +521,7 @@ impl Timeline {
         self.semaphore
     }
 
-    /// What it has reached.
+    /// The value that it has reached.
     pub fn value(&self) -> Result<u64, CallError> {
         // SAFETY: the semaphore exists.
         self.gpu.call("vkGetSemaphoreCounterValue", |d| unsafe { d.get_semaphore_counter_value(self.semaphore) })

@@ -46,7 +46,7 @@ impl Ranges {
     }
 }
 
-/// What is read and written between two barriers.
+/// Ranges that are read and written between two barriers.
 #[derive(Debug, Default)]
 pub(crate) struct Hazards {
     read: [Ranges; 3],

@@ -41,7 +41,7 @@ pub(crate) struct Library {
     // Unloaded last: fields are dropped in this order, after `drop` has destroyed the instance.
     instance: Instance,
     messenger: Option<(ext::debug_utils::Instance, vk::DebugUtilsMessengerEXT)>,
-    /// What the messenger's callback points to.
+    /// The messages that the messenger's callback points to.
     messages: Option<Arc<Messages>>,
     faults: Arc<Faults>,
     _entry: Entry,
@@ -302,7 +302,7 @@ pub(crate) struct MemoryType {
     pub heap: u32,
 }
 
-/// What is known of a GPU before it is opened.
+/// Properties of a GPU that are known before it is opened.
 #[derive(Clone, Debug)]
 pub struct GpuInfo {
     /// Its number among the GPUs of this machine.
@@ -351,7 +351,7 @@ impl GpuInfo {
         text
     }
 
-    /// What is missing for it to be opened.
+    /// Reason why it cannot be opened, if there is one.
     pub fn missing(&self) -> Option<&'static str> {
         let (major, minor, _) = self.api;
         match () {

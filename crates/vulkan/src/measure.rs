@@ -107,7 +107,7 @@ fn measure_copies() {
                 b_best / a_best
             );
         }
-        // What went there is what came back.
+        // The data read back equals the data written.
         let mut bytes = vec![0; len as usize];
         for (k, slice) in slices.iter().enumerate() {
             slice.read(0, &mut bytes).unwrap();

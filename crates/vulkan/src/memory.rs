@@ -14,7 +14,7 @@ use crate::gpu::{Buffer, Gpu};
 /// 48 bits, as page-table formats want.
 const HEAP: u64 = 1 << 43;
 
-/// What is allocated of the GPU's memory. Card addresses are this crate's: each heap of the GPU has a range of them.
+/// Allocator of the GPU's memory. Card addresses are this crate's: each heap of the GPU has a range of them.
 pub(crate) struct GpuMemory {
     gpu: Arc<Gpu>,
     regions: Vec<(Region, u32)>,
@@ -23,7 +23,7 @@ pub(crate) struct GpuMemory {
     areas: Mutex<Areas>,
 }
 
-/// What is allocated, by first address.
+/// Allocated ranges, by first address.
 #[derive(Default)]
 pub(crate) struct Areas(BTreeMap<u64, Arc<Area>>);
 

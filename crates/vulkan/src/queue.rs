@@ -54,7 +54,7 @@ pub(crate) struct GpuQueue {
     lost: bool,
 }
 
-/// What a queue has of its device.
+/// The parts of a device that its queues share.
 #[derive(Clone)]
 pub(crate) struct Parts {
     pub gpu: Arc<Gpu>,
@@ -89,7 +89,7 @@ impl Regions {
         match self.0.iter_mut().rev().find(|group| same(group)) {
             None => self.0.push((from.clone(), to.clone(), vec![region])),
             Some((_, _, regions)) => match regions.last_mut() {
-                // What goes on where the last one has ended is one region with it.
+                // A region that continues the last one is merged into it.
                 Some(last)
                     if last.src_offset + last.size == region.src_offset
                         && last.dst_offset + last.size == region.dst_offset =>
@@ -412,7 +412,7 @@ impl GpuQueue {
             self.channel.show_host(&recording);
         }
         self.state.flushed();
-        // What is bound must be bound before it is used.
+        // Pending binds must be done before the commands use them.
         let bound = self.parts.sparse.as_ref().and_then(|sparse| sparse.pending());
         let after = bound.as_ref().map(|(timeline, value)| (&**timeline, *value));
         self.channel.submit(recording, after, load).map_err(|(load, e)| {

@@ -44,7 +44,7 @@ struct Import {
 /// As many addresses as user space has.
 const SPACE: u64 = 1 << 56;
 
-/// What is imported, locked.
+/// The imported memory, locked.
 pub(crate) struct Imported<'a>(MutexGuard<'a, State>);
 
 impl Imported<'_> {

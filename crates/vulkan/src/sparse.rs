@@ -1,8 +1,8 @@
 //! The address space of a GPU with sparse binding: a sparse buffer, whose address is the GPU's, over memory that is
 //! bound to it page by page.
 //!
-//! A VM of a format with the same page size checks each bind and knows what is bound. What it says is mirrored by
-//! `vkQueueBindSparse`.
+//! A VM of a format with the same page size checks each bind and knows what is bound. `vkQueueBindSparse` mirrors its
+//! bindings.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
@@ -18,14 +18,14 @@ use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
 use crate::memory::{Area, GpuMemory};
 
-/// How long the driver may take for a bind.
+/// Timeout of a bind by the driver.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Ranges start at multiples of this.
 const LARGE: PageSize = PageSize::SIZE_2M;
 /// The longest sparse buffer that is asked for; drivers prepare page tables for all of it.
 const LONGEST: u64 = 1 << 38;
 
-/// What is bound.
+/// A sparse buffer and its bindings.
 pub(crate) struct SparseMap {
     buffer: Arc<Buffer>,
     range: Span<DeviceVa>,
@@ -44,7 +44,7 @@ struct State {
     bound: BTreeMap<u64, (u64, Arc<Area>)>,
     /// Memory that was taken away, until the driver has reached this value.
     retired: VecDeque<(u64, Vec<Arc<Area>>)>,
-    /// How many ranges may be bound.
+    /// Most ranges that may be bound.
     limit: u64,
 }
 
@@ -366,7 +366,7 @@ fn mirror(
     if let Some(at) = missing {
         return Err(driver(Error::NotAllocated(at)));
     }
-    // What was bound there before goes; where nothing was, nothing has to be unbound.
+    // Unbind what was bound there before; holes where nothing was bound need no unbind.
     let mut gone = Vec::new();
     let was_bound = |state: &State, at: u64, len: u64| {
         let before = state.bound.range(..at + len).next_back();

@@ -265,7 +265,7 @@ fn random_binds_are_seen_as_a_model_says() {
         drop(run(&mut *queues[0], (0..PAGES).map(fill).collect()).unwrap());
     }
     let mut random = Random(1);
-    // What each reserved range shows: the name of each page, 0 where nothing is bound.
+    // The reserved ranges, each with the name that its pages show; 0 where nothing is bound.
     let mut ranges: Vec<(Span<dmalane_addr::DeviceVa>, Vec<u64>)> = Vec::new();
     let rounds = std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok()).unwrap_or(2000);
     for round in 0..rounds {

@@ -372,7 +372,7 @@ impl<A: Address> SgIndex<A> {
 #[derive(Clone, Debug)]
 pub struct SgRuns<'a, A> {
     index: &'a SgIndex<A>,
-    /// What is still to come.
+    /// Offsets that are still to come.
     range: Range<u64>,
 }
 
@@ -395,7 +395,7 @@ impl<A: Address> Iterator for SgRuns<'_, A> {
 #[derive(Clone, Debug)]
 pub struct SgPages<'a, A> {
     runs: SgRuns<'a, A>,
-    /// What is left of the current run, if any.
+    /// The rest of the current run, if any.
     run: Option<Segment<A>>,
     page: PageSize,
 }

@@ -19,7 +19,7 @@ struct Block {
     next: u32,
 }
 
-/// How far a segment lies from its place in the buffer: address less offset, the same for all of its bytes.
+/// Difference between a segment's address and its offset in the buffer, the same for all of its bytes.
 pub(super) trait Delta: Copy {
     /// Of the segment at `start` of the buffer that lies at `addr`; `base` is the lowest of all, modulo 2^64.
     fn of(start: u64, addr: u64, base: u64, shift: u32) -> Self;

@@ -88,7 +88,7 @@ fn lists() -> impl Strategy<Value = (u64, Vec<(u64, u64)>)> {
     let far = prop_oneof![3 => Just(None), 1 => (0u64..60, (1u64 << 32) - 4200..(1 << 32) + 100).prop_map(Some)];
     (shape, log2, place, far, any::<u64>()).prop_map(|(shape, log2, place, far, cut)| {
         let unit = 1u64 << log2;
-        // The highest frame leaves room for 4300 and the far one.
+        // The highest frame leaves room for 4300 and the distant run.
         let highest = (u64::MAX >> log2) - 4300 - (1 << 32);
         let top = if place == u64::MAX { u64::MAX >> log2 } else { place };
         let mut runs: Vec<(u64, u64)> = Vec::new();
@@ -179,8 +179,8 @@ proptest! {
     }
 }
 
-/// `n` pieces of `pages` pages each, none of which continues another, in the order of addresses or against it.
-fn pieces(n: u64, pages: u64, page: u64) -> Vec<(u64, u64)> {
+/// `n` segments of `pages` pages each, none of which continues another, in the order of addresses or against it.
+fn segments(n: u64, pages: u64, page: u64) -> Vec<(u64, u64)> {
     (0..n).map(|i| ((n - i) * (pages + 1) * page, pages * page)).collect()
 }
 
@@ -189,29 +189,29 @@ fn the_form_goes_by_the_segments() {
     let kind = |runs: &[(u64, u64)]| SgIndex::from_table(&table(runs)).unwrap().kind();
     assert_eq!(kind(&[]), SgKind::InPlace);
     assert_eq!(kind(&[(1, 1), (9, 7)]), SgKind::InPlace);
-    assert_eq!(kind(&pieces(4, 1, 4096)), SgKind::InPlace);
-    assert_eq!(kind(&pieces(5, 1, 4096)), SgKind::Flat);
-    assert_eq!(kind(&pieces(1000, 2, 4096)), SgKind::Rank);
-    assert_eq!(kind(&pieces(1000, 1, 2048)), SgKind::List);
+    assert_eq!(kind(&segments(4, 1, 4096)), SgKind::InPlace);
+    assert_eq!(kind(&segments(5, 1, 4096)), SgKind::Flat);
+    assert_eq!(kind(&segments(1000, 2, 4096)), SgKind::Rank);
+    assert_eq!(kind(&segments(1000, 1, 2048)), SgKind::List);
     // The mean is that of single pages, but the end of the long one would take long to find.
-    let mut one_long = pieces(1000, 1, 4096);
+    let mut one_long = segments(1000, 1, 4096);
     one_long.push((1 << 30, 17 * 4096));
     assert_eq!(kind(&one_long), SgKind::Rank);
     one_long.last_mut().unwrap().1 = 16 * 4096;
     assert_eq!(kind(&one_long), SgKind::Flat);
-    // The last piece is the lowest: page 16 of the buffer at frame 3. From there 2^32 - 1 pages, and one more.
-    let far = |pages: u64| [pieces(9, 2, 4096), Vec::from([((pages + 18 + 3 - 16) << 12, 4096)])].concat();
+    // The last segment is the lowest: page 16 of the buffer at frame 3. From there 2^32 - 1 pages, and one more.
+    let far = |pages: u64| [segments(9, 2, 4096), Vec::from([((pages + 18 + 3 - 16) << 12, 4096)])].concat();
     assert_eq!(kind(&far(0xffff_ffff)), SgKind::Rank);
     assert_eq!(kind(&far(0x1_0000_0000)), SgKind::WideRank);
-    // 2^32 pages and more have no block to stand in.
-    let long = [pieces(9, 2, 4096), Vec::from([(1 << 60, 1 << 45)])].concat();
+    // 2^32 pages and more do not fit into a block.
+    let long = [segments(9, 2, 4096), Vec::from([(1 << 60, 1 << 45)])].concat();
     assert_eq!(kind(&long), SgKind::List);
 }
 
 #[test]
 fn size_is_as_promised() {
     for (n, pages) in [(100_000, 1), (20_000, 6), (5000, 44), (3, 100_000)] {
-        let index = SgIndex::from_table(&table(&pieces(n, pages, 1 << 14))).unwrap();
+        let index = SgIndex::from_table(&table(&segments(n, pages, 1 << 14))).unwrap();
         let own = size_of::<SgIndex<PhysAddr>>();
         // A block is never cut.
         let promised = (n * pages).div_ceil(64) * 16 + n * 4;
@@ -225,7 +225,7 @@ fn size_is_as_promised() {
 fn odd_segments_among_large_ones() {
     let large = 2 << 20;
     for odd in [1usize, 16, 700] {
-        let mut runs = pieces(1024, large / 4096, 4096);
+        let mut runs = segments(1024, large / 4096, 4096);
         for i in 0..odd {
             // One page each, or all of them in one place.
             let at = if odd == 700 { 500 } else { i * 61 % runs.len() };

@@ -177,11 +177,11 @@ struct Outcome {
     runs: output::Runs,
     /// The device that got them.
     device: Option<DeviceSpec>,
-    /// What it got was read back and compared.
+    /// True when the data on the device was read back and compared.
     verified: bool,
 }
 
-/// What is known of one reading, whose buffers are gone.
+/// Results of one run, whose buffers are gone.
 struct Run {
     report: FillReport,
     files: Vec<ReadFile>,
@@ -219,7 +219,7 @@ impl Read {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The files. What has no size and is not read once from front to back is copied first.
+    /// The files. A file without a size that is not read once from front to back is copied first.
     fn sources(&self) -> Result<Vec<ReadSource>, Failure> {
         let once = self.repeat == 1 && self.files.len() == 1 && !self.map && self.device.is_none();
         let open = |path: &PathBuf| {

@@ -126,7 +126,7 @@ fn a_driver() {
         Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
     };
     conformance(&DriverHeap::new("driver", allocate));
-    // What is pooled goes back to the pool, and fragments of it keep it.
+    // Pooled buffers go back to the pool, and fragments of them keep them.
     conformance(&Pool::new(DriverHeap::new("driver", allocate), 64 << 20));
 }
 
@@ -237,7 +237,7 @@ fn a_pool_reuses_buffers() {
     assert_eq!((pool.pool_stats().kept, pool.pool_stats().freed), (8 << 20, 3), "larger than the bound");
     pool.trim(3 << 20);
     assert_eq!(pool.pool_stats().kept, 3 << 20);
-    // What outlives the pool is freed, not kept.
+    // Buffers that outlive the pool are freed, not kept.
     let last = pool.allocate(1 << 20).unwrap();
     drop(pool);
     drop(last);

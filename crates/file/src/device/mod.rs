@@ -133,7 +133,7 @@ pub struct HoldsData {
 struct Protected {
     file: File,
     path: PathBuf,
-    /// What was allocated before, and so holds nobody else's data: where each range begins, and where it ends.
+    /// Ranges that were allocated before, and so hold nobody else's data: the end of each by its start.
     given: BTreeMap<u64, u64>,
 }
 

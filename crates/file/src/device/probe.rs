@@ -17,7 +17,7 @@ use crate::ring::{Ask, Request};
 /// Bytes of a block, and of a probe.
 const BLOCK: usize = 4096;
 pub(crate) const LEN: usize = 4 * BLOCK;
-/// How long a probe waits for each step.
+/// Timeout of each step of a probe.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The unit in which a completion counts.
@@ -82,7 +82,7 @@ pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn M
     let here = probe.safe_read(target.at).map_err(|e| unread("there", e))?;
     let zero = probe.safe_read(0).map_err(|e| unread("at address 0", e))?;
     let found = probe.run();
-    // What comes too late must not undo what is put back.
+    // A request that ends late must not overwrite the bytes that are put back.
     if !(probe.tried.settle() & probe.safe.settle()) {
         let (why, at) = (found.err().unwrap_or_default(), target.at);
         let why = format!("{why}; the request still is with the kernel, so what was at {at:#x} and 0 was not put back");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::ring::{self, Request};
 
-/// How long a drop waits for the threads before it abandons their requests.
+/// Time that a drop waits for the threads before it abandons their requests.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Threads and their requests. A thread that is stuck in a call when this is dropped is left behind, with the memory of

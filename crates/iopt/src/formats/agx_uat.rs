@@ -29,7 +29,7 @@ use crate::{Entry, Format, Register};
 /// write-only, (1, 1) none. [`Access::EXEC`] and kinds of memory are not supported. Only pages are known to be used, so
 /// there are no blocks.
 ///
-/// What to program beside it: the words of the context in the table that the firmware loads from: `TTBR` = the root | 1
+/// Settings beside it: the words of the context in the table that the firmware loads from: `TTBR` = the root | 1
 /// (valid), with the address-space number in bits 63:48 to be added. For an MMU of Arm: `T0SZ = 25`, 16 KiB granule.
 #[derive(Clone, Copy, Debug)]
 pub struct AgxUat;

@@ -30,7 +30,7 @@ use crate::{Entry, Format, Register};
 /// sizes. A walker combines the rights of all levels; table entries here grant both. Write-only leaves exist;
 /// [`Access::EXEC`] is not supported, nor are privileged accesses or kinds of memory.
 ///
-/// What to program beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR
+/// Settings beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR
 /// and IW; the domain number in bits 79:64 to be added.
 #[derive(Clone, Copy, Debug)]
 pub struct AmdV1<const LEVELS: u32, const GROUPS: bool = false>;

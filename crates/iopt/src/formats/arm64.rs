@@ -23,7 +23,7 @@ pub struct Arm64<
     const DIRTY: bool = false,
 >(PhantomData<S>);
 
-/// What a stage of translation adds to the descriptors: everything about a leaf but its type and its address.
+/// The stage-specific bits of descriptors: everything about a leaf but its type and its address.
 pub trait Stage: Copy + Debug + 'static {
     /// The stage in the name of a format of Armv8: `s1`.
     const STAGE: &'static str;
@@ -42,7 +42,7 @@ pub trait Stage: Copy + Debug + 'static {
     /// The bits of a leaf beside type, address, shareability and access flag.
     fn encode(access: Access, dirty: bool) -> u64;
 
-    /// What a leaf grants; nothing when every access would fault.
+    /// Access that a leaf grants; none when every access would fault.
     fn decode(leaf: u64, dirty: bool) -> Access;
 
     /// [`Format::inherit`].

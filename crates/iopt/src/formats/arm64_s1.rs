@@ -51,7 +51,7 @@ use crate::Register;
 /// others (APTable, UXNTable, PXNTable). A leaf that unprivileged software may execute and not read counts as
 /// privileged.
 ///
-/// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`,
+/// Registers beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`,
 /// `TG0` = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back
 /// tables), `EPD1 = 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` = `0x4404ff` (attribute 0:
 /// normal memory, write-back; 1: Device-nGnRE; 2: normal memory, non-cacheable). The upper half (`TTBR1`) walks the

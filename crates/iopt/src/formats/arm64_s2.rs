@@ -31,7 +31,7 @@ use crate::Register;
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` (see [`Arm64S1`](crate::Arm64S1)) |
 /// | 54:53 | XN | `0b10` without [`Access::EXEC`], `0b00` with it |
 ///
-/// What to program beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
+/// Registers beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
 /// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 =
 /// ORGN0 = 0b01`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`.
 /// An implementation may have fewer bits of physical address, and then takes an `INPUT` up to that many only.

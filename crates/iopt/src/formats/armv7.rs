@@ -31,7 +31,7 @@ use crate::{Entry, Format, Register};
 /// The entry of a large page or supersection is repeated 16 times. Supersections are optional in an implementation
 /// without large physical addresses.
 ///
-/// What to program beside it: `TTBR0` = the root with bits `0x6a` (inner and outer write-back, shareable tables: IRGN
+/// Registers beside it: `TTBR0` = the root with bits `0x6a` (inner and outer write-back, shareable tables: IRGN
 /// `0b01`, RGN `0b01`, S, NOS), `TTBCR = 0`, `DACR = 1` (domain 0 is checked), `SCTLR.TRE = SCTLR.AFE = 0`.
 ///
 /// A valid entry is readable: an access without [`Access::READ`] is not supported. Of foreign tables, PXN counts for
@@ -95,7 +95,7 @@ impl Fields {
         self.ap & self.ap.wrapping_neg()
     }
 
-    /// What a leaf permits, without a look at PXN; `None` for no access at all.
+    /// Access that a leaf permits, PXN ignored; `None` for no access at all.
     #[inline]
     fn access(&self, entry: u64) -> Option<Access> {
         let mut access = Access::READ;
@@ -188,7 +188,7 @@ impl Format for Armv7 {
 
     #[inline]
     fn inherit(table: u64, leaf: u64) -> u64 {
-        // PXN stands in no page. In one for privileged accesses XN says the same.
+        // No page has PXN. In one for privileged accesses XN says the same.
         let f = if leaf & TYPE == LARGE { LARGE_PAGE } else { SMALL_PAGE };
         let privileged = leaf & f.ap == f.ap_lowest() * PRIVILEGED;
         if table & TABLE_PXN != 0 && privileged { leaf | f.xn } else { leaf }

@@ -19,7 +19,7 @@ use crate::Register;
 /// Entries are those of [`Arm64S1`](crate::Arm64S1) with 4 KiB granules, with one difference: bit 54 is XN and holds
 /// for all, bit 53 (PXN) for privileged accesses too.
 ///
-/// What to program beside it: `TTBR0` = the root; `TTBCR` = `EAE`, `EPD1`, `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `T0SZ
+/// Registers beside it: `TTBR0` = the root; `TTBCR` = `EAE`, `EPD1`, `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `T0SZ
 /// = 0`; `MAIR0` attributes as [`Arm64S1`](crate::Arm64S1) has them.
 pub type Armv7LpaeS1 = Arm64<LpaeStage1, 12, 32, false, 40>;
 
@@ -28,7 +28,7 @@ pub type Armv7LpaeS1 = Arm64<LpaeStage1, 12, 32, false, 40>;
 /// Source: DDI 0406, section B3.6. Entries are those of [`Arm64S2`](crate::Arm64S2) with 4 KiB granules; XN is bit 54
 /// alone, and bit 53 is 0.
 ///
-/// What to program beside it: `VTTBR` = the root; `VTCR` = `T0SZ = -8` with its sign in `S`, `SL0 = 1`, `SH0 = 0b11`,
+/// Registers beside it: `VTTBR` = the root; `VTCR` = `T0SZ = -8` with its sign in `S`, `SL0 = 1`, `SH0 = 0b11`,
 /// `IRGN0 = ORGN0 = 0b01`; `HCR.VM = 1`.
 pub type Armv7LpaeS2 = Arm64<LpaeStage2, 12, 40, false, 40>;
 

@@ -91,7 +91,7 @@ macro_rules! formats {
     };
 }
 
-/// Evaluates an expression for the format that a [`FormatId`] stands for, by a type name that the expression uses.
+/// Evaluates an expression for the format that a [`FormatId`] names, by a type name that the expression uses.
 ///
 /// ```
 /// use dmalane_iopt::{Format, FormatId, with_format};

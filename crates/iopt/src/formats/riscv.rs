@@ -30,7 +30,7 @@ use crate::{Entry, Format, Register};
 /// Input addresses are what the mode translates, zero-extended; a processor wants the highest of these bits extended to
 /// 64 (the upper half of the table is its upper half).
 ///
-/// What to program beside it: `satp` (or `iosatp`) = MODE 8, 9 or 10 in bits 63:60, the address-space number in bits
+/// Register beside it: `satp` (or `iosatp`) = MODE 8, 9 or 10 in bits 63:60, the address-space number in bits
 /// 59:44 to be added, the page number of the root.
 ///
 /// On a processor, supervisor mode reaches user pages with `SUM = 1` only, and never executes them. `PBMT` takes
@@ -62,7 +62,7 @@ const PBMT_IO: u64 = 2 << 61;
 const PBMT_FIELD: u64 = 3 << 61;
 /// The lowest four bits of the page number.
 const PPN_3_0: u64 = 0xf << 10;
-/// What they are in a 64 KiB page.
+/// Value of these bits in a 64 KiB page.
 const NAPOT_64K: u64 = 0x8 << 10;
 const RESERVED: u64 = !((1 << 54) - 1);
 

@@ -28,7 +28,7 @@ use crate::{Entry, Format, Register};
 /// An entry with neither R nor W is not present. A walker combines the rights of all levels; table entries here grant
 /// both. Write-only leaves exist; [`Access::EXEC`] is not supported, nor are privileged accesses or kinds of memory.
 ///
-/// What to program beside it, in a legacy context entry: low word = the root | P, with TT = `0b00`; high word AW = the
+/// Settings beside it, in a legacy context entry: low word = the root | P, with TT = `0b00`; high word AW = the
 /// levels less 2, the domain number in bits 23:8 to be added. In a PASID entry of scalable mode the same pointer is
 /// SSPTPTR, the same AW is in bits 4:2, and PGTT = `0b010`. `CAP.SAGAW` says which numbers of levels an IOMMU has,
 /// `CAP.SSLPS` which large pages, `CAP.MGAW` and the host's address width how many bits of address.

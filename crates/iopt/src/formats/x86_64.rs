@@ -32,7 +32,7 @@ use crate::{Entry, Format, Register};
 /// the first stage of VT-d do, reaches the lower half with them as they are, and the upper half after extending their
 /// sign.
 ///
-/// What to program beside it: `CR3`, or the first-stage pointer (FSPTPTR) of a VT-d PASID entry (FSPM = 0 for 4 levels,
+/// Registers beside it: `CR3`, or the first-stage pointer (FSPTPTR) of a VT-d PASID entry (FSPM = 0 for 4 levels,
 /// 1 for 5), = the root; on a processor `CR4.PAE = 1`, `CR4.LA57 = 1` for 5 levels, `IA32_EFER.LME = 1` and
 /// `IA32_EFER.NXE = 1`, else bit 63 is reserved, `CR0.PG = CR0.PE = 1`; the PAT as after reset. An
 /// implementation has MAXPHYADDR bits of output, which may be below 52.

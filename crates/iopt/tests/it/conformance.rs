@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::formats::{Failing, Sizes, accesses, all_accesses, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Armv7, Entry, Error, FaultKind, Format, HeapTables, PageTable, Place, TableEstimate, TableShape, Tables, walk,
+    Armv7, Entry, Error, FaultKind, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape, Tables, walk,
     walk_privileged,
 };
 use proptest::prelude::*;
@@ -249,7 +249,7 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
                     model.map::<F>(*at, segments, *access);
                 }
                 Err(Error::Overlap { at: place }) => {
-                    prop_assert_eq!(Some(place), taken.map(|t| Place::of(Iova::new(t))));
+                    prop_assert_eq!(Some(place), taken.map(|t| NamedAddr::of(Iova::new(t))));
                 }
                 Err(Error::InputRange { .. }) => {
                     prop_assert!(at + len > limit);
@@ -541,7 +541,7 @@ fn table_addresses<F: Format>() {
     for base in [0x1008, shape.root.bytes() / 2, out_top] {
         let base = PhysAddr::new(base);
         let e = Table::<F, _>::new(HeapTables::new(base)).unwrap_err();
-        assert_eq!(e, Error::TableAddress { at: Place::of(base) });
+        assert_eq!(e, Error::TableAddress { at: NamedAddr::of(base) });
     }
     let base = PhysAddr::new(out_top - shape.root.bytes());
     let mut table = Table::<F, _>::new(HeapTables::new(base)).unwrap();

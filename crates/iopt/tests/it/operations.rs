@@ -8,7 +8,7 @@ use std::rc::Rc;
 use crate::formats::{Failing, Sizes, leaf_levels, sizes};
 use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1_16k, Error, Format, HeapTables, PageTable, Place, TableEstimate, TableShape, Tables, WalkFault, Walked,
+    Arm64S1_16k, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape, Tables, WalkFault, Walked,
     X86_64_4Level, walk,
 };
 
@@ -186,7 +186,7 @@ fn map_through<F: Format, G: Format>() {
     }
 
     let mut table = Table::<F, _>::new(Failing::new()).unwrap();
-    let hole = |at| Error::NotMapped { at: Place::of(Iova::new(at)) };
+    let hole = |at| Error::NotMapped { at: NamedAddr::of(Iova::new(at)) };
     let e = table.map_through(Iova::new(0), &source, span(first, len + UNIT), Access::READ).unwrap_err();
     assert_eq!(e, hole(3 * block), "at the end");
     let e = table.map_through(Iova::new(0), &source, span(first, len + 2 * UNIT), Access::READ).unwrap_err();
@@ -195,12 +195,12 @@ fn map_through<F: Format, G: Format>() {
     assert_eq!(e, hole(0), "at the start");
     if F::supports(Access::RW) {
         let e = table.map_through(Iova::new(0), &source, span(first, len), Access::RW).unwrap_err();
-        let at = Place::of(Iova::new(first));
+        let at = NamedAddr::of(Iova::new(first));
         assert_eq!(e, Error::Denied { at, access: Access::RW, permitted: Access::READ });
     }
     table.map(Iova::new(block), PhysAddr::new(0), UNIT, Access::READ).unwrap();
     let e = table.map_through(Iova::new(block - 2 * UNIT), &source, span(first, len), Access::READ).unwrap_err();
-    assert_eq!(e, Error::Overlap { at: Place::of(Iova::new(block)) });
+    assert_eq!(e, Error::Overlap { at: NamedAddr::of(Iova::new(block)) });
     assert_eq!(extents(&table), [(block, 0, UNIT)]);
 }
 
@@ -487,7 +487,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
         for taken in (0..len).step_by(page as usize) {
             table.map(Iova::new(at + taken), PhysAddr::new(0), page, Access::READ).unwrap();
             let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
-            assert_eq!(e, Error::Overlap { at: Place::of(Iova::new(at + taken)) });
+            assert_eq!(e, Error::Overlap { at: NamedAddr::of(Iova::new(at + taken)) });
             let flush = table.unmap(span(at + taken, page)).unwrap();
             assert_eq!((flush.bytes(), flush.tables().len()), (page, 0));
             assert_eq!(near(&table), before);
@@ -497,7 +497,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
             for (addr, len) in [(good.addr.bits() + 1, good.len), (good.addr.bits(), good.len - 1), (out_top, page)] {
                 list[bad] = Segment { addr: PhysAddr::new(addr), len };
                 let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
-                let place = Place::of(PhysAddr::new(addr));
+                let place = NamedAddr::of(PhysAddr::new(addr));
                 match e {
                     Error::Misaligned { at, .. } | Error::OutputRange { at, .. } => {
                         assert_eq!(at, place);
@@ -640,7 +640,7 @@ fn segments_below_a_granule() {
     for (list, at, len) in bad {
         let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
         let e = table.map_sg(Iova::new(0), list.iter().map(|&(a, l)| segment(base + a, l)), Access::RW).unwrap_err();
-        let at = Place::of(PhysAddr::new((base + at) * K));
+        let at = NamedAddr::of(PhysAddr::new((base + at) * K));
         assert_eq!(e, Error::Misaligned { at, len: len * K, granule: PageSize::SIZE_16K }, "{list:?}");
         assert_eq!((table.mapped_bytes(), table.tables().in_use()), (0, 1));
     }

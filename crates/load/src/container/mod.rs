@@ -181,19 +181,19 @@ pub enum FormatError {
     /// The header of a GGUF file does not parse.
     #[error("bad GGUF header: {reason}")]
     Gguf {
-        /// What is wrong, and where.
+        /// The error, and where it is.
         reason: String,
     },
     /// The header of an `.npy` file does not parse.
     #[error("bad .npy header: {reason}")]
     Npy {
-        /// What is wrong.
+        /// The error.
         reason: String,
     },
     /// An index of shards does not parse.
     #[error("bad index: {reason}")]
     Index {
-        /// What is wrong.
+        /// The error.
         reason: String,
     },
     /// A stand-in for a large file that was never downloaded.

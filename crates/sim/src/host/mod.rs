@@ -1,7 +1,7 @@
 //! The software host: physical frames and an IOMMU, in process.
 //!
 //! A device model gets host memory only through [`DevicePort`]: IOVA, then the IOMMU's page tables (with a small IOTLB
-//! in front), then the frame directory, then bytes. What is not mapped cannot be reached; the refusal is recorded as a
+//! in front), then the frame directory, then bytes. Unmapped addresses cannot be reached; the refusal is recorded as a
 //! fault.
 //!
 //! Frames are synthetic (see `frames.rs`) and 4 KiB each whatever pages are really behind a buffer, so that the
@@ -494,8 +494,8 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
     /// Translates `len` bytes from `at` and hands each contiguous stretch of a buffer to `each` with its offset, until
     /// that says false.
     ///
-    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the
-    /// buffer, as it is wherever IOVAs are, is copied at once all the same: many small copies cost more than the
+    /// Every page has been translated and checked, now or since the last invalidation. A range that is contiguous in
+    /// the buffer, as it is wherever IOVAs are, is copied at once all the same: many small copies cost more than the
     /// translations.
     #[inline]
     fn access(

@@ -220,7 +220,8 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
         if sets.is_empty() {
             return (question, Answer::Unexplained);
         }
-        // What holds the streams of a measurement, in an explanation: all of them if possible, else each its own.
+        // The limits that hold the streams of a measurement, in an explanation: common ones if possible, else those of
+        // each.
         let of = |set: usize, p: &Measured| {
             let mine = flows.iter().zip(&held).filter(|((q, _), _)| std::ptr::eq(*q, p));
             common_or_each(mine.map(|(_, held)| held & set).collect())

@@ -89,7 +89,7 @@ impl World {
             let heads = self.heads();
             let streams: Vec<Stream> = heads.iter().map(|h| h.1).collect();
             let rates = self.link.fair_shares(&streams, self.now);
-            // What happens first: a stretch is over, a capacity changes, an operation becomes ready.
+            // The next event: a stretch is over, a capacity changes, or an operation becomes ready.
             let over = |((c, d), rate): (&(usize, usize), &f64)| {
                 let (_, left) = self.flying[*c][*d].front()?.left.front()?;
                 Some(self.now + Duration::from_nanos((left / rate * 1e9).ceil() as u64))
@@ -175,7 +175,7 @@ fn by_half(at: CardAddr, len: u64) -> VecDeque<(Option<Half>, f64)> {
     let (mut at, mut left, mut pieces) = (Some(at), len, VecDeque::new());
     while left > 0 {
         let half = at.and_then(Half::of);
-        // What runs out of a half goes on in the next one, or nowhere.
+        // Bytes beyond the end of a half lie in the next one, or in none.
         let n = match (half, at) {
             (Some(half), Some(a)) => left.min(half.span().last().bits() - a.bits() + 1),
             _ => left,
@@ -251,11 +251,11 @@ pub struct Copy {
     pub at: CardAddr,
     /// Which way.
     pub direction: Direction,
-    /// How many bytes, at least 1.
+    /// Bytes, at least 1.
     pub bytes: u64,
 }
 
-/// How long a batch of copies took in virtual time.
+/// Result of a batch of copies in virtual time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RigRun {
     /// When it began.

@@ -25,9 +25,9 @@ pub(crate) struct Buffers {
     whole: BTreeMap<u64, Arc<Bo>>,
     /// Those that more lines will add to.
     unfinished: BTreeMap<u64, SgTable<CardAddr>>,
-    /// Those that were destroyed: they are held where they are bound.
+    /// Those that were destroyed: they live on where they are bound.
     destroyed: Vec<Weak<Bo>>,
-    /// What all of them take, or took before some of `destroyed` were gone.
+    /// Memory that all of them take, or took before some of `destroyed` were gone.
     takes: Takes,
 }
 
@@ -115,7 +115,7 @@ impl Buffers {
         Ok(())
     }
 
-    /// What they take now. As many steps as there may be buffers.
+    /// Counts again what they take now. Takes as many steps as there may be buffers.
     fn recount(&mut self) -> Takes {
         self.destroyed.retain(|bo| bo.strong_count() > 0);
         let dead = self.destroyed.iter().filter_map(Weak::upgrade);
@@ -147,7 +147,7 @@ mod tests {
             all.add(id, &one, false).unwrap();
         }
         assert_eq!(all.add(1 << 20, &one, false), Err(TraceRefusal::TooManyBos));
-        // Destroyed and still held somewhere.
+        // Destroyed, with a reference left.
         let held = all.get(7).unwrap().clone();
         all.destroy(7).unwrap();
         assert_eq!(all.add(1 << 20, &one, false), Err(TraceRefusal::TooManyBos));

@@ -61,7 +61,7 @@ pub enum TraceRefusal {
         /// The field.
         field: &'static str,
     },
-    /// An operation that cannot stand in a batch.
+    /// An operation that is not allowed in a batch.
     #[error("{op} cannot stand in a batch")]
     NotInBatch {
         /// The operation.
@@ -111,7 +111,7 @@ pub enum TraceRefusal {
     NoMemory {
         /// The buffer's id.
         bo: u64,
-        /// How much it was to index.
+        /// The error of the index, with its size.
         source: SgError<CardAddr>,
     },
     /// The VM refused.
@@ -150,7 +150,7 @@ impl TraceRefusal {
     }
 }
 
-/// What is wrong with a line of JSON, in the words of the format and not in those of the parser.
+/// Describes the error in a line of JSON in the words of the format and not in those of the parser.
 pub(super) fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let text = text.split(" at line ").next().unwrap_or(&text).replace('`', "\"");

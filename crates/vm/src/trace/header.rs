@@ -12,12 +12,12 @@ use super::number::Number;
 use super::{Line, Lines, TraceError};
 use crate::{AnyVm, Vm};
 
-/// What the field `trace` of the first line says.
+/// Value of the field `trace` of the first line.
 pub const FORMAT: &str = "dmalane-vm";
 /// The version that is written, and the only one that is read.
 pub const VERSION: u64 = 1;
 
-/// Memory for the page tables of a VM that is replayed into. What needs more is refused.
+/// Memory for the page tables of a VM that is replayed into. A trace that needs more is refused.
 const TABLE_BYTES: u64 = 256 << 20;
 
 /// The first line of a trace: which VM it was recorded from.
@@ -25,11 +25,11 @@ const TABLE_BYTES: u64 = 256 << 20;
 pub struct TraceHeader {
     /// The name of the page-table format, if it matters.
     pub format: Option<String>,
-    /// What the VM covers; the whole input range of the format if it does not say.
+    /// Address range of the VM; by default the whole input range of the format.
     pub range: Option<Span<DeviceVa>>,
-    /// The part of that which is kept for the driver.
+    /// The part of it that is reserved for the driver.
     pub reserved: Option<Span<DeviceVa>>,
-    /// What null ranges show; without it there can be none.
+    /// The page that null ranges map; without it there can be no null range.
     pub null_page: Option<Segment<CardAddr>>,
 }
 

@@ -15,7 +15,7 @@ use super::{Line, TraceRefusal};
 /// Operations of a batch, at most.
 pub const MAX_BATCH: usize = 1 << 18;
 
-/// What a line says. Buffer objects are named by their ids; nothing has been looked up or checked against a VM.
+/// The operation of a line. Buffer objects are named by their ids; nothing has been looked up or checked against a VM.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum TraceOperation {
@@ -43,7 +43,7 @@ pub enum TraceOperation {
         offset: u64,
         /// Bytes.
         len: u64,
-        /// What the device may do.
+        /// Rights of the device.
         access: Access,
     },
     /// Binds some bytes of a buffer object again and again.
@@ -54,11 +54,11 @@ pub enum TraceOperation {
         bo: u64,
         /// The first byte of those that repeat.
         offset: u64,
-        /// How many repeat.
+        /// Bytes that repeat.
         page: u64,
         /// Bytes.
         len: u64,
-        /// What the device may do.
+        /// Rights of the device.
         access: Access,
     },
     /// Makes a range read as zeroes.
@@ -345,7 +345,7 @@ impl Op {
 }
 
 impl TraceOperation {
-    /// The name that stands in the field `op`.
+    /// The name in the field `op`.
     pub fn name(&self) -> &'static str {
         self.op().name()
     }
@@ -369,7 +369,7 @@ impl TraceOperation {
     /// The operation in a line.
     ///
     /// # Errors
-    /// What is wrong with it, and with which operation of a batch, from 0.
+    /// Why the line is refused, and for which operation of a batch, from 0.
     pub fn parse(line: Line<'_>) -> Result<Self, (Option<usize>, TraceRefusal)> {
         let bytes = match line {
             Line::Bytes(bytes) => bytes,

@@ -16,7 +16,7 @@ pub struct Replay {
     times: Times,
 }
 
-/// How long the operations took that were not refused: looking the buffers up, plan and commit; not reading the line.
+/// Time of the operations that were not refused: looking the buffers up, plan and commit; not reading the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Times {
     /// The first line that binds.
@@ -34,7 +34,7 @@ pub struct Times {
 pub struct Timed {
     /// Operations; those of a batch count each.
     pub operations: u64,
-    /// How long all of them took.
+    /// Time of all of them together.
     pub took: Duration,
 }
 
@@ -57,14 +57,14 @@ impl Times {
     }
 }
 
-/// What became of a line.
+/// Result of a line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
     /// The operation; `None` for a line that is none.
     pub op: Option<&'static str>,
-    /// What was done, or why not; then the VM is as it was.
+    /// Result of the operation; after a refusal the VM is as it was.
     pub result: Result<Done, TraceRefusal>,
-    /// Which operation of a batch was refused, from 0, where it can be told.
+    /// Index of the refused operation in its batch, from 0, where it is known.
     pub index: Option<usize>,
 }
 
@@ -75,7 +75,7 @@ impl Outcome {
     }
 }
 
-/// What an operation did.
+/// Effect of an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Done {
     /// Bytes that were bound before, those that it bound anew included.
@@ -93,7 +93,7 @@ impl Replay {
         &*self.vm
     }
 
-    /// How long the operations took so far.
+    /// Times of the operations so far.
     pub fn times(&self) -> &Times {
         &self.times
     }
@@ -151,7 +151,7 @@ impl Replay {
         }
     }
 
-    /// What the VM refuses of the requests in front of one that is wrong in itself.
+    /// Finds the first request that the VM refuses, in front of one that is wrong in itself.
     fn first_fault(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Option<(Option<usize>, TraceRefusal)> {
         let PlanError { index, error } = self.vm.check(requests, kind == Kind::Reserved).err()?;
         // Memory that is missing is missing for all, of which one is wrong anyway.
@@ -185,7 +185,7 @@ impl Replay {
     fn commit(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Result<Done, (Option<usize>, TraceRefusal)> {
         let committed = self.vm.apply(requests, kind == Kind::Reserved);
         let committed = committed.map_err(|PlanError { index, error }| {
-            // Memory is missing for the whole, not for the operation that was looked at last.
+            // Memory is missing for the whole, not for the operation that was checked last.
             let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
             ((kind != Kind::Single && !of_all).then_some(index), error.into())
         })?;

@@ -6,7 +6,7 @@ use super::{Check, Subject, host};
 use crate::probe::{Node, Probe};
 use crate::size::binary;
 
-/// How many names are listed before the rest is counted.
+/// Names that are listed; the rest is only counted.
 const SHOWN: usize = 8;
 
 pub fn dma_heaps(probe: &Probe) -> Check {
@@ -46,7 +46,7 @@ pub fn vfio(probe: &Probe) -> Check {
     }
     let lines: Vec<_> = backends.iter().map(how).collect();
     let found = format!("bound to vfio-pci: {}", list(&lines));
-    // What leads nowhere first; then what root could open up, or load.
+    // The fix is that of the last backend of the first device that no backend opens.
     let last = backends.iter().find(|s| s.selected.is_none()).and_then(|s| s.unavailable.last());
     match last {
         Some((_, error)) => subject.missing(found, fix(probe, error)),

@@ -45,7 +45,7 @@ pub fn cores(probe: &Probe) -> Check {
     }
 }
 
-/// How many numbers a list such as `0-3,8` has.
+/// Counts the numbers in a list such as `0-3,8`.
 fn count(list: &str) -> Option<u64> {
     list.split(',').try_fold(0u64, |sum, range| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));

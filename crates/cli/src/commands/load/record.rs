@@ -41,7 +41,7 @@ impl Recording {
     /// Writes what was recorded so far.
     pub fn save(self) -> Result<(), Failure> {
         let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
-        // What follows is not part of the trace.
+        // Later operations are not part of the trace.
         let recorded = std::mem::replace(&mut *recorder, Err(io::Error::other("the trace has ended")));
         let trace = recorded.and_then(Recorder::finish).map_err(|e| Failure::because("cannot record", &e))?;
         self.to.write(&trace).map_err(|e| output::refused("cannot record (the files are loaded)", &e))

@@ -269,7 +269,7 @@ struct JsonPlannedFile {
     tensors: Vec<JsonTensor>,
 }
 
-/// What would be loaded, as what `--dry-run --json` prints.
+/// The plan of a load, as `--dry-run --json` prints it.
 pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize + use<> {
     let file = |f: &LoadedFile| JsonPlannedFile {
         path: f.path.to_string_lossy().into_owned(),
@@ -289,7 +289,7 @@ pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize + use<>
     }
 }
 
-/// What would be loaded, for people.
+/// The plan of a load, as text.
 pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue>], list: bool) -> String {
     let tensors = placed.files.iter().map(|f| f.model.tensors.len()).sum();
     let bytes = placed.files.iter().map(LoadedFile::device_bytes).sum();
@@ -440,7 +440,7 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// What only `--verbose` shows.
+/// The lines that only `--verbose` adds.
 fn details(o: &Outcome) -> String {
     let mut out = String::from("\n");
     out += &wrap(

@@ -1,4 +1,4 @@
-//! What fits a device, and which option makes room.
+//! Checks whether files fit a device, and names the option that makes room.
 
 use dmalane::file::FileQueue;
 use dmalane::load::{Error, Input, Layout};
@@ -19,7 +19,7 @@ pub struct Room<'a> {
     /// The memory that gets the tensors, and the group of regions that it is in.
     placement: &'a Placement,
     group: String,
-    /// Whose memory it is.
+    /// The device with this memory.
     spec: &'a DeviceSpec,
 }
 
@@ -114,7 +114,7 @@ impl<'a> Room<'a> {
     }
 }
 
-/// What the device's page tables take of a card.
+/// Bytes of a card's memory that the device's page tables take.
 fn tables(one: u64, other: u64) -> u64 {
     (one.saturating_add(other) / 128).max(128 << 10)
 }

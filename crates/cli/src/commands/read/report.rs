@@ -205,7 +205,7 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// What only `--verbose` shows.
+/// The lines that only `--verbose` adds.
 fn details(o: &Outcome) -> String {
     let r = &o.run.report;
     let mut out = String::from("\n");

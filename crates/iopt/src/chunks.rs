@@ -2,9 +2,9 @@
 
 use core::ops::Range;
 
-/// [`Tables::edit`](crate::Tables::edit) by loads and stores, of words or of entries. Nobody knows how far it will go,
-/// so a piece is as large as all before it.
-pub(crate) fn in_pieces<T: ?Sized>(
+/// [`Tables::edit`](crate::Tables::edit) by loads and stores, of words or of entries. `each` may stop anywhere, so
+/// a chunk is as large as all before it together, within 8 to 64 words.
+pub(crate) fn in_chunks<T: ?Sized>(
     tables: &mut T,
     range: Range<usize>,
     load: impl Fn(&T, usize) -> u64,
@@ -16,12 +16,12 @@ pub(crate) fn in_pieces<T: ?Sized>(
     let mut next = range.start;
     while next < range.end {
         let size = (next - range.start).clamp(8, LARGEST).min(range.end - next);
-        let piece = &mut buffer[..size];
-        for (k, word) in piece.iter_mut().enumerate() {
+        let chunk = &mut buffer[..size];
+        for (k, word) in chunk.iter_mut().enumerate() {
             *word = load(tables, next + k);
         }
-        let changed = each(piece);
-        for (k, word) in piece[..changed].iter().enumerate() {
+        let changed = each(chunk);
+        for (k, word) in chunk[..changed].iter().enumerate() {
             store(tables, next + k, *word);
         }
         next += changed;
