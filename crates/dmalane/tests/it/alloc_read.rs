@@ -130,15 +130,24 @@ fn of_a_half_cached_file_each_half_is_read_in_its_own_way() {
     let file = file(&data);
     let opened = File::open(file.path()).unwrap();
     for heap in [&AnonHeap::new() as &dyn Heap, &MemfdHeap::starting_at(PageKind::Base)] {
-        forget(&file);
-        rustix::fs::fadvise(&opened, 0, None, rustix::fs::Advice::Random).unwrap();
         let half = 4 << 20;
-        for at in (half..data.len()).step_by(4096) {
-            opened.read_exact_at(&mut [0], at as u64).unwrap();
+        let half_cached = || {
+            forget(&file);
+            rustix::fs::fadvise(&opened, 0, None, rustix::fs::Advice::Random).unwrap();
+            for at in (half..data.len()).step_by(4096) {
+                opened.read_exact_at(&mut [0], at as u64).unwrap();
+            }
+            heap.alloc_and_read(&opened, .., &small()).unwrap()
+        };
+        // Kernels that reclaim in advance may take pages away at any time.
+        let as_meant = |read: &AllocRead| read.method.cached.is_some_and(|cached| cached.cached == half as u64);
+        let mut read = half_cached();
+        for _ in 0..9 {
+            if !as_meant(&read) {
+                read = half_cached();
+            }
         }
-        let read = heap.alloc_and_read(&opened, .., &small()).unwrap();
-        let gone = read.method.cached.is_none_or(|cached| cached.cached != half as u64);
-        if gone || !read.method.how.direct {
+        if !as_meant(&read) || !read.method.how.direct {
             return println!("SKIPPED: no direct I/O, or not half of it is cached: {}", read.method);
         }
         assert!(bytes(&read) == data);
