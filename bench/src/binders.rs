@@ -32,7 +32,7 @@ pub type Job = (u64, u64);
 /// One way to bind, as the bench uses it.
 pub trait Binder {
     fn name(&self) -> &'static str;
-    /// What the caller does before: writes the array, where there is one.
+    /// Writes the array, for binders that take one. Not timed.
     fn prepare(&mut self, jobs: &[Job]) {
         let _ = jobs;
     }

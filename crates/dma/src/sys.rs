@@ -430,7 +430,7 @@ unsafe impl Send for FileMapping {}
 unsafe impl Sync for FileMapping {}
 
 impl FileMapping {
-    /// Maps a range of a file, which need not exist.
+    /// Maps a range of a file. The file may end before the range does; copies from beyond its end then fail.
     ///
     /// # Errors
     /// `InvalidInput` for an empty range or one that does not fit the address space; the kernel's, for a file that

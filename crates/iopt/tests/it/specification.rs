@@ -34,7 +34,7 @@ struct Row {
     limits: Vec<(Any, Access, Access)>,
 }
 
-/// What else a leaf says.
+/// The rest of a leaf: its size, its rights and its kind of memory.
 struct Leaf {
     /// The logarithm of its size.
     size: u32,
@@ -459,7 +459,7 @@ impl Level {
 }
 
 impl Leaf {
-    /// What the leaf grants below entries of tables, each with what they take away; nothing when every access faults.
+    /// The access that the leaf grants below table entries, each of which takes rights away; none if each access faults.
     fn access(&self, entry: u64, limits: &[(Access, Access)]) -> Access {
         let rights = |any: &[Any; 3], of: fn(&(Access, Access)) -> Access| {
             let mut access = Access::empty();

@@ -156,7 +156,7 @@ fn pages_far_apart_take_little_memory() {
     assert_eq!(vm.bindings().count() as u64, PAGES);
 }
 
-/// What a batch unbinds a page of it may bind as a whole afterwards, though it has bound others so before.
+/// A batch may unbind one page of a range and then bind the whole range, even after it has bound other ranges whole.
 #[test]
 fn a_batch_unbinds_a_page_and_binds_all_around_it() {
     let (mut vm, bo) = (vm(1), Arc::new(bo(1, 2 * TABLE)));
