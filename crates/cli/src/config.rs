@@ -5,7 +5,9 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied};
-use std::path::PathBuf;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Command, parser::ValueSource};
 use toml::Spanned;
@@ -15,6 +17,8 @@ use crate::failure::Failure;
 
 /// Names the configuration file; empty for none.
 const FILE: &str = "DMALANE_CONFIG";
+/// Bytes of a configuration file.
+const MOST: u64 = 1 << 20;
 /// Options that lose data are given for each command.
 const NEVER: [&str; 2] = ["force", "overwrite"];
 
@@ -44,8 +48,8 @@ impl File {
         if path.as_os_str().is_empty() {
             return Ok(None);
         }
-        match std::fs::read_to_string(&path) {
-            Ok(text) => Ok(Some(Self { path, text })),
+        match read(&path, named.is_some()) {
+            Ok(text) => Ok(text.map(|text| Self { path, text })),
             // HOME may be another user's, as under some ways to change the user.
             Err(e) if named.is_none() && matches!(e.kind(), NotFound | NotADirectory | PermissionDenied) => Ok(None),
             Err(e) => Err(Failure::because(format!("cannot read {}", path.display()), &e)),
@@ -197,6 +201,23 @@ impl Setting {
         let text = error.render().to_string();
         let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
         Some(line.replace("--value <value>", &format!("--{}", self.name)))
+    }
+}
+
+/// The text of a configuration file. `None` for a file of another user in a default place (`sudo -E` keeps HOME): an
+/// option such as `cuda:0,lib=PATH` would let that user run code as this one.
+fn read(path: &Path, named: bool) -> std::io::Result<Option<String>> {
+    let file = std::fs::File::open(path)?;
+    let meta = file.metadata()?;
+    let ours = [0, rustix::process::geteuid().as_raw()].contains(&meta.uid());
+    if !named && !(ours && meta.is_file()) {
+        return Ok(None);
+    }
+    let mut text = String::new();
+    file.take(MOST + 1).read_to_string(&mut text)?;
+    match text.len() as u64 {
+        0..=MOST => Ok(Some(text)),
+        _ => Err(std::io::Error::other(format!("a configuration file has at most {MOST} bytes"))),
     }
 }
 

@@ -755,6 +755,14 @@ fn options_come_from_a_file_and_from_the_environment() {
     let failed = load("", &[("DMALANE_CONFIG", "/no/such/file")], &[]);
     assert!(stderr(&failed).contains("cannot read /no/such/file"), "{}", stderr(&failed));
     assert!(load("x", &[("DMALANE_CONFIG", "")], &[]).status.success(), "no file is read");
+    let named = [("DMALANE_CONFIG", file.to_str().unwrap())];
+    let long = "#".repeat((1 << 20) + 1);
+    assert!(stderr(&load(&long, &[], &[])).contains("at most 1048576 bytes"));
+    // A file of another user counts only where it is named, and only root can make one.
+    if std::os::unix::fs::chown(&file, Some(65534), None).is_ok() && rustix::process::geteuid().is_root() {
+        assert!(load("x", &[], &[]).status.success(), "it is another user's");
+        assert_eq!(load("x", &named, &[]).status.code(), Some(2));
+    }
 }
 
 #[test]
