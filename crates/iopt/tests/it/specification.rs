@@ -459,7 +459,8 @@ impl Level {
 }
 
 impl Leaf {
-    /// The access that the leaf grants below table entries, each of which takes rights away; none if each access faults.
+    /// The access that the leaf grants below table entries, each of which takes rights away; none if each access
+    /// faults.
     fn access(&self, entry: u64, limits: &[(Access, Access)]) -> Access {
         let rights = |any: &[Any; 3], of: fn(&(Access, Access)) -> Access| {
             let mut access = Access::empty();
