@@ -16,11 +16,19 @@ pub fn print(text: &str) -> Result<(), Failure> {
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
+/// Writes `text` to stderr, as [`print`] writes it to stdout. A closed stderr is no error.
+pub fn print_beside(text: &str) {
+    let _ = anstream::AutoStream::auto(io::stderr().lock()).write_all(text.as_bytes());
+}
+
+/// `value` as JSON, as [`print_json`] writes it.
+pub fn json(value: &impl Serialize) -> Result<String, Failure> {
+    Ok(serde_json::to_string_pretty(value)? + "\n")
+}
+
 /// Writes `value` to stdout as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
-    let mut text = serde_json::to_string_pretty(value)?;
-    text.push('\n');
-    print(&text)
+    print(&json(value)?)
 }
 
 /// A reader that has seen enough (`dmalane doctor | head -1`) is not an error; a full disk is.

@@ -1,6 +1,7 @@
 //! `dmalane read`: files into DMA-ready memory.
 
 mod device;
+mod export;
 mod report;
 
 use std::ops::{Bound, ControlFlow};
@@ -13,7 +14,7 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
-use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
 
@@ -26,6 +27,7 @@ use crate::range::Range;
 use crate::size::{self, Size, between, binary};
 use crate::source::{self, Source};
 use device::Target;
+use export::{Export, Exported};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -37,11 +39,15 @@ Examples:
   dmalane read model.bin --map -v                the cost of registering and mapping each chunk
   dmalane read model.bin --repeat 5 --csv        the stages of the median run
   dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
+  dmalane read model.bin --export fd -- sh -c 'wc -c < /dev/fd/$DMALANE_FD'
+  dmalane read model.bin --send-to /run/trainer.sock
   zcat model.bin.gz | dmalane read -
 
-Reads files into memory that devices can use while the memory is still being allocated, then frees it.
+Reads files into memory that devices can use while the memory is still being allocated, then frees it, or hands it
+to another process.
 
-Exit status: 0 read, 1 bad file or no memory, 2 usage error.";
+Exit status: 0 read, 1 bad file or no memory, 2 usage error; with --export that of COMMAND, or 126 or 127 if it
+cannot be run.";
 
 /// Read files into DMA-ready memory while it is being allocated.
 #[derive(Args)]
@@ -151,6 +157,9 @@ pub struct Read {
     repeat: u32,
 
     #[command(flatten)]
+    export: Export,
+
+    #[command(flatten)]
     format: output::Format,
 }
 
@@ -181,7 +190,7 @@ struct Outcome {
     verified: bool,
 }
 
-/// Results of one run, whose buffers are gone.
+/// Results of one run.
 struct Run {
     report: FillReport,
     files: Vec<ReadFile>,
@@ -205,17 +214,42 @@ impl Read {
         source::check(&self.files)?;
         let picked = self.pick_heap()?;
         let sources = self.sources()?;
-        let mut runs = (0..self.repeat).map(|_| self.once(&*picked.heap, &sources)).collect::<Result<Vec<_>, _>>()?;
+        let receiver = self.export.receiver()?;
+        let (mut runs, mut buffers) = (Vec::new(), Vec::new());
+        for _ in 0..self.repeat {
+            // Every run gets new memory, without that of the run before.
+            buffers.clear();
+            let (run, filled) = self.once(&*picked.heap, &sources)?;
+            runs.push(run);
+            buffers = filled;
+        }
+        let exported = match receiver {
+            Some(receiver) => Some((Exported::new(&buffers, &*picked.heap, self.dma_buf)?, receiver)),
+            None => None,
+        };
+        drop(buffers);
         let walls: Vec<_> = runs.iter().map(|run| run.report.wall).collect();
         let (times, median) = output::Runs::of(&walls);
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let outcome = Outcome { picked, run, runs: times, device, verified };
         let output::Format { verbose, json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::json(&outcome))?,
-            (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print(&report::text(&outcome, verbose))?,
-        }
+        let text = match (json, csv) {
+            (true, _) => output::json(&report::json(&outcome))?,
+            (_, true) => report::csv(&outcome),
+            _ => report::text(&outcome, verbose),
+        };
+        match exported {
+            Some((exported, receiver)) if self.export.runs_command() => {
+                // Stdout is the command's.
+                if verbose || json || csv {
+                    output::print_beside(&text);
+                }
+                return exported.hand_to(receiver);
+            }
+            Some((exported, receiver)) => exported.hand_to(receiver)?,
+            None => ExitCode::SUCCESS,
+        };
+        output::print(&text)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -230,8 +264,8 @@ impl Read {
         self.files.iter().map(open).collect()
     }
 
-    /// Reads once, and checks what a device got.
-    fn once(&self, heap: &dyn dmalane::dma::Heap, sources: &[ReadSource]) -> Result<Run, Failure> {
+    /// Reads once, and checks what a device got. Gives the buffers too.
+    fn once(&self, heap: &dyn dmalane::dma::Heap, sources: &[ReadSource]) -> Result<(Run, Vec<FilledBuf>), Failure> {
         let bar = Progress::new("read", self.format.shows_progress());
         let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(heap, sources, &bar)?;
         bar.finish();
@@ -240,7 +274,7 @@ impl Read {
         }
         let segments = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
         let files = sources.iter().zip(&filled.buffers).zip(methods);
-        Ok(Run {
+        let run = Run {
             segments: segments.map(|runs| Some(runs?.segment_count() as u64)).sum(),
             mappings: mapped.then(|| filled.mappings.iter().map(Vec::len).sum()),
             files: files
@@ -252,7 +286,8 @@ impl Read {
                 })
                 .collect(),
             report: filled.report,
-        })
+        };
+        Ok((run, filled.buffers))
     }
 
     fn options(&self) -> ReadOptions {
@@ -274,7 +309,7 @@ impl Read {
     }
 
     fn pick_heap(&self) -> Result<Picked, Failure> {
-        let shareable = self.shareable || self.device.as_ref().is_some_and(opening::shares);
+        let shareable = self.shareable || self.export.shares() || self.device.as_ref().is_some_and(opening::shares);
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {

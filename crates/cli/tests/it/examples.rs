@@ -18,6 +18,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("dmalaned", "serves until it is stopped; tests/dmalaned.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),
     ("/dev/shm/memory", "needs a file outside of the test's folder; tests/validate.rs"),
+    ("/run/trainer.sock", "needs a process that listens; tests/export.rs"),
     ("pidof trainer", "needs a process of that name; tests/cli.rs"),
     ("/mnt/models", "needs a folder of that name; tests/cli.rs"),
 ];

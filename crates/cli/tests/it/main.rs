@@ -4,6 +4,7 @@ mod card;
 mod cli;
 mod dmalaned;
 mod examples;
+mod export;
 mod iopt;
 mod outputs;
 mod refused;
