@@ -491,9 +491,10 @@ impl Registrar for Client {
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
             return Err(mem::Error::BadRange { range, len });
         }
-        if buffer.export().is_none() {
-            return Err(ClientError::NotShareable.into());
-        }
+        buffer.export().map_err(|e| match e {
+            mem::Error::NoDescriptor => ClientError::NotShareable.into(),
+            e => e,
+        })?;
         Ok(Pinned::of_range(buffer.clone(), range, None, self.0.clone()))
     }
 
@@ -534,7 +535,7 @@ impl Registrar for Client {
                 let (segments, buffers) = (segments.len(), memories.len());
                 return Err(ClientError::TooManySegments { segments, buffers }.into());
             }
-            let fds: Vec<BorrowedFd<'_>> = memories.iter().filter_map(|m| m.export()).collect();
+            let fds: Vec<BorrowedFd<'_>> = memories.iter().map(|m| m.export()).collect::<Result<_, _>>()?;
             let access = u32::from((access & Access::RW).bits());
             let asked = self.0.ask_for::<PairAnswer>(&ClientRequest::Map { access, segments: &segments }, &fds);
             asked?.0

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::heap::{Account, PageBacking, PageKind};
 use crate::sys::{Exclusive, Pages, Region};
@@ -62,19 +62,51 @@ pub(crate) struct Memory {
     pub(crate) region: Region,
     pub(crate) backing: PageBacking,
     pub(crate) account: Account,
-    /// Number of mappings that let a device write. Locked for reading while the CPU uses the memory through a slice.
-    writers: RwLock<usize>,
+    uses: Mutex<Uses>,
+    /// Signalled when the last borrow ends.
+    returned: Condvar,
+}
+
+/// Uses of a memory that exclude each other.
+#[derive(Default)]
+struct Uses {
+    /// Mappings that let a device write.
+    writers: usize,
+    /// Slices of its bytes that are lent.
+    borrows: usize,
 }
 
 impl Memory {
     pub(crate) fn new(region: Region, backing: PageBacking, account: Account) -> Self {
-        Self { region, backing, account, writers: RwLock::default() }
+        Self { region, backing, account, uses: Mutex::default(), returned: Condvar::new() }
+    }
+
+    fn uses(&self) -> MutexGuard<'_, Uses> {
+        // No code that may panic runs under this lock.
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `f` while no mapping lets a device write; `None` when one does, or when the memory was exported.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
-        let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
-        (*writers == 0 && !self.region.is_exported()).then(f)
+        /// Ends the borrow, also when `f` panics.
+        struct Borrow<'a>(&'a Memory);
+        impl Drop for Borrow<'_> {
+            fn drop(&mut self) {
+                let mut uses = self.0.uses();
+                uses.borrows -= 1;
+                if uses.borrows == 0 {
+                    self.0.returned.notify_all();
+                }
+            }
+        }
+        let mut uses = self.uses();
+        if uses.writers > 0 || self.region.is_exported() {
+            return None;
+        }
+        uses.borrows += 1;
+        drop(uses);
+        let _borrow = Borrow(self);
+        Some(f())
     }
 }
 
@@ -115,12 +147,18 @@ impl BufferRef {
         part.is_of(&self.0)
     }
 
-    /// As [`SharedBuf::export`], for code that registers memory without owning the buffer. Waits while
-    /// [`BufferSlice::with_bytes`] borrows bytes of it.
-    pub fn export(&self) -> Option<BorrowedFd<'_>> {
+    /// As [`SharedBuf::export`], for code that registers memory without owning the buffer.
+    ///
+    /// # Errors
+    /// [`Error::NoDescriptor`] for anonymous memory; [`Error::Borrowed`] while [`BufferSlice::with_bytes`] lends bytes
+    /// of it.
+    pub fn export(&self) -> Result<BorrowedFd<'_>, Error> {
         // Under this lock no thread borrows the bytes, and none will once the memory counts as exported.
-        let _writers = self.0.writers.write().unwrap_or_else(PoisonError::into_inner);
-        self.0.region.export()
+        let uses = self.0.uses();
+        if uses.borrows > 0 {
+            return Err(Error::Borrowed);
+        }
+        self.0.region.export().ok_or(Error::NoDescriptor)
     }
 
     /// True when this is the only reference: no buffer, slice or mapping of the memory exists.
@@ -130,12 +168,15 @@ impl BufferRef {
 
     /// Counts a mapping through which a device may write. Called before the device can write.
     pub(crate) fn admit_writer(&self) {
-        *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) += 1;
+        let returned = &self.0.returned;
+        let mut uses =
+            returned.wait_while(self.0.uses(), |uses| uses.borrows > 0).unwrap_or_else(PoisonError::into_inner);
+        uses.writers += 1;
     }
 
     /// Counts one such mapping less. Called after the device can no longer write.
     pub(crate) fn retire_writer(&self) {
-        *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.uses().writers -= 1;
     }
 
     #[inline]
@@ -299,13 +340,11 @@ impl SharedBuf {
         if self.part.memory().region.is_exported() {
             return Err(self);
         }
-        let Memory { region, backing, account, writers } = Arc::try_unwrap(self.part.into_memory())
+        let Memory { region, backing, account, .. } = Arc::try_unwrap(self.part.into_memory())
             .map_err(|memory| SharedBuf { part: BufferSlice::whole(memory) })?;
         match Exclusive::new(region) {
             Ok(memory) => Ok(CpuBuf { memory, backing, account }),
-            Err(region) => {
-                Err(SharedBuf { part: BufferSlice::whole(Arc::new(Memory { region, backing, account, writers })) })
-            }
+            Err(region) => Err(SharedBuf { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) }),
         }
     }
 }

@@ -58,6 +58,12 @@ pub enum Error {
         /// Bytes that may be pinned.
         limit: u64,
     },
+    /// The memory has no descriptor to export: it is anonymous.
+    #[error("the memory has no file descriptor (memory of MemfdHeap has)")]
+    NoDescriptor,
+    /// The memory cannot be exported while its bytes are lent as a slice.
+    #[error("the memory cannot be exported while its bytes are borrowed")]
+    Borrowed,
     /// The registrar can map neither several buffers at once nor a range of one.
     #[error("this device maps whole buffers, one at a time")]
     WholeBuffers,

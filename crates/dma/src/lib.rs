@@ -41,6 +41,7 @@ mod heap;
 mod interrupts;
 mod mmio;
 mod pagemap;
+mod processor;
 mod registrar;
 mod room;
 mod slice;

@@ -78,7 +78,7 @@ impl BufferSlice {
 
     /// Runs `f` with the bytes as a plain slice. They cannot change meanwhile: `&mut self` excludes volatile slices of
     /// them, and no device gets write access to the buffer while `f` runs. `f` must not map the buffer for writing,
-    /// which would deadlock.
+    /// which would deadlock; it cannot export it ([`Error::Borrowed`](crate::Error::Borrowed)).
     ///
     /// `None`, without calling `f`, while a mapping lets a device write the buffer, and once the buffer was exported.
     pub fn with_bytes<T>(&mut self, f: impl FnOnce(&[u8]) -> T) -> Option<T> {
@@ -91,9 +91,9 @@ impl BufferSlice {
             // owns its part, and devices that could write without one need a mapping with that right, which
             // `while_unwritten` has just ruled out and keeps out. Nor does another process: `while_unwritten` refuses
             // an exported buffer, and none becomes exported meanwhile: `SharedBuf::export` takes a `SharedBuf`, which
-            // does not exist beside a part of it, and `BufferRef::export` waits for the lock that `while_unwritten`
-            // holds; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend lets nobody
-            // write without an admission that `while_unwritten` has ruled out.
+            // does not exist beside a part of it, and `BufferRef::export` refuses memory of which `while_unwritten` has
+            // counted a borrow; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend lets
+            // nobody write without an admission that `while_unwritten` has ruled out.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
@@ -156,7 +156,7 @@ mod tests {
 
     use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable};
 
-    use crate::{AnonHeap, BufferRef, Heap, MemfdHeap, Pinned, Undo};
+    use crate::{AnonHeap, BufferRef, Error, Heap, MemfdHeap, Pinned, Undo};
 
     /// A registrar that pins and maps nothing.
     struct Nothing;
@@ -196,19 +196,23 @@ mod tests {
     }
 
     #[test]
-    fn export_waits_while_bytes_are_borrowed() {
-        let buf = MemfdHeap::new().allocate(4096).unwrap().share();
+    fn what_is_borrowed_is_not_exported() {
+        let buf = MemfdHeap::new().allocate(8192).unwrap().share();
         let reference = buf.reference();
-        let mut part = buf.into_part();
-        std::thread::scope(|s| {
-            part.with_bytes(|_| {
-                let exporter = s.spawn(|| reference.export().is_some());
-                std::thread::sleep(std::time::Duration::from_millis(30));
-                assert!(!exporter.is_finished(), "waits until the borrow ends");
-            })
-            .unwrap();
-        });
+        let (mut part, mut other) = buf.into_part().split_at(4096).unwrap();
+        part.with_bytes(|_| {
+            assert!(matches!(reference.export(), Err(Error::Borrowed)));
+            // Two borrows of one memory: the first to end does not end the other.
+            other.with_bytes(|_| ()).unwrap();
+            assert!(matches!(reference.export(), Err(Error::Borrowed)));
+        })
+        .unwrap();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| part.with_bytes(|_| panic!("inside"))));
+        assert!(panicked.is_err());
+        assert!(reference.export().is_ok(), "a borrow that panicked has ended");
         assert!(part.with_bytes(|_| ()).is_none(), "an exported buffer is not borrowed");
+        let anonymous = AnonHeap::new().allocate(4096).unwrap().share().reference();
+        assert!(matches!(anonymous.export(), Err(Error::NoDescriptor)));
     }
 
     #[test]
@@ -224,5 +228,6 @@ mod tests {
             })
             .unwrap();
         });
+        assert!(part.with_bytes(|_| ()).is_some(), "the device has been and gone");
     }
 }

@@ -1,14 +1,15 @@
-//! Access to memory that a device or another thread may change at any time.
+//! Access to memory that a device, another process or another thread may change at any time.
 //!
-//! No reference into such memory is ever created. Single words are accessed with atomics. Bulk copies on x86-64 are
-//! inline assembly, which the compiler treats as an external agent like the device itself: a race yields torn data but
-//! no undefined behaviour. On other processors bulk copies are `ptr::copy`, which works in practice but is formally a
-//! data race.
+//! No Rust reference into such memory is ever created, and no Rust load, store or atomic touches it: every access is
+//! made by the instructions of [`processor`](crate::processor). Words of different sizes may therefore be read and
+//! written at one place, and bytes may be copied while others write them. An aligned word is read and written whole; a
+//! copy that races may be torn.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::processor;
 
 /// Whether a copy should leave the bytes in the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -26,11 +27,7 @@ pub enum CopyHint {
 /// Makes everything that this thread copied with [`CopyHint::StreamUnordered`] visible before what it stores from now
 /// on.
 pub fn stream_fence() {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a fence touches no memory; SSE is part of x86-64.
-    unsafe {
-        std::arch::asm!("sfence", options(nostack, preserves_flags));
-    }
+    processor::stream_fence();
 }
 
 /// A range of shared memory: bounds-checked and copyable, accessed without references.
@@ -41,8 +38,8 @@ pub struct VolatileSlice<'a> {
     memory: PhantomData<&'a ()>,
 }
 
-// SAFETY: a view is a pointer to memory that outlives `'a` (contract of `from_raw`); every access goes through atomics
-// or copies that are made for memory that others change.
+// SAFETY: a view is a pointer to memory that outlives `'a` (contract of `from_raw`); every access goes through
+// `processor`, whose loads, stores and copies are made for memory that others change.
 unsafe impl Send for VolatileSlice<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for VolatileSlice<'_> {}
@@ -91,7 +88,7 @@ impl<'a> VolatileSlice<'a> {
     pub fn copy_from(&self, source: VolatileSlice<'_>, hint: CopyHint) {
         assert!(source.len <= self.len, "a copy of {} bytes into {}", source.len, self.len);
         // SAFETY: both ranges are mapped (contract of `from_raw`) and `source.len` fits both (assertion above).
-        unsafe { copy(self.ptr.as_ptr(), source.ptr.as_ptr(), source.len, hint) }
+        unsafe { processor::copy(self.ptr.as_ptr(), source.ptr.as_ptr(), source.len, hint) }
     }
 
     /// Copies out, from the front.
@@ -102,7 +99,7 @@ impl<'a> VolatileSlice<'a> {
     pub fn read(&self, into: &mut [u8]) {
         assert!(into.len() <= self.len, "a read of {} bytes from {}", into.len(), self.len);
         // SAFETY: the source is mapped and long enough (assertion above), the destination is a live `&mut`.
-        unsafe { copy(into.as_mut_ptr(), self.ptr.as_ptr(), into.len(), CopyHint::Keep) }
+        unsafe { processor::copy(into.as_mut_ptr(), self.ptr.as_ptr(), into.len(), CopyHint::Keep) }
     }
 
     /// Copies in, at the front.
@@ -112,7 +109,7 @@ impl<'a> VolatileSlice<'a> {
     pub fn write(&self, from: &[u8]) {
         assert!(from.len() <= self.len, "a write of {} bytes into {}", from.len(), self.len);
         // SAFETY: the destination is mapped and long enough (assertion above), the source is a live `&`.
-        unsafe { copy(self.ptr.as_ptr(), from.as_ptr(), from.len(), CopyHint::Keep) }
+        unsafe { processor::copy(self.ptr.as_ptr(), from.as_ptr(), from.len(), CopyHint::Keep) }
     }
 
     /// Sets every byte.
@@ -122,7 +119,7 @@ impl<'a> VolatileSlice<'a> {
         while at < self.len {
             let n = block.len().min(self.len - at);
             // SAFETY: `at + n <= self.len` by the line above.
-            unsafe { copy(self.ptr.as_ptr().add(at), block.as_ptr(), n, CopyHint::Keep) };
+            unsafe { processor::copy(self.ptr.as_ptr().add(at), block.as_ptr(), n, CopyHint::Keep) };
             at += n;
         }
     }
@@ -134,7 +131,7 @@ impl<'a> VolatileSlice<'a> {
         while at < self.len {
             let n = block.len().min(self.len - at);
             // SAFETY: `at + n <= self.len` and `n <= block.len()` by the line above.
-            unsafe { copy(block.as_mut_ptr(), self.ptr.as_ptr().add(at), n, CopyHint::Keep) };
+            unsafe { processor::copy(block.as_mut_ptr(), self.ptr.as_ptr().add(at), n, CopyHint::Keep) };
             f(&block[..n]);
             at += n;
         }
@@ -168,7 +165,7 @@ impl<'a> VolatileSlice<'a> {
         while at < self.len {
             let n = block.len().min(self.len - at);
             // SAFETY: `at + n <= self.len` and `n <= block.len()` by the line above.
-            unsafe { copy(self.ptr.as_ptr().add(at), block.as_ptr(), n, hint) };
+            unsafe { processor::copy(self.ptr.as_ptr().add(at), block.as_ptr(), n, hint) };
             at += n;
         }
     }
@@ -176,28 +173,36 @@ impl<'a> VolatileSlice<'a> {
     /// Reads an aligned 32-bit word; what was written before the matching [`VolatileSlice::store_u32`] is visible.
     /// `None` when it does not lie within, or is not aligned.
     pub fn load_u32(&self, offset: usize) -> Option<u32> {
-        Some(self.atomic_u32(offset)?.load(Ordering::Acquire))
+        let at = self.word(offset)?;
+        // SAFETY: within the mapping and aligned (`word`).
+        Some(unsafe { processor::load_u32(at) })
     }
 
     /// Writes an aligned 32-bit word, after everything that this thread wrote before. `None` as for
     /// [`VolatileSlice::load_u32`].
     #[must_use = "None says that nothing was written"]
     pub fn store_u32(&self, offset: usize, value: u32) -> Option<()> {
-        self.atomic_u32(offset)?.store(value, Ordering::Release);
+        let at = self.word(offset)?;
+        // SAFETY: within the mapping and aligned (`word`).
+        unsafe { processor::store_u32(at, value) };
         Some(())
     }
 
     /// Reads an aligned 64-bit word, as [`VolatileSlice::load_u32`].
     #[inline]
     pub fn load_u64(&self, offset: usize) -> Option<u64> {
-        Some(self.atomic_u64(offset)?.load(Ordering::Acquire))
+        let at = self.word(offset)?;
+        // SAFETY: within the mapping and aligned (`word`).
+        Some(unsafe { processor::load_u64(at) })
     }
 
     /// Writes an aligned 64-bit word, as [`VolatileSlice::store_u32`].
     #[inline]
     #[must_use = "None says that nothing was written"]
     pub fn store_u64(&self, offset: usize, value: u64) -> Option<()> {
-        self.atomic_u64(offset)?.store(value, Ordering::Release);
+        let at = self.word(offset)?;
+        // SAFETY: within the mapping and aligned (`word`).
+        unsafe { processor::store_u64(at, value) };
         Some(())
     }
 
@@ -206,35 +211,24 @@ impl<'a> VolatileSlice<'a> {
     /// [`VolatileSlice::load_u32`].
     #[must_use = "None says that nothing was written"]
     pub fn swap_u32(&self, offset: usize, value: u32) -> Option<u32> {
-        Some(self.atomic_u32(offset)?.swap(value, Ordering::SeqCst))
+        let at = self.word(offset)?;
+        // SAFETY: within the mapping and aligned (`word`).
+        Some(unsafe { processor::swap_u32(at, value) })
     }
 
     /// Faults the page of `offset` in for writing without changing it. Out of range does nothing.
     pub(crate) fn touch(&self, offset: usize) {
-        if let Some(word) = self.atomic_u32(offset & !3) {
-            word.fetch_or(0, Ordering::Relaxed);
+        if let Some(at) = self.word(offset & !3) {
+            // SAFETY: within the mapping and aligned (`word`).
+            unsafe { processor::touch_u32(at) };
         }
     }
 
-    fn atomic_u32(&self, offset: usize) -> Option<&AtomicU32> {
-        let ptr = self.sub(offset, 4)?.ptr.as_ptr();
-        if !ptr.addr().is_multiple_of(4) {
-            return None;
-        }
-        // SAFETY: in bounds (`sub`), aligned (checked above), and mapped for the view's life (contract of `from_raw`).
-        // Other accesses to the word meanwhile are such atomics too, or bulk copies, which Rust's rules do not cover
-        // (see the top of this file for processors where they do).
-        Some(unsafe { AtomicU32::from_ptr(ptr.cast()) })
-    }
-
+    /// Where the word at `offset` lies; `None` unless all of it is in the range and it is aligned.
     #[inline]
-    fn atomic_u64(&self, offset: usize) -> Option<&AtomicU64> {
-        let ptr = self.sub(offset, 8)?.ptr.as_ptr();
-        if !ptr.addr().is_multiple_of(8) {
-            return None;
-        }
-        // SAFETY: as in `atomic_u32`.
-        Some(unsafe { AtomicU64::from_ptr(ptr.cast()) })
+    fn word<T>(&self, offset: usize) -> Option<*mut T> {
+        let at = self.sub(offset, size_of::<T>())?.ptr.cast();
+        at.is_aligned().then_some(at.as_ptr())
     }
 }
 
@@ -242,141 +236,6 @@ impl std::fmt::Debug for VolatileSlice<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "VolatileSlice({} bytes)", self.len)
     }
-}
-
-/// Streaming stores cost a fence; below this many bytes they cannot win.
-#[cfg(target_arch = "x86_64")]
-const STREAM_FROM: usize = 4096;
-
-/// # Safety
-/// `from..from + len` is readable and `to..to + len` writable.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-unsafe fn copy(to: *mut u8, from: *const u8, len: usize, hint: CopyHint) {
-    let mut done = 0;
-    if hint != CopyHint::Keep && len >= STREAM_FROM {
-        // Streaming stores want an aligned destination: the head goes by ordinary stores.
-        let head = to.align_offset(64);
-        let body = (len - head) & !127;
-        // SAFETY: `head < 64 <= len`, and `head + body <= len`: all within what the caller vouches for.
-        unsafe {
-            copy_rep(to, from, head);
-            if body > 0 && std::arch::is_x86_feature_detected!("avx") {
-                copy_stream_avx(to.add(head), from.add(head), body);
-            } else {
-                copy_stream(to.add(head), from.add(head), body);
-            }
-        }
-        done = head + body;
-        if hint == CopyHint::Stream {
-            stream_fence();
-        }
-    }
-    // SAFETY: `done <= len`: the rest of what the caller vouches for.
-    unsafe { copy_rep(to.add(done), from.add(done), len - done) }
-}
-
-/// # Safety
-/// As for [`copy`].
-#[cfg(target_arch = "x86_64")]
-#[inline]
-unsafe fn copy_rep(to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: writes `to..to + len` and reads `from..from + len`, which the caller vouches for; the direction flag is
-    // clear on entry to inline assembly (Rust reference, "Inline assembly").
-    unsafe {
-        std::arch::asm!(
-            "rep movsb",
-            inout("rdi") to => _, inout("rsi") from => _, inout("rcx") len => _,
-            options(nostack, preserves_flags)
-        );
-    }
-}
-
-/// Copies `len` bytes with streaming stores, which nothing orders before later stores yet.
-///
-/// # Safety
-/// As for [`copy`]; `to` is a multiple of 16 and `len` a multiple of 128.
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy_stream(to: *mut u8, from: *const u8, len: usize) {
-    if len == 0 {
-        return;
-    }
-    // SAFETY: the loop reads and writes exactly `len` bytes, 128 at a time, which the caller vouches for. SSE2 is part
-    // of x86-64.
-    unsafe {
-        std::arch::asm!(
-            "2:",
-            "prefetchnta [rsi + 1024]",
-            "prefetchnta [rsi + 1088]",
-            "movups xmm0, [rsi]",
-            "movups xmm1, [rsi + 16]",
-            "movups xmm2, [rsi + 32]",
-            "movups xmm3, [rsi + 48]",
-            "movups xmm4, [rsi + 64]",
-            "movups xmm5, [rsi + 80]",
-            "movups xmm6, [rsi + 96]",
-            "movups xmm7, [rsi + 112]",
-            "movntps [rdi], xmm0",
-            "movntps [rdi + 16], xmm1",
-            "movntps [rdi + 32], xmm2",
-            "movntps [rdi + 48], xmm3",
-            "movntps [rdi + 64], xmm4",
-            "movntps [rdi + 80], xmm5",
-            "movntps [rdi + 96], xmm6",
-            "movntps [rdi + 112], xmm7",
-            "add rsi, 128",
-            "add rdi, 128",
-            "sub rcx, 128",
-            "jnz 2b",
-            inout("rdi") to => _, inout("rsi") from => _, inout("rcx") len => _,
-            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-            out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
-            options(nostack)
-        );
-    }
-}
-
-/// As [`copy_stream`] with 32-byte registers: measured a quarter faster from memory to memory.
-///
-/// # Safety
-/// As for [`copy`]; `to` is a multiple of 32, `len` a multiple of 128 and not 0, and the processor has AVX.
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy_stream_avx(to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: the loop reads and writes exactly `len` bytes, 128 at a time, which the caller vouches for, as for AVX.
-    unsafe {
-        std::arch::asm!(
-            "2:",
-            "prefetchnta [rsi + 1024]",
-            "prefetchnta [rsi + 1088]",
-            "vmovups ymm0, [rsi]",
-            "vmovups ymm1, [rsi + 32]",
-            "vmovups ymm2, [rsi + 64]",
-            "vmovups ymm3, [rsi + 96]",
-            "vmovntps [rdi], ymm0",
-            "vmovntps [rdi + 32], ymm1",
-            "vmovntps [rdi + 64], ymm2",
-            "vmovntps [rdi + 96], ymm3",
-            "add rsi, 128",
-            "add rdi, 128",
-            "sub rcx, 128",
-            "jnz 2b",
-            "vzeroupper",
-            inout("rdi") to => _, inout("rsi") from => _, inout("rcx") len => _,
-            // `vzeroupper` clears the upper halves of them all.
-            out("ymm0") _, out("ymm1") _, out("ymm2") _, out("ymm3") _, out("ymm4") _, out("ymm5") _, out("ymm6") _,
-            out("ymm7") _, out("ymm8") _, out("ymm9") _, out("ymm10") _, out("ymm11") _, out("ymm12") _, out("ymm13") _,
-            out("ymm14") _, out("ymm15") _,
-            options(nostack)
-        );
-    }
-}
-
-/// # Safety
-/// `from..from + len` is readable and `to..to + len` writable.
-#[cfg(not(target_arch = "x86_64"))]
-unsafe fn copy(to: *mut u8, from: *const u8, len: usize, _hint: CopyHint) {
-    // SAFETY: the caller vouches for both ranges; `copy` allows them to overlap.
-    unsafe { std::ptr::copy(from, to, len) }
 }
 
 #[cfg(test)]
@@ -420,6 +279,89 @@ mod tests {
     fn refuses_a_write_that_does_not_fit() {
         let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
         part.view().sub(0, 9).unwrap().write(&[0; 10]);
+    }
+
+    #[test]
+    fn a_word_is_written_whole_and_read_in_either_size() {
+        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
+        let view = part.view();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for i in 0..200_000u64 {
+                    view.store_u64(64, i | i << 32).unwrap();
+                }
+            });
+            let (mut low, mut high) = (0, 0);
+            while low < 199_999 || high < 199_999 {
+                let word = view.load_u64(64).unwrap();
+                assert_eq!(word as u32, (word >> 32) as u32, "torn: {word:#x}");
+                let halves = (view.load_u32(64).unwrap(), view.load_u32(68).unwrap());
+                assert!(low <= halves.0 && high <= halves.1, "an older value came after a newer one");
+                (low, high) = halves;
+            }
+        });
+        view.store_u32(68, 7).unwrap();
+        assert_eq!(view.load_u64(64), Some(199_999 | 7 << 32), "the other half stays");
+        view.touch(64);
+        assert_eq!(view.load_u64(64), Some(199_999 | 7 << 32), "a touch changes nothing");
+    }
+
+    #[test]
+    fn of_two_that_swap_and_then_look_one_sees_the_other() {
+        const ROUNDS: u32 = 20_000;
+        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
+        let view = part.view();
+        let together = std::sync::Barrier::new(2);
+        let side = |mine: usize, theirs: usize| {
+            let mut saw = Vec::new();
+            for round in 1..=ROUNDS {
+                if round % 64 == 1 {
+                    together.wait();
+                }
+                view.swap_u32(mine, round).unwrap();
+                saw.push(view.load_u32(theirs).unwrap());
+            }
+            saw
+        };
+        let (a, b) = std::thread::scope(|scope| {
+            let other = scope.spawn(|| side(128, 0));
+            (side(0, 128), other.join().unwrap())
+        });
+        for round in 1..=ROUNDS {
+            let seen = (a[round as usize - 1], b[round as usize - 1]);
+            assert!(seen.0 >= round || seen.1 >= round, "round {round}: each missed the other: {seen:?}");
+        }
+    }
+
+    #[test]
+    fn a_message_is_complete_once_its_flag_is_seen() {
+        let part = AnonHeap::new().allocate(8192).unwrap().share().into_part();
+        let view = part.view();
+        let line = |round: u32| (round as usize % 32) * 128;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 1..=20_000u32 {
+                    let message = [round as u8; 100];
+                    view.sub(4096 + line(round), 100).unwrap().write(&message);
+                    view.store_u32(0, round).unwrap();
+                    while view.load_u32(64).unwrap() + 16 < round {
+                        std::hint::spin_loop();
+                    }
+                }
+            });
+            let mut next = 1;
+            while next <= 20_000u32 {
+                if view.load_u32(0).unwrap() < next {
+                    std::hint::spin_loop();
+                    continue;
+                }
+                let mut message = [0; 100];
+                view.sub(4096 + line(next), 100).unwrap().read(&mut message);
+                assert_eq!(message, [next as u8; 100]);
+                view.store_u32(64, next).unwrap();
+                next += 1;
+            }
+        });
     }
 
     proptest! {

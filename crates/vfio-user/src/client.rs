@@ -189,7 +189,7 @@ impl Inner {
     }
 
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let fd = pinned.reference().export().ok_or(Error::NotMemfd)?;
+        let fd = pinned.reference().export().map_err(|_| Error::NotMemfd)?;
         let mut flags = 0;
         if access.contains(Access::READ) {
             flags |= abi::VFIO_DMA_MAP_FLAG_READ;
@@ -422,6 +422,12 @@ impl Registrar for UserBus {
         }
         if list.is_empty() {
             return Err(dma::Error::WholeBuffers);
+        }
+        for pinned in &list {
+            pinned.reference().export().map_err(|e| match e {
+                dma::Error::NoDescriptor => Error::NotMemfd.into(),
+                e => e,
+            })?;
         }
         list.iter_mut().for_each(|pinned| pinned.admit(access));
         let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
