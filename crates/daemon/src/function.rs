@@ -73,6 +73,11 @@ impl Function {
         Ok((Self { card, host, page, kick, calls, ddr, hbm, uid, budget: budget.clone() }, theirs))
     }
 
+    /// The user who is charged for the work of the queues.
+    pub(crate) fn user(&self) -> u32 {
+        self.uid
+    }
+
     pub(crate) fn host(&self) -> &SoftHost {
         &self.host
     }
@@ -144,7 +149,7 @@ impl Function {
         if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
             socket::call(self.calls[queue].as_fd());
         }
-        Some((stepped.bytes as i64).max(MIN_COST)) // a step copies at most 1 MiB
+        Some(i64::try_from(stepped.cost).unwrap_or(i64::MAX / 2).max(MIN_COST))
     }
 }
 

@@ -1,8 +1,8 @@
 //! The worker: one thread that runs the queues of all functions in turn.
 //!
-//! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995): in each round a
-//! function may spend a quantum of bytes, and overspend is carried into the next round. An idle function accumulates
-//! no credit.
+//! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995), over users and
+//! then over the functions of each: in each round a user may spend a quantum of bytes, and overspend is carried into the
+//! next rounds, also of those who have nothing to do then. Who is idle accumulates no credit.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,8 +13,13 @@ use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
 
 use crate::function::Function;
 
-/// Bytes of a round: the size of the largest step.
+/// Bytes of a round: what a step may cost.
 const QUANTUM: i64 = 1 << 20;
+/// A nanosecond of a step costs at least so many bytes: a step may be slow for reasons that the card does not see, such
+/// as pages of a buffer that the client has given back to the kernel.
+const NANOSECOND_COST: i64 = 4;
+/// The most that time can cost, because another process may have had the processor.
+const MAX_TIME_COST: i64 = 8 << 20;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
@@ -35,11 +40,31 @@ pub(crate) struct RunQueue {
     pub(crate) parked: AtomicBool,
 }
 
+/// A user, with the functions of all of the user's clients.
+struct UserTurn {
+    user: u32,
+    /// Bytes left in this round; negative after a step that cost more than was left.
+    deficit: i64,
+    turns: Vec<Turn>,
+    /// The function whose turn it is.
+    next: usize,
+}
+
 struct Turn {
     function: Arc<Function>,
-    /// Bytes left in this round; negative, by at most a quantum, after a step that cost more than was left.
+    /// As that of the user, in the rounds of the user.
     deficit: i64,
+    /// The queue whose turn it is.
     next: usize,
+    /// The turn was cut short by the user's limit, and continues in the user's next round.
+    continues: bool,
+}
+
+/// What a turn did.
+struct Served {
+    cost: i64,
+    /// False when there was nothing to do, and nothing is owed for what was done before.
+    busy: bool,
 }
 
 impl RunQueue {
@@ -97,12 +122,12 @@ impl RunQueue {
 
     /// Runs the queues until [`RunQueue::quit`]. Spins for `spin` before it sleeps.
     pub(crate) fn run(&self, spin: Duration) {
-        let mut turns: Vec<Turn> = Vec::new();
+        let mut users: Vec<UserTurn> = Vec::new();
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
         while !self.quit.load(Ordering::SeqCst) {
             if self.changes.load(Ordering::SeqCst) != seen {
-                seen = self.refresh(&mut turns);
+                seen = self.refresh(&mut users);
             }
             #[cfg(test)]
             if self.paused.load(Ordering::SeqCst) {
@@ -110,7 +135,7 @@ impl RunQueue {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            if turns.iter_mut().fold(false, |did, turn| turn.serve() | did) {
+            if users.iter_mut().fold(false, |did, user| user.serve(&Instant::now) | did) {
                 idle = None;
                 continue;
             }
@@ -120,24 +145,38 @@ impl RunQueue {
                 continue;
             }
             // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
-            turns.iter().for_each(|turn| turn.function.page().set_asleep(true));
-            if !turns.iter_mut().fold(false, |did, turn| turn.serve() | did) {
+            let set_asleep = |users: &[UserTurn], asleep| {
+                users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
+            };
+            set_asleep(&users, true);
+            if !users.iter_mut().fold(false, |did, user| user.serve(&Instant::now) | did) {
                 self.sleep();
             }
-            turns.iter().for_each(|turn| turn.function.page().set_asleep(false));
+            set_asleep(&users, false);
             idle = None;
         }
     }
 
-    fn refresh(&self, turns: &mut Vec<Turn>) -> u64 {
+    fn refresh(&self, users: &mut Vec<UserTurn>) -> u64 {
         let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let number = self.changes.load(Ordering::SeqCst);
         let now = functions.clone();
         drop(functions);
-        turns.retain(|turn| now.iter().any(|f| Arc::ptr_eq(f, &turn.function)));
+        for user in users.iter_mut() {
+            user.turns.retain(|turn| now.iter().any(|f| Arc::ptr_eq(f, &turn.function)));
+        }
+        // Debts outlive functions: a new connection is no new credit.
+        users.retain(|user| !user.turns.is_empty() || user.deficit < 0);
         for function in now {
-            if !turns.iter().any(|turn| Arc::ptr_eq(&function, &turn.function)) {
-                turns.push(Turn { function, deficit: 0, next: 0 });
+            let known = users.iter().flat_map(|user| &user.turns).any(|turn| Arc::ptr_eq(&function, &turn.function));
+            if known {
+                continue;
+            }
+            let user = function.user();
+            let turn = Turn { function, deficit: 0, next: 0, continues: false };
+            match users.iter_mut().find(|u| u.user == user) {
+                Some(found) => found.turns.push(turn),
+                None => users.push(UserTurn { user, deficit: 0, turns: vec![turn], next: 0 }),
             }
         }
         number
@@ -153,12 +192,38 @@ impl RunQueue {
     }
 }
 
+impl UserTurn {
+    /// Runs one round of a user; true when it did any work, or is owed for work that was done.
+    fn serve(&mut self, clock: &dyn Fn() -> Instant) -> bool {
+        self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
+        let (mut busy, mut idle) = (false, 0);
+        while self.deficit > 0 && idle < self.turns.len() {
+            self.next %= self.turns.len();
+            let turn = &mut self.turns[self.next];
+            let served = turn.serve(self.deficit, clock);
+            self.deficit -= served.cost;
+            self.next += usize::from(!turn.continues);
+            idle = if served.busy { 0 } else { idle + 1 };
+            busy |= served.busy;
+        }
+        let owes = self.deficit <= 0;
+        self.deficit = if owes || busy { self.deficit } else { 0 };
+        busy || owes
+    }
+}
+
 impl Turn {
-    /// Runs one round of a function; true when it did any work.
-    fn serve(&mut self) -> bool {
+    /// Runs one round of a function, or as much as the user may still spend.
+    fn serve(&mut self, most: i64, clock: &dyn Fn() -> Instant) -> Served {
         let queues = self.function.queues();
-        self.deficit += QUANTUM;
-        let mut worked = false;
+        if !std::mem::take(&mut self.continues) {
+            self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
+        }
+        if self.deficit <= 0 {
+            return Served { cost: 0, busy: true };
+        }
+        let (mut all, mut worked) = (0, false);
+        let mut before = clock();
         loop {
             let mut any = false;
             for _ in 0..queues {
@@ -166,15 +231,21 @@ impl Turn {
                 self.next = (queue + 1) % queues;
                 if let Some(cost) = self.function.step(queue) {
                     (worked, any) = (true, true);
+                    let after = clock();
+                    let took = i64::try_from(after.duration_since(before).as_nanos()).unwrap_or(i64::MAX);
+                    let cost = cost.max(took.saturating_mul(NANOSECOND_COST).min(MAX_TIME_COST));
+                    before = after;
                     self.deficit -= cost;
-                    if self.deficit <= 0 {
-                        return true;
+                    all += cost;
+                    if self.deficit <= 0 || all >= most {
+                        self.continues = self.deficit > 0;
+                        return Served { cost: all, busy: true };
                     }
                 }
             }
             if !any {
                 self.deficit = 0;
-                return worked;
+                return Served { cost: all, busy: worked };
             }
         }
     }
@@ -182,7 +253,7 @@ impl Turn {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_addr::{Access, CardAddr, Iova};
+    use dmalane_addr::{Access, CardAddr, Iova, Span};
     use dmalane_card::regs::{self, BAR_REGISTERS};
     use dmalane_card::{Descriptor, Task};
     use dmalane_dma::{Heap, Mapping, MemfdHeap, Registrar};
@@ -193,7 +264,7 @@ mod tests {
 
     /// A function whose queues are full of copies of this length while the test refills them.
     struct Backlog {
-        turn: Turn,
+        turn: UserTurn,
         len: u32,
         tails: Vec<u32>,
         _mappings: Vec<Mapping>,
@@ -206,11 +277,17 @@ mod tests {
             Self::of(len, None, queues, budget)
         }
 
-        /// With `rows`, every second descriptor gives the next a shape with this many rows of `len` bytes.
-        fn of(len: u32, rows: Option<u32>, queues: u32, budget: &Arc<Budget>) -> Self {
+        /// With `rows`, every second descriptor gives the next a shape with this many rows of `len` bytes at this pitch
+        /// on the card.
+        fn of(len: u32, rows: Option<(u32, u64)>, queues: u32, budget: &Arc<Budget>) -> Self {
             let limits = ClientLimits::default();
-            let made = Function::new(&limits, 4 << 20, 4 << 20, queues, 0, budget);
+            let ddr = rows.map_or(4 << 20, |(rows, pitch)| u64::from(rows) * pitch.max(4 << 10)).max(4 << 20);
+            let made = Function::new(&limits, ddr, 4 << 20, queues, 0, budget);
             let (function, _client_fds) = made.map_err(|e| e.1).unwrap();
+            if rows.is_none_or(|(_, pitch)| pitch == 2) {
+                // First touches are for the tests that are about them.
+                function.card().memory().populate(Span::new(CardAddr::new(0), 4 << 20).unwrap()).unwrap();
+            }
             let mut mappings = Vec::new();
             let mut map = |len: usize| {
                 let buf = MemfdHeap::new().allocate(len).unwrap().share();
@@ -225,8 +302,8 @@ mod tests {
                     let card = DeviceAddr::Card(CardAddr::new(0));
                     let copy = Descriptor::from(Task::Copy { direction: Direction::FromHost, host: data, card, len });
                     let descriptor = match rows {
-                        Some(rows) if slot % 2 == 0 => {
-                            let shape = Task::Shape { near_pitch: 0, far_pitch: 2, rows };
+                        Some((rows, far_pitch)) if slot % 2 == 0 => {
+                            let shape = Task::Shape { near_pitch: 0, far_pitch, rows };
                             Descriptor { chained: true, ..shape.into() }
                         }
                         _ => copy,
@@ -246,15 +323,26 @@ mod tests {
                 write(regs::CH_CONTROL, 1);
                 function.step(queue as usize);
             }
-            let turn = Turn { function: Arc::new(function), deficit: 0, next: 0 };
+            let turn = Turn { function: Arc::new(function), deficit: 0, next: 0, continues: false };
+            let turn = UserTurn { user: 0, deficit: 0, turns: vec![turn], next: 0 };
             Self { turn, len, tails: vec![0; queues as usize], _mappings: mappings }
+        }
+
+        fn function(&self) -> &Function {
+            &self.turn.turns[0].function
+        }
+
+        /// A round, in which no time passes.
+        fn serve(&mut self) -> bool {
+            let now = Instant::now();
+            self.turn.serve(&|| now)
         }
 
         /// Refills the rings and returns the bytes copied so far.
         fn refill(&mut self) -> u64 {
             let mut moved = 0;
             for (queue, tail) in self.tails.iter_mut().enumerate() {
-                let function = &self.turn.function;
+                let function = &self.turn.turns[0].function;
                 let head = regs::channel(queue as u32, regs::CH_HEAD);
                 let head = function.card().read32(BAR_REGISTERS, head).unwrap();
                 *tail = head + ENTRIES;
@@ -276,8 +364,8 @@ mod tests {
                 for _ in 0..64 {
                     for (backlog, moved) in two.iter_mut().zip(&mut moved) {
                         *moved = backlog.refill();
-                        backlog.turn.serve();
-                        assert!(backlog.turn.deficit > -QUANTUM && backlog.turn.deficit <= QUANTUM);
+                        backlog.serve();
+                        assert!(backlog.turn.deficit <= QUANTUM);
                     }
                 }
                 let [a, b] = moved.map(|m| m as f64);
@@ -290,19 +378,101 @@ mod tests {
     #[test]
     fn single_byte_copies_get_no_extra_time() {
         let budget = Arc::new(Budget::new(&Config::default()));
-        let mut rows = Backlog::of(1, Some(4096), 1, &budget);
+        let mut rows = Backlog::of(1, Some((4096, 2)), 1, &budget);
         let mut much = Backlog::new(1 << 20, 1, &budget);
         let mut copied = 0;
         for _ in 0..64 {
             rows.refill();
             copied = much.refill();
-            rows.turn.serve();
-            much.turn.serve();
+            rows.serve();
+            much.serve();
         }
         assert!(copied >= 60 << 20, "{copied}");
-        let copied_rows = rows.turn.function.moved();
+        let copied_rows = rows.function().moved();
         // 2048 rows in a round: each counts as 512 bytes.
         assert!((60 << 11..=66 << 11).contains(&copied_rows), "{copied_rows} rows in 64 rounds");
+    }
+
+    #[test]
+    fn first_touches_are_charged_to_who_touches() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        // 128 rows of one byte, each in a block of its own: all of them would be one step if only bytes counted.
+        let mut attack = Backlog::of(1, Some((128, 2 << 20)), 1, &budget);
+        let mut victim = Backlog::new(1 << 20, 1, &budget);
+        let mut copied = 0;
+        for round in 1..=64 {
+            attack.refill();
+            copied = victim.refill();
+            attack.serve();
+            victim.serve();
+            // 2 MiB that are made present cost as much as copying 8 MiB.
+            let (touched, _) = attack.function().card().memory().touched();
+            assert!(touched <= (round + 8) << 20 >> 2 | 2 << 20, "{touched} bytes after {round} rounds");
+        }
+        assert!(copied >= 52 << 20, "{copied}");
+        assert!(attack.function().card().memory().touched().0 >= 14 << 20, "the attacker gets its share");
+    }
+
+    #[test]
+    fn debts_are_paid_while_idle_and_by_new_functions() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        // One block at a time, with nothing else to do in between.
+        let mut attack = Backlog::of(1, Some((1, 0)), 1, &budget);
+        attack.refill();
+        attack.serve();
+        assert!(attack.turn.deficit < -6 * QUANTUM, "{}", attack.turn.deficit);
+        attack.turn.turns.clear();
+        for _ in 0..7 {
+            assert!(attack.serve(), "who owes is not idle");
+        }
+        assert!(!attack.serve() && attack.turn.deficit == 0, "{}", attack.turn.deficit);
+    }
+
+    #[test]
+    fn slow_steps_are_charged_by_their_time() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut slow = Backlog::new(4096, 1, &budget);
+        slow.refill();
+        slow.serve();
+        slow.refill();
+        let (start, calls) = (Instant::now(), std::cell::Cell::new(0));
+        let clock = || {
+            calls.set(calls.get() + 1);
+            start + Duration::from_millis(calls.get())
+        };
+        slow.turn.serve(&clock);
+        // 1 ms at 4 bytes in a nanosecond: one step, for four rounds.
+        assert_eq!(calls.get(), 2);
+        assert!((-3_100_000..=-2_900_000).contains(&slow.turn.deficit), "{}", slow.turn.deficit);
+    }
+
+    #[test]
+    fn users_and_not_clients_get_equal_shares() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut many = (0..5).map(|_| Backlog::new(256 << 10, 1, &budget)).collect::<Vec<_>>();
+        let mut one = Backlog::new(256 << 10, 1, &budget);
+        let mut user = UserTurn { user: 1, deficit: 0, turns: Vec::new(), next: 0 };
+        user.turns.extend(many.iter_mut().flat_map(|backlog| backlog.turn.turns.drain(..)));
+        let lent = |backlog: &mut Backlog, user: &mut UserTurn, i: usize| {
+            std::mem::swap(&mut backlog.turn.turns, &mut user.turns);
+            backlog.turn.turns.swap(0, i);
+            let moved = backlog.refill();
+            backlog.turn.turns.swap(0, i);
+            std::mem::swap(&mut backlog.turn.turns, &mut user.turns);
+            moved
+        };
+        let (mut theirs, mut copied, now) = ([0; 5], 0, Instant::now());
+        for _ in 0..60 {
+            for (i, backlog) in many.iter_mut().enumerate() {
+                theirs[i] = lent(backlog, &mut user, i);
+            }
+            copied = one.refill();
+            user.serve(&|| now);
+            one.serve();
+        }
+        let all: u64 = theirs.iter().sum();
+        assert!(copied * 10 >= all * 9 && all * 10 >= copied * 9, "{theirs:?} {copied}");
+        assert!(theirs.iter().all(|moved| moved * 5 * 10 >= all * 8), "{theirs:?}");
     }
 
     #[test]
@@ -310,11 +480,11 @@ mod tests {
         let budget = Arc::new(Budget::new(&Config::default()));
         let mut one = Backlog::new(64 << 10, 1, &budget);
         for _ in 0..100 {
-            assert!(!one.turn.serve());
+            assert!(!one.serve());
         }
         assert_eq!(one.turn.deficit, 0);
         one.refill();
-        one.turn.serve();
+        one.serve();
         assert!(one.refill() <= 2 << 20, "at most one round after a hundred idle ones");
     }
 }

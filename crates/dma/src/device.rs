@@ -84,6 +84,13 @@ pub trait HeldMem {
         each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault>;
 
+    /// Page-table entries read so far for translations that were not cached, by all holds of this port: what they cost
+    /// the host, for those who charge for it. 0 where translations are not counted.
+    #[inline]
+    fn entries_read(&self) -> u64 {
+        0
+    }
+
     /// Copies from host memory at `from` into `into` (all of it).
     ///
     /// # Errors

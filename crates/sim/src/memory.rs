@@ -117,8 +117,14 @@ impl CardMemory {
     /// As [`CardMemory::populate`].
     #[inline]
     pub(crate) fn view(&self, at: CardAddr, len: u64) -> Result<VolatileSlice<'_>, Error> {
+        self.view_counting(at, len, &mut 0)
+    }
+
+    /// [`CardMemory::view`]. Adds the bytes that it makes present to `made`.
+    #[inline]
+    pub(crate) fn view_counting(&self, at: CardAddr, len: u64, made: &mut u64) -> Result<VolatileSlice<'_>, Error> {
         let bank = self.bank(at).ok_or(Error::Outside { at, len })?;
-        bank.view(at, len)
+        bank.view(at, len, made)
     }
 
     /// True when the whole range lies in one of the memories.
@@ -138,7 +144,7 @@ impl CardMemory {
             if !self.lent.load(Ordering::Relaxed) {
                 return offset.is_multiple_of(8).then_some(0);
             }
-            bank.make_present(offset / BLOCK).ok()?;
+            bank.make_present(offset / BLOCK, &mut 0).ok()?;
         }
         bank.buf.view().load_u64(usize::try_from(offset).ok()?)
     }
@@ -162,11 +168,13 @@ pub(crate) struct Block<'m> {
     first: u64,
     /// Present, and so it stays.
     bytes: Option<VolatileSlice<'m>>,
+    /// Bytes of card memory that were made present for accesses through this.
+    pub(crate) made: u64,
 }
 
 impl<'m> Block<'m> {
     pub(crate) fn of(memory: &'m CardMemory) -> Self {
-        Self { memory, first: 0, bytes: None }
+        Self { memory, first: 0, bytes: None, made: 0 }
     }
 
     /// [`CardMemory::view`]; `None` where that fails.
@@ -188,11 +196,11 @@ impl<'m> Block<'m> {
         let offset = at.offset_from(bank.span.first())? & !(BLOCK - 1);
         let block = bank.buf.view().sub(usize::try_from(offset).ok()?, BLOCK as usize)?;
         if !bank.is_present(offset / BLOCK) {
-            bank.make_present(offset / BLOCK).ok()?;
+            bank.make_present(offset / BLOCK, &mut self.made).ok()?;
         }
         (self.first, self.bytes) = (bank.span.first().bits() + offset, Some(block));
         // A range that goes on behind the block is resolved by the memory.
-        self.within(at, len).or_else(|| self.memory.view(at, len).ok())
+        self.within(at, len).or_else(|| self.memory.view_counting(at, len, &mut self.made).ok())
     }
 }
 
@@ -218,7 +226,7 @@ impl Bank {
     }
 
     #[inline]
-    fn view(&self, at: CardAddr, len: u64) -> Result<VolatileSlice<'_>, Error> {
+    fn view(&self, at: CardAddr, len: u64, made: &mut u64) -> Result<VolatileSlice<'_>, Error> {
         let cut = |offset: u64| self.buf.view().sub(usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
         let Some((offset, view)) = at.offset_from(self.span.first()).and_then(|offset| Some((offset, cut(offset)?)))
         else {
@@ -228,7 +236,7 @@ impl Bank {
             let (first, last) = (offset / BLOCK, (offset + len - 1) / BLOCK);
             if first != last || !self.is_present(first) {
                 for block in first..=last {
-                    self.make_present(block)?;
+                    self.make_present(block, made)?;
                 }
             }
         }
@@ -242,7 +250,8 @@ impl Bank {
     }
 
     /// Asks the kernel for the pages now, where a refusal is an error, instead of touching them, where it is a SIGBUS.
-    fn make_present(&self, block: u64) -> Result<(), Error> {
+    /// Adds the bytes to `made`.
+    fn make_present(&self, block: u64, made: &mut u64) -> Result<(), Error> {
         if self.is_present(block) {
             return Ok(());
         }
@@ -254,6 +263,7 @@ impl Bank {
         let bit = 1 << (block % 64);
         if self.present[(block / 64) as usize].fetch_or(bit, Ordering::Release) & bit == 0 {
             self.touched.fetch_add(BLOCK, Ordering::Relaxed);
+            *made += BLOCK;
         }
         Ok(())
     }

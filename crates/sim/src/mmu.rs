@@ -79,8 +79,11 @@ impl<F: Format> Mmu<F> {
             let entry = match tlb.find(at) {
                 Some(entry) => entry,
                 None => {
-                    let found = walk::<F>(root, at.bits(), |entry| memory.load(CardAddr::new(entry))).ok()?;
-                    tlb.insert(at, found)
+                    let found = walk::<F>(root, at.bits(), |entry| {
+                        tlb.entries_read += 1;
+                        memory.load(CardAddr::new(entry))
+                    });
+                    tlb.insert(at, found.ok()?)
                 }
             };
             let within = at.bits() - entry.at;
@@ -113,16 +116,18 @@ const ENTRIES: usize = 64;
 pub(crate) struct Tlb {
     entries: [Option<Entry>; ENTRIES],
     epoch: u64,
+    /// Page-table entries that were read to fill this.
+    pub(crate) entries_read: u64,
 }
 
 impl Tlb {
     pub(crate) fn new() -> Self {
-        Self { entries: [None; ENTRIES], epoch: 0 }
+        Self { entries: [None; ENTRIES], epoch: 0, entries_read: 0 }
     }
 
     fn check_epoch(&mut self, epoch: u64) {
         if self.epoch != epoch {
-            *self = Self { entries: [None; ENTRIES], epoch };
+            (self.entries, self.epoch) = ([None; ENTRIES], epoch);
         }
     }
 

@@ -5,6 +5,7 @@
 //! KiB.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
 use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, VolatileSlice, stream_fence};
@@ -18,11 +19,18 @@ use crate::recent::{Memory, Recent};
 use dmalane_card::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
 use dmalane_card::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 
-/// Limits of one [`Queue::step`].
+/// Limits of one [`Queue::step`]: it ends when it has cost this much.
 const STEP_DESCRIPTORS: usize = 32;
-const STEP_BYTES: u64 = 1 << 20;
-/// A row of a shape counts for at least this in [`STEP_BYTES`]: rows of single bytes must not make a step long.
+const STEP_COST: u64 = 1 << 20;
+const STEP_TIME: Duration = Duration::from_millis(1);
+/// A row of a shape costs at least this: rows of single bytes must not make a step long.
 const ROW_COST: u64 = 512;
+/// Short rows between two looks at the clock.
+const ROWS_PER_LOOK: u32 = 16;
+/// A page-table entry that a translation reads, of the IOMMU or of the MMU, costs as much as so many bytes.
+const ENTRY_COST: u64 = 256;
+/// A byte of card memory that is made present costs as much as so many copied bytes: the kernel finds and zeroes pages.
+const PRESENT_COST: u64 = 4;
 /// Descriptors fetched at once.
 const FETCH: u32 = 32;
 /// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with.
@@ -33,8 +41,10 @@ const STREAM_TO_HOST: u64 = 1 << 20;
 /// The work of one step of a channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stepped {
-    /// Bytes copied, filled or compared, at most 1 MiB; rows of a shape count as 512 at least.
-    pub bytes: u64,
+    /// Bytes copied, filled or compared, and what else the step had the host do, as the bytes that could have been
+    /// copied instead: a row of a shape counts as 512 at least, a page-table entry read as 256, and a byte of card
+    /// memory made present as 4. A step ends after the access that brings it to 1 MiB.
+    pub cost: u64,
     /// Completions were written, or the channel halted: what an interrupt is for.
     pub reported: bool,
 }
@@ -162,6 +172,43 @@ struct Work<'a, H, F> {
     h2c: u64,
     c2h: u64,
     ok: u64,
+    /// What the step has cost so far.
+    cost: u64,
+    /// Page-table entries and bytes made present that the cost contains.
+    charged: (u64, u64),
+    /// Bytes made present by accesses that do not go through `block`.
+    made: u64,
+    /// Rows, and when the first was begun.
+    rows: u32,
+    rows_since: Option<Instant>,
+}
+
+impl<H: HeldMem, F> Work<'_, H, F> {
+    /// Adds what the translations and first touches since the last call cost. `walked`: entries that the MMU read.
+    #[inline]
+    fn charge(&mut self, walked: u64) {
+        let now = (self.mem.entries_read().wrapping_add(walked), self.made + self.block.made);
+        let entries = now.0.wrapping_sub(self.charged.0);
+        self.cost += entries * ENTRY_COST + (now.1 - self.charged.1) * PRESENT_COST;
+        self.charged = now;
+    }
+
+    /// What the step may still cost.
+    #[inline]
+    fn left(&self) -> u64 {
+        STEP_COST.saturating_sub(self.cost)
+    }
+
+    /// Ends the step when its short rows have taken too long: the host may have to find pages for each.
+    #[inline]
+    fn look_at_clock(&mut self) {
+        self.rows += 1;
+        if self.rows.is_multiple_of(ROWS_PER_LOOK)
+            && self.rows_since.get_or_insert_with(Instant::now).elapsed() > STEP_TIME
+        {
+            self.cost = self.cost.max(STEP_COST);
+        }
+    }
 }
 
 impl<M: DeviceMem> Queue<M> {
@@ -200,7 +247,7 @@ impl<M: DeviceMem> Queue<M> {
                 engine.start(regs);
                 // Nothing is done before the next step looks at the control register again. A driver that stopped the
                 // channel in between either saw the status change or is seen there: both sides use one total order.
-                Some(Stepped { bytes: 0, reported: matches!(engine.state, State::Halted) })
+                Some(Stepped { cost: 0, reported: matches!(engine.state, State::Halted) })
             }
             State::Stopped => None,
             _ if !enabled => {
@@ -211,13 +258,28 @@ impl<M: DeviceMem> Queue<M> {
             State::Running(_) if engine.is_idle(regs) => None,
             State::Running(rings) => {
                 let before = engine.head;
-                let (h2c, c2h, ok) = (0, 0, 0);
                 let mem = if waits { mem.hold() } else { mem.try_hold()? };
-                let block = Block::of(&inside.memory);
-                let mut work = Work { mem, mmu: None, inside, block, regs, rings, h2c, c2h, ok };
-                let mut budget = STEP_BYTES;
-                let worked = engine.work(&mut work, &mut budget);
+                let charged = (mem.entries_read().wrapping_add(engine.tlb.entries_read), 0);
+                let mut work = Work {
+                    mem,
+                    mmu: None,
+                    inside,
+                    block: Block::of(&inside.memory),
+                    regs,
+                    rings,
+                    h2c: 0,
+                    c2h: 0,
+                    ok: 0,
+                    cost: 0,
+                    charged,
+                    made: 0,
+                    rows: 0,
+                    rows_since: None,
+                };
+                let worked = engine.work(&mut work);
                 engine.report(&mut work);
+                work.charge(engine.tlb.entries_read);
+                let cost = work.cost;
                 add(&regs.bytes_h2c, work.h2c);
                 add(&regs.bytes_c2h, work.c2h);
                 add(&regs.ok, work.ok);
@@ -232,7 +294,7 @@ impl<M: DeviceMem> Queue<M> {
                         interrupt();
                     }
                 }
-                worked.then_some(Stepped { bytes: STEP_BYTES - budget, reported })
+                worked.then_some(Stepped { cost, reported })
             }
         }
     }
@@ -282,9 +344,12 @@ impl Engine {
         self.job.is_none() && self.next == self.end && regs.doorbell.load(Ordering::Acquire) == self.head
     }
 
-    fn work<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64) -> bool {
+    fn work<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>) -> bool {
         let mut left = STEP_DESCRIPTORS;
         while left > 0 {
+            if work.left() == 0 {
+                return true;
+            }
             if self.job.is_none() {
                 match self.fetch(work) {
                     Ok(true) => {}
@@ -296,7 +361,7 @@ impl Engine {
                         return true;
                     }
                 }
-                let copied = self.copy_plain(work, budget, left);
+                let copied = self.copy_plain(work, left);
                 if copied > 0 {
                     left -= copied;
                     continue;
@@ -328,7 +393,7 @@ impl Engine {
             };
             let result = match self.is_cancelled(work.regs) {
                 true => Err(Failure(Status::Cancelled, job.done.into())),
-                false => self.advance(&mut job, work, budget),
+                false => self.advance(&mut job, work),
             };
             if result.is_ok() && job.done < job.total {
                 self.job = Some((job, cookie, chained));
@@ -431,7 +496,7 @@ impl Engine {
     /// The fast path: makes the plain copies among the fetched descriptors, at most `most`, up to the first other
     /// descriptor. Returns their number.
     #[inline]
-    fn copy_plain<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64, most: usize) -> usize {
+    fn copy_plain<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, most: usize) -> usize {
         if self.first.is_some() || self.shape.is_some() || self.skipping {
             return 0; // in the middle of an operation
         }
@@ -439,7 +504,8 @@ impl Engine {
         for bytes in self.fetched[self.next..self.end].iter().take(most) {
             let Some(PlainCopy { direction, host, card, len, cache, cookie }) = PlainCopy::decode(bytes) else { break };
             let len = u64::from(len);
-            if len > *budget || work.regs.cancel.load(Ordering::Relaxed) != 0 {
+            // A copy that would fit but for a few translations is not split.
+            if work.left() == 0 || len > work.left() + STEP_COST / 16 || work.regs.cancel.load(Ordering::Relaxed) != 0 {
                 break;
             }
             let Some(there) = work.block.view(card, len) else { break };
@@ -466,7 +532,7 @@ impl Engine {
                         Direction::ToHost => &mut work.c2h,
                     } += len;
                     work.ok += 1;
-                    *budget -= len;
+                    work.cost += len;
                     (Status::Ok, None)
                 }
                 Err(fault) => {
@@ -477,6 +543,7 @@ impl Engine {
             };
             self.ended.extend([detail, Some(CompletionEntry { cookie, status: status.code(), sequence }.word())]);
             copied += 1;
+            work.charge(self.tlb.entries_read);
         }
         self.next += copied;
         copied
@@ -489,18 +556,13 @@ impl Engine {
         request != 0 && self.first.is_some_and(|first| request == 1 << 32 | u64::from(first))
     }
 
-    /// Does bytes of a job until it is done or the budget is used up.
+    /// Does bytes of a job until it is done or the step has cost enough.
     #[inline]
-    fn advance<H: HeldMem, F: Format>(
-        &mut self,
-        job: &mut Job,
-        work: &mut Work<'_, H, F>,
-        budget: &mut u64,
-    ) -> Result<(), Failure> {
+    fn advance<H: HeldMem, F: Format>(&mut self, job: &mut Job, work: &mut Work<'_, H, F>) -> Result<(), Failure> {
         if job.done == 0 {
             holds_all(job, &work.inside.memory)?;
         }
-        while job.done < job.total && *budget > 0 {
+        while job.done < job.total && work.left() > 0 {
             // The row, and the place in it.
             let (within, near, far) = match job.shape {
                 None => (job.done, u64::from(job.done), u64::from(job.done)),
@@ -510,10 +572,16 @@ impl Engine {
                     (within, row * shape.near_pitch + u64::from(within), row * shape.far_pitch + u64::from(within))
                 }
             };
-            let want = u64::from(job.len - within).min(*budget);
-            let moved = self.do_some(job, work, near, far, within, want)?;
+            let want = u64::from(job.len - within).min(work.left());
+            let moved = self.do_some(job, work, near, far, within, want);
+            // A failure costs too.
+            work.cost += moved.as_ref().map_or(ROW_COST, |moved| ROW_COST.max(*moved));
+            work.charge(self.tlb.entries_read);
+            let moved = moved?;
             job.done += moved as u32; // at most `len - within`
-            *budget = budget.saturating_sub(moved.max(ROW_COST));
+            if moved < ROW_COST {
+                work.look_at_clock();
+            }
         }
         Ok(())
     }
@@ -529,37 +597,37 @@ impl Engine {
         within: u32,
         want: u64,
     ) -> Result<u64, Failure> {
-        let Work { mem, mmu, inside, .. } = work;
+        let Work { mem, mmu, inside, made, .. } = work;
         // `decode` and `begin` checked that no range wraps.
         let iova = |host: Iova| Iova::new(host.bits() + near);
         let (read, write) = (Access::READ, Access::WRITE);
         match job.task {
             Task::Copy { direction: Direction::FromHost, host, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, write)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, write)?;
                 mem.read(iova(host), there, job.hint).map_err(host_failure)?;
                 Ok(there.len() as u64)
             }
             Task::Copy { direction: Direction::ToHost, host, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, read)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, read)?;
                 mem.write(iova(host), there, job.hint).map_err(host_failure)?;
                 Ok(there.len() as u64)
             }
             Task::Compare { host, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, read)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, read)?;
                 match mem.compare(iova(host), there).map_err(host_failure)? {
                     None => Ok(there.len() as u64),
                     Some(offset) => Err(Failure(Status::Differs, u64::from(job.done) + offset as u64)),
                 }
             }
             Task::Within { from, to, .. } => {
-                let source = card_view(&mut self.tlb, mmu, inside, from, near, want, read)?;
-                let there = card_view(&mut self.tlb, mmu, inside, to, far, source.len() as u64, write)?;
+                let source = card_view(&mut self.tlb, mmu, (*inside, &mut *made), from, near, want, read)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), to, far, source.len() as u64, write)?;
                 let source = source.sub(0, there.len()).expect("no longer than the source");
                 there.copy_from(source, job.hint);
                 Ok(there.len() as u64)
             }
             Task::Fill { pattern, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, write)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, write)?;
                 there.fill_pattern(pattern.rotate_right(within % 8 * 8), job.hint);
                 Ok(there.len() as u64)
             }
@@ -645,7 +713,7 @@ fn holds_all(job: &Job, memory: &CardMemory) -> Result<(), Failure> {
 fn card_view<'m, F: Format>(
     tlb: &mut Tlb,
     mmu: &mut Option<mmu::Held<'m>>,
-    inside: &'m Inside<F>,
+    (inside, made): (&'m Inside<F>, &mut u64),
     at: DeviceAddr,
     offset: u64,
     want: u64,
@@ -660,7 +728,7 @@ fn card_view<'m, F: Format>(
             found.map_err(|at| Failure(Status::MmuFault, at.bits()))?
         }
     };
-    inside.memory.view(card, len).map_err(|e| match e {
+    inside.memory.view_counting(card, len, made).map_err(|e| match e {
         Error::NoMemory { at, .. } => Failure(Status::OutOfMemory, at.bits()),
         _ => Failure(Status::NoCardMemory, card.bits()),
     })

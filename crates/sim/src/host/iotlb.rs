@@ -70,12 +70,20 @@ pub(super) struct Iotlb {
     windows: Box<[Option<Entry>; ENTRIES]>,
     misses: Box<[Misses; ENTRIES]>,
     epoch: u64,
+    /// Entries of page tables that were read to fill this one.
+    entries_read: u64,
 }
 
 impl Iotlb {
     pub(super) fn new() -> Self {
         let misses = Box::new([Misses { window: 0, epoch: 0, count: 0 }; ENTRIES]);
-        Self { pages: Box::new([None; ENTRIES]), windows: Box::new([None; ENTRIES]), misses, epoch: 0 }
+        let [pages, windows] = [(); 2].map(|()| Box::new([None; ENTRIES]));
+        Self { pages, windows, misses, epoch: 0, entries_read: 0 }
+    }
+
+    #[inline]
+    pub(super) fn entries_read(&self) -> u64 {
+        self.entries_read
     }
 
     /// From now on only what was filled under this count of invalidations is found.
@@ -94,6 +102,7 @@ impl Iotlb {
     /// Walks for what `find` did not find; `None` when nothing is mapped there.
     #[cold]
     pub(super) fn fill<F: Format>(&mut self, at: Iova, table: &Table<F>, directory: &Directory) -> Option<Entry> {
+        self.entries_read += F::LEVELS as u64;
         let leaf = table.lookup(at)?;
         // Of a large leaf, the part within the window.
         let first = leaf.at.bits().max(at.bits() & !(WINDOW - 1));
@@ -124,6 +133,8 @@ impl Iotlb {
         // Ever more rarely: many small buffers in one window would have it walked for each of them.
         if misses.count >= 2 && misses.count.is_power_of_two() {
             let slot = &mut self.windows[window as usize % ENTRIES];
+            // The whole window is walked, leaf by leaf.
+            self.entries_read += WINDOW / FRAME;
             let stretch = stretch(at, table, directory, epoch)?;
             if !slot.is_some_and(|e| e.epoch == epoch && e.first / WINDOW == window && e.len >= stretch.len) {
                 *slot = Some(stretch);

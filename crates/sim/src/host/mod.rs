@@ -523,6 +523,11 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
     }
 
     #[inline]
+    fn entries_read(&self) -> u64 {
+        self.tlb.entries_read()
+    }
+
+    #[inline]
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
         if !into.bits().is_multiple_of(8) {
             let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };

@@ -1,7 +1,7 @@
 //! The software host against a plain copy of the memory.
 
 use super::*;
-use dmalane_dma::{AnonHeap, Heap, SharedBuf};
+use dmalane_dma::{AnonHeap, CopyHint, Heap, SharedBuf};
 use dmalane_iopt::X86_64_4Level;
 use proptest::prelude::*;
 
@@ -139,6 +139,25 @@ fn refusals() {
     let small: SoftHost = SoftHost::new(HostConfig { memory: 0, ..HostConfig::default() }).unwrap();
     assert!(matches!(small.pin(&buf.reference()), Err(Error::OutOfFrames { .. })));
     assert_eq!(host.stats().pinned_frames, 0);
+}
+
+#[test]
+fn page_table_walks_are_counted() {
+    let host = host::<Arm64S1_4k>(1.0);
+    let buf = buffer(4 << 20);
+    let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
+    let mut port = host.port();
+    let iova = mapping.span().first();
+    let mut read = |at: u64| {
+        let mut held = port.hold();
+        let before = held.entries_read();
+        let into = SharedBuf::sparse("test", 4096).unwrap();
+        held.read(Iova::new(iova.bits() + at), into.view().sub(0, 8).unwrap(), CopyHint::Keep).unwrap();
+        held.entries_read() - before
+    };
+    assert_eq!((read(0), read(8)), (4, 0), "a walk through four levels, then none");
+    assert_eq!(read(64 << 10), 4 + 512, "the second miss in a window walks the whole window");
+    assert_eq!(read(128 << 10), 0);
 }
 
 #[test]
