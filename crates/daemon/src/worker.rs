@@ -1,8 +1,8 @@
 //! The worker: one thread that runs the queues of all functions in turn.
 //!
 //! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995), over users and
-//! then over the functions of each: in each round a user may spend a quantum of bytes, and overspend is carried into the
-//! next rounds, also of those who have nothing to do then. Who is idle accumulates no credit.
+//! then over the functions of each. In each round a user may spend a quantum of bytes. Overspend is carried into the
+//! next rounds, also of users who have nothing to do then. An idle user accumulates no credit.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
