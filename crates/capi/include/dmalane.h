@@ -1,5 +1,5 @@
-/* dmalane for C programs: reading files into DMA-ready memory while it is being allocated, and the bind manager:
- * buffer objects and device address spaces (VMs) that bind them page by page.
+/* dmalane for C programs: reading files into DMA-ready memory while it is being allocated; the bind manager, which is
+ * buffer objects and device address spaces (VMs) that bind them page by page; and open devices, to which bytes go.
  *
  * Functions return 0 or a negative error number of <errno.h> on Linux (-EINVAL); dml_last_error() gives details. A
  * function that fails has no effect. All functions may be called from any thread. Objects are numbers; using one
@@ -182,6 +182,106 @@ int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buf
  * -EOPNOTSUPP without DML_READ_SHAREABLE. */
 int32_t dml_buffer_export(dml_buffer buffer, int *fd);
 int32_t dml_buffer_destroy(dml_buffer buffer);
+
+/* An open device: a card, a GPU, a file. Calls on one target take turns. */
+typedef uint64_t dml_target;
+/* Host memory that a target reaches. */
+typedef uint64_t dml_memory;
+/* A file on a target. */
+typedef uint64_t dml_load;
+
+#define DML_TARGET_FLAT (1u << 0) /* no MMU: what is bound must be contiguous, and lies where it is seen */
+
+struct dml_target_info {
+	uint64_t free; /* bytes of device memory */
+	uint64_t page; /* smallest page of its address space */
+	uint64_t max_len; /* bytes of one copy, at most */
+	uint64_t capacity; /* copies in flight, at most */
+	uint32_t flags; /* DML_TARGET_FLAT */
+	uint32_t zero;
+};
+
+/* Opens a device by the name that `dmalane devices` prints: "soft", "vulkan:0", "cuda:0", "vfio:0000:01:00.0",
+ * "ram:64MiB". -EINVAL for a name that names nothing, -ENODEV for a device that cannot be opened. */
+int32_t dml_target_open(const char *name, dml_target *target);
+int32_t dml_target_info(dml_target target, struct dml_target_info *info);
+/* -EBUSY while completions have not been polled. Its host memory and its loads exist until they are destroyed. */
+int32_t dml_target_close(dml_target target);
+
+/* Allocates `len` bytes of host memory, whole pages of zeroes, and registers it. `data` is where the bytes are. The
+ * bytes that a copy in flight writes or reads belong to the device until its completion was polled. */
+int32_t dml_memory_create(dml_target target, uint64_t len, dml_memory *memory, void **data);
+/* Registers a buffer that dml_alloc_and_read() filled, without copying it. The buffer becomes the host memory: its
+ * handle is gone. -EBUSY while another call uses it. -EOPNOTSUPP or -EIO where a device reaches only memory of its own
+ * heap (dml_memory_create); the buffer then stays. */
+int32_t dml_memory_register(dml_target target, dml_buffer buffer, dml_memory *memory, void **data);
+/* -EBUSY while a copy in flight uses it. */
+int32_t dml_memory_destroy(dml_memory memory);
+
+/* Allocates device memory: `placement` is the name of a region or group ("hbm"), or null for the first region. The
+ * handle is one for dml_target_bind(). */
+int32_t dml_target_allocate(dml_target target, uint64_t len, const char *placement, uint32_t *handle);
+/* -EBUSY while it is bound, a range is reserved for it, or completions have not been polled. */
+int32_t dml_target_free(dml_target target, uint32_t handle);
+
+/* Reserves `len` bytes of device virtual addresses for device memory, 0 for as many as that has. `reserved` is the
+ * length of the range, which may be longer. With DML_TARGET_FLAT the range is where the memory lies. */
+int32_t dml_target_reserve(dml_target target, uint32_t handle, uint64_t len, uint64_t *va, uint64_t *reserved);
+/* Unbinds all in the range that begins at `va`, and gives it back. -EBUSY while completions have not been polled. */
+int32_t dml_target_release(dml_target target, uint64_t va);
+/* Applies `count` operations, as dml_vm_bind() does, within reserved ranges, all or none. A device without batches
+ * (-EOPNOTSUPP) takes a single DML_BIND where nothing is bound. After -EIO nothing is bound there. */
+int32_t dml_target_bind(dml_target target, const void *operations, size_t stride, size_t count);
+
+/* Directions of a copy. */
+#define DML_TO_DEVICE 0u /* from host memory to `at` */
+#define DML_TO_HOST 1u   /* from `at` to host memory */
+
+struct dml_copy {
+	uint32_t direction;
+	uint32_t zero;
+	uint64_t user; /* comes back with the completion */
+	uint64_t len; /* bytes */
+	uint64_t at; /* device virtual address */
+	dml_memory memory;
+	uint64_t offset; /* in that, in bytes */
+};
+
+struct dml_completion {
+	uint64_t user;
+	uint64_t bytes; /* known to be done, from the first on */
+	int32_t result; /* 0 or a negative error number */
+	uint32_t zero;
+};
+
+/* Submits `count` copies, `stride` bytes apart (at least sizeof(struct dml_copy); bytes beyond it must be 0), and
+ * starts them. They run and end in any order: one that needs the effect of another is submitted once that was polled.
+ * Stops at the first that is refused and returns its error; `accepted` is the number of those before it.
+ * -EAGAIN: poll, then submit the rest. -EBUSY: a copy in flight uses the host memory. */
+int32_t dml_target_submit(dml_target target, const void *copies, size_t stride, size_t count, size_t *accepted);
+/* Waits for up to `timeout_ms` milliseconds (0: only looks; UINT64_MAX: no limit) until a copy has ended or none is in
+ * flight, and writes up to `capacity` completions. A completion may say that its copy failed;
+ * dml_last_error() then has the details of the last that did. */
+int32_t dml_target_poll(dml_target target, struct dml_completion *done, size_t capacity, uint64_t timeout_ms,
+	size_t *count);
+
+#define DML_LOAD_VERIFY (1u << 0) /* reads everything back and compares it with the file; -EBADMSG if it differs */
+
+struct dml_tensor {
+	uint64_t va; /* device virtual address; 0 when it has no bytes */
+	uint64_t len;
+	uint64_t name_len; /* bytes of its name, without the terminating zero */
+};
+
+/* Loads a file (safetensors, GGUF, NumPy, or raw bytes as one tensor), and binds each tensor for reading. `placement`
+ * as above. -EBUSY while completions have not been polled. After an error nothing stays on the device. */
+int32_t dml_target_load(dml_target target, const char *path, const char *placement, uint32_t flags, dml_load *load);
+/* Tensor `index`, from 0 in the order of the file, and its name, cut to `size` bytes including the terminating zero;
+ * `name` may be null. -ENOENT behind the last. */
+int32_t dml_load_tensor(dml_load load, uint64_t index, struct dml_tensor *tensor, char *name, size_t size);
+int32_t dml_load_find(dml_load load, const char *name, struct dml_tensor *tensor);
+/* Unbinds and frees all of it. -EBUSY while completions have not been polled. */
+int32_t dml_load_destroy(dml_load load);
 
 #ifdef __cplusplus
 }

@@ -7,14 +7,17 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_void};
+use std::mem::offset_of;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Segment};
 use dmalane_vm::Errno;
 
 use crate::buffers::{self, Request};
 use crate::objects::{self, Callback, Callbacks, Refused, call};
+use crate::targets;
 
 /// The version of what the header describes.
 pub const DML_ABI_VERSION: u32 = 1;
@@ -133,6 +136,75 @@ pub struct DmlFilled {
     pub checksum: u64,
 }
 
+/// `struct dml_target_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DmlTargetInfo {
+    /// Bytes of free device memory.
+    pub free: u64,
+    /// Size of the smallest page of its address space.
+    pub page: u64,
+    /// Bytes of one copy at most.
+    pub max_len: u64,
+    /// Copies in flight at most.
+    pub capacity: u64,
+    /// `DML_TARGET_FLAT`.
+    pub flags: u32,
+    /// 0.
+    pub zero: u32,
+}
+
+/// `struct dml_copy`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlCopy {
+    /// `DML_TO_DEVICE` or `DML_TO_HOST`.
+    pub direction: u32,
+    /// 0.
+    pub zero: u32,
+    /// Comes back with the completion.
+    pub user: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Device virtual address.
+    pub at: u64,
+    /// Host memory.
+    pub memory: u64,
+    /// Offset in the host memory.
+    pub offset: u64,
+}
+
+/// `struct dml_completion`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlCompletion {
+    /// As it was submitted.
+    pub user: u64,
+    /// Bytes that are known to be done.
+    pub bytes: u64,
+    /// 0 or a negative error number.
+    pub result: i32,
+    /// 0.
+    pub zero: u32,
+}
+
+/// `struct dml_tensor`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DmlTensor {
+    /// Device virtual address; 0 for a tensor of no bytes.
+    pub va: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Length of its name in bytes, without the terminating zero.
+    pub name_len: u64,
+}
+
+/// `DML_TARGET_FLAT`.
+const TARGET_FLAT: u32 = 1;
+/// `DML_LOAD_VERIFY`.
+const LOAD_VERIFY: u32 = 1;
+
 /// Memory that C passes for reading, as a slice.
 ///
 /// # Safety
@@ -175,6 +247,62 @@ unsafe fn text<'a>(at: *const c_char) -> Result<&'a str, Refused> {
     text.to_str().map_err(|e| refused(Errno::Inval, format_args!("{text:?}: {e}")))
 }
 
+/// A text of C's that may be missing.
+///
+/// # Safety
+/// As for [`text`].
+unsafe fn optional<'a>(at: *const c_char) -> Result<Option<&'a str>, Refused> {
+    if at.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: of the caller.
+    unsafe { text(at) }.map(Some)
+}
+
+/// Writes a text and a zero to memory of C, cut to `size` bytes.
+///
+/// # Safety
+/// `to` is null, or there is room for `size` bytes that nobody else uses during the call.
+unsafe fn put_text(to: *mut c_char, size: usize, text: &str) {
+    if to.is_null() || size == 0 {
+        return;
+    }
+    let mut end = text.len().min(size - 1);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    // SAFETY: not null, checked above; `end` is below `size`, the room that the caller says is there, which is not part
+    // of a text of ours.
+    unsafe {
+        to.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), end);
+        to.add(end).write(0);
+    }
+}
+
+/// Writes a tensor and its name to memory of C.
+///
+/// # Safety
+/// As for [`put`] and [`put_text`].
+unsafe fn put_tensor(
+    to: *mut DmlTensor,
+    name: *mut c_char,
+    size: usize,
+    found: (DmlTensor, String),
+) -> Result<(), Refused> {
+    // SAFETY: of the caller.
+    unsafe { put_text(name, size, &found.1) };
+    // SAFETY: of the caller.
+    unsafe { put(to, found.0) }
+}
+
+fn tensor(load: u64, name: Option<&str>, index: u64) -> Result<(DmlTensor, String), Refused> {
+    targets::tensor(load, name, index, |found| {
+        let name = found.tensor.name.clone();
+        let va = found.va.map_or(0, |span| span.first().bits());
+        (DmlTensor { va, len: found.tensor.len, name_len: name.len() as u64 }, name)
+    })
+}
+
 /// Reads a configuration of the caller's size.
 ///
 /// # Safety
@@ -198,6 +326,24 @@ unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     // SAFETY: `all` has the bytes of one, checked above. Any bits are right for numbers and pointers; of a callback
     // null is `None`, and what else it is the caller says: the address of such a function.
     Ok(unsafe { at.read_unaligned() })
+}
+
+/// A copy from its bytes, of which there are enough.
+fn copy(bytes: &[u8]) -> Result<targets::Request, Refused> {
+    let number = |at: usize| bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_ne_bytes);
+    let half = |at: usize| bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_ne_bytes);
+    let later = bytes.iter().skip(size_of::<DmlCopy>()).any(|b| *b != 0);
+    if later || half(offset_of!(DmlCopy, zero)) != 0 {
+        return Err(refused(Errno::TooBig, "fields of a copy that this version does not know"));
+    }
+    Ok(targets::Request {
+        direction: half(offset_of!(DmlCopy, direction)),
+        user: number(offset_of!(DmlCopy, user)),
+        len: number(offset_of!(DmlCopy, len)),
+        at: number(offset_of!(DmlCopy, at)),
+        memory: number(offset_of!(DmlCopy, memory)),
+        offset: number(offset_of!(DmlCopy, offset)),
+    })
 }
 
 fn refused(errno: Errno, what: impl std::fmt::Display) -> Refused {
@@ -400,6 +546,190 @@ exported! {
         buffers::destroy(buffer)
     }
 
+    /// Opens a device by name.
+    fn dml_target_open(name: *const c_char, target: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(target, 0)? };
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let opened = targets::open(unsafe { text(name)? })?;
+        // SAFETY: the contract of the function.
+        unsafe { put(target, opened) }
+    }
+
+    /// Properties of a device.
+    fn dml_target_info(target: u64, info: *mut DmlTargetInfo) {
+        // SAFETY: the contract of the function.
+        unsafe { put(info, DmlTargetInfo::default())? };
+        let found = targets::info(target)?;
+        let targets::Info { free, page, max_len, capacity, flat } = found;
+        let flags = if flat { TARGET_FLAT } else { 0 };
+        // SAFETY: the contract of the function.
+        unsafe { put(info, DmlTargetInfo { free, page, max_len, capacity, flags, zero: 0 }) }
+    }
+
+    /// Closes a device.
+    fn dml_target_close(target: u64) {
+        targets::close(target)
+    }
+
+    /// Allocates host memory and registers it with a device.
+    fn dml_memory_create(target: u64, len: u64, memory: *mut u64, data: *mut *mut c_void) {
+        // SAFETY: the contract of the function.
+        unsafe { put(memory, 0)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(data, std::ptr::null_mut())? };
+        let (number, at) = targets::create_memory(target, len)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(data, at.cast())? };
+        // SAFETY: the contract of the function.
+        unsafe { put(memory, number) }
+    }
+
+    /// Registers a buffer that was read from a file with a device.
+    fn dml_memory_register(target: u64, buffer: u64, memory: *mut u64, data: *mut *mut c_void) {
+        // SAFETY: the contract of the function.
+        unsafe { put(memory, 0)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(data, std::ptr::null_mut())? };
+        let (number, at) = targets::register_buffer(target, buffer)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(data, at.cast())? };
+        // SAFETY: the contract of the function.
+        unsafe { put(memory, number) }
+    }
+
+    /// Deregisters host memory and frees it.
+    fn dml_memory_destroy(memory: u64) {
+        targets::destroy_memory(memory)
+    }
+
+    /// Allocates device memory.
+    fn dml_target_allocate(target: u64, len: u64, placement: *const c_char, handle: *mut u32) {
+        // SAFETY: the contract of the function.
+        unsafe { put(handle, 0)? };
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let allocated = targets::allocate(target, len, unsafe { optional(placement)? })?;
+        // SAFETY: the contract of the function.
+        unsafe { put(handle, allocated) }
+    }
+
+    /// Frees device memory.
+    fn dml_target_free(target: u64, handle: u32) {
+        targets::free(target, handle)
+    }
+
+    /// Reserves device virtual addresses for device memory.
+    fn dml_target_reserve(target: u64, handle: u32, len: u64, va: *mut u64, reserved: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(va, 0)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(reserved, 0)? };
+        let range = targets::reserve(target, handle, len)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(reserved, range.len())? };
+        // SAFETY: the contract of the function.
+        unsafe { put(va, range.first().bits()) }
+    }
+
+    /// Unbinds what is bound in a reserved range, and gives the range back.
+    fn dml_target_release(target: u64, va: u64) {
+        targets::release(target, va)
+    }
+
+    /// Applies `count` operations, `stride` bytes apart, in the address space of a device.
+    fn dml_target_bind(target: u64, operations: *const c_void, stride: usize, count: usize) {
+        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
+        // SAFETY: the contract of the function: `count` strides are there.
+        let bytes = unsafe { bytes(operations, len)? };
+        targets::bind(target, bytes, stride, count)
+    }
+
+    /// Submits `count` copies, `stride` bytes apart, until one is refused.
+    fn dml_target_submit(target: u64, copies: *const c_void, stride: usize, count: usize, accepted: *mut usize) {
+        // SAFETY: the contract of the function.
+        unsafe { put(accepted, 0)? };
+        let known = size_of::<DmlCopy>();
+        if count > 0 && stride < known {
+            return Err(refused(Errno::Inval, format_args!("a stride of {stride} bytes, below {known}")));
+        }
+        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} copies of {stride} bytes")))?;
+        // SAFETY: the contract of the function: `count` strides are there.
+        let bytes = unsafe { bytes(copies, len)? };
+        let (n, result) = targets::submit(target, bytes.chunks_exact(stride.max(1)).map(copy));
+        // SAFETY: the contract of the function.
+        unsafe { put(accepted, n)? };
+        result
+    }
+
+    /// Collects completions.
+    fn dml_target_poll(
+        target: u64,
+        done: *mut DmlCompletion,
+        capacity: usize,
+        timeout_ms: u64,
+        count: *mut usize,
+    ) {
+        // SAFETY: the contract of the function.
+        unsafe { put(count, 0)? };
+        if done.is_null() {
+            return Err(fault("no room for completions: a null pointer"));
+        }
+        let mut n = 0;
+        let mut failed = None;
+        let result = targets::poll(target, capacity, Duration::from_millis(timeout_ms), &mut |ended| {
+            let targets::Ended { user, bytes, number, text } = ended;
+            failed = text.or_else(|| failed.take());
+            // SAFETY: below `capacity`, as `poll` says, so within the room that the caller says is there.
+            unsafe { put(done.add(n), DmlCompletion { user, bytes, result: number, zero: 0 })? };
+            n += 1;
+            Ok(())
+        });
+        if let Some(text) = failed {
+            objects::set_last_error(text);
+        }
+        // SAFETY: the contract of the function.
+        unsafe { put(count, n)? };
+        result
+    }
+
+    /// Loads a file onto a device.
+    fn dml_target_load(target: u64, path: *const c_char, placement: *const c_char, flags: u32, load: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(load, 0)? };
+        if flags & !LOAD_VERIFY != 0 {
+            return Err(refused(Errno::Inval, format_args!("flags {flags:#x}")));
+        }
+        // SAFETY: the contract of the function: the texts stay as they are during the call.
+        let (path, placement) = unsafe { (text(path)?, optional(placement)?) };
+        let loaded = targets::load(target, path, placement, flags & LOAD_VERIFY != 0)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(load, loaded) }
+    }
+
+    /// A tensor of a load, in the order of the file.
+    fn dml_load_tensor(load: u64, index: u64, tensor: *mut DmlTensor, name: *mut c_char, size: usize) {
+        // SAFETY: the contract of the function.
+        unsafe { put(tensor, DmlTensor::default())? };
+        let found = self::tensor(load, None, index)?;
+        // SAFETY: the contract of the function.
+        unsafe { put_tensor(tensor, name, size, found) }
+    }
+
+    /// The tensor of this name of a load.
+    fn dml_load_find(load: u64, name: *const c_char, tensor: *mut DmlTensor) {
+        // SAFETY: the contract of the function.
+        unsafe { put(tensor, DmlTensor::default())? };
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let found = self::tensor(load, Some(unsafe { text(name)? }), 0)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(tensor, found.0) }
+    }
+
+    /// Unbinds and frees what a load brought to its device.
+    fn dml_load_destroy(load: u64) {
+        targets::unload(load)
+    }
+
     /// Lists the bindings within `len` bytes at `va`: the first `capacity` runs, and the number of all of them.
     fn dml_vm_runs(vm: u64, va: u64, len: u64, runs: *mut DmlRun, capacity: usize, count: *mut usize) {
         // SAFETY: the contract of the function.
@@ -450,18 +780,8 @@ pub extern "C" fn dml_abi_version() -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dml_last_error(text: *mut c_char, size: usize) -> usize {
     objects::with_last_error(|last| {
-        if !text.is_null() && size > 0 {
-            let mut end = last.len().min(size - 1);
-            while !last.is_char_boundary(end) {
-                end -= 1;
-            }
-            // SAFETY: not null, checked above; `end` is below `size`, the room that the caller says is there, which is
-            // not part of a text of ours.
-            unsafe {
-                text.cast::<u8>().copy_from_nonoverlapping(last.as_ptr(), end);
-                text.add(end).write(0);
-            }
-        }
+        // SAFETY: the contract of the function.
+        unsafe { put_text(text, size, last) };
         last.len()
     })
 }

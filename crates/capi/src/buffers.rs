@@ -82,10 +82,19 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
 }
 
 pub(crate) fn export(buffer: u64) -> Result<OwnedFd, Refused> {
-    let buffer = lock(&BUFFERS).get(buffer, "buffer")?;
+    let buffer = get(buffer)?;
     let memfd = buffer.shared().export();
     let memfd = memfd.ok_or_else(|| Refused::new(Errno::NotSup, "the buffer was not created as shareable"))?;
     memfd.try_clone_to_owned().map_err(|e| kernel(&e))
+}
+
+pub(crate) fn get(buffer: u64) -> Result<Arc<FilledBuf>, Refused> {
+    lock(&BUFFERS).get(buffer, "buffer")
+}
+
+/// Takes a buffer, whose number then names nothing any more.
+pub(crate) fn take(buffer: u64) -> Result<FilledBuf, Refused> {
+    lock(&BUFFERS).take(buffer, "buffer")
 }
 
 pub(crate) fn destroy(buffer: u64) -> Result<(), Refused> {
@@ -93,17 +102,30 @@ pub(crate) fn destroy(buffer: u64) -> Result<(), Refused> {
 }
 
 fn kernel(error: &std::io::Error) -> Refused {
-    Refused::new(Number::Kernel(error.raw_os_error().unwrap_or(EIO)), error)
+    Refused::new(os(error), error)
+}
+
+/// The number of an error of the operating system.
+pub(crate) fn os(error: &std::io::Error) -> Number {
+    Number::Kernel(error.raw_os_error().unwrap_or(EIO))
+}
+
+/// The number of an error about a file that was to be opened.
+pub(crate) fn number_of_file(error: &Error) -> Number {
+    match error {
+        Error::Open { source, .. } => os(source),
+        Error::NotAFile { kind: "directory", .. } => Number::Kernel(EISDIR),
+        Error::NoDirect { .. } | Error::NoUring { .. } => Errno::NotSup.into(),
+        _ => Number::Kernel(EIO),
+    }
 }
 
 impl From<ReadError> for Refused {
     fn from(error: ReadError) -> Self {
         use dmalane::queue::OpError;
-        let os = |e: &std::io::Error| Number::Kernel(e.raw_os_error().unwrap_or(EIO));
         let number = match &error {
-            ReadError::Open { source, .. } | ReadError::File(Error::Open { source, .. }) => os(source),
-            ReadError::File(Error::NotAFile { kind: "directory", .. }) => Number::Kernel(EISDIR),
-            ReadError::File(Error::NoDirect { .. } | Error::NoUring { .. }) => Errno::NotSup.into(),
+            ReadError::Open { source, .. } => os(source),
+            ReadError::File(error) => number_of_file(error),
             ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => {
                 Number::Kernel(ENODATA)
             }

@@ -1,4 +1,4 @@
-//! The C interface of dmalane: overlapped allocation and reading of files, and the bind manager.
+//! The C interface of dmalane: overlapped allocation and reading of files, the bind manager, and open devices.
 //!
 //! `include/dmalane.h` documents it; this crate builds a shared and a static library for that header. C refers to
 //! objects by numbers, not pointers, so that using a destroyed object is an error instead of a crash. Memory that C
@@ -9,5 +9,6 @@
 mod abi;
 mod buffers;
 mod objects;
+mod targets;
 
 pub use abi::*;

@@ -22,6 +22,16 @@ pub(crate) enum Number {
     Kernel(i32),
 }
 
+impl Number {
+    /// The number itself: positive.
+    pub(crate) fn get(self) -> i32 {
+        match self {
+            Self::Ours(errno) => errno.number(),
+            Self::Kernel(number) => number,
+        }
+    }
+}
+
 impl From<Errno> for Number {
     fn from(errno: Errno) -> Self {
         Self::Ours(errno)
@@ -57,6 +67,9 @@ impl From<dmalane_vm::Error> for Refused {
     }
 }
 
+/// Number of `EBUSY`.
+pub(crate) const EBUSY: i32 = 16;
+
 /// Number of `ENOTRECOVERABLE`: the library has a bug.
 const NOT_RECOVERABLE: i32 = 131;
 
@@ -74,9 +87,14 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
         Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
         Err(_) => (NOT_RECOVERABLE, "ENOTRECOVERABLE: a bug in dmalane; its message went to stderr".to_owned()),
     };
+    set_last_error(text);
+    -number
+}
+
+/// Makes this the text of the last error of the thread, for a call that succeeds.
+pub(crate) fn set_last_error(text: String) {
     // While the thread exits, the text is no longer available.
     let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
-    -number
 }
 
 /// The text of this thread's last error.
@@ -167,9 +185,18 @@ impl<T> Numbered<T> {
     pub(crate) fn remove(&mut self, number: u64, what: &str) -> Result<(), Refused> {
         self.objects.remove(&number).map(drop).ok_or_else(|| none(number, what))
     }
+
+    /// As [`Numbered::remove`], and gives the object; it stays while another call uses it.
+    pub(crate) fn take(&mut self, number: u64, what: &str) -> Result<T, Refused> {
+        let object = self.objects.remove(&number).ok_or_else(|| none(number, what))?;
+        Arc::try_unwrap(object).map_err(|object| {
+            self.objects.insert(number, object);
+            Refused::new(Number::Kernel(EBUSY), format_args!("another call uses {what} {number}"))
+        })
+    }
 }
 
-fn none(number: u64, what: &str) -> Refused {
+pub(crate) fn none(number: u64, what: &str) -> Refused {
     Refused::new(Errno::NoEnt, format_args!("there is no {what} {number}"))
 }
 

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -60,6 +61,8 @@ static void layout(void)
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
 	CHECK(sizeof(struct dml_run) == 56);
+	CHECK(sizeof(struct dml_target_info) == 40 && sizeof(struct dml_copy) == 48);
+	CHECK(sizeof(struct dml_completion) == 24 && sizeof(struct dml_tensor) == 24);
 	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
 	CHECK(dml_abi_version() == DML_ABI_VERSION);
 }
@@ -400,6 +403,170 @@ static void reads(void)
 	fclose(file);
 }
 
+/* Submits one copy and waits for it. */
+static int32_t one(dml_target target, struct dml_copy copy)
+{
+	struct dml_completion done = {0};
+	size_t count = 7;
+	int32_t result = dml_target_submit(target, &copy, sizeof copy, 1, &count);
+	if (result) {
+		CHECK(count == 0);
+		return result;
+	}
+	CHECK(count == 1 && !dml_target_poll(target, &done, 1, UINT64_MAX, &count) && count == 1);
+	CHECK(done.user == copy.user && (done.result || done.bytes == copy.len));
+	return done.result;
+}
+
+/* A device: host memory, device memory at addresses, copies in flight, loads. */
+static void target(const char *name)
+{
+	enum { LEN = 1 << 20 };
+	dml_target target = 7;
+	dml_memory memory = 7, file_memory;
+	dml_buffer buffer;
+	dml_load load = 7;
+	void *data, *file_data;
+	uint32_t handle, other;
+	uint64_t va, second, reserved, page;
+	struct dml_target_info info;
+	struct dml_completion done[4];
+	struct dml_tensor tensor;
+	char text[8], path[] = "/tmp/dmalane-capi-XXXXXX";
+	size_t count;
+
+	CHECK(!dml_target_open(name, &target) && !dml_target_info(target, &info));
+	page = info.page;
+	CHECK(page >= 4096 && info.free > 4 * LEN && info.capacity > 0 && info.max_len >= LEN && !info.zero);
+	int flat = info.flags & DML_TARGET_FLAT;
+	CHECK(flat == !strncmp(name, "ram", 3));
+	CHECK(dml_memory_create(target, 0, &memory, &data) == -EINVAL && memory == 0 && !data);
+	CHECK(dml_memory_create(target, LEN, NULL, &data) == -EFAULT && dml_memory_create(target, LEN, &memory, NULL));
+	CHECK(!dml_memory_create(target, 2 * LEN, &memory, &data) && ((char *)data)[2 * LEN - 1] == 0);
+	CHECK(dml_target_allocate(target, 0, NULL, &handle) == -EINVAL && handle == 0);
+	CHECK(dml_target_allocate(target, UINT64_MAX, NULL, &handle) == -ENOMEM);
+	CHECK(dml_target_allocate(target, LEN, "nvm", &handle) == -EINVAL && says("EINVAL", "no nvm memory"));
+	CHECK(dml_target_allocate(target, LEN, "", &handle) == -EINVAL && says("EINVAL", "not a placement"));
+	CHECK(!dml_target_allocate(target, 2 * LEN, "default", &handle) && !dml_target_allocate(target, LEN, NULL, &other));
+	CHECK(dml_target_reserve(target, handle + 100, 0, &va, &reserved) == -ENOENT && va == 0 && reserved == 0);
+	CHECK(!dml_target_reserve(target, handle, 0, &va, &reserved) && reserved >= 2 * LEN);
+	CHECK(dml_target_free(target, handle) == -EBUSY && says("error 16", "reserved"));
+
+	/* Binds: only where a range was reserved, and only what is there. */
+	struct dml_vm_op op = {.flags = DML_BIND | DML_READ | DML_WRITE, .handle = handle, .range = 2 * LEN, .addr = va};
+	struct dml_vm_op bad = op;
+	bad.addr = va + (64ull << 30);
+	CHECK(dml_target_bind(target, &bad, sizeof op, 1) == -ENOENT && says("ENOENT", "reserved"));
+	bad = op, bad.handle = handle + 100;
+	CHECK(dml_target_bind(target, &bad, sizeof op, 1) == -ENOENT && says("ENOENT", "operation 0: "));
+	bad = op, bad.flags = DML_BIND;
+	CHECK(dml_target_bind(target, &bad, sizeof op, 1) == -EINVAL);
+	CHECK(dml_target_bind(target, &op, sizeof op - 1, 1) == -EINVAL && dml_target_bind(target, NULL, 32, 1) == -EFAULT);
+	CHECK(!dml_target_bind(target, NULL, 0, 0) && !dml_target_bind(target, &op, sizeof op, 1));
+	if (flat) {
+		CHECK(dml_target_bind(target, &(struct dml_vm_op[2]){op, op}, sizeof op, 2) == -EOPNOTSUPP);
+	} else {
+		/* The halves change places, in one batch, at another range. */
+		CHECK(!dml_target_reserve(target, handle, 2 * LEN, &second, &reserved) && second != va);
+		struct dml_vm_op halves[] = {op, op};
+		halves[0].range = halves[1].range = LEN;
+		halves[0].addr = second, halves[0].offset = LEN, halves[1].addr = second + LEN;
+		CHECK(!dml_target_bind(target, halves, sizeof op, 2));
+	}
+
+	/* Copies. */
+	for (size_t i = 0; i < LEN; i++) ((unsigned char *)data)[i] = (unsigned char)(i ^ i >> 8);
+	struct dml_copy to = {.direction = DML_TO_DEVICE, .user = 11, .len = LEN, .at = va, .memory = memory};
+	struct dml_copy from = {.direction = DML_TO_HOST, .user = UINT64_MAX, .len = LEN, .at = va, .memory = memory,
+		.offset = LEN};
+	CHECK(!one(target, to));
+	CHECK(!one(target, from) && !memcmp(data, (char *)data + LEN, LEN));
+	if (!flat) {
+		memset((char *)data + LEN, 0, LEN);
+		from.at = second + LEN;
+		CHECK(!one(target, from) && !memcmp(data, (char *)data + LEN, LEN));
+		from.at = second + (1ull << 40);
+		CHECK(one(target, from) == -EFAULT);
+	}
+	from.at = va;
+	from.offset = LEN + 1;
+	CHECK(one(target, from) == -ERANGE);
+	from.offset = UINT64_MAX;
+	CHECK(one(target, from) == -ERANGE);
+	from.offset = LEN, from.memory += 1000;
+	CHECK(one(target, from) == -ENOENT);
+	from.memory = memory, from.len = 0;
+	CHECK(one(target, from) == -EINVAL);
+	from.len = LEN, from.direction = 2;
+	CHECK(one(target, from) == -EINVAL && says("EINVAL", "direction"));
+	from.direction = DML_TO_HOST, from.zero = 1;
+	CHECK(one(target, from) == -E2BIG);
+	from.zero = 0;
+	CHECK(dml_target_submit(target, &from, sizeof from - 1, 1, &count) == -EINVAL && count == 0);
+	CHECK(dml_target_submit(target, NULL, sizeof from, 1, &count) == -EFAULT);
+	CHECK(dml_target_submit(target, &from, sizeof from, 1, NULL) == -EFAULT);
+	CHECK(dml_target_submit(target, &from, SIZE_MAX, 2, &count) == -EFAULT);
+
+	/* Two at once on one host memory; the second again is refused while its bytes are the device's. */
+	struct dml_copy both[] = {to, from, from};
+	both[1].user = 12;
+	CHECK(dml_target_submit(target, both, sizeof to, 3, &count) == -EBUSY && count == 2);
+	CHECK(dml_memory_destroy(memory) == -EBUSY && dml_target_close(target) == -EBUSY);
+	CHECK(dml_target_release(target, va) == -EBUSY && dml_target_load(target, path, NULL, 0, &load) == -EBUSY);
+	CHECK(dml_target_poll(target, NULL, 4, 0, &count) == -EFAULT);
+	CHECK(!dml_target_poll(target, done, 0, UINT64_MAX, &count) && count == 0);
+	uint64_t seen = 0;
+	for (int n = 0; n < 2; n += (int)count) {
+		CHECK(!dml_target_poll(target, done, 1, 10000, &count) && count == 1 && !done[0].result);
+		seen += done[0].user;
+		if (line_of_failure) return;
+	}
+	CHECK(seen == 23 && !dml_target_poll(target, done, 4, UINT64_MAX, &count) && count == 0);
+
+	/* A filled buffer goes in as it is. */
+	int fd = mkstemp(path);
+	CHECK(fd >= 0 && write(fd, data, LEN) == LEN);
+	struct dml_read_config config = {.size = sizeof config};
+	struct dml_filled filled;
+	CHECK(!dml_alloc_and_read(fd, &config, &buffer, &filled));
+	CHECK(!dml_memory_register(target, buffer, &file_memory, &file_data) && file_data == filled.data);
+	CHECK(dml_buffer_destroy(buffer) == -ENOENT);
+	CHECK(dml_memory_register(target, buffer, &buffer, &file_data) == -ENOENT);
+	memset(data, 0, 2 * LEN);
+	to.memory = file_memory;
+	CHECK(!one(target, to) && !one(target, from) && !memcmp(filled.data, (char *)data + LEN, LEN));
+	CHECK(!dml_memory_destroy(file_memory) && dml_memory_destroy(file_memory) == -ENOENT);
+
+	/* A file: one tensor, which can be read where it is bound. */
+	CHECK(dml_target_load(target, "/nonexistent", NULL, 0, &load) == -ENOENT && load == 0);
+	CHECK(dml_target_load(target, path, NULL, 2, &load) == -EINVAL);
+	CHECK(dml_target_load(target, path, "nvm", 0, &load) == -EINVAL);
+	CHECK(!dml_target_load(target, path, NULL, DML_LOAD_VERIFY, &load));
+	CHECK(!dml_load_tensor(load, 0, &tensor, text, sizeof text) && tensor.len == LEN && tensor.name_len > 8);
+	CHECK(strlen(text) == sizeof text - 1 && !strncmp(text, "dmalane", 7));
+	CHECK(dml_load_tensor(load, 1, &tensor, NULL, 0) == -ENOENT && tensor.va == 0);
+	CHECK(!dml_load_find(load, strrchr(path, '/') + 1, &tensor) && tensor.va != 0);
+	CHECK(dml_load_find(load, "none", &tensor) == -ENOENT && says("ENOENT", "no tensor is called"));
+	CHECK(!dml_load_find(load, strrchr(path, '/') + 1, &tensor));
+	from.at = tensor.va, from.offset = 0;
+	CHECK(!one(target, from) && !memcmp(data, (char *)data + LEN, LEN));
+	CHECK(dml_target_release(target, tensor.va) == -ENOENT);
+	CHECK(!dml_load_destroy(load) && dml_load_destroy(load) == -ENOENT);
+	CHECK(!close(fd) && !unlink(path));
+
+	if (!flat) CHECK(!dml_target_release(target, second));
+	CHECK(!dml_target_release(target, va) && dml_target_release(target, va) == -ENOENT);
+	CHECK(!dml_target_free(target, handle) && dml_target_free(target, handle) == -ENOENT);
+	CHECK(!dml_target_free(target, other));
+	uint64_t before = info.free;
+	CHECK(!dml_target_info(target, &info) && info.free == before);
+	CHECK(!dml_target_close(target) && dml_target_close(target) == -ENOENT);
+	CHECK(dml_target_info(target, &info) == -ENOENT && info.page == 0);
+	CHECK(!dml_memory_destroy(memory));
+	CHECK(dml_target_open("floppy", &target) == -EINVAL && target == 0 && says("EINVAL", "floppy"));
+	CHECK(dml_target_open("vfio:0000:ff:1f.7", &target) == -ENODEV && dml_target_open(NULL, &target) == -EFAULT);
+}
+
 int main(void)
 {
 	char text[4] = "abc";
@@ -411,5 +578,7 @@ int main(void)
 	refused();
 	threads();
 	reads();
+	target("soft");
+	target("ram:64MiB");
 	return line_of_failure ? 1 : 0;
 }

@@ -20,15 +20,15 @@ fn newest(folder: &Path, begins: &str, ends: &str) -> Option<PathBuf> {
     fits.max_by_key(|f| f.metadata().and_then(|m| m.modified()).unwrap()).map(|f| f.path())
 }
 
-/// Compiles and runs `capi.c`; `Ok` when it found everything right.
-fn run(compiler: &str, name: &str, arguments: &[&str], library: &Path) {
+/// Compiles a program.
+fn compile(compiler: &str, source: &str, name: &str, arguments: &[&str], library: &Path) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let compiled = Command::new(compiler)
         .args(arguments)
         .args(["-Wall", "-Wextra", "-Werror", "-g", "-I"])
         .arg(here.join("include"))
-        .arg(here.join("tests/capi.c"))
+        .arg(here.join(source))
         .arg("-o")
         .arg(&program)
         .arg(library)
@@ -37,9 +37,7 @@ fn run(compiler: &str, name: &str, arguments: &[&str], library: &Path) {
         .output()
         .unwrap();
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let ran = Command::new(&program).output().unwrap();
-    let (said, status) = (String::from_utf8_lossy(&ran.stdout), ran.status);
-    assert!(status.success() && said.is_empty(), "{name}: {status}\n{said}{}", String::from_utf8_lossy(&ran.stderr));
+    program
 }
 
 #[test]
@@ -53,8 +51,43 @@ fn a_program_in_c() {
         let Some(library) = newest(&folder, "libdmalane_capi", ends) else {
             panic!("no {kind} library in {}", folder.display())
         };
-        run("cc", &format!("capi-{kind}"), &["-std=c11"], &library);
+        let program = compile("cc", "tests/capi.c", &format!("capi-{kind}"), &["-std=c11"], &library);
+        let ran = Command::new(&program).output().unwrap();
+        let (said, status) = (String::from_utf8_lossy(&ran.stdout), ran.status);
+        assert!(
+            status.success() && said.is_empty(),
+            "{kind}: {status}\n{said}{}",
+            String::from_utf8_lossy(&ran.stderr)
+        );
     }
+}
+
+/// The example, on a device.
+fn example(device: &str) {
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let name = format!("device-{}", device.replace(':', "-"));
+    let program = compile("cc", "examples/device.c", &name, &["-std=c11"], &library);
+    let ran = Command::new(&program).arg(device).output().unwrap();
+    let (said, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    if ran.status.code() == Some(2) && device != "soft" {
+        println!("SKIPPED: {errors}");
+        return;
+    }
+    assert!(ran.status.success() && said.contains("went there and back"), "{}: {said}{errors}", ran.status);
+}
+
+#[test]
+fn the_example_runs_on_the_software_card() {
+    example("soft");
+}
+
+#[test]
+fn the_example_runs_on_a_gpu() {
+    example("vulkan:0");
 }
 
 #[test]

@@ -5,6 +5,8 @@
 //! so that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
 //! longer ones the part that we do not know must be zero.
 
+use alloc::vec::Vec;
+
 use dmalane_addr::{Access, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Format, Tables};
 use zerocopy::little_endian::{U32, U64};
@@ -290,6 +292,24 @@ impl<'a> Operations<'a> {
             }
         })
     }
+}
+
+/// The requests of an array, for an address space that is not a [`Vm`]. `granule` is its smallest page, which a repeat
+/// without a length of its own repeats.
+///
+/// # Errors
+/// [`ArrayError`], of the first operation that is wrong in itself.
+pub fn requests(
+    bytes: &[u8],
+    stride: usize,
+    count: usize,
+    granule: PageSize,
+    handles: &Handles,
+) -> Result<Vec<BindRequest>, ArrayError> {
+    let operations = Operations::new(bytes, stride, count)?;
+    let of = |operation: Result<&ArrayOperation, Reason>| operation?.request(granule, handles);
+    let each = operations.each().enumerate();
+    each.map(|(index, op)| of(op).map_err(|reason| ArrayError { index: Some(index), reason })).collect()
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {

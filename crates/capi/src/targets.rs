@@ -1,0 +1,550 @@
+//! Open devices, their memory, host memory registered with them, and loads, behind the numbers that C holds.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use dmalane::device::{AddressSpaceKind, MemoryError, SpaceError};
+use dmalane::dma::{BufferSlice, SharedBuf};
+use dmalane::load::{Error as LoadingError, Loaded, LoadedTensor};
+use dmalane::queue::{Completion, Direction, OpError, Operation, Queue, Refusal, Registered, StopReason};
+use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement};
+use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
+use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
+
+use crate::buffers::{self, os};
+use crate::objects::{EBUSY, Number, Numbered, Refused, chain, lock, none};
+
+static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
+static MEMORIES: Mutex<Numbered<HostMemory>> = Mutex::new(Numbered::new());
+static LOADS: Mutex<Numbered<OneLoad>> = Mutex::new(Numbered::new());
+
+// Numbers of asm-generic/errno.h that the bind manager has no use for.
+const EIO: i32 = 5;
+const EAGAIN: i32 = 11;
+const ENODEV: i32 = 19;
+const ENODATA: i32 = 61;
+const EBADMSG: i32 = 74;
+const ETIMEDOUT: i32 = 110;
+const ESTALE: i32 = 116;
+
+/// How long a call that waits keeps other threads from the target.
+const TURN: Duration = Duration::from_millis(5);
+
+/// An open device.
+struct Target(Mutex<Opened>);
+
+struct Opened {
+    device: OpenDevice,
+    /// Its memory, by handle.
+    memory: Handles,
+    /// Reserved ranges: where each begins, its length, the handle that it was reserved for.
+    ranges: BTreeMap<u64, (Span<DeviceVa>, u32)>,
+    /// Copies in flight, by ticket.
+    flying: BTreeMap<u64, Flying>,
+    /// What was polled and is not yet given to C.
+    done: Vec<Completion>,
+}
+
+struct Flying {
+    user: u64,
+    memory: Arc<HostMemory>,
+}
+
+/// Host memory that a target reaches.
+struct HostMemory {
+    via: Registered,
+    len: usize,
+    /// The parts that no copy owns, by offset.
+    idle: Mutex<BTreeMap<usize, BufferSlice>>,
+}
+
+/// Files on a target. `None` once they were unloaded.
+struct OneLoad {
+    target: Arc<Target>,
+    loaded: Mutex<Option<Loaded>>,
+}
+
+/// `struct dml_target_info` without its size.
+pub(crate) struct Info {
+    pub(crate) free: u64,
+    pub(crate) page: u64,
+    pub(crate) max_len: u64,
+    pub(crate) capacity: u64,
+    pub(crate) flat: bool,
+}
+
+/// `struct dml_copy`, by value.
+pub(crate) struct Request {
+    pub(crate) direction: u32,
+    pub(crate) user: u64,
+    pub(crate) len: u64,
+    pub(crate) at: u64,
+    pub(crate) memory: u64,
+    pub(crate) offset: u64,
+}
+
+/// `struct dml_completion`, by value, with the text of its error.
+pub(crate) struct Ended {
+    pub(crate) user: u64,
+    pub(crate) bytes: u64,
+    pub(crate) number: i32,
+    pub(crate) text: Option<String>,
+}
+
+impl Target {
+    fn of(number: u64) -> Result<Arc<Self>, Refused> {
+        lock(&TARGETS).get(number, "target")
+    }
+
+    /// Locks the device; an error when a panic may have left it inconsistent.
+    fn lock(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
+        let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this target failed because of a bug");
+        self.0.lock().map_err(broken)
+    }
+
+    /// As [`Target::lock`], for what needs the queues alone.
+    fn lock_idle(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
+        let opened = self.lock()?;
+        match opened.flying.len() {
+            0 => Ok(opened),
+            n => Err(busy(format_args!("{n} copies have not been polled"))),
+        }
+    }
+}
+
+fn busy(what: impl std::fmt::Display) -> Refused {
+    Refused::new(Number::Kernel(EBUSY), what)
+}
+
+pub(crate) fn open(name: &str) -> Result<u64, Refused> {
+    let device = dmalane::open(name)?;
+    let (memory, ranges, flying) = (Handles::default(), BTreeMap::new(), BTreeMap::new());
+    Ok(lock(&TARGETS).add(Target(Mutex::new(Opened { device, memory, ranges, flying, done: Vec::new() }))))
+}
+
+pub(crate) fn info(target: u64) -> Result<Info, Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock()?;
+    let limits = opened.device.queue_mut().limits();
+    let space = opened.device.address_space();
+    let (page, flat) = (space.page().bytes(), space.kind() == AddressSpaceKind::Flat);
+    let free = opened.device.memory().free_bytes();
+    Ok(Info { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flat })
+}
+
+pub(crate) fn close(target: u64) -> Result<(), Refused> {
+    drop(Target::of(target)?.lock_idle()?);
+    lock(&TARGETS).remove(target, "target")
+}
+
+/// Keeps a registered buffer, and says where its bytes are.
+fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut u8) {
+    let (len, at) = (buffer.len(), buffer.view().as_ptr());
+    let idle = Mutex::new(BTreeMap::from([(0, buffer.into_part())]));
+    (lock(&MEMORIES).add(HostMemory { via, len, idle }), at)
+}
+
+pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut u8), Refused> {
+    let len = usize::try_from(len).map_err(|_| Refused::new(Errno::NoMem, format_args!("{len} bytes")))?;
+    let registrar = Target::of(target)?.lock()?.device.registrar().clone();
+    let buffer = registrar.heap(None).allocate(len)?.share();
+    Ok(keep(Registered::new(&*registrar, &buffer, Access::RW)?, buffer))
+}
+
+/// Registers a filled buffer, whose number then names nothing any more.
+pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut u8), Refused> {
+    let registrar = Target::of(target)?.lock()?.device.registrar().clone();
+    let filled = buffers::get(buffer)?;
+    let via = Registered::new(&*registrar, filled.shared(), Access::RW)?;
+    drop(filled);
+    Ok(keep(via, buffers::take(buffer)?.into_shared()))
+}
+
+pub(crate) fn destroy_memory(memory: u64) -> Result<(), Refused> {
+    let mut memories = lock(&MEMORIES);
+    let found = memories.get(memory, "host memory")?;
+    if lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
+        return Err(busy("a copy in flight uses the host memory"));
+    }
+    memories.remove(memory, "host memory")
+}
+
+impl HostMemory {
+    /// Takes a range that no copy has.
+    fn take(&self, offset: u64, len: u64) -> Result<BufferSlice, Refused> {
+        let range = |_| Refused::new(Errno::Range, format_args!("{len} bytes from {offset} of {}", self.len));
+        let (first, len) = (usize::try_from(offset).map_err(range)?, usize::try_from(len).map_err(range)?);
+        let end = first.checked_add(len).filter(|end| *end <= self.len);
+        let end = end.ok_or_else(|| Refused::new(Errno::Range, format_args!("{len} bytes from {first}: too long")))?;
+        let mut idle = lock(&self.idle);
+        let found = idle.range(..=first).next_back().filter(|(at, part)| *at + part.len() >= end).map(|(at, _)| *at);
+        let held = || busy(format_args!("a copy in flight uses some of the {len} bytes from {first} on"));
+        let at = found.ok_or_else(held)?;
+        let mut part = idle.remove(&at).ok_or_else(held)?;
+        let before = part.split_off_front(first - at);
+        let taken = part.split_off_front(len);
+        for rest in before.into_iter().chain([part]).filter(|rest| !rest.is_empty()) {
+            idle.insert(rest.offset(), rest);
+        }
+        taken.ok_or_else(held)
+    }
+
+    fn give_back(&self, mut part: BufferSlice) {
+        let mut idle = lock(&self.idle);
+        let before = idle.range(..part.offset()).next_back().filter(|(at, b)| *at + b.len() == part.offset());
+        if let Some(before) = before.map(|(at, _)| *at).and_then(|at| idle.remove(&at)) {
+            part = before.join(part).unwrap_or_else(|(_, part)| part); // adjacent, so they join
+        }
+        if let Some(after) = idle.remove(&(part.offset() + part.len())) {
+            part = part.join(after).unwrap_or_else(|(part, _)| part);
+        }
+        idle.insert(part.offset(), part);
+    }
+}
+
+pub(crate) fn allocate(target: u64, len: u64, placement: Option<&str>) -> Result<u32, Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock()?;
+    let placement = placement.map_or(Ok(Placement::Default), |text| {
+        text.parse().map_err(|e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}")))
+    })?;
+    let Opened { device, memory, .. } = &mut *opened;
+    if len == 0 {
+        return Err(Refused::new(Errno::Inval, "no bytes"));
+    }
+    let table = device.memory_mut().allocate(len, &placement)?;
+    let handle = SgIndex::from_table(&table).map_err(|e| Refused::new(Errno::NoMem, e)).and_then(|index| {
+        let handle = memory.insert_with(|handle| Arc::new(Bo::new(handle.into(), index)));
+        handle.ok_or_else(|| Refused::new(Errno::NoMem, "no more handles"))
+    });
+    if handle.is_err() {
+        device.memory_mut().free(table.segments())?;
+    }
+    handle
+}
+
+pub(crate) fn free(target: u64, handle: u32) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock_idle()?;
+    let Opened { device, memory, ranges, .. } = &mut *opened;
+    let bo = memory.get(handle).ok_or_else(|| none(handle.into(), "device memory"))?;
+    if bo.bound_vms() > 0 || ranges.values().any(|(_, of)| *of == handle) {
+        return Err(busy("the device memory is bound, or a range is reserved for it"));
+    }
+    device.memory_mut().free(bo.sg().segments())?;
+    memory.remove(handle);
+    Ok(())
+}
+
+pub(crate) fn reserve(target: u64, handle: u32, len: u64) -> Result<Span<DeviceVa>, Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock()?;
+    let Opened { device, memory, ranges, .. } = &mut *opened;
+    let bo = memory.get(handle).ok_or_else(|| none(handle.into(), "device memory"))?;
+    let table = bo.sg().segments().try_fold(dmalane_addr::SgTable::new(), |mut table, segment| {
+        table.push(segment.addr, segment.len)?;
+        Some(table)
+    });
+    let table = table.ok_or_else(|| Refused::new(Errno::Overflow, "the device memory goes beyond 64 bits"))?;
+    let len = if len == 0 { bo.len() } else { len };
+    let range = device.address_space().reserve(&table, len)?;
+    ranges.insert(range.first().bits(), (range, handle));
+    Ok(range)
+}
+
+/// Unbinds all that is bound in a range, and gives the range back.
+pub(crate) fn release(target: u64, va: u64) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock_idle()?;
+    let missing = || Refused::new(Errno::NoEnt, format_args!("no range was reserved at {va:#x}"));
+    let (range, _) = *opened.ranges.get(&va).ok_or_else(missing)?;
+    opened.device.address_space().unbind(range)?;
+    opened.ranges.remove(&va);
+    Ok(())
+}
+
+pub(crate) fn bind(target: u64, bytes: &[u8], stride: usize, count: usize) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock()?;
+    let Opened { device, memory, ranges, .. } = &mut *opened;
+    let space = device.address_space();
+    let requests = array::requests(bytes, stride, count, space.page(), memory)?;
+    // A tensor's range is a load's, which unbinds it.
+    let spans = requests.iter().filter_map(|request| match request {
+        BindRequest::Bind { va, len, .. } | BindRequest::Repeat { va, len, .. } | BindRequest::Null { va, len } => {
+            Some(Span::new(*va, *len).ok_or(*va))
+        }
+        BindRequest::Unbind(span) | BindRequest::Prefetch(span) => Some(Ok(*span)),
+        _ => None,
+    });
+    for span in spans {
+        let va = span.map_or_else(|va| va, |span| span.first());
+        let range = ranges.range(..=va.bits()).next_back().map(|(_, (range, _))| range);
+        if !span.is_ok_and(|span| range.is_some_and(|range| range.covers(&span))) {
+            return Err(Refused::new(Errno::NoEnt, format_args!("{va} is not in a range that was reserved")));
+        }
+    }
+    match (space.apply(&requests), &requests[..]) {
+        (Err(SpaceError::NoBatches), [BindRequest::Bind { va, bo, offset, len, access }]) => {
+            let bind = dmalane::device::Bind { va: *va, bo, offset: *offset, len: *len, access: *access };
+            Ok(space.bind(&bind)?)
+        }
+        (Err(SpaceError::NoBatches), []) => Ok(()),
+        (done, _) => Ok(done?),
+    }
+}
+
+const TO_DEVICE: u32 = 0;
+const TO_HOST: u32 = 1;
+
+/// Submits copies until one is refused, and says how many were accepted.
+pub(crate) fn submit(
+    target: u64,
+    requests: impl Iterator<Item = Result<Request, Refused>>,
+) -> (usize, Result<(), Refused>) {
+    let mut accepted = 0;
+    let each = || {
+        let target = Target::of(target)?;
+        let mut opened = target.lock()?;
+        let mut result = Ok(());
+        for request in requests {
+            result = request.and_then(|request| opened.submit(&request));
+            if result.is_err() {
+                break;
+            }
+            accepted += 1;
+        }
+        opened.device.queue_mut().flush();
+        result
+    };
+    let result = each();
+    (accepted, result)
+}
+
+impl Opened {
+    fn submit(&mut self, request: &Request) -> Result<(), Refused> {
+        let Request { direction, user, len, at, memory, offset } = *request;
+        let direction = match direction {
+            TO_DEVICE => Direction::FromHost,
+            TO_HOST => Direction::ToHost,
+            other => return Err(Refused::new(Errno::Inval, format_args!("no direction is {other}"))),
+        };
+        let memory = lock(&MEMORIES).get(memory, "host memory")?;
+        let host = (memory.take(offset, len)?, memory.via.clone());
+        let at = self.device.address_space().at(DeviceVa::new(at));
+        match self.device.queue_mut().submit(Operation::copy(direction, host, at)) {
+            Ok(ticket) => {
+                self.flying.insert(ticket.number(), Flying { user, memory });
+                Ok(())
+            }
+            Err(refused) => {
+                let (slice, reason) = (refused.operation.into_slice(), refused.reason);
+                slice.into_iter().for_each(|slice| memory.give_back(slice));
+                Err(Refused::new(number_of_refusal(&reason), reason))
+            }
+        }
+    }
+
+    /// The next completion, as C gets it.
+    fn ended(&mut self) -> Option<Ended> {
+        let completion = self.done.pop()?;
+        let flying = self.flying.remove(&completion.ticket.number());
+        let user = flying.as_ref().map_or(0, |flying| flying.user);
+        if let (Some(slice), Some(flying)) = (completion.operation.into_slice(), flying) {
+            flying.memory.give_back(slice);
+        }
+        let error = completion.result.err();
+        let number = error.as_ref().map_or(0, |e| -number_of(e).get());
+        Some(Ended { user, bytes: completion.bytes, number, text: error.map(|e| e.to_string()) })
+    }
+}
+
+/// Hands out up to `capacity` completions, and waits up to `timeout` for the first.
+pub(crate) fn poll(
+    target: u64,
+    capacity: usize,
+    timeout: Duration,
+    each: &mut dyn FnMut(Ended) -> Result<(), Refused>,
+) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let start = Instant::now();
+    loop {
+        let mut opened = target.lock()?;
+        if capacity == 0 || opened.flying.is_empty() {
+            return Ok(());
+        }
+        let left = timeout.saturating_sub(start.elapsed()).min(TURN);
+        let Opened { device, done, .. } = &mut *opened;
+        if done.is_empty() {
+            device.queue_mut().wait(done, left);
+            done.reverse(); // taken from the end
+        }
+        if !done.is_empty() {
+            for _ in 0..capacity {
+                let Some(ended) = opened.ended() else { break };
+                each(ended)?;
+            }
+            return Ok(());
+        }
+        if start.elapsed() >= timeout {
+            return Ok(());
+        }
+        drop(opened);
+        std::thread::yield_now();
+    }
+}
+
+/// Loads a file onto a target.
+pub(crate) fn load(target: u64, path: &str, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
+    let target = Target::of(target)?;
+    let mut load = Load::files([path]).verify(verify);
+    if let Some(text) = placement {
+        let bad = |e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}"));
+        load = load.placement(text.parse().map_err(bad)?);
+    }
+    let loaded = load.onto(&mut target.lock_idle()?.device)?;
+    Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))
+}
+
+/// Finds a tensor: of this name, or with this number in the order of the file.
+pub(crate) fn tensor<R>(
+    number: u64,
+    name: Option<&str>,
+    index: u64,
+    see: impl FnOnce(&LoadedTensor) -> R,
+) -> Result<R, Refused> {
+    let load = lock(&LOADS).get(number, "load")?;
+    let loaded = lock(&load.loaded);
+    let loaded = loaded.as_ref().ok_or_else(|| none(number, "load"))?;
+    let found = match name {
+        Some(name) => loaded.get(name),
+        None => loaded.files.iter().flat_map(|file| file.tensors()).nth(usize::try_from(index).unwrap_or(usize::MAX)),
+    };
+    let missing = || match name {
+        Some(name) => Refused::new(Errno::NoEnt, format_args!("no tensor is called {name:?}")),
+        None => none(index, "tensor"),
+    };
+    found.map(see).ok_or_else(missing)
+}
+
+pub(crate) fn unload(number: u64) -> Result<(), Refused> {
+    let load = lock(&LOADS).get(number, "load")?;
+    let mut opened = load.target.lock_idle()?;
+    let loaded = lock(&load.loaded).take();
+    lock(&LOADS).remove(number, "load")?;
+    loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded)).map_err(|e| LoadError::from(e).into())
+}
+
+fn number_of_stop(reason: &StopReason) -> Number {
+    match reason {
+        StopReason::Requested(_) => Errno::Canceled.into(),
+        StopReason::Timeout(_) => Number::Kernel(ETIMEDOUT),
+        StopReason::Lost(_) => Number::Kernel(ENODEV),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+fn number_of_refusal(reason: &Refusal) -> Number {
+    match reason {
+        Refusal::Full => Number::Kernel(EAGAIN),
+        Refusal::TooLong { .. } => Errno::TooBig.into(),
+        Refusal::PastTheTop => Errno::Overflow.into(),
+        Refusal::NotPermitted => Errno::Perm.into(),
+        Refusal::Unsupported(_) => Errno::NotSup.into(),
+        Refusal::Stopped(reason) => number_of_stop(reason),
+        _ => Errno::Inval.into(),
+    }
+}
+
+fn number_of(error: &OpError) -> Number {
+    match error {
+        OpError::Fault(_) | OpError::MmuFault(_) | OpError::NoCardMemory(_) => Errno::Fault.into(),
+        OpError::EndOfFile { .. } => Number::Kernel(ENODATA),
+        OpError::Io { errno, .. } => Number::Kernel(*errno),
+        OpError::Differs { .. } => Number::Kernel(EBADMSG),
+        OpError::Cancelled => Errno::Canceled.into(),
+        OpError::Stopped(reason) => number_of_stop(reason),
+        OpError::Refused(reason) => number_of_refusal(reason),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+fn number_of_memory(error: &MemoryError) -> Number {
+    match error {
+        MemoryError::NoRegion { .. } => Errno::Inval.into(),
+        MemoryError::Full { .. } | MemoryError::Driver { .. } => Errno::NoMem.into(),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+fn number_of_host(error: &dmalane::dma::Error) -> Number {
+    use dmalane::dma::Error;
+    match error {
+        Error::BadLength(_) | Error::BadRange { .. } => Errno::Inval.into(),
+        Error::NoHeap(_) | Error::WholeBuffers | Error::ForeignPin => Errno::NotSup.into(),
+        Error::Allocate { source, .. } | Error::Import(source) => os(source),
+        Error::Backend(_) => Number::Kernel(EIO),
+        _ => Errno::NoMem.into(),
+    }
+}
+
+fn number_of_space(error: &SpaceError) -> Number {
+    match error {
+        SpaceError::Exhausted(_) => Errno::NoMem.into(),
+        SpaceError::Fragmented(_) | SpaceError::NoBatches => Errno::NotSup.into(),
+        SpaceError::TooShort { .. } => Errno::Range.into(),
+        SpaceError::Elsewhere(_) => Errno::Inval.into(),
+        SpaceError::NotReserved(_) => Errno::NoEnt.into(),
+        SpaceError::Vm(error) => error.errno().into(),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+impl From<OpenError> for Refused {
+    fn from(error: OpenError) -> Self {
+        let number = match &error {
+            OpenError::Spec(_) | OpenError::Option { .. } => Errno::Inval.into(),
+            _ => Number::Kernel(ENODEV),
+        };
+        Self::new(number, chain(&error))
+    }
+}
+
+impl From<MemoryError> for Refused {
+    fn from(error: MemoryError) -> Self {
+        Self::new(number_of_memory(&error), chain(&error))
+    }
+}
+
+impl From<dmalane::dma::Error> for Refused {
+    fn from(error: dmalane::dma::Error) -> Self {
+        Self::new(number_of_host(&error), chain(&error))
+    }
+}
+
+impl From<SpaceError> for Refused {
+    fn from(error: SpaceError) -> Self {
+        Self::new(number_of_space(&error), chain(&error))
+    }
+}
+
+impl From<LoadError> for Refused {
+    fn from(error: LoadError) -> Self {
+        let number = match &error {
+            LoadError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
+            LoadError::Load(LoadingError::File { source, .. }) => os(source),
+            LoadError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
+                number_of(source)
+            }
+            LoadError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
+            LoadError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
+            LoadError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
+            LoadError::Load(LoadingError::Memory(error)) => number_of_host(error),
+            LoadError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
+            LoadError::Open(error) => buffers::number_of_file(error),
+            _ => Number::Kernel(EIO),
+        };
+        Self::new(number, chain(&error))
+    }
+}
