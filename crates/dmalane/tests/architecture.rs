@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use toml::{Table, Value};
 
@@ -231,6 +232,65 @@ fn unsafe_is_only_in_listed_files() {
             wrong.extend(undocumented(&name, &text, &code));
         }
         wrong.extend(permissions(&name, &code));
+    }
+    report(&wrong);
+}
+
+/// What `cargo deny` checks at night, as far as lock files and manifests tell: where dependencies come from, that there
+/// is one version of each, and their licences.
+#[test]
+fn dependencies_are_allowed() {
+    let deny: Table = read(&root().join("deny.toml")).parse().expect("deny.toml");
+    let list = |section: &str, key: &str| deny[section][key].as_array().expect(key).clone();
+    let skipped: Vec<_> =
+        list("bans", "skip").iter().filter_map(|s| Some(s.get("crate")?.as_str()?.to_owned())).collect();
+    let allowed: Vec<_> = list("licenses", "allow").iter().filter_map(|l| Some(l.as_str()?.to_owned())).collect();
+    let mut wrong = Vec::new();
+    for workspace in ["", "bench/", "fuzz/"] {
+        let lock: Table = read(&root().join(format!("{workspace}Cargo.lock"))).parse().expect("a lock file");
+        let mut seen = BTreeSet::new();
+        for package in lock["package"].as_array().expect("packages") {
+            let field = |key: &str| package.get(key).and_then(Value::as_str).unwrap_or_default();
+            let (name, version, source) = (field("name"), field("version"), field("source"));
+            let known = source.starts_with("registry+") && source.ends_with("-index");
+            let ours = source.is_empty() && name.starts_with("dmalane");
+            if !(known || ours) {
+                wrong.push(format!("{workspace}Cargo.lock: {name} comes from {source:?}"));
+            }
+            let skip = |rule: &String| {
+                let rule = rule.split_once('@');
+                rule.is_some_and(|(of, v)| of == name && version.strip_prefix(v).is_some_and(|v| v.starts_with('.')))
+            };
+            if !skipped.iter().any(skip) && !seen.insert(name.to_owned()) {
+                wrong.push(format!("{workspace}Cargo.lock: another version of {name}, {version}"));
+            }
+        }
+        let manifest = root().join(format!("{workspace}Cargo.toml"));
+        // Of this platform, so that nothing has to be fetched for others.
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args([
+            "tree",
+            "--locked",
+            "--offline",
+            "--all-features",
+            "--workspace",
+            "--prefix=none",
+            "--format={p}|{l}",
+        ]);
+        let tree = cargo.arg("--manifest-path").arg(manifest).output().expect("cargo");
+        if !tree.status.success() {
+            println!("SKIPPED: licences in {workspace}Cargo.toml: {}", String::from_utf8_lossy(&tree.stderr).trim());
+            continue;
+        }
+        for line in String::from_utf8_lossy(&tree.stdout).lines().filter(|line| !line.is_empty()) {
+            let (package, licence) = line.split_once('|').expect("the format above");
+            // Every term of an AND needs one of its alternatives.
+            let one =
+                |term: &str| term.split(" OR ").any(|id| allowed.iter().any(|a| a == id.trim_matches(['(', ')', ' '])));
+            if !licence.trim_end_matches(" (*)").replace('/', " OR ").split(" AND ").all(one) {
+                wrong.push(format!("{package}: licence {licence:?} is not one of {allowed:?}"));
+            }
+        }
     }
     report(&wrong);
 }
