@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod backup;
+mod channels;
 mod fit;
 pub mod link;
 mod measure;
@@ -25,9 +26,10 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_dma::PageKind;
-use dmalane_queue::{OpError, QueueChoice, Refusal, StopReason};
+use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
+pub use channels::{BadChannels, Channels};
 pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
@@ -51,7 +53,8 @@ pub enum Directions {
 pub enum Allocation {
     /// Those that the address policy says.
     Auto,
-    /// Always the same: thread `i` the `i`-th in turns.
+    /// Buffers at even positions take one channel and lie in one region, those at odd positions take the other channel
+    /// and lie [`ValidateSettings::region_stride`] above.
     Paired,
 }
 
@@ -83,17 +86,24 @@ pub struct ValidateSettings {
     pub threads: usize,
     /// Bytes of a buffer, multiples of 4 KiB; each is measured.
     pub buffers: Vec<u64>,
-    /// Bytes at the front of each memory that are left alone; a multiple of 4 KiB.
-    pub offset: u64,
+    /// First byte of each memory that is used; a multiple of 4 KiB.
+    pub starting_offset: u64,
+    /// Bytes from one buffer position to the next, a multiple of 4 KiB and at least a buffer. If set, each buffer lies
+    /// in one piece at `starting_offset + position * stride` of its memory, in which the halves of HBM follow each
+    /// other. If `None`, buffers are packed, and those in HBM striped over both halves.
+    pub stride: Option<u64>,
+    /// Bytes between the two regions of [`Allocation::Paired`], a multiple of 4 KiB; `None` for half of the memory.
+    pub region_stride: Option<u64>,
     /// Which memories; an empty list for all that the device has.
     pub phases: Vec<Phase>,
     /// Which channels.
-    pub channels: QueueChoice,
+    pub channels: Channels,
     /// How threads share them.
     pub allocation: Allocation,
     /// How long.
     pub stop: Stop,
-    /// One transfer for each buffer, in one piece, over one channel: no stripes, no policy.
+    /// One transfer for each buffer, in one piece, over one channel: no stripes, no policy. Without a channel of its
+    /// own, the buffers' channels alternate.
     pub raw: bool,
     /// Which directions, in this order.
     pub directions: Vec<Directions>,
@@ -103,15 +113,25 @@ pub struct ValidateSettings {
     pub pages: Vec<Pages>,
 }
 
+impl ValidateSettings {
+    /// True when each buffer lies in one piece at its position, and has a thread of its own, as in AMD's `v80-smi
+    /// validate`: with a stride, a channel for each position, [raw](Self::raw) transfers or [`Allocation::Paired`].
+    pub fn is_positional(&self) -> bool {
+        self.raw || self.stride.is_some() || self.allocation == Allocation::Paired || self.channels.per_position()
+    }
+}
+
 impl Default for ValidateSettings {
     /// Eight threads with buffers of 16 MiB; everything, half a second each.
     fn default() -> Self {
         Self {
             threads: 8,
             buffers: vec![16 << 20],
-            offset: 0,
+            starting_offset: 0,
+            stride: None,
+            region_stride: None,
             phases: Vec::new(),
-            channels: QueueChoice::Auto,
+            channels: Channels::default(),
             allocation: Allocation::Auto,
             stop: Stop::For(Duration::from_millis(500)),
             raw: false,
@@ -150,6 +170,17 @@ pub struct Rate {
     pub p99: Duration,
     /// Buffers moved, all threads together.
     pub buffers: u64,
+}
+
+impl Integrity {
+    /// Both comparisons as one: as many threads as either had, of which those are right that are so in both.
+    fn and(mut self, other: Self) -> Self {
+        let failed = (self.threads - self.ok).max(other.threads - other.ok);
+        self.threads = self.threads.max(other.threads);
+        self.ok = self.threads - failed;
+        self.wrong.extend(other.wrong);
+        self
+    }
 }
 
 /// A measured rate, of bytes that were compared.
@@ -230,6 +261,16 @@ pub enum ValidateError {
         wanted: usize,
         /// Number of channels of the device.
         has: usize,
+    },
+    /// A list of channels of another length.
+    #[error(
+        "{entries} channels for {positions} buffer positions: one for all, or one for each position (two a thread)"
+    )]
+    ChannelCount {
+        /// Entries of the list.
+        entries: usize,
+        /// Positions: two for each thread.
+        positions: usize,
     },
     /// More channels than the modelled link has.
     #[error("the modelled link has {most} channels, not {wanted}")]

@@ -1,11 +1,13 @@
 //! A validation: for each memory, buffer and kind of pages first the comparison, then the figures.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
+use dmalane_addr::CardAddr;
 use dmalane_dma::PageKind;
-use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, QueueChoice, Split};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, Split};
 
-use crate::place::Layout;
+use crate::place::{Layout, Memories};
 use crate::target::{Reference, Target};
 use crate::walk::Walk;
 use crate::workers::{Job, Worker, go, rate};
@@ -19,6 +21,8 @@ const HUGE: u64 = 2 << 20;
 /// The place of the walks in a worker.
 const UP: usize = 0;
 const DOWN: usize = 1;
+/// Rounds of a group of figures: at least as many as there are directions.
+const ROUNDS: usize = 16;
 /// The difference between the round of a figure and that of the pass after it.
 const LAST: u64 = 1 << 16;
 
@@ -37,8 +41,8 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 1 | walk as u64
 }
 
-/// Measures a device. Its content from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block
-/// device it is restored at the end where [`Contents`](crate::Contents) says so.
+/// Measures a device. Its content from [`ValidateSettings::starting_offset`] on is overwritten; of a regular file or a
+/// block device it is restored at the end where [`Contents`](crate::Contents) says so.
 ///
 /// # Errors
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
@@ -64,20 +68,37 @@ pub fn run_into(
 ) -> Result<(), ValidateError> {
     let channels = check(target, settings)?;
     let phases = if settings.phases.is_empty() { target.phases() } else { settings.phases.clone() };
-    let mut layout = Layout { memories: target.memories, offset: settings.offset, raw: settings.raw };
+    let mut layout = Layout {
+        memories: target.memories,
+        offset: settings.starting_offset,
+        stride: settings.stride,
+        paired: (settings.allocation == Allocation::Paired).then_some(settings.region_stride),
+    };
+    if let (Some(None), Memories::One(Some(memory))) = (layout.paired, target.memories) {
+        // Of all that there is, not of what a driver allocates below.
+        layout.paired = Some(Some(memory.len() / 2 / PAGE * PAGE));
+    }
     let slots = 2 * settings.threads as u64;
     // Before anything is measured: do all of them fit?
     for &phase in &phases {
         for &buffer in &settings.buffers {
-            (0..slots).try_for_each(|slot| layout.places(phase, slot, slots, buffer).map(drop))?;
+            let places = |slot| match settings.is_positional() {
+                true => memories(phase).iter().try_for_each(|m| layout.at_position(*m, slot, slots, buffer).map(drop)),
+                false => layout.places(phase, slot, slots, buffer).map(drop),
+            };
+            (0..slots).try_for_each(places)?;
         }
     }
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
     *report = ValidateReport { reference: target.reference.name(), ..ValidateReport::default() };
     room(target, settings, slots * largest)?;
-    let backup = target.back_up(settings.offset, slots * largest)?;
-    // Sums that fit: the layouts were checked above.
-    let allocated = target.allocate(settings.offset + slots * largest)?;
+    // Sums that fit: the layouts were checked above. Only devices with one memory are backed up or allocated from.
+    let end = match target.memories {
+        Memories::One(_) if settings.is_positional() => layout.end(slots, largest)?,
+        _ => settings.starting_offset + slots * largest,
+    };
+    let backup = target.back_up(settings.starting_offset, end - settings.starting_offset)?;
+    let allocated = target.allocate(end)?;
     if let Some(allocated) = &allocated {
         layout.memories = allocated.memories();
     }
@@ -112,10 +133,12 @@ fn cases(
     watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<(), ValidateError> {
     let cases = phases.len() * settings.buffers.len() * settings.pages.len();
-    watch(ValidateEvent::Steps(cases * (settings.directions.len() + 1)));
+    let directions = settings.directions.len();
+    let compared = if settings.is_positional() { directions } else { 1 };
+    watch(ValidateEvent::Steps(cases * (directions + compared)));
     for &phase in phases {
         for &buffer in &settings.buffers {
-            if phase == Phase::Both && buffer == PAGE && settings.threads == 1 {
+            if phase == Phase::Both && buffer == PAGE && settings.threads == 1 && !settings.is_positional() {
                 report
                     .left_out
                     .push("HBM+DDR with one thread and buffers of one page: there is nothing to share out".into());
@@ -135,7 +158,7 @@ fn cases(
     Ok(())
 }
 
-/// Refuses settings that make no sense, and gives the channels that are used.
+/// Refuses settings that make no sense, and returns the channels that are used.
 fn check(target: &Target, settings: &ValidateSettings) -> Result<Vec<usize>, ValidateError> {
     let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
     if !(1..=64).contains(&settings.threads) {
@@ -149,8 +172,19 @@ fn check(target: &Target, settings: &ValidateSettings) -> Result<Vec<usize>, Val
             return bad("a buffer size", buffer, "more than 1 GiB");
         }
     }
-    if !settings.offset.is_multiple_of(PAGE) {
-        return bad("an offset", settings.offset, "not a multiple of 4 KiB");
+    if !settings.starting_offset.is_multiple_of(PAGE) {
+        return bad("a starting offset", settings.starting_offset, "not a multiple of 4 KiB");
+    }
+    if let Some(stride) = settings.stride {
+        if !stride.is_multiple_of(PAGE) {
+            return bad("an offset", stride, "not a multiple of 4 KiB");
+        }
+        if settings.buffers.iter().any(|buffer| *buffer > stride) {
+            return bad("an offset", stride, "less than a buffer, so buffers would overlap");
+        }
+    }
+    if let Some(stride) = settings.region_stride.filter(|stride| *stride == 0 || !stride.is_multiple_of(PAGE)) {
+        return bad("a region stride", stride, "not a multiple of 4 KiB above 0");
     }
     match settings.stop {
         Stop::After(0) => return bad("a number of iterations", 0, "less than 1"),
@@ -158,19 +192,33 @@ fn check(target: &Target, settings: &ValidateSettings) -> Result<Vec<usize>, Val
         _ => {}
     }
     let has = target.channels();
-    let channels: Vec<usize> = match &settings.channels {
-        QueueChoice::Auto => (0..has).collect(),
-        QueueChoice::Only(channel) => vec![*channel],
-        QueueChoice::List(list) => list.clone(),
-    };
-    if let Some(&wanted) = channels.iter().find(|c| **c >= has) {
+    let entries = settings.channels.entries();
+    let positions = 2 * settings.threads;
+    if entries.len() != 1 && entries.len() != positions {
+        return Err(ValidateError::ChannelCount { entries: entries.len(), positions });
+    }
+    if let Some(wanted) = entries.iter().flatten().copied().find(|channel| *channel >= has) {
         return Err(ValidateError::NoChannel { wanted, has });
     }
-    if let Some(twice) = channels.iter().enumerate().find(|(i, c)| channels[..*i].contains(c)) {
-        return bad("a channel", *twice.1 as u64, "named twice");
+    let named: BTreeSet<usize> = entries.iter().flatten().copied().collect();
+    match entries.contains(&None) {
+        true => Ok((0..has).collect()),
+        false => Ok(named.into_iter().collect()),
     }
-    Ok(channels)
 }
+
+/// The memories in which a phase has buffers of its own at each position.
+fn memories(phase: Phase) -> &'static [Phase] {
+    match phase {
+        Phase::Both => &[Phase::Hbm, Phase::Ddr],
+        Phase::Hbm => &[Phase::Hbm],
+        Phase::Ddr => &[Phase::Ddr],
+        Phase::Device => &[Phase::Device],
+    }
+}
+
+/// Workers with the kind of their pages; or why there are no such pages.
+type MaybeWorkers = Result<(Vec<Worker>, PageKind), String>;
 
 /// One memory, buffer and kind of pages.
 struct Case<'a> {
@@ -185,19 +233,40 @@ struct Case<'a> {
 
 impl Case<'_> {
     fn run(&self, report: &mut ValidateReport, watch: &mut dyn FnMut(ValidateEvent)) -> Result<(), ValidateError> {
-        let Self { phase, buffer, pages, .. } = *self;
+        let Self { phase, buffer, pages, settings, .. } = *self;
         let kibs = buffer >> 10;
-        watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
-        let (mut workers, kind) = match self.workers()? {
-            Ok(workers) => workers,
-            Err(why) => {
-                report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: {why}"));
-                return Ok(());
-            }
+        // At positions, each direction has buffers of its own.
+        let groups = match settings.is_positional() {
+            true => settings.directions.chunks(1),
+            false => settings.directions.chunks(settings.directions.len().max(1)),
         };
-        let mut integrity = self.compare(&mut workers)?;
-        let result = self.figures(&mut workers, kind, &mut integrity, report, watch);
-        report.integrity.push(integrity);
+        let mut all: Option<Integrity> = None;
+        let mut result = Ok(());
+        for (round, directions) in (2..).step_by(ROUNDS).zip(groups) {
+            watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
+            let workers = match settings.is_positional() {
+                true => self.workers_at_positions(directions[0])?,
+                false => self.workers()?,
+            };
+            let (mut workers, kind) = match workers {
+                Ok(workers) => workers,
+                Err(why) => {
+                    report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: {why}"));
+                    break;
+                }
+            };
+            let mut integrity = self.compare(&mut workers)?;
+            result = self.figures(&mut workers, (kind, directions, round), &mut integrity, report, watch);
+            let right = integrity.ok == integrity.threads;
+            all = Some(match all {
+                Some(before) => before.and(integrity),
+                None => integrity,
+            });
+            if result.is_err() || !right {
+                break;
+            }
+        }
+        report.integrity.extend(all);
         result
     }
 
@@ -205,7 +274,7 @@ impl Case<'_> {
     fn figures(
         &self,
         workers: &mut [Worker],
-        kind: PageKind,
+        (kind, of, first): (PageKind, &[Directions], u64),
         integrity: &mut Integrity,
         report: &mut ValidateReport,
         watch: &mut dyn FnMut(ValidateEvent),
@@ -213,7 +282,7 @@ impl Case<'_> {
         let Self { target, settings, phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
         let mut say = |what: &str| watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
-        for (round, &directions) in (2..).zip(&settings.directions) {
+        for (round, &directions) in (first..).zip(of) {
             if integrity.ok < integrity.threads {
                 break;
             }
@@ -257,45 +326,96 @@ impl Case<'_> {
         Ok(())
     }
 
-    /// A worker for each thread; or why there are no such pages.
-    fn workers(&self) -> Result<Result<(Vec<Worker>, PageKind), String>, ValidateError> {
-        let Self { target, settings, channels, layout, phase, buffer, pages } = self;
-        let heap = target.registrar.heap(match pages {
-            Pages::Small => Some(PageKind::Base),
-            Pages::Huge => None,
-        });
+    /// A worker for each thread, with packed buffers; or why there are no such pages.
+    fn workers(&self) -> Result<MaybeWorkers, ValidateError> {
+        let Self { settings, layout, phase, buffer, .. } = self;
         let slots = 2 * settings.threads as u64;
         let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
         for thread in 0..settings.threads {
             let mut walks = Vec::new();
             for walk in [UP, DOWN] {
-                let buf = heap.allocate(*buffer as usize).map_err(ValidateError::Memory)?.share();
-                kind = buf.backing().kind;
-                if *pages == Pages::Huge && kind == PageKind::Base {
-                    let why = buf.backing().passed_over.iter().map(|(kind, why)| format!("{kind}: {why}"));
-                    return Ok(Err(why.collect::<Vec<_>>().join("; ")));
-                }
                 let places = layout.places(*phase, 2 * thread as u64 + walk as u64, slots, *buffer)?;
-                walks.push(Walk::new(buf, &places, &*target.registrar)?);
+                let (walk, of) = match self.walk(&places)? {
+                    Ok(made) => made,
+                    Err(why) => return Ok(Err(why)),
+                };
+                kind = of;
+                walks.push(walk);
             }
-            let paired = channels[thread % channels.len()];
-            let queue: Box<DeviceQueue> = match settings.allocation {
-                Allocation::Auto if !settings.raw => {
-                    let queues = channels.iter().map(|c| target.queue(*c)).collect();
-                    let areas = target.areas_for(channels);
-                    let policy: Box<dyn Policy> = match &channels[..] {
-                        [_] => Box::new(AddressPolicy::only(0)),
-                        // Channels that are one thread must not be balanced (docs/bench/policy.md).
-                        _ if target.concurrent => Box::new(BalancePolicy::new(areas)),
-                        _ => Box::new(AddressPolicy::new(areas)),
-                    };
-                    Box::new(Split::new(queues, policy))
-                }
-                _ => Box::new(target.queue(paired)),
-            };
-            workers.push(Worker { queue, walks });
+            workers.push(Worker { queue: self.queue(settings.channels.at(0)), walks });
         }
         Ok(Ok((workers, kind)))
+    }
+
+    /// A worker for each buffer: thread `t` has position `t`, or with both directions at once reads at position `2t`
+    /// and writes at position `2t + 1`. Or why there are no such pages.
+    fn workers_at_positions(&self, directions: Directions) -> Result<MaybeWorkers, ValidateError> {
+        let Self { settings, channels, layout, phase, buffer, .. } = self;
+        let slots = 2 * settings.threads;
+        let positions = if directions == Directions::Both { slots } else { settings.threads };
+        let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
+        for memory in memories(*phase) {
+            for position in 0..positions {
+                let moves = match directions {
+                    Directions::Read => DOWN,
+                    Directions::Write => UP,
+                    Directions::Both if position % 2 == 0 => DOWN,
+                    Directions::Both => UP,
+                };
+                let places = layout.at_position(*memory, position as u64, slots as u64, *buffer)?;
+                let mut walks = Vec::new();
+                for walk in [UP, DOWN] {
+                    let (made, of) = match self.walk(if walk == moves { &places } else { &[] })? {
+                        Ok(made) => made,
+                        Err(why) => return Ok(Err(why)),
+                    };
+                    if walk == moves {
+                        kind = of;
+                    }
+                    walks.push(made);
+                }
+                let alternating = match (settings.allocation, settings.raw) {
+                    (Allocation::Paired, _) => Some(channels[position % channels.len()]),
+                    // In the order in which queues are made, as a driver numbers them.
+                    (_, true) => Some(channels[workers.len() % channels.len()]),
+                    _ => None,
+                };
+                workers.push(Worker { queue: self.queue(settings.channels.at(position).or(alternating)), walks });
+            }
+        }
+        Ok(Ok((workers, kind)))
+    }
+
+    /// A buffer for these places, with the kind of its pages; without places, one that moves nothing. Or why there are
+    /// no such pages.
+    fn walk(&self, places: &[(CardAddr, u64)]) -> Result<Result<(Walk, PageKind), String>, ValidateError> {
+        let small = self.pages == Pages::Small || places.is_empty();
+        let heap = self.target.registrar.heap(small.then_some(PageKind::Base));
+        let len = if places.is_empty() { PAGE } else { self.buffer };
+        let buf = heap.allocate(len as usize).map_err(ValidateError::Memory)?.share();
+        let kind = buf.backing().kind;
+        if !small && kind == PageKind::Base {
+            let why = buf.backing().passed_over.iter().map(|(kind, why)| format!("{kind}: {why}"));
+            return Ok(Err(why.collect::<Vec<_>>().join("; ")));
+        }
+        Ok(Ok((Walk::new(buf, places, &*self.target.registrar)?, kind)))
+    }
+
+    /// A queue over one channel, or over all of them with a policy.
+    fn queue(&self, channel: Option<usize>) -> Box<DeviceQueue> {
+        let Self { target, channels, .. } = self;
+        if let Some(channel) = channel {
+            return Box::new(target.queue(channel));
+        }
+        let queues = channels.iter().map(|c| target.queue(*c)).collect();
+        let areas = target.areas_for(channels);
+        let policy: Box<dyn Policy> = match &channels[..] {
+            [_] => Box::new(AddressPolicy::only(0)),
+            // Channels that are one thread must not be balanced (docs/bench/policy.md).
+            _ if target.concurrent => Box::new(BalancePolicy::new(areas)),
+            _ => Box::new(AddressPolicy::new(areas)),
+        };
+        Box::new(Split::new(queues, policy))
     }
 
     fn go(

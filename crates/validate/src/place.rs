@@ -49,14 +49,76 @@ pub(crate) enum Memories {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
     pub memories: Memories,
-    /// Bytes at the front of each memory that are left alone.
+    /// First byte of each memory that is used.
     pub offset: u64,
-    /// A buffer in one piece, instead of stripes.
-    pub raw: bool,
+    /// Bytes between positions; `None` for packed buffers.
+    pub stride: Option<u64>,
+    /// Bytes from the region of even positions to that of odd ones; `Some(None)` for half of the memory.
+    pub paired: Option<Option<u64>>,
 }
 
 impl Layout {
-    /// The places of buffer `slot` of `slots`, in order.
+    /// The places of the buffer at a position: one, or two where it crosses from one half of HBM to the other.
+    pub fn at_position(
+        &self,
+        phase: Phase,
+        position: u64,
+        positions: u64,
+        len: u64,
+    ) -> Result<Vec<(CardAddr, u64)>, ValidateError> {
+        let (memory, name, first, second) = match (phase, self.memories) {
+            (Phase::Device, Memories::One(memory)) => (memory, "the device", memory, None),
+            (Phase::Ddr, Memories::Card { ddr, .. }) => (Some(ddr), "DDR", Some(ddr), None),
+            (Phase::Hbm, Memories::Card { hbm, .. }) => (Some(hbm[0]), "HBM", Some(hbm[0]), Some(hbm[1])),
+            (phase, _) => return Err(ValidateError::NoMemory(phase)),
+        };
+        let first_len = memory.map_or(0, |m| m.len());
+        let have = first_len.saturating_add(second.map_or(0, |m: Span<CardAddr>| m.len()));
+        let (at, end) = self.offset_of(position, positions, len, have)?;
+        if end > have {
+            return Err(ValidateError::TooSmall { memory: name, needed: end, have });
+        }
+        let within = |span: Option<Span<CardAddr>>, at: u64| CardAddr::new(span.map_or(0, |s| s.first().bits()) + at);
+        Ok(match () {
+            () if end <= first_len => vec![(within(first, at), len)],
+            () if at >= first_len => vec![(within(second, at - first_len), len)],
+            () => vec![(within(first, at), first_len - at), (within(second, 0), end - first_len)],
+        })
+    }
+
+    /// Where in a memory of `have` bytes the buffer at a position begins and ends.
+    fn offset_of(&self, position: u64, positions: u64, len: u64, have: u64) -> Result<(u64, u64), ValidateError> {
+        let stride = self.stride.unwrap_or(len);
+        let end = |index: u64| {
+            let at = index.checked_mul(stride)?.checked_add(self.offset)?;
+            Some((at, at.checked_add(len)?))
+        };
+        let too_small = |memory, needed| ValidateError::TooSmall { memory, needed, have };
+        let Some(region) = self.paired else {
+            return end(position).ok_or_else(|| too_small("the memory", u64::MAX));
+        };
+        let region = region.unwrap_or(have / 2 / PAGE * PAGE);
+        let last = end(positions.div_ceil(2).saturating_sub(1)).map_or(u64::MAX, |(_, end)| end);
+        if last > region {
+            return Err(ValidateError::TooSmall { memory: "the region of a channel", needed: last, have: region });
+        }
+        // Both fit into the region, whose sum is checked.
+        let (at, to) = end(position / 2).ok_or_else(|| too_small("the memory", u64::MAX))?;
+        let base = region * (position % 2);
+        to.checked_add(base).map(|to| (at + base, to)).ok_or_else(|| too_small("the memory", u64::MAX))
+    }
+
+    /// Bytes of a device with one memory that buffers of these lengths at all positions reach to, from its start.
+    pub fn end(&self, positions: u64, len: u64) -> Result<u64, ValidateError> {
+        let have = match self.memories {
+            Memories::One(Some(memory)) => memory.len(),
+            _ => 0,
+        };
+        let mut ends = (0..positions).map(|position| Ok(self.offset_of(position, positions, len, have)?.1));
+        ends.try_fold(0, |most, end: Result<u64, ValidateError>| Ok(most.max(end?)))
+    }
+
+    /// The places of buffer `slot` of `slots`, in order, packed and in HBM striped.
     pub fn places(&self, phase: Phase, slot: u64, slots: u64, len: u64) -> Result<Vec<(CardAddr, u64)>, ValidateError> {
         match (phase, self.memories) {
             (Phase::Device, Memories::One(memory)) => {
@@ -92,11 +154,6 @@ impl Layout {
         len: u64,
     ) -> Result<Vec<(CardAddr, u64)>, ValidateError> {
         let half = halves[0].len().min(halves[1].len());
-        if self.raw {
-            // In one piece, the buffers of neighbouring threads in different halves.
-            let first = self.within("a half of HBM", half, slot / 4 * 2 + slot % 2, slots.div_ceil(4) * 2, len)?;
-            return Ok(vec![(CardAddr::new(halves[(slot / 2 % 2) as usize].first().bits() + first), len)]);
-        }
         // A buffer of two pages or more lies in both halves.
         let stripe = (len / 2 / PAGE * PAGE).clamp(PAGE, STRIPE);
         let first = self.within("HBM", 2 * half, slot, slots, len)?;
@@ -138,10 +195,10 @@ mod tests {
     proptest! {
         #[test]
         fn no_two_buffers_touch_and_all_lie_in_their_memory(
-            pages in 1u64..2000, slots in 1u64..9, raw: bool, offset in 0u64..100, phase in 0usize..3,
+            pages in 1u64..2000, slots in 1u64..9, offset in 0u64..100, phase in 0usize..3,
         ) {
             let memories = card(256 << 20, 256 << 20);
-            let layout = Layout { memories, offset: offset * PAGE, raw };
+            let layout = Layout { memories, offset: offset * PAGE, stride: None, paired: None };
             let phase = [Phase::Hbm, Phase::Ddr, Phase::Both][phase];
             let (slots, len) = (2 * slots, pages * PAGE);
             let all: Result<Vec<_>, _> = (0..slots).map(|slot| layout.places(phase, slot, slots, len)).collect();
@@ -157,16 +214,80 @@ mod tests {
                     spans.push(span);
                 }
                 let halves = hbm.iter().filter(|h| places.iter().any(|(at, _)| h.contains(*at))).count();
-                prop_assert!(raw || phase != Phase::Hbm || pages < 2 || halves == 2, "striped over both halves");
+                prop_assert!(phase != Phase::Hbm || pages < 2 || halves == 2, "striped over both halves");
             }
             spans.sort_by_key(|s| s.first());
             prop_assert!(spans.windows(2).all(|w| w[0].last() < w[1].first()), "{:?}", spans);
         }
     }
 
+    proptest! {
+        #[test]
+        fn buffers_at_positions_lie_apart_in_one_piece(
+            pages in 1u64..3000, stride in 0u64..5000, slots in 1u64..9, offset in 0u64..100,
+            region in proptest::option::of(proptest::option::of(1u64..70000)), hbm: bool,
+        ) {
+            let memories = card(256 << 20, 256 << 20);
+            let (len, stride) = (pages * PAGE, (pages + stride) * PAGE);
+            let paired = region.map(|stride| stride.map(|pages| pages * PAGE));
+            let layout = Layout { memories, offset: offset * PAGE, stride: Some(stride), paired };
+            let phase = if hbm { Phase::Hbm } else { Phase::Ddr };
+            let all: Result<Vec<_>, _> =
+                (0..2 * slots).map(|position| layout.at_position(phase, position, 2 * slots, len)).collect();
+            let Ok(all) = all else { return Ok(()) };
+            let base = if hbm { 1 << 38 } else { 0 };
+            let region = paired.map(|region| region.unwrap_or(128 << 20));
+            let mut ends = Vec::new();
+            for (position, places) in (0..).zip(&all) {
+                let at = match region {
+                    Some(region) => position % 2 * region + position / 2 * stride,
+                    None => position * stride,
+                };
+                prop_assert_eq!(places[0].0.bits(), base + offset * PAGE + at);
+                prop_assert_eq!(places.iter().map(|p| p.1).sum::<u64>(), len);
+                prop_assert!(places.windows(2).all(|w| w[0].0.bits() + w[0].1 == w[1].0.bits()));
+                ends.push((places[0].0.bits(), places[0].0.bits() + len));
+            }
+            ends.sort_unstable();
+            prop_assert!(ends.windows(2).all(|w| w[0].1 <= w[1].0), "{:?}", ends);
+            prop_assert!(ends.iter().all(|(_, end)| *end <= base + (256 << 20)));
+        }
+    }
+
+    #[test]
+    fn positions_that_do_not_fit_are_refused() {
+        let layout = |stride, paired| Layout { memories: card(64 << 20, 64 << 20), offset: PAGE, stride, paired };
+        let at = |layout: Layout, position| layout.at_position(Phase::Hbm, position, 4, 1 << 20);
+        assert_eq!(
+            at(layout(Some(2 << 20), None), 3).unwrap(),
+            [(CardAddr::new((1 << 38) + (6 << 20) + 4096), 1 << 20)]
+        );
+        let crosses = at(layout(Some(31 << 20), None), 1).unwrap();
+        assert_eq!(
+            crosses,
+            [
+                (CardAddr::new((1 << 38) + (31 << 20) + 4096), (1 << 20) - 4096),
+                (CardAddr::new((1 << 38) + (32 << 20)), 4096)
+            ]
+        );
+        let upper = at(layout(None, Some(None)), 3).unwrap();
+        assert_eq!(upper, [(CardAddr::new((1 << 38) + (33 << 20) + 4096), 1 << 20)]);
+        for (layout, memory) in [
+            (layout(Some(32 << 20), None), "HBM"),
+            (layout(Some(u64::MAX - 4095), None), "the memory"),
+            (layout(None, Some(Some(1 << 20))), "the region of a channel"),
+            (layout(None, Some(Some(63 << 20))), "HBM"),
+            (layout(None, Some(Some(u64::MAX - 4095))), "the memory"),
+        ] {
+            let error = at(layout, 3).unwrap_err();
+            assert!(matches!(error, TooSmall { memory: named, .. } if named == memory), "{memory}: {error}");
+        }
+        assert!(matches!(layout(None, None).at_position(Phase::Device, 0, 1, PAGE), Err(ValidateError::NoMemory(_))));
+    }
+
     #[test]
     fn what_does_not_fit_says_what_would() {
-        let layout = |memories| Layout { memories, offset: 4096, raw: false };
+        let layout = |memories| Layout { memories, offset: 4096, stride: None, paired: None };
         let error = layout(card(1 << 20, 4 << 20)).places(Phase::Ddr, 0, 4, 1 << 20).unwrap_err();
         let TooSmall { memory: "DDR", needed, have } = error else { panic!("{error}") };
         assert_eq!((needed, have), ((4 << 20) + 4096, 1 << 20));

@@ -66,7 +66,11 @@ impl Target {
                 let demands: Vec<Demand> = bytes.into_iter().map(demand).collect();
                 Ok(best_rate(link, &demands, channels)?)
             }
-            Reference::Copies => copies(workers.len(), directions, buffer as usize, time),
+            Reference::Copies => {
+                // A thread of the reference does both ways in turns, also where each way has a worker of its own.
+                let busy = |i: usize| workers.iter().filter(|worker| worker.walks[i].len() > 0).count();
+                copies(busy(0).max(busy(1)), directions, buffer as usize, time)
+            }
             Reference::Files(backing) => files(backing, workers, directions, buffer as usize, time),
         }
     }

@@ -17,6 +17,7 @@ use dmalane_queue::{
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use super::*;
+use crate::link::Half;
 use crate::target::share;
 
 const MIB: u64 = 1 << 20;
@@ -82,11 +83,11 @@ fn the_software_card_passes_in_every_way() {
     }
     let target = soft(CardConfig::default(), None);
     for (raw, registered, allocation, channels, threads) in [
-        (true, true, Allocation::Auto, QueueChoice::Auto, 3),
-        (false, false, Allocation::Paired, QueueChoice::Auto, 5),
-        (true, false, Allocation::Paired, QueueChoice::Only(1), 1),
-        (false, true, Allocation::Auto, QueueChoice::List(vec![1, 0]), 4),
-        (false, true, Allocation::Auto, QueueChoice::Only(0), 1),
+        (true, true, Allocation::Auto, "auto", 3),
+        (false, false, Allocation::Paired, "auto", 5),
+        (true, false, Allocation::Paired, "1", 1),
+        (false, true, Allocation::Auto, "0,1,0,auto", 2),
+        (false, true, Allocation::Auto, "0", 1),
     ] {
         let buffers = vec![4096, 12288, 132 << 10];
         let pages = vec![Pages::Small];
@@ -94,16 +95,16 @@ fn the_software_card_passes_in_every_way() {
             raw,
             registered,
             allocation,
-            channels,
+            channels: channels.parse().unwrap(),
             threads,
             buffers,
             pages,
-            offset: 8192,
+            starting_offset: 8192,
             ..quick()
         };
         let report = check(&target, &settings);
         // One thread cannot have one page in two memories.
-        let left_out = usize::from(threads == 1);
+        let left_out = usize::from(threads == 1 && !settings.is_positional());
         assert_eq!((report.figures.len(), report.left_out.len()), (3 * (9 - left_out), left_out), "{settings:?}");
     }
     let timed = ValidateSettings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
@@ -119,18 +120,18 @@ fn files_pass_and_are_left_as_they_were() {
     for probe_at in [None, Some(MIB)] {
         let target = file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }).unwrap();
         assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
-        let report = check(&target, &ValidateSettings { offset: 4096, ..quick() });
+        let report = check(&target, &ValidateSettings { starting_offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
         assert!(std::fs::read(memory.path()).unwrap() == before);
         let small = ValidateSettings { buffers: vec![MIB], ..quick() };
         let Err(ValidateError::TooSmall { needed, have, .. }) =
-            run(&target, &ValidateSettings { offset: 4096, ..small }, &mut |_| {})
+            run(&target, &ValidateSettings { starting_offset: 4096, ..small }, &mut |_| {})
         else {
             panic!("it does not fit")
         };
         assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
         assert!(matches!(
-            run(&target, &ValidateSettings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
+            run(&target, &ValidateSettings { channels: Channels::only(1), ..quick() }, &mut |_| {}),
             Err(ValidateError::NoChannel { wanted: 1, has: 1 })
         ));
         let hbm = run(&target, &ValidateSettings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
@@ -150,13 +151,18 @@ fn settings_that_make_no_sense_are_refused() {
         (ValidateSettings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
         (ValidateSettings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
         (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
-        (ValidateSettings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
-        (ValidateSettings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
+        (ValidateSettings { starting_offset: 1, ..quick() }, "a starting offset of 1 is not a multiple of 4 KiB"),
+        (ValidateSettings { starting_offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
         (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
         (ValidateSettings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
         (ValidateSettings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
-        (ValidateSettings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
-        (ValidateSettings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
+        (ValidateSettings { channels: Channels::only(2), ..quick() }, "no channel 2, it has 2"),
+        (ValidateSettings { channels: "0,1".parse().unwrap(), ..quick() }, "2 channels for 4 buffer positions"),
+        (ValidateSettings { channels: "0,1,0,2".parse().unwrap(), ..quick() }, "no channel 2, it has 2"),
+        (ValidateSettings { stride: Some(4097), ..quick() }, "an offset of 4097 is not a multiple of 4 KiB"),
+        (ValidateSettings { stride: Some(4096), ..quick() }, "an offset of 4096 is less than a buffer"),
+        (ValidateSettings { stride: Some(32 * MIB), ..quick() }, "HBM has 67108864 bytes"),
+        (ValidateSettings { region_stride: Some(0), ..quick() }, "a region stride of 0 is not"),
         (ValidateSettings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
     ] {
         let said = refused(settings);
@@ -249,6 +255,125 @@ fn wrong(fault: Fault) -> Target {
         *queue = share(Wrong { inner: Box::new(queue.handle(Class::Normal)), fault, done: 0 });
     }
     target
+}
+
+/// Copies as (channel, is a read, card address).
+type Seen = Arc<Mutex<std::collections::BTreeSet<(usize, bool, u64)>>>;
+
+/// A queue that notes where its copies go.
+struct Notes {
+    inner: Box<DeviceQueue>,
+    channel: usize,
+    seen: Seen,
+}
+
+impl Queue for Notes {
+    type Addr = DeviceAddr;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let Work::Copy { direction, at: DeviceAddr::Card(at), .. } = &operation.work else { panic!("a copy") };
+        self.seen.lock().unwrap().insert((self.channel, *direction == Direction::ToHost, at.bits()));
+        self.inner.submit(operation)
+    }
+
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.inner.poll(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
+        self.inner.wait(done, timeout)
+    }
+}
+
+#[test]
+fn buffers_and_channels_are_those_of_v80_smi() {
+    let mut target = soft(CardConfig::default(), None);
+    let seen = Seen::default();
+    for (channel, queue) in target.queues.iter_mut().enumerate() {
+        let inner = Box::new(queue.handle(Class::Normal));
+        *queue = share(Notes { inner, channel, seen: Arc::clone(&seen) });
+    }
+    let halves = target.halves().unwrap();
+    let [ddr, hbm] = [Half::Ddr0, Half::Hbm0].map(|half| halves.span(half).0.bits());
+    let base = ValidateSettings {
+        threads: 2,
+        buffers: vec![64 << 10],
+        starting_offset: 4096,
+        stride: Some(MIB),
+        phases: vec![Phase::Ddr],
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let copies = |settings: ValidateSettings| {
+        seen.lock().unwrap().clear();
+        check(&target, &settings);
+        std::mem::take(&mut *seen.lock().unwrap())
+    };
+    let at = |position: u64| ddr + 4096 + position * MIB;
+    // Each direction compares what it moved: what is written is also read back, and what is read was written.
+    let of = |list: &[(usize, u64)]| {
+        list.iter().flat_map(|(channel, at)| [(*channel, false, *at), (*channel, true, *at)]).collect()
+    };
+    let list = ValidateSettings { channels: "0,1,0,1".parse().unwrap(), ..base.clone() };
+    for directions in [Directions::Read, Directions::Write] {
+        let one = ValidateSettings { directions: vec![directions], ..list.clone() };
+        assert_eq!(copies(one), of(&[(0, at(0)), (1, at(1))]), "thread 0 and 1 at positions 0 and 1");
+    }
+    let both = ValidateSettings { directions: vec![Directions::Both], ..list.clone() };
+    assert_eq!(copies(both), of(&[(0, at(0)), (1, at(1)), (0, at(2)), (1, at(3))]));
+    // Without a list, raw transfers alternate channels in the order of positions.
+    let raw = ValidateSettings { raw: true, stride: None, directions: vec![Directions::Both], ..base.clone() };
+    let packed = |position: u64| ddr + 4096 + position * (64 << 10);
+    assert_eq!(copies(raw), of(&[(0, packed(0)), (1, packed(1)), (0, packed(2)), (1, packed(3))]));
+    let paired = ValidateSettings {
+        allocation: Allocation::Paired,
+        region_stride: Some(8 * MIB),
+        phases: vec![Phase::Both],
+        directions: vec![Directions::Read],
+        ..base.clone()
+    };
+    let second = 4096 + 8 * MIB;
+    assert_eq!(copies(paired.clone()), of(&[(0, ddr + 4096), (1, ddr + second), (0, hbm + 4096), (1, hbm + second)]));
+    let halved = ValidateSettings { region_stride: None, phases: vec![Phase::Hbm], ..paired };
+    assert_eq!(copies(halved), of(&[(0, hbm + 4096), (1, halves.span(Half::Hbm1).0.bits() + 4096)]));
+}
+
+#[test]
+fn reads_and_writes_at_once_read_at_even_positions() {
+    // The last pass of a figure reads at even positions alone, and writes at odd ones, before it reads these back.
+    let mut target = soft(CardConfig::default(), None);
+    let inner = Box::new(target.queue(1));
+    target.queues[1] = share(Wrong { inner, fault: Fault::Flip(0), done: 0 });
+    let settings = ValidateSettings {
+        threads: 1,
+        channels: "0,1".parse().unwrap(),
+        phases: vec![Phase::Ddr],
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let report = run(&target, &settings, &mut |_| {}).unwrap();
+    assert!(!report.passed());
+    // Position 0 alone has channel 0: reading and writing alone are right, both at once are not.
+    let directions: Vec<_> = report.figures.iter().map(|f| f.directions).collect();
+    assert_eq!(directions, [Directions::Read, Directions::Write]);
+    let [only] = &report.integrity[..] else { panic!("{report:?}") };
+    assert_eq!((only.ok, only.threads), (1, 2), "the buffer at position 1");
 }
 
 #[test]
@@ -562,8 +687,8 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     // Of the two transfers of a thread the first fails, and the second does not end.
     let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
     target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));
-    let (channels, pages) = (QueueChoice::Only(0), vec![Pages::Small]);
-    let settings = ValidateSettings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
+    let (channels, pages) = (Channels::only(0), vec![Pages::Small]);
+    let settings = ValidateSettings { threads: 1, phases: vec![Phase::Ddr], channels, pages, ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }) && target.hangs(), "{error}");
 }
@@ -578,7 +703,7 @@ fn handles_of_a_device_that_hangs_wait_together() {
     let settings = ValidateSettings {
         threads,
         phases: vec![Phase::Ddr],
-        channels: QueueChoice::Only(0),
+        channels: Channels::only(0),
         pages: vec![Pages::Small],
         ..quick()
     };
@@ -688,7 +813,7 @@ fn only_memory_that_the_driver_has_allocated_is_used_and_it_is_freed() {
         let device = Driven { ram: ram(), most, allocated: Arc::clone(&allocated) };
         Target::new(Box::new(device), Contents::Refuse).unwrap()
     };
-    let settings = ValidateSettings { offset: 4096, ..quick() };
+    let settings = ValidateSettings { starting_offset: 4096, ..quick() };
     check(&target(4 * MIB), &settings);
     let (live, in_all) = std::mem::take(&mut *allocated.lock().unwrap());
     assert!(live.is_empty(), "{live:?}");

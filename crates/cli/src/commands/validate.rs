@@ -15,11 +15,10 @@ use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::file::{FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane::load::Output;
-use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::validate::{
-    Allocation, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
-    ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
+    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target,
+    ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -43,13 +42,15 @@ Examples:
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
+  dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
-Writes to the device's memory from --offset on and reads it back. The contents of a card are lost.
-A file or a block device that holds data is measured only with --restore, which backs the data up on
-disk and restores them at the end, or with --overwrite; a character device with --offset or
---overwrite. If a run with --restore is killed or the device hangs, the next run restores the data.
-Rates are in GB/s (10^9 bytes), sizes in GiB (2^30). Bandwidth is reported only where the data read back was equal.
+Writes to the device's memory from --starting-offset on and reads it back. The contents of a card are
+lost. A file or a block device that holds data is measured only with --restore, which backs the data
+up on disk and restores them at the end, or with --overwrite; a character device with
+--starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run
+restores the data. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30); --mb adds v80-smi's unit
+(2^20 bytes). Bandwidth is reported only where the data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error,
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
@@ -73,7 +74,12 @@ pub struct Validate {
     #[arg(allow_hyphen_values = true)]
     buffer_size: Size,
 
-    /// Bytes at the start of each memory that are not used, a multiple of 4KiB [default: 0]
+    /// First byte of each memory that is used, a multiple of 4KiB [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
+    starting_offset: Option<Size>,
+
+    /// Distance from one buffer position to the next, a multiple of 4KiB, at least a buffer; each buffer then lies in
+    /// one piece [default: packed, in HBM striped over both halves]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     offset: Option<Size>,
 
@@ -86,9 +92,10 @@ pub struct Validate {
     #[arg(long, conflicts_with = "overwrite")]
     restore: bool,
 
-    /// DMA channels to use: auto, one, or several like 0,1
+    /// DMA channel of the buffers: auto, one channel, or an entry for each buffer position (two per thread) like
+    /// 0,1,0,auto
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: QueueChoice,
+    mm_channel: Channels,
 
     /// Measure only DDR
     #[arg(long, conflicts_with = "hbm_only")]
@@ -98,13 +105,26 @@ pub struct Validate {
     #[arg(long)]
     hbm_only: bool,
 
-    /// How threads share the channels
+    /// How buffers share the channels; paired: those at even positions take one channel and region, those at odd
+    /// positions the other
     #[arg(long, value_enum, default_value_t = Allocation::Auto)]
     channel_allocation: Allocation,
+
+    /// Distance between the two regions of --channel-allocation paired [default: half of each memory]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
+    channel_region_stride: Option<Size>,
 
     /// Entries per ring of the card, a power of two from 2 to 65536
     #[arg(long, value_name = "N", value_parser = ring_size)]
     ring_size: Option<usize>,
+
+    /// Entry of a QDMA's table of ring sizes, 0 to 15; only for devices that have one
+    #[arg(long, value_name = "INDEX", conflicts_with = "ring_size", value_parser = within::<u8>(0..=15))]
+    ring_size_index: Option<u8>,
+
+    /// Accepted and without effect: no device is ever reset
+    #[arg(short = 'R', long)]
+    no_reset: bool,
 
     /// Transfers of each buffer per figure, instead of a duration
     #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
@@ -114,7 +134,17 @@ pub struct Validate {
     #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds, allow_negative_numbers = true)]
     duration: Duration,
 
-    /// Transfer each buffer whole over one channel, without striping and channel policy
+    /// As --iterations [default with --bandwidth-duration 0: 1]
+    #[arg(long, value_name = "N", conflicts_with_all = ["iterations", "duration"])]
+    #[arg(value_parser = within::<u64>(1..=u64::MAX))]
+    bandwidth_iterations: Option<u64>,
+
+    /// As --duration; if not 0, it takes precedence over --bandwidth-iterations
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["iterations", "duration"])]
+    #[arg(value_parser = seconds_or_none, allow_negative_numbers = true)]
+    bandwidth_duration: Option<Duration>,
+
+    /// Transfer each buffer whole over one channel, without striping and channel policy; channels alternate
     #[arg(long)]
     raw_transfer_test: bool,
 
@@ -179,6 +209,10 @@ pub struct Validate {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
+    /// Also print rates in MB/s: of 2^20 bytes, as v80-smi does, and of 10^6
+    #[arg(long, conflicts_with_all = ["json", "csv"])]
+    mb: bool,
+
     #[command(flatten)]
     format: output::Format,
 
@@ -194,6 +228,8 @@ pub struct Validate {
 struct Outcome {
     device: String,
     notes: Vec<String>,
+    /// Options that were given and change nothing.
+    no_effect: Vec<String>,
     settings: ValidateSettings,
     report: ValidateReport,
     fit: Option<(FitReport, FitSettings)>,
@@ -267,7 +303,7 @@ impl Validate {
         let mut fit = None;
         if self.fit && result.is_ok() && report.passed() {
             let target = fitted.as_ref().unwrap_or(&target);
-            let settings = FitSettings { offset: settings.offset, ..FitSettings::default() };
+            let settings = FitSettings { offset: settings.starting_offset, ..FitSettings::default() };
             match fit_link(target, &settings, &mut watch) {
                 Ok(found) => fit = Some((found, settings)),
                 Err(e) => result = Err(e),
@@ -275,7 +311,7 @@ impl Validate {
         }
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
-        let (device, notes) = (target.name.clone(), target.notes.clone());
+        let (device, notes, no_effect) = (target.name.clone(), target.notes.clone(), self.no_effect());
         // Waits for transfers that a hung device has not completed, and counts the buffers that it keeps.
         drop(target);
         let held = dmalane::file::quarantined_bytes();
@@ -284,7 +320,7 @@ impl Validate {
             n => signals.mark(failure).cause(format!("the kernel still holds {n} bytes of buffers")),
         });
         let complete = failed.is_none();
-        let outcome = Outcome { device, notes, settings, report, fit, spreads, complete };
+        let outcome = Outcome { device, notes, no_effect, settings, report, fit, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, plot.as_ref())?;
         }
@@ -315,7 +351,7 @@ impl Validate {
         match (self.format.json, self.format.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
-            _ => output::print(&report::text(outcome, path, self.format.verbose))?,
+            _ => output::print(&report::text(outcome, path, self.format.verbose, self.mb))?,
         }
         drawn.unwrap_or(Ok(()))
     }
@@ -359,6 +395,11 @@ impl Validate {
         if let Some(option) = given(&file).filter(|_| !takes("file")) {
             return Err(Failure::usage(format!("{option} is for a file: -d file:PATH")));
         }
+        if let Some(index) = self.ring_size_index {
+            let entries = "--ring-size sets the entries of a card's rings";
+            return Err(Failure::usage(format!("{} has no table of ring sizes, so no entry {index}", self.device))
+                .hint(if takes("ring") { entries } else { "leave --ring-size-index out" }));
+        }
         if self.emulate.is_some() && !takes("workers") {
             return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
         }
@@ -400,7 +441,9 @@ impl Validate {
                 Some(sweep) => sweep.iter().collect(),
                 None => vec![self.buffer_size.bytes()],
             },
-            offset: self.offset.map_or(0, Size::bytes),
+            starting_offset: self.starting_offset.map_or(0, Size::bytes),
+            stride: self.offset.map(Size::bytes),
+            region_stride: self.channel_region_stride.map(Size::bytes),
             phases: match (self.ddr_only, self.hbm_only) {
                 (true, _) => vec![Phase::Ddr],
                 (_, true) => vec![Phase::Hbm],
@@ -408,12 +451,35 @@ impl Validate {
             },
             channels: self.mm_channel.clone(),
             allocation: self.channel_allocation,
-            stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
+            stop: self.stop(),
             raw: self.raw_transfer_test,
             directions: chosen.iter().filter(|(chosen, _)| all || *chosen).map(|(_, directions)| *directions).collect(),
             registered: !self.unregistered,
             pages: self.pages.clone(),
         }
+    }
+
+    /// When a figure has been measured for long enough.
+    fn stop(&self) -> Stop {
+        match (self.bandwidth_duration, self.bandwidth_iterations.or(self.iterations)) {
+            (Some(time), _) if !time.is_zero() => Stop::For(time),
+            (Some(_), n) => Stop::After(n.unwrap_or(1)),
+            (None, n) => n.map_or(Stop::For(self.duration), Stop::After),
+        }
+    }
+
+    /// Options that were given and change nothing, with the reason.
+    fn no_effect(&self) -> Vec<String> {
+        let timed = self.bandwidth_duration.is_some_and(|time| !time.is_zero());
+        let all = [
+            (self.no_reset, "--no-reset: no device is ever reset"),
+            (
+                self.channel_region_stride.is_some() && self.channel_allocation != Allocation::Paired,
+                "--channel-region-stride: only --channel-allocation paired has two regions",
+            ),
+            (timed && self.bandwidth_iterations.is_some(), "--bandwidth-iterations: --bandwidth-duration is not 0"),
+        ];
+        all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
     /// The device to measure, and the device whose limits --fit finds.
@@ -433,7 +499,7 @@ impl Validate {
     /// The treatment of the contents of a device that is made of files.
     fn contents(&self) -> Contents {
         let is_char = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|m| m.file_type().is_char_device());
-        let named = self.offset.is_some() && self.device_files().iter().any(is_char);
+        let named = self.starting_offset.is_some() && self.device_files().iter().any(is_char);
         match (self.overwrite, self.restore) {
             (_, true) => Contents::Restore,
             (true, _) => Contents::Overwrite,
@@ -475,15 +541,32 @@ impl Validate {
     /// The error with what helps against it. ValidateSettings that the device cannot have are usage errors.
     fn failure(&self, error: ValidateError) -> Failure {
         let hint = self.hint(&error);
-        let usage = matches!(error, ValidateError::Bad { .. } | ValidateError::NoChannel { .. });
+        let usage = matches!(
+            error,
+            ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
+        );
         let failure = Failure::from(error).status(if usage { USAGE } else { 1 });
         hint.into_iter().fold(failure, Failure::hint)
     }
 
     fn hint(&self, error: &ValidateError) -> Option<String> {
         use ValidateError as E;
-        let (offset, threads) = (self.offset.map_or(0, Size::bytes), u64::from(self.threads));
+        let (offset, threads) = (self.starting_offset.map_or(0, Size::bytes), u64::from(self.threads));
         Some(match error {
+            E::TooSmall { .. } if self.settings().is_positional() => {
+                let region = match self.channel_allocation {
+                    Allocation::Paired => ", --channel-region-stride",
+                    Allocation::Auto => "",
+                };
+                format!(
+                    "buffers lie at 2 x {threads} positions: fewer threads (-j), or other values of --buffer-size, \
+                         --offset, --starting-offset{region}"
+                )
+            }
+            E::ChannelCount { positions, .. } => {
+                let half = positions / 2;
+                format!("thread N reads at position 2N and writes at 2N+1; one direction alone uses the first {half}")
+            }
             E::TooSmall { needed, have, memory } => {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 let grow = match (self.device.kind().name, *memory) {
@@ -497,7 +580,7 @@ impl Validate {
                     _ => "a device with more memory".to_owned(),
                 };
                 let smaller = match room {
-                    0 if offset > 0 => "a smaller --offset".to_owned(),
+                    0 if offset > 0 => "a smaller --starting-offset".to_owned(),
                     0 => "smaller buffers".to_owned(),
                     room => format!("--buffer-size {}", Size::from(room)),
                 };
@@ -506,7 +589,7 @@ impl Validate {
             E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
             E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),
             E::Lost(_) => {
-                "name the first address that may be overwritten with --offset SIZE, or --overwrite for all of them"
+                "name the first address that may be overwritten with --starting-offset SIZE, or --overwrite for all"
                     .to_owned()
             }
             E::HoldsData(_) => {
@@ -566,6 +649,14 @@ fn seconds(text: &str) -> Result<Duration, String> {
     match seconds > 0.0 && seconds <= 3600.0 {
         true => Duration::try_from_secs_f64(seconds).map_err(|_| bad.to_owned()),
         false => Err(bad.to_owned()),
+    }
+}
+
+/// As [`seconds`], or 0 for none.
+fn seconds_or_none(text: &str) -> Result<Duration, String> {
+    match text.parse() {
+        Ok(0.0) => Ok(Duration::ZERO),
+        _ => seconds(text),
     }
 }
 

@@ -28,6 +28,7 @@ const SHORTER: &[(&str, &str)] = &[
     ("--sample 1GiB", "--sample 8MiB"),
     ("--sample 64MiB", "--sample 8MiB"),
     ("--buffer-size 64MiB", "--buffer-size 64KiB"),
+    ("--offset 64MiB", "--offset 64KiB"),
     ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
 ];
 

@@ -40,7 +40,7 @@ fn ok(args: &[&str]) -> String {
 
 fn json(args: &[&str]) -> Value {
     let value: Value = serde_json::from_str(&ok(&[args, &["--json"]].concat())).unwrap();
-    assert_eq!((&value["schema"], &value["command"], &value["passed"]), (&3.into(), &"validate".into(), &true.into()));
+    assert_eq!((&value["schema"], &value["command"], &value["passed"]), (&4.into(), &"validate".into(), &true.into()));
     value
 }
 
@@ -118,8 +118,8 @@ fn every_option_does_what_it_says() {
     assert_eq!(with(&["--registered", "--ddr-only"])["settings"]["registered"], true);
     assert_eq!(with(&["--raw-transfer-test"])["settings"]["raw"], true);
     assert_eq!(with(&["--channel-allocation", "paired"])["settings"]["allocation"], "paired");
-    assert_eq!(with(&["--offset", "1MiB"])["settings"]["offset"], 1 << 20);
-    for channels in ["auto", "0", "1", "1,0"] {
+    assert_eq!(with(&["--starting-offset", "1MiB"])["settings"]["starting_offset"], 1 << 20);
+    for channels in ["auto", "0", "1", "0,1,0,1", "0,0,1,auto"] {
         assert!(!figures(&with(&["--mm-channel", channels])).is_empty());
     }
     assert!(
@@ -134,6 +134,59 @@ fn every_option_does_what_it_says() {
     let both = json(&["--read", "--ddr-only", "--pages", "4k,2m"]);
     let skipped = both["skipped"].as_array().unwrap().len();
     assert_eq!(figures(&both).len() + skipped, 2, "figures on both kinds of pages, or why not: {both}");
+}
+
+#[test]
+fn options_of_v80_smi_mean_the_same() {
+    let with = |args: &[&str]| json(&[args, &["--pages", "4k", "--ddr-only"]].concat());
+    let placed = with(&["--offset", "512KiB", "--starting-offset", "4KiB", "--mm-channel", "0,1,0,1", "-R"]);
+    let settings = &placed["settings"];
+    assert_eq!((&settings["offset"], &settings["starting_offset"]), (&(512 << 10).into(), &4096.into()));
+    assert_eq!(settings["channels"], serde_json::json!([0, 1, 0, 1]));
+    assert!(placed["no_effect"][0].as_str().unwrap().contains("no device is ever reset"), "{placed}");
+    // Reading has a buffer a thread, both at once two: N threads and 2 N.
+    let buffers = |way: usize, rate: &str| figures(&placed)[way][rate]["buffers"].clone();
+    assert_eq!((buffers(0, "read"), buffers(2, "read"), buffers(2, "write")), (4.into(), 4.into(), 4.into()));
+    assert_eq!((&placed["integrity"][0]["ok"], &placed["integrity"][0]["threads"]), (&4.into(), &4.into()));
+    let paired = with(&["--channel-allocation", "paired", "--channel-region-stride", "1MiB", "--raw-transfer-test"]);
+    assert_eq!(paired["settings"]["channel_region_stride"], 1 << 20);
+    let ignored = with(&["--channel-region-stride", "1MiB"]);
+    assert!(ignored["no_effect"][0].as_str().unwrap().contains("only --channel-allocation paired"), "{ignored}");
+    // --bandwidth-duration goes before --bandwidth-iterations, unless it is 0.
+    let stops = |args: &[&str]| {
+        let all: Vec<_> = ["-j", "1", "--buffer-size", "4KiB", "--read", "--ddr-only", "--pages", "4k", "--json"]
+            .into_iter()
+            .chain(args.iter().copied())
+            .collect();
+        let output = run(&all);
+        assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+        let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (value["settings"]["iterations"].as_u64(), value["settings"]["duration_s"].as_f64())
+    };
+    assert_eq!(stops(&["--bandwidth-iterations", "3"]), (Some(3), None));
+    assert_eq!(stops(&["--bandwidth-duration", "0"]), (Some(1), None));
+    assert_eq!(stops(&["--bandwidth-duration", "0", "--bandwidth-iterations", "2"]), (Some(2), None));
+    assert_eq!(stops(&["--bandwidth-duration", "0.01", "--bandwidth-iterations", "2"]), (None, Some(0.01)));
+    assert_eq!(stops(&["--duration", "0.01"]), (None, Some(0.01)));
+}
+
+#[test]
+fn both_units_are_printed_and_named() {
+    let table = ok(&["--pages", "4k", "--ddr-only", "--mb"]);
+    let (_, units) = table.split_once("MB/s of 2^20 bytes (v80-smi), then MB/s of 10^6 bytes").expect(&table);
+    let line = units.lines().find(|line| line.starts_with("DDR") && line.contains(" both ")).unwrap();
+    let numbers: Vec<f64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    let [_buffer, read, write, total, read_6, write_6, total_6] = numbers[..] else { panic!("{line}") };
+    for (binary, decimal) in [(read, read_6), (write, write_6), (total, total_6)] {
+        assert!((decimal / binary / 1.048_576 - 1.0).abs() < 1e-3, "{line}");
+    }
+    assert!((read + write - total).abs() < 0.02, "{line}");
+    assert!(table.lines().all(|line| line.chars().count() <= 100), "{table}");
+    let one = json(&["--pages", "4k", "--ddr-only", "--read"]);
+    let rate = &figures(&one)[0]["read"];
+    let of = |unit: &str| rate[unit].as_f64().unwrap();
+    assert!((of("mib_per_s") * 1_048_576.0 / of("bytes_per_s") - 1.0).abs() < 1e-4, "{rate}");
+    assert!((of("mb_per_s") * 1e6 / of("bytes_per_s") - 1.0).abs() < 1e-4, "{rate}");
 }
 
 #[test]
@@ -262,7 +315,7 @@ fn a_killed_run_loses_nothing() {
 
 #[test]
 fn a_character_device_needs_to_be_asked_for() {
-    for consent in [&["--offset", "0"][..], &["--overwrite"]] {
+    for consent in [&["--starting-offset", "0"][..], &["--overwrite"]] {
         let all = quick(&[&["-d", "file:/dev/zero"], consent].concat());
         let output = run(&all.iter().map(String::as_str).collect::<Vec<_>>());
         assert!(text(&output.stderr).contains("integrity check failed"), "{}", text(&output.stderr));
@@ -292,6 +345,13 @@ fn a_bad_command_line_is_explained() {
         (&["--buffer-size", "0"], "not from 4KiB to 1GiB"),
         (&["--buffer-size", "2GiB"], "not from 4KiB to 1GiB"),
         (&["--offset", "1"], "not a multiple of 4KiB"),
+        (&["--offset", "32KiB"], "less than a buffer, so buffers would overlap"),
+        (&["--starting-offset", "1"], "not a multiple of 4KiB"),
+        (&["--channel-allocation", "paired", "--channel-region-stride", "0"], "not a multiple of 4 KiB above 0"),
+        (&["--ring-size-index", "11"], "soft has no table of ring sizes, so no entry 11"),
+        (&["--ring-size-index", "16"], "not a whole number from 0 to 15"),
+        (&["--bandwidth-iterations", "1", "--duration", "1"], "cannot be used with"),
+        (&["--bandwidth-duration", "-1"], "not a number of seconds above 0"),
         (&["--sweep", "4KiB,64KiB,MUL1"], "never ends"),
         (&["--sweep", "4KiB,64KiB,ADD0"], "never ends"),
         (&["--sweep", "0,64KiB,MUL"], "never ends"),
@@ -327,7 +387,8 @@ fn a_bad_command_line_is_explained() {
         (&["--ring-size", "-1"], "unexpected argument"),
         (&["--ring-size", "many"], "not a power of two from 2 to 65536"),
         (&["--mm-channel", "2"], "no channel 2"),
-        (&["--mm-channel", "0,0"], "named twice"),
+        (&["--mm-channel", "0,1"], "2 channels for 4 buffer positions"),
+        (&["--mm-channel", "0,1,0,2"], "no channel 2"),
         (&["-d", &file, "--mm-channel", "1"], "no channel 1, it has 1"),
     ] {
         let said = complains(args, 2);
@@ -349,7 +410,13 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
             "--buffer-size 2MiB, fewer threads (-j), or --card-ddr 16MiB",
         ),
         (&["--buffer-size", "4MiB", "--hbm-only"], "HBM has 8388608 bytes", hint),
-        (&["--offset", "8MiB", "--ddr-only"], "DDR has 8388608 bytes", "a smaller --offset"),
+        (&["--starting-offset", "8MiB", "--ddr-only"], "DDR has 8388608 bytes", "a smaller --starting-offset"),
+        (&["--offset", "4MiB", "--ddr-only"], "DDR has 8388608 bytes", "buffers lie at 2 x 2 positions"),
+        (
+            &["--channel-allocation", "paired", "--offset", "4MiB"],
+            "the region of a channel has 4194304",
+            "--channel-region-stride",
+        ),
         (&["-d", &device], "has 98304 bytes", "--buffer-size 24KiB, fewer threads (-j), or a file of 262144 bytes"),
         (&["-d", &large, "--probe-at", "0"], "cannot probe at 0x0", "hint: for example --probe-at 1MiB"),
         (&["-d", &large, "--probe-at", "1MiB"], "the device ends at 0x100000", "hint: for example"),

@@ -27,13 +27,17 @@ struct Json<'a> {
     reference: &'a str,
     plot: Option<String>,
     skipped: &'a [String],
+    no_effect: &'a [String],
     fit: Option<JsonFit>,
 }
 
 #[derive(Serialize)]
 struct JsonSettings {
     threads: usize,
-    offset: u64,
+    starting_offset: u64,
+    offset: Option<u64>,
+    channel_region_stride: Option<u64>,
+    channels: Vec<Option<usize>>,
     allocation: &'static str,
     raw: bool,
     registered: bool,
@@ -69,6 +73,8 @@ struct JsonFigure {
 #[derive(Serialize)]
 struct JsonRate {
     bytes_per_s: f64,
+    mb_per_s: f64,
+    mib_per_s: f64,
     p50_us: f64,
     p99_us: f64,
     buffers: u64,
@@ -119,16 +125,31 @@ fn pages(pages: Pages) -> &'static str {
     }
 }
 
+/// 10^6 bytes.
+const MB: f64 = 1e6;
+/// 2^20 bytes: what v80-smi calls MB.
+const MIB: f64 = (1u64 << 20) as f64;
+
+fn hundredths(value: f64) -> f64 {
+    (value * 100.0).round() / 100.0
+}
+
 fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
 
 pub fn json<'a>(outcome: &'a Outcome, plot: Option<&Path>) -> impl Serialize + use<'a> {
     let Outcome { settings, report, .. } = outcome;
-    let rate =
-        |r: &Rate| JsonRate { bytes_per_s: r.bytes_per_s, p50_us: us(r.p50), p99_us: us(r.p99), buffers: r.buffers };
+    let rate = |r: &Rate| JsonRate {
+        bytes_per_s: r.bytes_per_s,
+        mb_per_s: hundredths(r.bytes_per_s / MB),
+        mib_per_s: hundredths(r.bytes_per_s / MIB),
+        p50_us: us(r.p50),
+        p99_us: us(r.p99),
+        buffers: r.buffers,
+    };
     Json {
-        schema: 3,
+        schema: 4,
         command: "validate",
         device: &outcome.device,
         notes: &outcome.notes,
@@ -136,7 +157,10 @@ pub fn json<'a>(outcome: &'a Outcome, plot: Option<&Path>) -> impl Serialize + u
         complete: outcome.complete,
         settings: JsonSettings {
             threads: settings.threads,
-            offset: settings.offset,
+            starting_offset: settings.starting_offset,
+            offset: settings.stride,
+            channel_region_stride: settings.region_stride,
+            channels: settings.channels.entries().to_vec(),
             allocation: match settings.allocation {
                 Allocation::Auto => "auto",
                 Allocation::Paired => "paired",
@@ -185,6 +209,7 @@ pub fn json<'a>(outcome: &'a Outcome, plot: Option<&Path>) -> impl Serialize + u
         reference: report.reference,
         plot: plot.map(|path| path.to_string_lossy().into_owned()),
         skipped: &report.left_out,
+        no_effect: &outcome.no_effect,
         fit: outcome.fit.as_ref().map(|(fit, settings)| JsonFit {
             noise: settings.noise,
             points: fit.points.iter().map(|p| p.flows.iter().map(flow).collect()).collect(),
@@ -272,7 +297,7 @@ pub fn csv(outcome: &Outcome) -> String {
 }
 
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
-pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool) -> String {
+pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool, mb: bool) -> String {
     let Outcome { settings, report, .. } = outcome;
     let mut out = answer(outcome);
     let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
@@ -292,9 +317,16 @@ pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool) -> String {
         out += "\nGB/s of all threads together; us for one buffer, from a histogram with a resolution of 1 %\n";
         out += &figures(outcome);
         out += &wrap(&format!("reference (ref): {}", report.reference), 2);
+        if mb {
+            out += "\nMB/s of 2^20 bytes (v80-smi), then MB/s of 10^6 bytes; pages as in the table above\n";
+            out += &megabytes(outcome);
+        }
     }
     if !outcome.complete {
         out += "incomplete: see the error\n";
+    }
+    for option in &outcome.no_effect {
+        out += &wrap(&format!("no effect: {option}"), 2);
     }
     for left in &report.left_out {
         out += &wrap(&format!("not measured: {}", plain(left)), 2);
@@ -391,6 +423,35 @@ fn figures(outcome: &Outcome) -> String {
                 (Some(_), None) => "these".to_owned(),
                 (None, _) => none(),
             },
+        ]);
+    }
+    table.text()
+}
+
+/// The figures of the table in both units that are called MB/s.
+fn megabytes(outcome: &Outcome) -> String {
+    let head = ["memory", "buffer", "dir", "Read", "Write", "Total", "| Read", "Write", "Total"];
+    let mut table = Table::new("lrlrrrrrr", head);
+    let figures = &outcome.report.figures;
+    for figure in figures {
+        let same = |f: &&Figure| (f.phase, f.buffer, f.directions) == (figure.phase, figure.buffer, figure.directions);
+        if figure.pages == Pages::Huge && figures.iter().filter(same).any(|f| f.pages == Pages::Small) {
+            continue;
+        }
+        let cell = |rate: Option<f64>, unit: f64| rate.map_or("-".to_owned(), |rate| format!("{:.2}", rate / unit));
+        let rates = [&figure.read, &figure.write].map(|rate| rate.as_ref().map(|r| r.bytes_per_s));
+        let [read, write] = rates;
+        let total = Some(figure.total());
+        table.row([
+            figure.phase.to_string(),
+            binary(figure.buffer),
+            direction(figure.directions).to_owned(),
+            cell(read, MIB),
+            cell(write, MIB),
+            cell(total, MIB),
+            format!("| {}", cell(read, MB)),
+            cell(write, MB),
+            cell(total, MB),
         ]);
     }
     table.text()
