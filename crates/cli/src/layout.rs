@@ -73,6 +73,11 @@ pub fn bottleneck<S: Display>(stages: impl Iterator<Item = (S, f64)>) -> String 
     }
 }
 
+/// A number of things that are called `what`, of which the plural takes an s.
+pub fn count(n: usize, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+}
+
 /// Rows of cells in aligned columns.
 pub struct Table {
     /// `l` or `r` for each column: aligned to the left or to the right.

@@ -2,6 +2,7 @@
 
 mod commands;
 mod device;
+mod model;
 mod probe;
 mod progress;
 mod range;

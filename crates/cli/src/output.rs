@@ -16,7 +16,7 @@ pub fn print(text: &str) -> Result<(), Failure> {
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
-/// Writes `text` to stderr, as [`print`] writes it to stdout. A closed stderr is no error.
+/// Writes `text` to stderr, as [`print()`] writes it to stdout. A closed stderr is no error.
 pub fn print_beside(text: &str) {
     let _ = anstream::AutoStream::auto(io::stderr().lock()).write_all(text.as_bytes());
 }
@@ -151,7 +151,12 @@ pub fn not_stdout(path: PathBuf) -> Result<PathBuf, &'static str> {
     }
 }
 
-/// `text` without the control characters with which a file name could drive the terminal.
+/// `text` without the characters with which a file name could drive the terminal, or change the direction of the text
+/// around it.
 pub fn plain(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
+    let drives = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    text.chars().map(|c| if drives(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }

@@ -12,15 +12,15 @@ use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, Registrar};
 use dmalane_file::{How, Mode, Moved, Residency};
 use dmalane_load::OpenDevice;
-use dmalane_load::fill::{Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
+use dmalane_load::fill::{Cuts, Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
@@ -61,6 +61,9 @@ pub struct ReadOptions {
     pub threads: Option<usize>,
     /// Hash each buffer (XXH3-64) while its bytes are in the processor's cache.
     pub checksum: bool,
+    /// Hash the regions of each buffer too, as a [manifest](dmalane_load::Manifest::expect) has them. Only in
+    /// [`Read`].
+    pub cuts: Option<Arc<Cuts>>,
     /// Give up after this time.
     pub timeout: Option<Duration>,
     /// Refuse to allocate more bytes of memory than this.
@@ -77,6 +80,7 @@ impl Default for ReadOptions {
             block: 2 << 20,
             threads: None,
             checksum: false,
+            cuts: None,
             timeout: None,
             limit: None,
         }
@@ -353,6 +357,7 @@ fn read<'a>(
         },
         block: options.block as u64,
         checksum: options.checksum,
+        cuts: options.cuts.clone(),
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         ..FillOptions::default()
     };

@@ -7,7 +7,7 @@ use dmalane_device::{MemoryError, SpaceError};
 use dmalane_queue::OpError;
 use thiserror::Error;
 
-use crate::FormatError;
+use crate::{Difference, FormatError};
 
 /// Reason why a load, a verification or a save failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]
@@ -143,6 +143,20 @@ pub enum Error {
         /// The same place in the file.
         at: FileOffset,
     },
+    /// Files differ from their manifest.
+    #[error("{}", differs(differences))]
+    Differs {
+        /// Where, in the order of the files and their bytes; at least one.
+        differences: Vec<Difference>,
+    },
+}
+
+fn differs(differences: &[Difference]) -> String {
+    let first = differences.first().map_or_else(String::new, Difference::to_string);
+    match differences.len() {
+        0 | 1 => first,
+        n => format!("{first}, and {} more differences", n - 1),
+    }
 }
 
 fn in_tensor(tensor: &Option<String>) -> String {

@@ -10,7 +10,7 @@ use dmalane_queue::{OpError, Queue};
 
 use crate::clock::{Clocks, Stage};
 use crate::fill::{self, Event, FillError, FillOptions, Job, Memory, Sink};
-use crate::{Error, Input, Loaded, LoadedFile, Model, OpenDevice, Report};
+use crate::{Error, Expected, Input, Loaded, LoadedFile, Manifest, Model, OpenDevice, Report};
 
 impl OpenDevice {
     /// Loads files: when this returns, every tensor is on the device and bound, for reading, at its own device virtual
@@ -27,10 +27,32 @@ impl OpenDevice {
         placement: &Placement,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Loaded, Error> {
+        self.load_checked(inputs, placement, &Manifest::default(), progress)
+    }
+
+    /// As [`OpenDevice::load`]: hashes the regions of the files as their bytes arrive, and compares them with a
+    /// manifest. An empty manifest is none.
+    ///
+    /// # Errors
+    /// As of [`OpenDevice::load`], and [`Error::Differs`]; then nothing stays on the device.
+    pub fn load_checked<S: Queue<Addr = FileOffset>>(
+        &mut self,
+        inputs: &mut [Input<S>],
+        placement: &Placement,
+        manifest: &Manifest,
+        progress: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<Loaded, Error> {
+        let expected = match manifest.files.is_empty() {
+            true => Expected::default(),
+            false => {
+                let lens = inputs.iter().map(Input::len).collect::<Result<Vec<u64>, _>>()?;
+                manifest.expect(inputs.iter().map(|input| &*input.path).zip(lens))?
+            }
+        };
         let mut files = self.place_files(inputs, placement)?.files;
         let resident_before = self.resident.see();
         let start = Instant::now();
-        let result = self.stream(inputs, &mut files, progress);
+        let result = self.stream(inputs, &mut files, &expected, progress);
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
         let (clocks, transfers) = match result {
@@ -88,6 +110,7 @@ impl OpenDevice {
         &mut self,
         inputs: &mut [Input<S>],
         files: &mut [LoadedFile],
+        expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<(Clocks, u64), Error> {
         let lens: Vec<u64> = files.iter().map(|f| f.model.len).collect();
@@ -122,7 +145,8 @@ impl OpenDevice {
             _ => ControlFlow::Continue(()),
         };
         let (checksum, timeout) = (*checksum, *timeout);
-        let options = FillOptions { block: u64::MAX, checksum, timeout, ..FillOptions::default() };
+        let cuts = expected.cuts();
+        let options = FillOptions { block: u64::MAX, checksum, cuts, timeout, ..FillOptions::default() };
         let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
         let mut workers = workers(inputs);
         let job = Job::whole(&lens);
@@ -138,8 +162,9 @@ impl OpenDevice {
                 return Err(Error::Changed { path: file.path.clone(), before, now });
             }
         }
-        for (file, checksum) in files.iter_mut().zip(done.checksums) {
-            file.checksum = checksum;
+        expected.check(done.hashes.iter().map(|hashes| &*hashes.digests))?;
+        for (file, hashes) in files.iter_mut().zip(done.hashes) {
+            file.checksum = hashes.checksum;
         }
         done.clocks.add(binds);
         Ok((done.clocks, transfers))
@@ -147,7 +172,7 @@ impl OpenDevice {
 }
 
 /// A worker for each queue that every input has.
-fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
+pub(crate) fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
     let more = inputs.iter().map(|input| input.more.len()).min().unwrap_or(0);
     let mut workers: Vec<Vec<&mut S>> = (0..=more).map(|_| Vec::new()).collect();
     for input in inputs {

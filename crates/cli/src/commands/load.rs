@@ -15,18 +15,19 @@ use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::container::model_files;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Output, ReferenceRates};
+use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
-use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
+use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as};
 
 use crate::device::{self, CHUNK, card_memory};
 use crate::failure::Failure;
+use crate::model::{self, cannot_open};
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{Size, between};
-use crate::source::{self, Source};
+use crate::source;
 use record::Recording;
 use room::Room;
 
@@ -40,6 +41,7 @@ Examples:
   dmalane load model.gguf --list
   dmalane load model.safetensors --tensors '*.bias' --save biases.safetensors
   dmalane load model.safetensors --dry-run --list
+  dmalane load model.safetensors --manifest weights.manifest     check while loading
   zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors
@@ -96,6 +98,10 @@ pub struct Load {
     /// Read every tensor back through the device's MMU and compare it with the file
     #[arg(long)]
     verify: bool,
+
+    /// Compare the files with this manifest while they are loaded; `dmalane manifest` makes it
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["sample", "dry_run"])]
+    manifest: Option<PathBuf>,
 
     /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
     /// file system supports it]
@@ -215,6 +221,8 @@ struct Outcome {
     /// The times of all runs.
     runs: output::Runs,
     verified: bool,
+    /// The manifest that the files were compared with.
+    manifest: Option<PathBuf>,
     /// The files that were written.
     saved: Vec<PathBuf>,
     recorded: Option<PathBuf>,
@@ -250,7 +258,7 @@ impl Load {
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let files = self.files.iter().map(|path| self.open(path)).collect::<Result<_, _>>()?;
+        let files = self.files.iter().map(|path| model::open(path, self.file_options())).collect::<Result<_, _>>()?;
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
@@ -267,14 +275,15 @@ impl Load {
         if !outputs.save.is_empty() {
             inputs.iter().try_for_each(can_be_saved)?;
         }
+        let manifest = model::manifest(self.manifest.as_deref())?;
         let mut runs = Vec::new();
         for _ in 1..self.repeat {
-            runs.push(self.load_onto(&mut device, &room, &mut inputs, None)?);
+            runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, None)?);
             // A device may be open once.
             drop(device);
             device = device::open(&self.device, &options)?;
         }
-        runs.push(self.load_onto(&mut device, &room, &mut inputs, Some(&outputs))?);
+        runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
         let references = match self.format.verbose {
             true => Some(
                 device
@@ -292,6 +301,7 @@ impl Load {
             run: runs.swap_remove(median),
             runs: times,
             verified: self.verify,
+            manifest: self.manifest,
             saved: paths(&outputs.save),
             recorded: self.record.clone(),
             references,
@@ -379,6 +389,7 @@ impl Load {
         device: &mut OpenDevice,
         room: &Room<'_>,
         inputs: &mut [Input<FileQueue>],
+        manifest: &Manifest,
         outputs: Option<&Outputs>,
     ) -> Result<Run, Failure> {
         let bytes = |inputs: &[Input<FileQueue>]| {
@@ -389,8 +400,9 @@ impl Load {
         let before = device.counters().touched;
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(bytes(inputs));
-        let result = device.load(inputs, &self.placement, &mut |n| bar.advance(n));
-        let mut loaded = result.map_err(|e| room.load_failure(&e, inputs))?;
+        let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
+        let refused = |e| model::differs("nothing was loaded", &e).unwrap_or_else(|| room.load_failure(&e, inputs));
+        let mut loaded = result.map_err(refused)?;
         bar.finish();
         let counters = device.counters();
         let iommu = counters.iommu;
@@ -427,18 +439,6 @@ impl Load {
             (_, true) => Mode::Direct,
             _ => Mode::Auto,
         })
-    }
-
-    fn open(&self, path: &PathBuf) -> Result<Input<FileQueue>, Failure> {
-        let source = Source::open(path)?;
-        let input = match source.is_stdin() || !source.has_size() {
-            true => {
-                let Source { file, path, .. } = source.with_size()?;
-                open_as(file, path, self.file_options())
-            }
-            false => open_file(path, self.file_options()),
-        };
-        input.map_err(cannot_open)
     }
 
     /// The files, or the sample that was asked for instead, if it fits the card.
@@ -504,19 +504,6 @@ fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
             Err(Failure::new(why).hint("safetensors and raw files can be saved"))
         }
         _ => Ok(()),
-    }
-}
-
-/// The error with the path in its first line, once.
-fn cannot_open(error: dmalane::file::Error) -> Failure {
-    match &error {
-        dmalane::file::Error::Open { path, source } => {
-            Failure::because(format!("cannot open {}", path.display()), source)
-        }
-        dmalane::file::Error::NoDirect { .. } => {
-            Failure::from(error).hint("without --direct it is read through the page cache")
-        }
-        _ => error.into(),
     }
 }
 

@@ -7,8 +7,10 @@ mod doctor;
 mod inspect;
 mod iopt;
 mod load;
+mod manifest;
 mod read;
 mod validate;
+mod verify;
 mod vm;
 
 use std::process::ExitCode;
@@ -42,6 +44,8 @@ commands! {
     load::Load,
     read::Read,
     inspect::Inspect,
+    manifest::Manifest,
+    verify::Verify,
     validate::Validate,
     doctor::Doctor,
     devices::Devices,

@@ -15,11 +15,13 @@ use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
+use dmalane::load::{Expected, Manifest};
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
 
 use crate::device::{self as opening, LARGE_HOST, card_memory};
 use crate::failure::Failure;
+use crate::model;
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
@@ -152,6 +154,10 @@ pub struct Read {
     #[arg(long)]
     no_checksum: bool,
 
+    /// Compare the files with this manifest while they are read; `dmalane manifest` makes it
+    #[arg(long, value_name = "FILE", conflicts_with = "range")]
+    manifest: Option<PathBuf>,
+
     /// Read N times, each into new memory, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
@@ -188,6 +194,8 @@ struct Outcome {
     device: Option<DeviceSpec>,
     /// True when the data on the device was read back and compared.
     verified: bool,
+    /// The manifest that the files were compared with.
+    manifest: Option<PathBuf>,
 }
 
 /// Results of one run.
@@ -214,12 +222,13 @@ impl Read {
         source::check(&self.files)?;
         let picked = self.pick_heap()?;
         let sources = self.sources()?;
+        let manifest = model::manifest(self.manifest.as_deref())?;
         let receiver = self.export.receiver()?;
         let (mut runs, mut buffers) = (Vec::new(), Vec::new());
         for _ in 0..self.repeat {
             // Every run gets new memory, without that of the run before.
             buffers.clear();
-            let (run, filled) = self.once(&*picked.heap, &sources)?;
+            let (run, filled) = self.once(&*picked.heap, &sources, &manifest)?;
             runs.push(run);
             buffers = filled;
         }
@@ -231,7 +240,7 @@ impl Read {
         let walls: Vec<_> = runs.iter().map(|run| run.report.wall).collect();
         let (times, median) = output::Runs::of(&walls);
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
-        let outcome = Outcome { picked, run, runs: times, device, verified };
+        let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest };
         let output::Format { verbose, json, csv, .. } = self.format;
         let text = match (json, csv) {
             (true, _) => output::json(&report::json(&outcome))?,
@@ -256,6 +265,7 @@ impl Read {
     /// The files. A file without a size that is not read once from front to back is copied first.
     fn sources(&self) -> Result<Vec<ReadSource>, Failure> {
         let once = self.repeat == 1 && self.files.len() == 1 && !self.map && self.device.is_none();
+        let once = once && self.manifest.is_none();
         let open = |path: &PathBuf| {
             let source = Source::open(path)?;
             let Source { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
@@ -265,10 +275,25 @@ impl Read {
     }
 
     /// Reads once, and checks what a device got. Gives the buffers too.
-    fn once(&self, heap: &dyn dmalane::dma::Heap, sources: &[ReadSource]) -> Result<(Run, Vec<FilledBuf>), Failure> {
+    fn once(
+        &self,
+        heap: &dyn dmalane::dma::Heap,
+        sources: &[ReadSource],
+        manifest: &Manifest,
+    ) -> Result<(Run, Vec<FilledBuf>), Failure> {
         let bar = Progress::new("read", self.format.shows_progress());
-        let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(heap, sources, &bar)?;
+        let differs = |e| model::differs("the read failed", &e).unwrap_or_else(|| e.into());
+        let expected = match manifest.files.is_empty() {
+            true => Expected::default(),
+            false => {
+                let sizes = sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>().map_err(failure)?;
+                manifest.expect(sources.iter().map(|source| &*source.path).zip(sizes)).map_err(differs)?
+            }
+        };
+        let options = ReadOptions { cuts: expected.cuts(), ..self.options() };
+        let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(heap, sources, options, &bar)?;
         bar.finish();
+        expected.check(filled.buffers.iter().map(FilledBuf::digests)).map_err(differs)?;
         if let Some(mut target) = target.filter(|_| self.verify) {
             target.verify(&filled)?;
         }
@@ -303,6 +328,7 @@ impl Read {
             block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
             checksum: !self.no_checksum,
+            cuts: None,
             timeout: self.timeout,
             limit: self.limit.map(Size::bytes),
         }
@@ -337,8 +363,13 @@ impl Read {
         Ok(Picked { heap, passed_over: Vec::new() })
     }
 
-    fn read(&self, heap: &dyn dmalane::dma::Heap, sources: &[ReadSource], bar: &Progress) -> Result<Done, Failure> {
-        let options = self.options();
+    fn read(
+        &self,
+        heap: &dyn dmalane::dma::Heap,
+        sources: &[ReadSource],
+        options: ReadOptions,
+        bar: &Progress,
+    ) -> Result<Done, Failure> {
         let range = self.range.unwrap_or_default();
         if let [only] = sources
             && only.file.metadata().is_ok_and(|meta| source::is_stream(&meta.file_type()))

@@ -4,7 +4,8 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COMMANDS: [&str; 9] = ["load", "read", "inspect", "validate", "doctor", "devices", "iopt", "vm", "completions"];
+const COMMANDS: [&str; 11] =
+    ["load", "read", "inspect", "manifest", "verify", "validate", "doctor", "devices", "iopt", "vm", "completions"];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
@@ -200,6 +201,12 @@ fn every_field_is_documented() {
     let path = folder.join("f").to_str().unwrap().to_owned();
     keys(&json(&["read", &path, "--json", "--buffered"]), &mut words);
     keys(&json(&["read", &path, "--json", "-d", "soft"]), &mut words);
+    let manifest = folder.join("manifest").to_str().unwrap().to_owned();
+    assert!(run(&["manifest", &path, "-o", &manifest]).status.success());
+    keys(&json(&["verify", &path, "--manifest", &manifest, "--json"]), &mut words);
+    std::fs::write(folder.join("f"), vec![8; 3 << 20]).unwrap();
+    let different = run(&["verify", &path, "--manifest", &manifest, "--json"]);
+    keys(&serde_json::from_slice(&different.stdout).unwrap(), &mut words);
     let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
     keys(&json(&quick), &mut words);
     match run(&["inspect", &path, "--json"]) {

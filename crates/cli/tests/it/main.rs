@@ -6,6 +6,7 @@ mod dmalaned;
 mod examples;
 mod export;
 mod iopt;
+mod manifest;
 mod outputs;
 mod refused;
 mod validate;

@@ -4,5 +4,6 @@ mod alloc_read;
 mod binds;
 mod card_server;
 mod devices;
+mod manifest;
 mod path;
 mod read_to_device;

@@ -196,6 +196,12 @@ pub enum FormatError {
         /// The error.
         reason: String,
     },
+    /// A manifest does not parse, or contradicts itself.
+    #[error("bad manifest: {reason}")]
+    Manifest {
+        /// The error.
+        reason: String,
+    },
     /// A stand-in for a large file that was never downloaded.
     #[error("it is a Git LFS pointer to a file of {size} bytes, not that file; run: git lfs pull")]
     LfsPointer {

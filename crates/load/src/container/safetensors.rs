@@ -131,7 +131,7 @@ fn in_order<'a>(infos: &'a HashMap<String, &'a TensorInfo>) -> Vec<(&'a str, &'a
 /// Characters of a name or a reason that go into a message: headers are hostile, and may be one name of 100 MB.
 const SHORT: usize = 200;
 
-fn short(text: &str) -> String {
+pub(crate) fn short(text: &str) -> String {
     match text.char_indices().nth(SHORT) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text.to_owned(),

@@ -10,6 +10,7 @@
 //! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
 //! other.
 
+mod hash;
 mod job;
 mod memory;
 mod sink;
@@ -18,7 +19,7 @@ mod worker;
 
 use std::fmt;
 use std::ops::ControlFlow;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
@@ -26,6 +27,8 @@ use dmalane_dma::{BufferRef, PageBacking, SharedBuf, VolatileSlice};
 use dmalane_queue::{OpError, Queue, Refusal, Registered};
 use thiserror::Error;
 
+pub(crate) use hash::Hashes;
+pub use hash::{Cuts, Digest};
 pub use job::{BadJob, Extent, Job};
 pub use memory::{FillCached, Stays};
 pub(crate) use memory::{Memory, Staging};
@@ -45,6 +48,8 @@ pub struct FillOptions {
     pub block: u64,
     /// Hash each buffer (XXH3-64 over its bytes in order).
     pub checksum: bool,
+    /// Hash the regions of each buffer too; needs [`Cuts::ends`] for every buffer.
+    pub cuts: Option<Arc<Cuts>>,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
     /// Time to wait for reads in flight after a failure. Also the time in which a device may end nothing while a worker
@@ -56,7 +61,8 @@ pub struct FillOptions {
 impl Default for FillOptions {
     /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds.
     fn default() -> Self {
-        Self { chunk: 2 << 20, block: 2 << 20, checksum: false, deadline: None, timeout: Duration::from_secs(30) }
+        let (checksum, cuts, deadline) = (false, None, None);
+        Self { chunk: 2 << 20, block: 2 << 20, checksum, cuts, deadline, timeout: Duration::from_secs(30) }
     }
 }
 
@@ -203,12 +209,13 @@ pub struct FilledBuf {
     buf: SharedBuf,
     len: usize,
     checksum: Option<u64>,
+    digests: Vec<Digest>,
 }
 
 impl FilledBuf {
     /// A buffer that was filled by other means; `None` when it is shorter than `len`.
     pub fn new(buf: SharedBuf, len: usize, checksum: Option<u64>) -> Option<Self> {
-        (len <= buf.len()).then_some(Self { buf, len, checksum })
+        (len <= buf.len()).then_some(Self { buf, len, checksum, digests: Vec::new() })
     }
 
     /// Bytes that were asked for. The buffer may be a little longer; what follows is zero.
@@ -229,6 +236,11 @@ impl FilledBuf {
     /// XXH3-64 of the bytes, if that was asked for.
     pub fn checksum(&self) -> Option<u64> {
         self.checksum
+    }
+
+    /// The hashes of its regions, in order, if [`FillOptions::cuts`] asked for them.
+    pub fn digests(&self) -> &[Digest] {
+        &self.digests
     }
 
     /// The buffer, to be pinned, mapped or exported.
@@ -301,8 +313,11 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
         backing: done.whole.first().map(|buf| buf.backing().clone()),
         recycled: done.recycled,
     };
-    let buffers = done.whole.into_iter().zip(&job.buffers).zip(done.checksums);
-    let buffers = buffers.map(|((buf, len), checksum)| FilledBuf { buf, len: *len as usize, checksum });
+    let buffers = done.whole.into_iter().zip(&job.buffers).zip(done.hashes);
+    let buffers = buffers.map(|((buf, len), Hashes { checksum, digests })| {
+        let len = *len as usize;
+        FilledBuf { buf, len, checksum, digests }
+    });
     Ok(Filled { buffers: buffers.collect(), mappings: done.mappings, report })
 }
 

@@ -1,7 +1,6 @@
 //! The state that workers share: memory that is not taken yet, fragments that have arrived, and whether to go on.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::Hasher;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,8 +9,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, FileOffset};
 use dmalane_dma::{Absent, BufferSlice, Error, PageKind, Registrar, Reserved, SharedBuf};
 use dmalane_queue::Registered;
-use twox_hash::XxHash3_64;
 
+use super::hash::{Hasher, Hashes};
 use super::memory::{FillCached, Memory, Staging};
 use super::sink::{DeviceSink, Failed};
 use super::worker::NAP;
@@ -80,7 +79,7 @@ struct Arrived {
     /// By offset. While a fragment is being hashed or is with the sink, it is not here.
     fragments: BTreeMap<usize, Fragment>,
     len: usize,
-    hash: Option<XxHash3_64>,
+    hash: Option<Box<Hasher>>,
     /// Bytes hashed.
     hashed: usize,
 }
@@ -145,7 +144,7 @@ enum Taken {
 pub(crate) struct Done {
     /// The buffers; none of staging memory.
     pub whole: Vec<SharedBuf>,
-    pub checksums: Vec<Option<u64>>,
+    pub hashes: Vec<Hashes>,
     pub mappings: Vec<Vec<Registered>>,
     pub first_read: Option<Instant>,
     pub recycled: bool,
@@ -203,10 +202,10 @@ impl<'a, 'w> State<'a, 'w> {
                 Pages::Stays(reserved)
             }
         };
-        let arrived = |len: &u64| Arrived {
+        let arrived = |(buffer, len): (usize, &u64)| Arrived {
             fragments: BTreeMap::new(),
             len: *len as usize,
-            hash: options.checksum.then(|| XxHash3_64::with_seed(0)),
+            hash: Hasher::new(options, buffer).map(Box::new),
             hashed: 0,
         };
         let fresh = match &pages_of_job {
@@ -229,7 +228,7 @@ impl<'a, 'w> State<'a, 'w> {
             fresh,
             ahead: AtomicUsize::new(0),
             progress: Mutex::new(Progress {
-                buffers: job.buffers.iter().map(arrived).collect(),
+                buffers: job.buffers.iter().enumerate().map(arrived).collect(),
                 ready: BTreeSet::new(),
                 missing: job.extents.iter().map(|e| e.len).collect(),
                 done: 0,
@@ -478,7 +477,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Takes a fragment whose bytes are final. It is hashed first, if checksums are on, when its turn comes.
     fn settle(&self, fragment: Fragment) {
-        if !self.options.checksum {
+        if !Hasher::is_wanted(self.options) {
             return self.send(fragment);
         }
         let mut progress = self.progress();
@@ -602,9 +601,9 @@ impl<'a, 'w> State<'a, 'w> {
         if let Some((_, error)) = progress.failed {
             return Err(error);
         }
-        let (mut whole, mut checksums) = (Vec::new(), Vec::new());
+        let (mut whole, mut hashes) = (Vec::new(), Vec::new());
         for (buffer, arrived) in progress.buffers.into_iter().enumerate() {
-            checksums.push(arrived.hash.map(|hash| hash.finish()));
+            hashes.push(arrived.hash.map_or_else(Hashes::default, |hash| hash.finish()));
             if !self.stays {
                 continue;
             }
@@ -620,7 +619,7 @@ impl<'a, 'w> State<'a, 'w> {
         let mappings = self.mappings.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(Done {
             whole,
-            checksums,
+            hashes,
             mappings: mappings.into_iter().map(|of_buffer| of_buffer.into_values().collect()).collect(),
             first_read: progress.first_read,
             recycled: self.stays && self.fresh.contains(&false),

@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::Outcome;
 use crate::commands::doctor::HOST_BUFFERS;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, cut_front, good, terminal, wrap};
+use crate::layout::{Table, bottleneck, count, cut_front, good, terminal, wrap};
 use crate::output::{Runs, csv_line, plain};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -26,6 +26,7 @@ struct Json {
     wall_s: f64,
     bytes_per_s: f64,
     verified: bool,
+    manifest: Option<String>,
     verify_s: Option<f64>,
     bottleneck: Option<String>,
     #[serde(flatten)]
@@ -171,6 +172,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
         wall_s: wall,
         bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
         verified: o.verified,
+        manifest: o.manifest.as_ref().map(|path| path.to_string_lossy().into_owned()),
         verify_s: o.verified.then_some(r.verify_wall.as_secs_f64()),
         bottleneck: r.slowest().map(|s| s.stage.to_string()),
         runs: o.runs.clone(),
@@ -351,7 +353,12 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         binary(r.bytes),
         duration(r.wall),
         rate(r.bytes, r.wall),
-        if o.verified { format!(", {}", good("verified")) } else { String::new() },
+        match (o.verified, o.manifest.is_some()) {
+            (true, true) => format!(", {}, as in the manifest", good("verified")),
+            (true, false) => format!(", {}", good("verified")),
+            (false, true) => format!(", {}", good("as in the manifest")),
+            (false, false) => String::new(),
+        },
     );
     out += &o.runs.text();
     out.push('\n');
@@ -514,10 +521,6 @@ fn details(o: &Outcome) -> String {
 fn leaves(leaves: &[(PageSize, u64)]) -> String {
     let present: Vec<_> = leaves.iter().filter(|(_, n)| *n > 0).map(|(page, n)| format!("{n} x {page}")).collect();
     if present.is_empty() { "no leaves".to_owned() } else { format!("leaves {}", present.join(", ")) }
-}
-
-fn count(n: usize, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
 }
 
 #[cfg(test)]

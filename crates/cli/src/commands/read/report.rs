@@ -27,6 +27,7 @@ struct Json {
     stages: Vec<JsonStage>,
     memory: JsonMemory,
     device: Option<JsonDevice>,
+    manifest: Option<String>,
     files: Vec<JsonFile>,
 }
 
@@ -114,6 +115,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             mappings: o.run.mappings,
         },
         device: o.device.as_ref().map(|device| JsonDevice { name: device.to_string(), verified: o.verified }),
+        manifest: o.manifest.as_ref().map(|path| path.to_string_lossy().into_owned()),
         files: o
             .run
             .files
@@ -169,7 +171,12 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
         o.device.as_ref().map_or(String::new(), |device| format!(" and onto {}", plain(&device.to_string()))),
         duration(r.wall),
         rate(r.bytes, r.wall),
-        if o.verified { format!(", {}", good("verified")) } else { String::new() },
+        match (o.verified, o.manifest.is_some()) {
+            (true, true) => format!(", {}, as in the manifest", good("verified")),
+            (true, false) => format!(", {}", good("verified")),
+            (false, true) => format!(", {}", good("as in the manifest")),
+            (false, false) => String::new(),
+        },
     );
     out += &o.runs.text();
     if !r.stages.is_empty() {

@@ -1,0 +1,96 @@
+//! `dmalane manifest`: hashes of every tensor of a model.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use dmalane::load::Manifest as Hashes;
+
+use crate::failure::Failure;
+use crate::layout::count;
+use crate::model::ReadMode;
+use crate::output;
+use crate::progress::Progress;
+use crate::size::{binary, duration, rate};
+use crate::source;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane manifest model.safetensors -o model.manifest
+  dmalane manifest models/minilm --sha256 -o minilm.manifest     all shards of a model
+  dmalane manifest model.gguf
+  dmalane verify model.safetensors --manifest weights.manifest
+  dmalane load model.safetensors --manifest weights.manifest     check while loading
+
+Every byte of a file belongs to a region: the header, a tensor, or a gap between tensors. Each has its XXH3-64,
+which finds damage. SHA-256 (--sha256) also finds forgery, as long as the manifest comes from somebody you trust.
+
+Exit status: 0 written, 1 bad file, 2 usage error.";
+
+/// Hash every tensor of a model, so that damage can be found and named.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Manifest {
+    /// Files of the model, or its directory or index; - for standard input
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<PathBuf>,
+
+    /// Write the manifest to this file [default: to stdout]
+    #[arg(short, long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    output: Option<PathBuf>,
+
+    /// Take SHA-256 as well
+    #[arg(long)]
+    sha256: bool,
+
+    #[command(flatten)]
+    replace: output::Replace,
+
+    #[command(flatten)]
+    mode: ReadMode,
+
+    /// Show no progress bar
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+impl Manifest {
+    /// Hashes the files, and writes the manifest.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        source::check(&self.files)?;
+        let (mut inputs, _) = self.mode.open(&self.files)?;
+        let mut to = self.output.as_ref().map(|path| self.replace.output(path));
+        for input in &inputs {
+            let meta = input.file.metadata()?;
+            to = to.map(|to| to.unlike(&input.path, &meta));
+        }
+        to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the manifest", &e)))?;
+        let bar = Progress::new("manifest", !self.quiet);
+        let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
+        bar.set_length(bytes);
+        let start = Instant::now();
+        let hashes = Hashes::of(&mut inputs, self.sha256, &mut |n| bar.advance(n));
+        let hashes = hashes.map_err(|e| Failure::because("cannot make a manifest", &e))?;
+        let time = start.elapsed();
+        bar.finish();
+        let Some(to) = to else {
+            output::print(&hashes.to_json())?;
+            return Ok(ExitCode::SUCCESS);
+        };
+        to.write(hashes.to_json().as_bytes()).map_err(|e| output::refused("cannot write the manifest", &e))?;
+        let tensors = hashes.files.iter().flat_map(|file| &file.regions).filter(|r| r.part.tensor().is_some()).count();
+        let bytes: u64 = hashes.files.iter().map(|file| file.bytes).sum();
+        output::print(&format!(
+            "Wrote {}: {} in {}, {} hashed in {} ({})\n",
+            output::plain(&to.path().display().to_string()),
+            count(tensors, "tensor"),
+            count(hashes.files.len(), "file"),
+            binary(bytes),
+            duration(time),
+            rate(bytes, time),
+        ))?;
+        Ok(ExitCode::SUCCESS)
+    }
+}

@@ -1,0 +1,98 @@
+//! The files of a model, by name, and how they are read.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use dmalane::file::{FileQueue, Mode};
+use dmalane::load::container::model_files;
+use dmalane::load::{Error, Input, Manifest};
+use dmalane::{FileOptions, open_as, open_file};
+
+use crate::failure::Failure;
+use crate::source::Source;
+
+/// How files are read.
+#[derive(Args, Clone, Copy)]
+pub struct ReadMode {
+    /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
+    /// file system supports it]
+    #[arg(long, conflicts_with = "direct")]
+    buffered: bool,
+
+    /// Read with direct I/O, or fail
+    #[arg(long)]
+    direct: bool,
+}
+
+impl ReadMode {
+    fn options(self) -> FileOptions {
+        FileOptions::for_mode(match (self.buffered, self.direct) {
+            (true, _) => Mode::Buffered,
+            (_, true) => Mode::Direct,
+            _ => Mode::Auto,
+        })
+    }
+
+    /// Opens the files of models: a directory or an index stands for its files. Also whether any did.
+    pub fn open(self, paths: &[PathBuf]) -> Result<(Vec<Input<FileQueue>>, bool), Failure> {
+        let (mut inputs, mut whole) = (Vec::new(), false);
+        for path in paths {
+            let found =
+                model_files(path).map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+            whole |= found[..] != [path.clone()];
+            for path in found {
+                inputs.push(open(&path, self.options())?);
+            }
+        }
+        Ok((inputs, whole))
+    }
+}
+
+/// Opens a file, or `-`.
+pub fn open(path: &Path, options: FileOptions) -> Result<Input<FileQueue>, Failure> {
+    let source = Source::open(path)?;
+    let input = match source.is_stdin() || !source.has_size() {
+        true => {
+            let Source { file, path, .. } = source.with_size()?;
+            open_as(file, path, options)
+        }
+        false => open_file(path, options),
+    };
+    input.map_err(cannot_open)
+}
+
+/// The error with the path in its first line, once.
+pub fn cannot_open(error: dmalane::file::Error) -> Failure {
+    match &error {
+        dmalane::file::Error::Open { path, source } => {
+            Failure::because(format!("cannot open {}", path.display()), source)
+        }
+        dmalane::file::Error::NoDirect { .. } => {
+            Failure::from(error).hint("without --direct it is read through the page cache")
+        }
+        _ => error.into(),
+    }
+}
+
+/// Reads the manifest of `--manifest`; without one it is empty.
+pub fn manifest(path: Option<&Path>) -> Result<Manifest, Failure> {
+    let read = path
+        .map(|path| Manifest::read(path).map_err(|e| Failure::because(format!("cannot use {}", path.display()), &e)));
+    Ok(read.transpose()?.unwrap_or_default())
+}
+
+/// Differences that are listed in a message.
+const LISTED: usize = 20;
+
+/// The failure of files that differ from their manifest; `None` for another error.
+pub fn differs(what: &str, error: &Error) -> Option<Failure> {
+    let Error::Differs { differences } = error else { return None };
+    let mut failure = Failure::new(format!("{what}: the files differ from the manifest"));
+    for difference in differences.iter().take(LISTED) {
+        failure = failure.cause(difference.to_string());
+    }
+    if differences.len() > LISTED {
+        failure = failure.cause(format!("{} more differences", differences.len() - LISTED));
+    }
+    Some(failure.hint("dmalane verify FILE --manifest FILE lists them all"))
+}

@@ -1,0 +1,95 @@
+//! `dmalane manifest` and `dmalane verify`, and `--manifest` of the commands that read.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// Runs a command, whose exit status must be this, and gives what it printed and said.
+fn dmalane(folder: &Path, line: &str, status: i32) -> (String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+    let output = command.args(line.split_whitespace()).current_dir(folder).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
+    (String::from_utf8_lossy(&output.stdout).into_owned(), said)
+}
+
+fn flip(path: &Path, at: u64) {
+    let file = fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+}
+
+#[test]
+fn a_difference_is_named_by_every_command_that_reads() {
+    let folder = folder("manifest");
+    dmalane(&folder, "load -q --sample 3MiB --save model.safetensors", 0);
+    let (said, _) = dmalane(&folder, "manifest model.safetensors -o m.json", 0);
+    assert!(said.starts_with("Wrote m.json: 5 tensors in 1 file, 3.00 MiB hashed in "), "{said}");
+    let (printed, _) = dmalane(&folder, "manifest model.safetensors", 0);
+    assert_eq!(printed, fs::read_to_string(folder.join("m.json")).unwrap());
+    let (_, said) = dmalane(&folder, "manifest model.safetensors -o m.json", 1);
+    assert!(said.contains("it exists already") && said.contains("--force"), "{said}");
+    let (_, said) = dmalane(&folder, "manifest model.safetensors --force -o model.safetensors", 1);
+    assert!(said.contains("it is the input"), "{said}");
+    let hashes: Value = serde_json::from_str(&printed).unwrap();
+    let regions = hashes["files"][0]["regions"].as_array().unwrap();
+    let last = regions.iter().rfind(|region| region["start"] != region["end"]).unwrap();
+    let (at, name) = (last["end"].as_u64().unwrap() - 1, last["name"].as_str().unwrap());
+    for line in ["verify model.safetensors", "load model.safetensors", "read model.safetensors"] {
+        dmalane(&folder, &format!("{line} --manifest m.json"), 0);
+    }
+    let (text, _) = dmalane(&folder, "load model.safetensors --manifest m.json", 0);
+    assert!(text.contains("as in the manifest"), "{text}");
+    flip(&folder.join("model.safetensors"), at);
+    for line in ["verify model.safetensors", "load model.safetensors", "read model.safetensors -d soft"] {
+        let (printed, said) = dmalane(&folder, &format!("{line} --manifest m.json"), 1);
+        assert!(
+            printed.is_empty() && said.contains(&format!("cause: model.safetensors: tensor {name:?} differs")),
+            "{said}"
+        );
+    }
+    let (json, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --json", 1);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&json["verified"], &json["differences"][0]["tensor"]), (&false.into(), &name.into()));
+    // A header that no longer parses is named too.
+    flip(&folder.join("model.safetensors"), at);
+    flip(&folder.join("model.safetensors"), 7);
+    let (_, said) = dmalane(&folder, "verify model.safetensors --manifest m.json", 1);
+    assert!(said.contains("cause: model.safetensors: header differs (bytes 0.."), "{said}");
+    dmalane(&folder, "read model.safetensors --manifest m.json --range 0..1", 2);
+    dmalane(&folder, "verify model.safetensors", 2);
+}
+
+#[test]
+fn files_of_a_model_that_are_missing_are_named() {
+    let folder = folder("manifest-shards");
+    fs::create_dir(folder.join("model")).unwrap();
+    for shard in ["a", "b"] {
+        dmalane(&folder, &format!("load -q --sample 1MiB --save model/{shard}.safetensors"), 0);
+    }
+    dmalane(&folder, "manifest model --sha256 -o m.json", 0);
+    dmalane(&folder, "verify model --manifest m.json", 0);
+    let (text, _) = dmalane(&folder, "verify model/a.safetensors --manifest m.json", 0);
+    assert!(text.contains("Not checked: 1 file of"), "{text}");
+    fs::remove_file(folder.join("model/b.safetensors")).unwrap();
+    fs::copy(folder.join("model/a.safetensors"), folder.join("model/c.safetensors")).unwrap();
+    let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);
+    assert!(said.contains("b.safetensors: is missing") && said.contains("c.safetensors: is not in the"), "{said}");
+    fs::write(folder.join("m.json"), "{\"schema\": 1, \"\u{202e}\": \"\u{1b}[2J\"}").unwrap();
+    let (_, said) = dmalane(&folder, "load model --manifest m.json", 1);
+    assert!(said.starts_with("dmalane: cannot use m.json\ncause: m.json: bad manifest: "), "{said}");
+    // A file without an end.
+    let (_, said) = dmalane(&folder, "verify model --manifest /dev/zero", 1);
+    assert!(said.contains("more than the 268435456 bytes"), "{said}");
+}

@@ -1,0 +1,618 @@
+//! Manifests: hashes of every tensor of a model, and of every byte between them, to find and name damage.
+//!
+//! A [`Manifest`] cuts each file into consecutive regions: the header, the tensors, and the gaps between them. Files
+//! are compared with it while they are loaded ([`OpenDevice::load_checked`](crate::OpenDevice::load_checked)), or
+//! alone ([`Manifest::verify`]). docs/formats/manifest.md describes the JSON.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::{self, Write};
+use std::fs::File;
+use std::io::Read;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane_addr::FileOffset;
+use dmalane_device::NoIommu;
+use dmalane_dma::Registrar;
+use dmalane_queue::Queue;
+use serde::{Deserialize, Serialize};
+
+use crate::container::safetensors::short;
+use crate::fill::{self, Cuts, Digest, Event, FillOptions, Job, Memory, Sink, Staging};
+use crate::pipeline::{describe, workers};
+use crate::{Error, FormatError, Input, Model, Tensor};
+
+/// The version of the format.
+const SCHEMA: u64 = 1;
+/// Tells a manifest from other JSON.
+const COMMAND: &str = "manifest";
+/// The longest manifest that is read, in bytes: more than one of a million tensors has.
+const MAX_MANIFEST: u64 = 256 << 20;
+/// Bytes of a staging buffer.
+const CHUNK: u64 = 16 << 20;
+/// Time to wait for reads in flight after a failure.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What a region of a file is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Part {
+    /// Everything before the first tensor; all of a file without tensors.
+    Header,
+    /// A tensor.
+    Tensor(Arc<Tensor>),
+    /// Bytes between tensors, or behind the last one.
+    Gap,
+}
+
+impl Part {
+    /// `header`, `tensor` or `gap`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Header => "header",
+            Self::Tensor(_) => "tensor",
+            Self::Gap => "gap",
+        }
+    }
+
+    /// The tensor, if it is one.
+    pub fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Tensor(tensor) => Some(tensor),
+            Self::Header | Self::Gap => None,
+        }
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            // Escaped: a name may hold characters that drive a terminal.
+            Self::Tensor(tensor) => write!(f, "tensor {:?}", tensor.name),
+            other => f.write_str(other.kind()),
+        }
+    }
+}
+
+/// A region of a file, with its hashes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Region {
+    /// What it is.
+    pub part: Part,
+    /// File offset of its first byte.
+    pub start: u64,
+    /// File offset behind its last byte.
+    pub end: u64,
+    /// Its hashes.
+    pub digest: Digest,
+}
+
+/// A file of a manifest.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ManifestFile {
+    /// Its name, without a directory.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// The kind of file ("safetensors"), for readers.
+    pub format: String,
+    /// Its regions, from its first to its last byte without a hole.
+    pub regions: Vec<Region>,
+}
+
+/// Hashes of the files of a model.
+///
+/// ```
+/// use dmalane_load::Manifest;
+///
+/// let text = r#"{"schema": 1, "command": "manifest", "files": [{"name": "empty.bin", "bytes": 0, "format": "raw",
+///     "regions": []}]}"#;
+/// assert_eq!(Manifest::parse(text.as_bytes())?.files[0].name, "empty.bin");
+/// # Ok::<(), dmalane_load::FormatError>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Manifest {
+    /// The files, each with another name.
+    pub files: Vec<ManifestFile>,
+}
+
+/// A difference between a manifest and the files that it describes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Difference {
+    /// A region has other bytes.
+    Changed {
+        /// The file.
+        file: String,
+        /// What the region is.
+        part: Part,
+        /// File offset of its first byte.
+        start: u64,
+        /// File offset behind its last byte.
+        end: u64,
+    },
+    /// A file is too short.
+    Short {
+        /// The file.
+        file: String,
+        /// Its length in the manifest.
+        expected: u64,
+        /// Its length.
+        found: u64,
+        /// The region in which it ends.
+        part: Part,
+    },
+    /// Bytes follow the end of a file.
+    Long {
+        /// The file.
+        file: String,
+        /// Its length in the manifest.
+        expected: u64,
+        /// Its length.
+        found: u64,
+    },
+    /// The manifest has a file that is not there.
+    Missing {
+        /// The file.
+        file: String,
+    },
+    /// The manifest does not have a file that is there.
+    Unlisted {
+        /// The file.
+        file: String,
+    },
+}
+
+impl Difference {
+    /// The file that it is about.
+    pub fn file(&self) -> &str {
+        let (Self::Changed { file, .. }
+        | Self::Short { file, .. }
+        | Self::Long { file, .. }
+        | Self::Missing { file }
+        | Self::Unlisted { file }) = self;
+        file
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Changed { file, part, start, end } => write!(f, "{file}: {part} differs (bytes {start}..{end})"),
+            Self::Short { file, expected, found, part } => {
+                write!(f, "{file}: ends within {part}: {found} of {expected} bytes are there")
+            }
+            Self::Long { file, expected, found } => {
+                write!(f, "{file}: {} bytes follow its end at {expected}", found.saturating_sub(*expected))
+            }
+            Self::Missing { file } => write!(f, "{file}: is missing"),
+            Self::Unlisted { file } => write!(f, "{file}: is not in the manifest"),
+        }
+    }
+}
+
+impl ManifestFile {
+    /// The regions of a file, without their hashes.
+    fn of(name: String, model: &Model) -> Self {
+        let mut regions: Vec<Region> = Vec::new();
+        let mut at = 0;
+        let mut add = |part, start, end| {
+            regions.push(Region { part, start, end, digest: Digest { xxh3: 0, sha256: None } });
+        };
+        for (i, tensor) in model.tensors.iter().enumerate() {
+            let start = tensor.at.bits().max(at);
+            if start > at {
+                add(if i == 0 { Part::Header } else { Part::Gap }, at, start);
+            }
+            at = start + tensor.len;
+            add(Part::Tensor(tensor.clone()), start, at);
+        }
+        if at < model.len {
+            add(if model.tensors.is_empty() { Part::Header } else { Part::Gap }, at, model.len);
+        }
+        Self { name, bytes: model.len, format: model.container.name().to_owned(), regions }
+    }
+
+    fn ends(&self) -> Vec<u64> {
+        self.regions.iter().map(|region| region.end).collect()
+    }
+
+    /// Whether the file has another length than it should.
+    fn other_length(&self, found: u64) -> Option<Difference> {
+        let (file, expected) = (self.name.clone(), self.bytes);
+        match found.cmp(&expected) {
+            std::cmp::Ordering::Less => {
+                let part = self.regions.iter().find(|region| region.end > found)?.part.clone();
+                Some(Difference::Short { file, expected, found, part })
+            }
+            std::cmp::Ordering::Equal => None,
+            std::cmp::Ordering::Greater => Some(Difference::Long { file, expected, found }),
+        }
+    }
+
+    /// The regions whose hashes differ from `digests`, of a file of which `found` bytes were hashed.
+    fn changed<'a>(&'a self, found: u64, digests: &'a [Digest]) -> impl Iterator<Item = Difference> + 'a {
+        let whole = self.regions.iter().zip(digests).filter(move |(region, _)| region.end <= found);
+        whole.filter(|(region, digest)| !same(&region.digest, digest)).map(|(region, _)| Difference::Changed {
+            file: self.name.clone(),
+            part: region.part.clone(),
+            start: region.start,
+            end: region.end,
+        })
+    }
+}
+
+/// Whether hashes of a manifest are those of a file. SHA-256 counts where both have it.
+fn same(expected: &Digest, found: &Digest) -> bool {
+    expected.xxh3 == found.xxh3 && expected.sha256.as_ref().zip(found.sha256.as_ref()).is_none_or(|(a, b)| a == b)
+}
+
+impl Manifest {
+    /// Hashes files. `progress` is called with the number of bytes that have been read since the last call; it must not
+    /// panic. Memory: 48 MiB of buffers, and what the tensors' names take.
+    ///
+    /// # Errors
+    /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name.
+    pub fn of<S: Queue<Addr = FileOffset>>(
+        inputs: &mut [Input<S>],
+        sha256: bool,
+        progress: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<Self, Error> {
+        let mut files = Vec::new();
+        for input in inputs.iter() {
+            let name = name(&input.path);
+            let bad = |reason| Error::Format { path: input.path.clone(), source: FormatError::Manifest { reason } };
+            check_name(&name).map_err(bad)?;
+            if files.iter().any(|file: &ManifestFile| file.name == name) {
+                return Err(bad(format!("another file is called {name:?} too")));
+            }
+            files.push(ManifestFile::of(name, &input.model()?));
+        }
+        let cuts = Cuts { ends: files.iter().map(ManifestFile::ends).collect(), sha256 };
+        let lens: Vec<u64> = files.iter().map(|file| file.bytes).collect();
+        let digests = digest(inputs, &lens, cuts, progress)?;
+        for ((file, digests), input) in files.iter_mut().zip(digests).zip(inputs.iter()) {
+            let (before, now) = (file.bytes, input.len()?);
+            if before != now {
+                return Err(Error::Changed { path: input.path.clone(), before, now });
+            }
+            for (region, digest) in file.regions.iter_mut().zip(digests) {
+                region.digest = digest;
+            }
+        }
+        Ok(Self { files })
+    }
+
+    /// Hashes files as [`Manifest::of`] does, and returns where they differ, in the order of the files and their bytes.
+    /// Files need not be models any more. With `all`, files of the manifest that are not among them are differences.
+    ///
+    /// # Errors
+    /// [`Error::File`], [`Error::Read`] for files that cannot be read.
+    pub fn verify<S: Queue<Addr = FileOffset>>(
+        &self,
+        inputs: &mut [Input<S>],
+        all: bool,
+        progress: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<Vec<Difference>, Error> {
+        let mut differences = Vec::new();
+        let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.path));
+        let (mut lens, mut found) = (Vec::new(), Vec::new());
+        for (input, file) in inputs.iter().zip(&files) {
+            let len = input.len()?;
+            found.push(len);
+            lens.push(file.map_or(0, |file| file.bytes.min(len)));
+        }
+        let digests = digest(inputs, &lens, self.cuts(&files), progress)?;
+        for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
+            let Some(file) = file else {
+                differences.push(Difference::Unlisted { file: name(&input.path) });
+                continue;
+            };
+            differences.extend(file.changed(lens[i], &digests[i]));
+            differences.extend(file.other_length(found[i]));
+        }
+        if all {
+            let listed = |file: &ManifestFile| files.iter().flatten().any(|found| found.name == file.name);
+            let missing = self.files.iter().filter(|file| !listed(file));
+            differences.extend(missing.map(|file| Difference::Missing { file: file.name.clone() }));
+        }
+        Ok(differences)
+    }
+
+    /// The files of these names, each of the manifest if it has one of that name. A single file may have been renamed.
+    fn matching<'a>(&self, paths: impl ExactSizeIterator<Item = &'a Path>) -> Vec<Option<&ManifestFile>> {
+        if let ([only], 1) = (&self.files[..], paths.len()) {
+            return vec![Some(only)];
+        }
+        let names: BTreeMap<&str, &ManifestFile> = self.files.iter().map(|file| (&*file.name, file)).collect();
+        paths.map(|path| names.get(&*name(path)).copied()).collect()
+    }
+
+    /// What to hash for files.
+    fn cuts(&self, files: &[Option<&ManifestFile>]) -> Cuts {
+        let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
+        Cuts { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
+    }
+
+    /// What a reader of these files hashes meanwhile, and compares in the end. `bytes` are their lengths.
+    ///
+    /// # Errors
+    /// [`Error::Differs`]: files of other lengths, or of names that the manifest does not have.
+    pub fn expect<'a>(&self, files: impl IntoIterator<Item = (&'a Path, u64)>) -> Result<Expected<'_>, Error> {
+        let (paths, found): (Vec<&Path>, Vec<u64>) = files.into_iter().unzip();
+        let matching = self.matching(paths.iter().copied());
+        let check = |((path, file), found): ((&&Path, &Option<&ManifestFile>), u64)| match file {
+            Some(file) => file.other_length(found),
+            None => Some(Difference::Unlisted { file: name(path) }),
+        };
+        let differences: Vec<_> = paths.iter().zip(&matching).zip(found).filter_map(check).collect();
+        if !differences.is_empty() {
+            return Err(Error::Differs { differences });
+        }
+        Ok(Expected { cuts: Some(Arc::new(self.cuts(&matching))), files: matching.into_iter().flatten().collect() })
+    }
+
+    /// Reads a manifest.
+    ///
+    /// # Errors
+    /// [`Error::File`]; [`Error::Format`] for a file that is no manifest.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let failed = |source| Error::File { path: path.to_owned(), what: "read it", source };
+        let bad = |source| Error::Format { path: path.to_owned(), source };
+        let mut text = Vec::new();
+        File::open(path).map_err(failed)?.take(MAX_MANIFEST + 1).read_to_end(&mut text).map_err(failed)?;
+        if text.len() as u64 > MAX_MANIFEST {
+            let reason = format!("it has more than the {MAX_MANIFEST} bytes that are allowed");
+            return Err(bad(FormatError::Manifest { reason }));
+        }
+        Self::parse(&text).map_err(bad)
+    }
+
+    /// Parses a manifest.
+    ///
+    /// # Errors
+    /// [`FormatError::Manifest`]: no JSON, a newer version, regions that leave a hole, overlap or do not end where the
+    /// file does, names that occur twice, file names that are paths or that would look like others.
+    pub fn parse(text: &[u8]) -> Result<Self, FormatError> {
+        let json: JsonManifest = serde_json::from_slice(text).map_err(|e| {
+            let newer = serde_json::from_slice::<JsonSchema>(text).is_ok_and(|head| head.schema > SCHEMA);
+            bad(if newer { "it is of a newer version of dmalane".to_owned() } else { short(&e.to_string()) })
+        })?;
+        if json.schema != SCHEMA || json.command != COMMAND {
+            let JsonManifest { schema, command, .. } = json;
+            return Err(bad(format!(
+                "schema {schema} and command {:?}, not {SCHEMA} and {COMMAND:?}",
+                short(&command)
+            )));
+        }
+        if json.files.is_empty() {
+            return Err(bad("it lists no files".to_owned()));
+        }
+        let mut names = HashSet::new();
+        let mut files = Vec::new();
+        for file in json.files {
+            check_name(&file.name).map_err(bad)?;
+            if !names.insert(file.name.clone()) {
+                return Err(bad(format!("file {:?} is listed twice", file.name)));
+            }
+            let name = file.name.clone();
+            files.push(file.check().map_err(|reason| bad(format!("file {name:?}: {reason}")))?);
+        }
+        Ok(Self { files })
+    }
+
+    /// The manifest as JSON, a region a line.
+    pub fn to_json(&self) -> String {
+        let mut text = format!("{{\n  \"schema\": {SCHEMA},\n  \"command\": \"{COMMAND}\",\n  \"files\": [");
+        for (i, file) in self.files.iter().enumerate() {
+            // Writing to a String cannot fail, and neither can strings and numbers as JSON.
+            let quoted = |text: &str| serde_json::to_string(text).unwrap_or_default();
+            let (name, format) = (quoted(&file.name), quoted(&file.format));
+            let comma = if i == 0 { "" } else { "," };
+            let _ = write!(text, "{comma}\n    {{\n      \"name\": {name},\n      \"bytes\": {},\n", file.bytes);
+            let _ = write!(text, "      \"format\": {format},\n      \"regions\": [");
+            for (i, region) in file.regions.iter().enumerate() {
+                let json = serde_json::to_string(&JsonRegion::from(region)).unwrap_or_default();
+                let _ = write!(text, "{}\n        {json}", if i == 0 { "" } else { "," });
+            }
+            text.push_str("\n      ]\n    }");
+        }
+        text.push_str("\n  ]\n}\n");
+        text
+    }
+}
+
+/// What is hashed while files are read, and what that has to give.
+#[derive(Clone, Debug, Default)]
+pub struct Expected<'a> {
+    cuts: Option<Arc<Cuts>>,
+    files: Vec<&'a ManifestFile>,
+}
+
+impl Expected<'_> {
+    /// The regions to hash: [`FillOptions::cuts`], with a buffer for each file.
+    pub fn cuts(&self) -> Option<Arc<Cuts>> {
+        self.cuts.clone()
+    }
+
+    /// Compares what was hashed, for each file its regions.
+    ///
+    /// # Errors
+    /// [`Error::Differs`].
+    pub fn check<'d>(&self, digests: impl IntoIterator<Item = &'d [Digest]>) -> Result<(), Error> {
+        let pairs = self.files.iter().zip(digests);
+        let differences: Vec<_> = pairs.flat_map(|(file, digests)| file.changed(file.bytes, digests)).collect();
+        if differences.is_empty() { Ok(()) } else { Err(Error::Differs { differences }) }
+    }
+}
+
+/// Reads the first `lens` bytes of files through a few buffers, and hashes their regions.
+fn digest<S: Queue<Addr = FileOffset>>(
+    inputs: &mut [Input<S>],
+    lens: &[u64],
+    cuts: Cuts,
+    progress: &mut (dyn FnMut(u64) + Send),
+) -> Result<Vec<Vec<Digest>>, Error> {
+    if inputs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let registrar = NoIommu::new();
+    let mut staging = Staging::new(registrar.heap(None), Arc::new(registrar), CHUNK);
+    staging.prepare(lens.iter().copied().max().unwrap_or(0));
+    let cuts = Some(Arc::new(cuts));
+    let options = FillOptions { block: u64::MAX, cuts, timeout: TIMEOUT, ..FillOptions::default() };
+    let mut watch = |event| {
+        if let Event::Arrived { len, .. } = event {
+            progress(len);
+        }
+        ControlFlow::Continue(())
+    };
+    let job = Job::whole(lens);
+    let result =
+        fill::run(Memory::Staging(&mut staging), Sink::Memory, &job, &mut workers(inputs), &options, &mut watch);
+    let done = result.map_err(|error| describe(error, |file| (inputs[file].path.clone(), None)))?;
+    Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
+}
+
+/// The name of a file, without a directory.
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+fn bad(reason: String) -> FormatError {
+    FormatError::Manifest { reason }
+}
+
+/// Refuses names that lead out of the directory of a model, and those that a reader could take for others.
+fn check_name(name: &str) -> Result<(), String> {
+    let misleading = |c: char| c.is_control() || c == char::REPLACEMENT_CHARACTER || is_invisible(c);
+    let plain = !name.is_empty() && name.len() <= 255 && name != "." && name != ".." && !name.contains('/');
+    match plain && !name.contains(misleading) {
+        true => Ok(()),
+        false => Err(format!("{:?} is not a file name that a manifest may have", short(name))),
+    }
+}
+
+/// Characters that change the direction or the look of the text around them.
+fn is_invisible(c: char) -> bool {
+    matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
+/// The version alone.
+#[derive(Deserialize)]
+struct JsonSchema {
+    schema: u64,
+}
+
+#[derive(Deserialize)]
+struct JsonManifest {
+    schema: u64,
+    command: String,
+    files: Vec<JsonFile>,
+}
+
+#[derive(Deserialize)]
+struct JsonFile {
+    name: String,
+    bytes: u64,
+    format: String,
+    regions: Vec<JsonRegion>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct JsonRegion {
+    kind: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dtype: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    shape: Option<Vec<u64>>,
+    start: u64,
+    end: u64,
+    xxh3: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sha256: Option<String>,
+}
+
+impl From<&Region> for JsonRegion {
+    fn from(region: &Region) -> Self {
+        let tensor = region.part.tensor();
+        Self {
+            kind: region.part.kind().to_owned(),
+            name: tensor.map(|t| t.name.clone()),
+            dtype: tensor.map(|t| t.dtype.clone()),
+            shape: tensor.map(|t| t.shape.clone()),
+            start: region.start,
+            end: region.end,
+            xxh3: format!("{:016x}", region.digest.xxh3),
+            sha256: region.digest.sha256.as_ref().map(|hash| hash.iter().map(|byte| format!("{byte:02x}")).collect()),
+        }
+    }
+}
+
+impl JsonFile {
+    fn check(self) -> Result<ManifestFile, String> {
+        let Self { name, bytes, format, regions: json } = self;
+        if i64::try_from(bytes).is_err() {
+            return Err(format!("no file has {bytes} bytes"));
+        }
+        let (mut at, mut regions): (u64, Vec<Region>) = (0, Vec::new());
+        for (i, region) in json.into_iter().enumerate() {
+            let region = region.check().map_err(|reason| format!("region {i}: {reason}"))?;
+            let Region { start, end, .. } = region;
+            if start != at || end < start {
+                return Err(format!("region {i} is {start}..{end}, and begins behind {at}: regions leave no holes"));
+            }
+            at = end;
+            regions.push(region);
+        }
+        let mut names: Vec<&str> = regions.iter().filter_map(|region| region.part.tensor()).map(|t| &*t.name).collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(format!("tensor {:?} is listed twice", short(twice[0])));
+        }
+        match at == bytes {
+            true => Ok(ManifestFile { name, bytes, format, regions }),
+            false => Err(format!("its regions end at {at}, and it has {bytes} bytes")),
+        }
+    }
+}
+
+impl JsonRegion {
+    fn check(self) -> Result<Region, String> {
+        let Self { kind, name, dtype, shape, start, end, xxh3, sha256 } = self;
+        let part = match (&*kind, name) {
+            ("header", None) => Part::Header,
+            ("gap", None) => Part::Gap,
+            ("tensor", Some(name)) => Part::Tensor(Arc::new(Tensor {
+                name,
+                dtype: dtype.unwrap_or_default(),
+                shape: shape.unwrap_or_default(),
+                at: FileOffset::new(start),
+                len: end.saturating_sub(start),
+            })),
+            ("tensor", None) => return Err("a tensor without a name".to_owned()),
+            ("header" | "gap", Some(_)) => return Err(format!("a {kind} with a name")),
+            _ => return Err(format!("kind {:?}, not header, tensor or gap", short(&kind))),
+        };
+        let xxh3 = hex::<8>(&xxh3).map(u64::from_be_bytes).ok_or("xxh3 is not 16 hexadecimal digits")?;
+        let sha256 = match sha256.as_deref().map(hex::<32>) {
+            Some(None) => return Err("sha256 is not 64 hexadecimal digits".to_owned()),
+            other => other.flatten().map(Box::new),
+        };
+        Ok(Region { part, start, end, digest: Digest { xxh3, sha256 } })
+    }
+}
+
+/// The bytes of `2 * N` hexadecimal digits.
+fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let digits: Vec<u32> = text.chars().take(2 * N + 1).map(|c| c.to_digit(16)).collect::<Option<_>>()?;
+    let mut bytes = [0; N];
+    if digits.len() != 2 * N {
+        return None;
+    }
+    bytes.iter_mut().zip(digits.chunks(2)).for_each(|(byte, pair)| *byte = (pair[0] << 4 | pair[1]) as u8);
+    Some(bytes)
+}
