@@ -126,19 +126,29 @@ pub trait MemoryDriver: Send {
 pub struct DeviceMemory {
     areas: Vec<(Region, RangeAllocator<CardAddr>)>,
     driver: Option<Box<dyn MemoryDriver>>,
+    /// Buffers are one range: there is no MMU that could show several as one.
+    contiguous: bool,
 }
 
 impl DeviceMemory {
     /// Memory of these regions, all of it free.
     pub fn new(regions: &[Region]) -> Self {
         let free = |r: &Region| (r.clone(), RangeAllocator::new(r.span, r.granule));
-        Self { areas: regions.iter().map(free).collect(), driver: None }
+        Self { areas: regions.iter().map(free).collect(), driver: None, contiguous: false }
     }
 
     /// The same, for a device whose driver allocates memory.
     #[must_use]
     pub fn driven_by(self, driver: impl MemoryDriver + 'static) -> Self {
         Self { driver: Some(Box::new(driver)), ..self }
+    }
+
+    /// The same, for a device without an MMU: instead of being striped over the regions of a group, a buffer is one
+    /// range that lies in two of them, half in each where there is room, if these touch; else it lies in the one with
+    /// the most room.
+    #[must_use]
+    pub fn contiguous(self) -> Self {
+        Self { contiguous: true, ..self }
     }
 
     /// True for a device whose driver allocates memory: only what was allocated here may be used.
@@ -189,6 +199,7 @@ impl DeviceMemory {
                 let align = if len >= STRIPE.bytes() { STRIPE } else { PageSize::SIZE_16K };
                 put(take(area, len, align, placement)?);
             }
+            several if self.contiguous => across(several, len, placement)?.into_iter().for_each(put),
             several => stripe(several, len, placement)?.into_iter().for_each(put),
         }
         self.drive(table.segments().filter_map(|s| Span::new(s.addr, s.len)), placement)?;
@@ -230,6 +241,11 @@ impl DeviceMemory {
             Placement::OneOf(name) => group(name).into_iter().max().unwrap_or(0),
             Placement::Named(name) => match self.areas.iter().find(|(r, _)| r.name == *name) {
                 Some((_, area)) => area.largest_free(),
+                None if self.contiguous => {
+                    let areas: Vec<_> = self.areas.iter().filter(|(r, _)| r.group == *name).collect();
+                    let whole = areas.windows(2).filter_map(|two| border(two[0], two[1])).map(|(_, a, b)| a + b);
+                    whole.chain(group(name)).max().unwrap_or(0)
+                }
                 None => {
                     let free = group(name);
                     free.iter().min().map_or(0, |least| least * free.len() as u64)
@@ -299,6 +315,47 @@ fn take(
     let whole = region.granule.round_up(len);
     let span = whole.and_then(|whole| area.allocate(whole, align).ok());
     span.ok_or(MemoryError::Full { needed: len, range: len, placement, align, largest })
+}
+
+/// Where two areas touch, with the free bytes on either side.
+fn border(
+    (low, below): &(Region, RangeAllocator<CardAddr>),
+    (high, above): &(Region, RangeAllocator<CardAddr>),
+) -> Option<(CardAddr, u64, u64)> {
+    let border = low.span.last().checked_add(1).filter(|at| *at == high.span.first())?;
+    let before = below.free_ranges().find(|r| r.last() == low.span.last()).map_or(0, |r| r.len());
+    let after = above.free_ranges().find(|r| r.first() == border).map_or(0, |r| r.len());
+    Some((border, before, after))
+}
+
+/// Allocates one range that lies in two areas, or else in the one with the most room. Gives its parts.
+fn across(
+    areas: &mut [&mut (Region, RangeAllocator<CardAddr>)],
+    len: u64,
+    placement: &Placement,
+) -> Result<Vec<Span<CardAddr>>, MemoryError> {
+    for i in 1..areas.len() {
+        let (low, high) = areas.split_at_mut(i);
+        let (low, high) = (&mut *low[i - 1], &mut *high[0]);
+        let Some((border, before, after)) = border(low, high) else { continue };
+        let Some(whole) = low.0.granule.max(high.0.granule).round_up(len) else { continue };
+        if before == 0 || after == 0 || before.checked_add(after).is_none_or(|room| whole > room) {
+            continue;
+        }
+        let half = STRIPE.round_up(whole / 2).unwrap_or(whole).min(whole);
+        let below = half.clamp(whole.saturating_sub(after), before);
+        let (first, above) = (CardAddr::new(border.bits() - below), whole - below);
+        let (Some(first), Some(second)) = (Span::new(first, below), Span::new(border, above)) else { continue };
+        if low.1.reserve(first).is_ok() {
+            match high.1.reserve(second) {
+                Ok(()) => return Ok(vec![first, second]),
+                Err(_) => low.1.free(first)?,
+            }
+        }
+    }
+    let roomiest = areas.iter_mut().rev().max_by_key(|area| area.1.largest_free());
+    let align = if len >= STRIPE.bytes() { STRIPE } else { PageSize::SIZE_16K };
+    roomiest.map_or_else(|| Ok(Vec::new()), |area| take(area, len, align, placement).map(|span| vec![span]))
 }
 
 /// Allocates whole stripes in all areas in turns, and gives them in the order of the buffer.
@@ -423,6 +480,38 @@ mod tests {
         m.free([Segment { addr: span.first(), len: span.len() }]).unwrap();
         m.free(ddr.segments()).unwrap();
         live(0);
+        assert_eq!(m.free_bytes(), free);
+    }
+
+    #[test]
+    fn without_an_mmu_a_buffer_is_one_range_in_both_halves() {
+        let mut m = memory().contiguous();
+        let (free, half) = (m.free_bytes(), (1 << 40) + 32 * MIB);
+        assert_eq!(m.room(&Placement::HBM), 64 * MIB);
+        let one = |t: &SgTable<CardAddr>| {
+            let segments: Vec<_> = t.segments().collect();
+            assert_eq!(segments.len(), 1, "one range");
+            (segments[0].addr.bits(), segments[0].len)
+        };
+        let both = m.allocate(10 * MIB + 1, &Placement::HBM).unwrap();
+        assert_eq!(one(&both), (half - 6 * MIB, 10 * MIB + 4096));
+        // The border is taken: the half with more room.
+        let other = m.allocate(20 * MIB, &Placement::HBM).unwrap();
+        assert!(one(&other).0 >= half && m.room(&Placement::HBM) == 26 * MIB);
+        m.free(other.segments()).unwrap();
+        m.free(both.segments()).unwrap();
+        assert_eq!(m.free_bytes(), free);
+        // As much in each as there is room for.
+        let most = m.allocate(20 * MIB, &"hbm0".parse().unwrap()).unwrap();
+        assert_eq!(m.room(&Placement::HBM), 44 * MIB);
+        let all = m.allocate(44 * MIB, &Placement::HBM).unwrap();
+        assert_eq!(one(&all), (half - 12 * MIB, 44 * MIB));
+        assert!(m.allocate(4096, &Placement::HBM).is_err());
+        for len in [0, u64::MAX] {
+            assert_eq!(m.allocate(len, &Placement::HBM).is_ok(), len == 0);
+        }
+        m.free(all.segments()).unwrap();
+        m.free(most.segments()).unwrap();
         assert_eq!(m.free_bytes(), free);
     }
 

@@ -6,6 +6,7 @@ use dmalane_device::Device;
 use dmalane_file::FileDeviceOptions;
 use dmalane_load::{DriveOptions, OpenDevice};
 use dmalane_sim::Workers;
+use dmalane_slash::SlashOptions;
 use dmalane_vulkan::VulkanOptions;
 use thiserror::Error;
 
@@ -61,6 +62,8 @@ pub struct OpenOptions {
     pub file: Option<FileDeviceOptions>,
     /// How GPUs are opened.
     pub vulkan: Option<VulkanOptions>,
+    /// How cards of the driver SLASH are opened.
+    pub slash: Option<SlashOptions>,
 }
 
 impl OpenOptions {
@@ -99,6 +102,7 @@ impl OpenOptions {
             ("overwrite", self.overwrite),
             ("file", self.file.is_some()),
             ("vulkan", self.vulkan.is_some()),
+            ("slash", self.slash.is_some()),
         ];
         given.into_iter().find(|(name, given)| *given && !spec.kind().options.contains(name)).map(|(name, _)| name)
     }

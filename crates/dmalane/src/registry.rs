@@ -10,6 +10,7 @@ use dmalane_daemon::{Client, SOCKET};
 use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane_slash::{Node, SlashDevice};
 use dmalane_vfio::Bdf;
 use dmalane_vulkan::{VulkanDevice, VulkanOptions};
 
@@ -60,6 +61,8 @@ pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "cuda", syntax: "cuda:NUMBER|UUID[,vmm][,lib=PATH]",
         about: "an NVIDIA GPU, through the CUDA driver",
         options: &[], always_flat: true, check: parse::<GpuName>, list: list_cuda, open: cuda },
+    DeviceKind { name: "slash", syntax: "slash:N", about: "an AMD V80 of the driver SLASH (/dev/slash_qdma_ctlN)",
+        options: &["slash"], always_flat: true, check: parse::<Node>, list: list_slash, open: slash },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
@@ -334,4 +337,27 @@ fn list_cuda(root: &Path) -> Vec<Listed> {
     };
     // `dmalane doctor` says why there are none.
     dmalane_cuda::gpus(None).unwrap_or_default().into_iter().map(listed).collect()
+}
+
+fn slash(rest: &str, options: &OpenOptions) -> Opened {
+    Ok(Box::new(SlashDevice::open(rest.parse()?, options.slash.unwrap_or_default())?))
+}
+
+fn list_slash(root: &Path) -> Vec<Listed> {
+    let listed = |node: Node| {
+        let access = rustix::fs::access(node.path(root), rustix::fs::Access::READ_OK | rustix::fs::Access::WRITE_OK);
+        Listed {
+            name: format!("slash:{node}"),
+            kind: "slash",
+            supported: access.is_ok(),
+            about: match access {
+                Ok(()) => "an AMD V80 of the driver SLASH".to_owned(),
+                Err(e) => format!("an AMD V80 of the driver SLASH, whose node cannot be used: {e}"),
+            },
+            memories: Vec::new(),
+            channels: None,
+            facts: vec![("pci", node.pci(root))],
+        }
+    };
+    dmalane_slash::nodes(root).into_iter().map(listed).collect()
 }

@@ -41,7 +41,7 @@ impl Crate {
 }
 
 /// The allowed dependencies. Each crate depends only on crates listed above it, and adapters (`file`, `card`, `vfio`,
-/// `vfio-user`, `vulkan`, `cuda`) do not depend on each other.
+/// `vfio-user`, `vulkan`, `cuda`, `slash`) do not depend on each other.
 const CRATES: &[Crate] = &[
     Crate::no_std("addr", &[]),
     Crate::no_std("iopt", &["addr"]),
@@ -58,6 +58,7 @@ const CRATES: &[Crate] = &[
     Crate::std("vulkan", &["addr", "iopt", "vm", "dma", "queue", "device"]),
     Crate::std("fake-cuda", &[]),
     Crate::std("cuda", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["fake-cuda"]),
+    Crate::std("slash", &["addr", "dma", "queue", "device"]),
     Crate::std("load", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["card", "sim"]),
     Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card", "sim"]),
     Crate::std(
@@ -77,6 +78,7 @@ const CRATES: &[Crate] = &[
             "daemon",
             "vulkan",
             "cuda",
+            "slash",
             "load",
             "validate",
         ],
@@ -98,6 +100,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/fake-cuda/src/abi.rs",
     "crates/file/src/ring.rs",
     "crates/sim/src/host/directory.rs",
+    "crates/slash/src/sys.rs",
     "crates/vfio/src/sys.rs",
     "crates/vm/tests/allocations.rs",
     "crates/vulkan/src/channel.rs",

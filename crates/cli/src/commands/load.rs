@@ -77,8 +77,8 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to, such as soft, daemon, vfio:BDF, file:PATH, vulkan:N or cuda:N; `dmalane devices` lists
-    /// all kinds
+    /// The device to load to, such as soft, daemon, vfio:BDF, file:PATH, vulkan:N, cuda:N or slash:N; `dmalane devices`
+    /// lists all kinds
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
     device: DeviceSpec,
 

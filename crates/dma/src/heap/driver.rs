@@ -10,6 +10,7 @@ use crate::{CpuBuf, Error};
 pub struct DriverHeap {
     name: &'static str,
     allocate: Allocate,
+    direct_io: bool,
     counters: Arc<Counters>,
 }
 
@@ -21,7 +22,13 @@ impl DriverHeap {
         name: &'static str,
         allocate: impl Fn(usize) -> Result<Box<dyn DriverMemory>, Error> + Send + Sync + 'static,
     ) -> Self {
-        Self { name, allocate: Box::new(allocate), counters: Arc::default() }
+        Self { name, allocate: Box::new(allocate), direct_io: false, counters: Arc::default() }
+    }
+
+    /// The same for a driver whose memory the kernel can pin: files are read into it directly.
+    #[must_use]
+    pub fn direct(self) -> Self {
+        Self { direct_io: true, ..self }
     }
 
     fn region(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
@@ -50,11 +57,11 @@ impl Heap for DriverHeap {
         Ok(Reserved::present(region, backing, account))
     }
 
-    /// No file is read into it directly: drivers map memory that the kernel cannot pin.
+    /// No file is read into it directly unless the driver says so: most map memory that the kernel cannot pin.
     fn abilities(&self) -> HeapAbilities {
         HeapAbilities {
             shareable: false,
-            direct_io: false,
+            direct_io: self.direct_io,
             registrable: false,
             dma_buf: false,
             best_pages: PageKind::Base,

@@ -7,3 +7,4 @@ mod devices;
 mod manifest;
 mod path;
 mod read_to_device;
+mod slash;

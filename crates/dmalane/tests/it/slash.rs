@@ -1,0 +1,50 @@
+//! A V80 over the model of its driver: loads to each memory, checked on the card.
+
+use std::fs::File;
+
+use dmalane::device::Placement;
+use dmalane::load::{DriveOptions, write_sample};
+use dmalane::slash::model::{Model, Version};
+use dmalane::slash::{HBM, SlashDevice, SlashOptions};
+use dmalane::{FileOptions, OpenDevice, open_file};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    write_sample(&mut File::create(&path).unwrap(), 24 * MIB + 123, 1).unwrap();
+    for (placement, channels) in [("ddr", [1, 2]), ("hbm0", [1, 1]), ("hbm1", [2, 2]), ("hbm", [1, 2])] {
+        let model = Model::new(Version::KNOWN).unwrap();
+        let device = SlashDevice::with(model.kernel(), model.node().unwrap(), SlashOptions::default()).unwrap();
+        let mut device = OpenDevice::new(Box::new(device), DriveOptions::default()).unwrap();
+        let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
+        let placement: Placement = placement.parse().unwrap();
+        let loaded = device.load(&mut inputs, &placement, &mut |_| {}).unwrap();
+        // By its own queues, and then behind their back.
+        device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        let file = std::fs::read(&path).unwrap();
+        for tensor in loaded.files[0].tensors() {
+            // An empty tensor has no address.
+            let Some(va) = tensor.va else { continue };
+            let mut there = vec![0; tensor.tensor.len as usize];
+            model.peek(va.first().bits(), &mut there);
+            let from = tensor.tensor.at.bits() as usize;
+            assert!(there == file[from..from + there.len()], "{placement}: {}", tensor.tensor.name);
+        }
+        let counts = model.counts();
+        let moved = |channel: u32| counts.channels.get(&channel).copied().unwrap_or(0);
+        // The policy begins with those that the placement names, and moves work to one that is idle.
+        assert!(channels.iter().all(|c| moved(*c) > MIB), "{placement}: {counts:?}");
+        assert!(counts.small < MIB, "first bytes of a few operations: {counts:?}");
+        let range = loaded.files[0].range.unwrap();
+        let border = HBM.0 + HBM.1 / 2;
+        let crosses = range.first().bits() < border && range.last().bits() > border;
+        assert_eq!(crosses, placement == Placement::HBM, "{placement}: {range:?}");
+        assert!(counts.buffers.1 <= 8, "few buffers: {counts:?}");
+        device.unload(loaded).unwrap();
+        drop((device, inputs));
+        assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
+    }
+}

@@ -1,0 +1,168 @@
+//! Buffers of the driver, and which of them an address of this process lies in.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::io;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dmalane_addr::Access;
+use dmalane_device::NoIommu;
+use dmalane_dma::{BufferRef, DriverHeap, Error as DmaError, Heap, Mapping, PageKind, Pinned, Registrar};
+
+use crate::abi::{self, halves};
+use crate::kernel::{Handle, Kernel, Request};
+use crate::sys::Mapped;
+use crate::{Error, error};
+
+/// What the card may still use, because its queue could not be stopped. Never dropped.
+static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
+/// Bytes of that.
+static KEPT_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of host memory that this process never gives back, because the driver could not stop their queue: the card may
+/// still read or write that memory.
+pub fn kept_bytes() -> u64 {
+    KEPT_BYTES.load(Ordering::Relaxed)
+}
+
+/// Keeps memory for ever.
+pub(crate) fn keep(memory: impl Any + Send, bytes: u64) {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(memory));
+    KEPT_BYTES.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// The kernel's pages, in bytes: transfers begin at multiples of this in a buffer.
+pub(crate) fn page() -> usize {
+    rustix::param::page_size()
+}
+
+/// The buffers of an open node.
+pub(crate) struct Buffers {
+    kernel: Arc<dyn Kernel>,
+    node: Arc<Handle>,
+    live: Arc<Live>,
+    hint: AtomicU32,
+}
+
+/// Buffers by their address in this process: bytes, and the number of the file.
+#[derive(Default)]
+struct Live(Mutex<BTreeMap<usize, (usize, RawFd)>>);
+
+impl Live {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, (usize, RawFd)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The entry of a mapped buffer in the list, and its file.
+pub(crate) struct Place {
+    live: Arc<Live>,
+    address: usize,
+    _file: Handle,
+}
+
+impl Place {
+    /// The address is no longer the buffer's.
+    pub(crate) fn unlist(&self) {
+        self.live.lock().remove(&self.address);
+    }
+}
+
+impl Buffers {
+    pub(crate) fn new(kernel: &Arc<dyn Kernel>, node: &Arc<Handle>) -> Self {
+        Self { kernel: kernel.clone(), node: node.clone(), live: Arc::default(), hint: AtomicU32::new(0) }
+    }
+
+    /// Creates and maps a buffer of `len` bytes, whole pages of the kernel.
+    pub(crate) fn create(&self, len: usize) -> Result<Mapped, Error> {
+        let mut argument = [0; abi::BUF_WORDS];
+        argument[1] = abi::CLOEXEC;
+        argument[2..4].copy_from_slice(&halves(len as u64));
+        let of = |e: io::Error| Error::call(Request::BufferCreate, e);
+        let file = self.kernel.open(&self.node, Request::BufferCreate, &mut argument).map_err(of)?;
+        let [granule, hint] = [0, 1].map(|i| argument[abi::BUF_GRANULE + i]);
+        if granule as usize != page() {
+            return Err(Error::Answer {
+                call: Request::BufferCreate.name(),
+                what: format!("pages of {granule} bytes"),
+            });
+        }
+        self.hint.store(hint, Ordering::Relaxed);
+        let bytes =
+            NonZeroUsize::new(len).ok_or(Error::Answer { call: "BUF_CREATE", what: "an empty buffer".into() })?;
+        let mapped = Mapped::new(file, bytes, |address, file| {
+            self.live.lock().insert(address, (len, file.as_fd().as_raw_fd()));
+            Place { live: self.live.clone(), address, _file: file }
+        });
+        mapped.map_err(Error::Map)
+    }
+
+    /// How the driver says that the channels should share the work, once a buffer was created.
+    pub(crate) fn hint(&self) -> u32 {
+        self.hint.load(Ordering::Relaxed)
+    }
+
+    /// The file of the buffer that holds these bytes of this process, and the offset there.
+    pub(crate) fn find(&self, address: usize, len: usize) -> Option<(RawFd, u64)> {
+        let live = self.live.lock();
+        let (first, (whole, file)) = live.range(..=address).next_back()?;
+        let offset = address - first;
+        (offset.checked_add(len)? <= *whole).then_some((*file, offset as u64))
+    }
+}
+
+/// A heap of buffers of the driver.
+pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
+    let buffers = buffers.clone();
+    let allocate = move |len| match buffers.create(len) {
+        Ok(mapped) => Ok(Box::new(mapped) as _),
+        Err(e) => Err(DmaError::Allocate { len, kind: "buffers of SLASH", source: error::into_io(e) }),
+    };
+    DriverHeap::new("slash", allocate).direct()
+}
+
+/// Registers buffers of the driver, which the card reaches already; all others are refused.
+pub(crate) struct OwnBuffers {
+    names: NoIommu,
+    heap: Arc<DriverHeap>,
+}
+
+impl OwnBuffers {
+    pub(crate) fn new(buffers: &Arc<Buffers>) -> Self {
+        let finds = buffers.clone();
+        let register = move |buffer: &BufferRef, range: Range<usize>| -> Result<Box<dyn Any + Send>, DmaError> {
+            match finds.find(buffer.address(), range.end) {
+                Some(_) => Ok(Box::new(())),
+                None => Err(DmaError::Backend(Box::new(Error::Foreign))),
+            }
+        };
+        Self { names: NoIommu::calling(register), heap: Arc::new(heap(buffers)) }
+    }
+}
+
+impl Registrar for OwnBuffers {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, DmaError> {
+        self.names.pin(buffer)
+    }
+
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, DmaError> {
+        self.names.pin_range(buffer, range)
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, DmaError> {
+        self.names.map(pinned, access)
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.names.owns(mapping)
+    }
+
+    /// The driver's pages are single ones, whatever is asked for.
+    fn heap(&self, _: Option<PageKind>) -> Arc<dyn Heap> {
+        self.heap.clone()
+    }
+}

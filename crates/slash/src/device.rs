@@ -1,0 +1,265 @@
+//! A card as a device.
+
+use std::fmt;
+use std::fs::OpenOptions;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use dmalane_addr::{CardAddr, Span};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
+use dmalane_dma::{Heap as _, Registrar};
+use dmalane_queue::{DeviceQueue, Route};
+
+use crate::Error;
+use crate::abi::{self, MAX_PARTS};
+use crate::buffers::{OwnBuffers, heap, page};
+use crate::card::{Card, Info};
+use crate::kernel::{Handle, Kernel, Request};
+use crate::queue::SlashQueue;
+use crate::sys::Linux;
+use crate::worker::{Counters, Planner};
+
+/// First address and bytes of the card's DDR.
+pub const DDR: (u64, u64) = (0x600_0000_0000, 32 << 30);
+/// First address and bytes of the card's HBM, both halves.
+pub const HBM: (u64, u64) = (0x40_0000_0000, 32 << 30);
+
+/// The number of a card: N of `/dev/slash_qdma_ctlN`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Node(pub u32);
+
+impl Node {
+    /// The driver's node on the machine whose `/` is given.
+    pub fn path(self, root: &Path) -> PathBuf {
+        root.join(format!("dev/slash_qdma_ctl{}", self.0))
+    }
+
+    /// The PCI address of the card's DMA function, as the driver names it in `/sys/class/slash`.
+    pub fn pci(self, root: &Path) -> Option<String> {
+        let devname = format!("DEVNAME=slash_qdma_ctl{}", self.0);
+        let entries = root.join("sys/class/slash").read_dir().into_iter().flatten().flatten();
+        entries.into_iter().find_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let pci = name.strip_prefix("slash_qdma_ctl_")?.to_owned();
+            let uevent = std::fs::read_to_string(entry.path().join("uevent")).ok()?;
+            uevent.lines().any(|line| line == devname).then_some(pci)
+        })
+    }
+}
+
+impl FromStr for Node {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+        text.parse().ok().filter(|_| digits).map(Self).ok_or_else(|| Error::Name(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The cards of the machine whose `/` is given, in order. None is opened.
+pub fn nodes(root: &Path) -> Vec<Node> {
+    let entries = root.join("dev").read_dir().into_iter().flatten().flatten();
+    let number = |name: &str| name.strip_prefix("slash_qdma_ctl").and_then(|n| n.parse().ok());
+    let mut nodes: Vec<Node> = entries.filter_map(|e| number(e.file_name().to_str()?)).collect();
+    nodes.sort();
+    nodes
+}
+
+/// How a card is opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SlashOptions {
+    /// The size of the descriptor rings, as a number from 0 to 15 of the driver's table (0: 2049 descriptors, 15:
+    /// 16385).
+    pub ring: u32,
+}
+
+impl Default for SlashOptions {
+    /// The largest rings, which SLASH's daemon uses too.
+    fn default() -> Self {
+        Self { ring: abi::RING_SIZES - 1 }
+    }
+}
+
+/// A V80 that the driver SLASH drives.
+pub struct SlashDevice {
+    // Queues end before the node is closed.
+    queues: Vec<Box<DeviceQueue>>,
+    counters: Vec<Arc<Counters>>,
+    info: Info,
+    notes: Vec<String>,
+    regions: [Region; 3],
+    registrar: Arc<OwnBuffers>,
+    space: FlatSpace,
+}
+
+impl SlashDevice {
+    /// Opens a card of this machine.
+    ///
+    /// # Errors
+    /// [`Error`]: no such node, no permission, an unknown version of the driver, a call that failed.
+    pub fn open(node: Node, options: SlashOptions) -> Result<Self, Error> {
+        let path = node.path(Path::new("/"));
+        let of = |source: io::Error| Error::Open { path: path.clone(), source };
+        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(of)?;
+        Self::with(Arc::new(Linux), Handle::new(file.into()), options)
+    }
+
+    /// The same over a node that is open, and another implementation of the driver's calls.
+    ///
+    /// # Errors
+    /// As [`SlashDevice::open`].
+    pub fn with(kernel: Arc<dyn Kernel>, node: Handle, options: SlashOptions) -> Result<Self, Error> {
+        if options.ring >= abi::RING_SIZES {
+            return Err(Error::Ring(options.ring));
+        }
+        let card = Arc::new(Card::new(kernel, node));
+        let info = card.info()?;
+        let registrar = Arc::new(OwnBuffers::new(&card.buffers));
+        let regions = regions();
+        let memory: Vec<_> = regions.iter().map(|r| r.span).collect();
+        // The pages of both queues: of the first buffer, which also says how the channels should be used.
+        let of = |e: dmalane_dma::Error| Error::call(Request::BufferCreate, kernels(e));
+        let mut pages = Some(heap(&card.buffers).allocate(2 * MAX_PARTS * page()).map_err(of)?.share().into_part());
+        let mut next_page = || match pages.take()?.split_at(page()) {
+            Ok((page, rest)) => {
+                pages = Some(rest);
+                Some(page)
+            }
+            Err(_) => None,
+        };
+        let channels: &[u32] = match card.buffers.hint() {
+            abi::HINT_V80 => &[1, 2],
+            abi::HINT_SINGLE => &[1],
+            hint => return Err(Error::Version { found: format!("BUF_CREATE has the unknown hint {hint}") }),
+        };
+        let (mut queues, mut counters): (Vec<Box<DeviceQueue>>, Vec<_>) = (Vec::new(), Vec::new());
+        for pair in card.pairs(channels, options.ring)? {
+            let pages: Vec<_> = (0..MAX_PARTS).filter_map(|_| next_page()).collect();
+            let plans = Planner { buffers: card.buffers.clone(), memory: memory.clone(), pair: pair.index };
+            let queue = SlashQueue::new(pair, plans, pages, registrar.clone())?;
+            counters.push(queue.counters().clone());
+            queues.push(Box::new(queue));
+        }
+        let notes = vec![
+            format!(
+                "{}, INFO of {} bytes, rings of size {}",
+                info.pci.as_deref().map_or("PCI address unknown".to_owned(), |pci| format!("PCI {pci}")),
+                info.size,
+                options.ring
+            ),
+            "host memory: buffers of the driver, into which files are read directly".to_owned(),
+            format!(
+                "{} queue pairs, each on a memory channel of its own; a thread each waits in TRANSFER",
+                queues.len()
+            ),
+        ];
+        Ok(Self { queues, counters, info, notes, regions, registrar, space: FlatSpace::new() })
+    }
+
+    /// What the driver says of itself and of the card.
+    pub fn driver(&self) -> &Info {
+        &self.info
+    }
+
+    /// Bytes that the processor copied, because they did not begin at a page of their buffer.
+    pub fn copied_bytes(&self) -> u64 {
+        self.counters.iter().map(|c| c.copied.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Calls of the driver that moved bytes.
+    pub fn transfer_calls(&self) -> u64 {
+        self.counters.iter().map(|c| c.calls.load(Ordering::Relaxed)).sum()
+    }
+}
+
+/// The kernel's error behind one of the heap.
+fn kernels(error: dmalane_dma::Error) -> io::Error {
+    match error {
+        dmalane_dma::Error::Allocate { source, .. } => source,
+        other => io::Error::other(other),
+    }
+}
+
+/// The V80's memory map.
+fn regions() -> [Region; 3] {
+    let span = |first, len| Span::new(CardAddr::new(first), len).expect("a constant span");
+    let half = HBM.1 / 2;
+    [
+        Region::new("ddr", span(DDR.0, DDR.1)),
+        Region::new("hbm0", span(HBM.0, half)).in_group("hbm").by(Route::Channel(0)),
+        Region::new("hbm1", span(HBM.0 + half, half)).in_group("hbm").by(Route::Channel(1)),
+    ]
+}
+
+impl Device for SlashDevice {
+    fn info(&self) -> DeviceInfo {
+        let name = "AMD V80 (SLASH)".to_owned();
+        DeviceInfo { name, notes: self.notes.clone(), polled: false, concurrent: true }
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        DeviceMemory::new(&self.regions).contiguous()
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        self.registrar.clone()
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        std::mem::take(&mut self.queues)
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        &mut self.space
+    }
+}
+
+impl fmt::Debug for SlashDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SlashDevice({})", self.info.pci.as_deref().unwrap_or("unknown PCI address"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cards_are_found_by_their_nodes() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(nodes(root.path()).is_empty());
+        let dev = root.path().join("dev");
+        let class = root.path().join("sys/class/slash/slash_qdma_ctl_0000:61:00.1");
+        std::fs::create_dir_all(&dev).unwrap();
+        std::fs::create_dir_all(&class).unwrap();
+        for name in ["slash_qdma_ctl10", "slash_qdma_ctl2", "slash_ctl0", "slash_qdma_ctlx", "slash_qdma_ctl"] {
+            std::fs::write(dev.join(name), "").unwrap();
+        }
+        assert_eq!(nodes(root.path()), [Node(2), Node(10)]);
+        std::fs::write(class.join("uevent"), "MAJOR=240\nMINOR=4\nDEVNAME=slash_qdma_ctl2\n").unwrap();
+        assert_eq!((Node(2).pci(root.path()).as_deref(), Node(1).pci(root.path())), (Some("0000:61:00.1"), None));
+    }
+
+    #[test]
+    fn a_card_is_named_by_a_number() {
+        assert_eq!("12".parse::<Node>().unwrap(), Node(12));
+        for wrong in ["", "-1", "+1", "x", "/dev/slash_qdma_ctl0", "4294967296", "0,ring=1"] {
+            assert!(wrong.parse::<Node>().is_err(), "{wrong}");
+        }
+        let missing = SlashDevice::open(Node(4_000_000), SlashOptions::default()).unwrap_err().to_string();
+        assert!(missing.contains("modprobe slash"), "{missing}");
+    }
+}

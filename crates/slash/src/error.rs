@@ -1,0 +1,105 @@
+//! Errors of the driver, with what helps against them.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::kernel::Request;
+
+/// Why a card cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The node cannot be opened.
+    #[error("cannot open {}: {source}{}", path.display(), opening(source))]
+    Open {
+        /// The driver's node.
+        path: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The driver's interface is one that this program does not know.
+    #[error(
+        "the driver's interface is not known: {found}. This program knows INFO of 20 bytes, 52 bytes (since July 2026) \
+         and buffers that the driver allocates (since June 2026)"
+    )]
+    Version {
+        /// What was found.
+        found: String,
+    },
+    /// A call failed.
+    #[error("{call} failed: {source}{}", calling(call, source))]
+    Call {
+        /// The driver's name of the call.
+        call: &'static str,
+        /// The driver's error.
+        source: io::Error,
+    },
+    /// The driver answered what cannot be.
+    #[error("{call} answered with {what}")]
+    Answer {
+        /// The driver's name of the call.
+        call: &'static str,
+        /// The answer.
+        what: String,
+    },
+    /// A buffer of the driver cannot be mapped.
+    #[error("cannot map a buffer of the driver: {0}")]
+    Map(io::Error),
+    /// Host memory that is not the driver's.
+    #[error("the card reaches only buffers that its driver allocates: take memory of the device's own heap")]
+    Foreign,
+    /// A ring size that does not exist.
+    #[error("ring size {0} does not exist: they have the numbers 0 to 15")]
+    Ring(u32),
+    /// A text that names no card.
+    #[error("{0:?} is not the number N of a node /dev/slash_qdma_ctlN")]
+    Name(String),
+    /// The queue's thread cannot be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
+}
+
+impl Error {
+    pub(crate) fn call(request: Request, source: io::Error) -> Self {
+        Self::Call { call: request.name(), source }
+    }
+}
+
+/// The error number where there is one, so that callers recognise it; else the text.
+pub(crate) fn into_io(error: Error) -> io::Error {
+    match error {
+        Error::Call { source, .. } | Error::Map(source) => source,
+        other => io::Error::other(other),
+    }
+}
+
+/// Fixes of errors of opening a node.
+fn opening(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOENT) => "; is the module loaded (modprobe slash) and the card there (lspci -d 10ee:)?",
+        Some(libc::EACCES | libc::EPERM) => {
+            "; the node belongs to root: run as root, or give a group access by a udev rule (docs/how-to/v80.md)"
+        }
+        Some(libc::ENODEV) => "; the driver is removing the card",
+        _ => "",
+    }
+}
+
+/// Fixes of errors of calls.
+fn calling(call: &str, error: &io::Error) -> &'static str {
+    match (call, error.raw_os_error()) {
+        ("QPAIR_ADD", Some(libc::ENOTTY)) => "; the module is older than July 2026 (no aperture_size): update SLASH",
+        ("BUF_CREATE", Some(libc::ENOTTY)) => {
+            "; the module is older than June 2026 (it has no buffers of its own): update SLASH"
+        }
+        ("INFO", Some(libc::ENOTTY)) => "; this is no node of SLASH",
+        ("QPAIR_ADD", Some(libc::EBUSY)) => {
+            "; all 256 queue pairs are taken: a process that was killed leaves its own until the module is loaded again"
+        }
+        (_, Some(libc::ENODEV)) => "; the driver is removing or resetting the card",
+        (_, Some(libc::ETIME | libc::ETIMEDOUT)) => "; the card did not answer within the driver's 10 s",
+        _ => "",
+    }
+}

@@ -1,0 +1,251 @@
+//! A queue pair as a queue, with a thread that waits in the driver's blocking call.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dmalane_queue::{
+    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refusal, Refused,
+    Stats, StopReason, Ticket,
+};
+
+use crate::Error;
+use crate::buffers::OwnBuffers;
+use crate::card::Pair;
+use crate::worker::{Counters, MAX_LEN, Planner, Shared, Worker};
+
+/// Operations in flight, at most.
+const CAPACITY: usize = 256;
+/// The longest sleep of a wait.
+const NAP: Duration = Duration::from_millis(100);
+/// Time that a drop waits for the driver, which gives up on a transfer after 10 s.
+const PATIENCE: Duration = Duration::from_secs(15);
+const ABILITIES: Abilities = Abilities::FROM_HOST
+    .union(Abilities::TO_HOST)
+    .union(Abilities::FENCE)
+    .union(Abilities::STOP)
+    .union(Abilities::ORDERED);
+
+/// A queue of a card. Operations are done in order; those that touch on both sides become one transfer.
+pub(crate) struct SlashQueue {
+    shared: Arc<Shared>,
+    counters: Arc<Counters>,
+    pair: Arc<Pair>,
+    registrar: Arc<OwnBuffers>,
+    /// Submitted and not flushed.
+    waiting: VecDeque<(Ticket, Operation)>,
+    /// Accepted and not given back.
+    in_flight: usize,
+    next: u64,
+    state: QueueState,
+    thread: Option<thread::JoinHandle<()>>,
+    /// Stops the queue pair after a timeout.
+    stopper: Option<thread::JoinHandle<()>>,
+}
+
+impl SlashQueue {
+    pub(crate) fn new(
+        pair: Pair,
+        plans: Planner,
+        pages: Vec<dmalane_dma::BufferSlice>,
+        registrar: Arc<OwnBuffers>,
+    ) -> Result<Self, Error> {
+        let (shared, pair) = (Arc::new(Shared::default()), Arc::new(pair));
+        let counters = Arc::new(Counters::default());
+        let worker = Worker { shared: shared.clone(), counters: counters.clone(), pair: pair.clone(), plans, pages };
+        let named = thread::Builder::new().name(format!("dmalane-slash-{}", pair.index));
+        let thread = Some(named.spawn(move || worker.run()).map_err(Error::Thread)?);
+        let (waiting, state) = (VecDeque::new(), QueueState::default());
+        Ok(Self { shared, counters, pair, registrar, waiting, in_flight: 0, next: 0, state, thread, stopper: None })
+    }
+
+    /// The counters of the thread.
+    pub(crate) fn counters(&self) -> &Arc<Counters> {
+        &self.counters
+    }
+
+    fn check(&self, operation: &Operation) -> Result<(), Refusal> {
+        self.state.check_running()?;
+        operation.admit(ABILITIES, self.limits())?;
+        operation.check_registered(&*self.registrar)?;
+        if self.in_flight >= CAPACITY { Err(Refusal::Full) } else { Ok(()) }
+    }
+
+    fn end(&mut self, completion: Completion, done: &mut Vec<Completion>) {
+        self.state.ended(&completion);
+        self.in_flight -= 1;
+        done.push(completion);
+    }
+
+    /// Stops, with what the thread has not begun given back at the next poll.
+    fn halt(&mut self, reason: StopReason) {
+        if self.state.stop(reason.clone()) {
+            self.shared.lock().halted.get_or_insert(reason);
+        }
+    }
+}
+
+impl Queue for SlashQueue {
+    type Addr = DeviceAddr;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: CAPACITY, max_len: MAX_LEN }
+    }
+
+    fn abilities(&self) -> Abilities {
+        ABILITIES
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        if let Err(reason) = self.check(&operation) {
+            self.state.refused(&reason);
+            return Err(Refused { operation, reason });
+        }
+        let ticket = Ticket::new(self.next);
+        self.next += 1;
+        if self.in_flight == 0 {
+            self.state.moved();
+        }
+        self.in_flight += 1;
+        self.state.submitted(ticket.number());
+        self.waiting.push_back((ticket, operation));
+        Ok(ticket)
+    }
+
+    fn flush(&mut self) {
+        if !self.waiting.is_empty() && self.state.is_running() {
+            self.state.flushed();
+            self.shared.lock().todo.append(&mut self.waiting);
+            self.shared.wake();
+        }
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        let before = done.len();
+        self.flush();
+        let mut shared = self.shared.lock();
+        let mut ended = std::mem::take(&mut shared.ended);
+        let halted = shared.halted.clone();
+        if let Some(reason) = &halted
+            && (shared.busy == 0 || shared.stuck)
+        {
+            // Nothing was begun with these, and what was submitted before them has ended, or never will.
+            for (ticket, operation) in std::mem::take(&mut shared.todo).into_iter().chain(self.waiting.drain(..)) {
+                let result = Err(OpError::Stopped(reason.clone()));
+                ended.push_back(Completion { ticket, operation, result, bytes: 0 });
+            }
+        }
+        drop(shared);
+        if let Some(reason) = halted {
+            self.state.stop(reason);
+        }
+        if !ended.is_empty() {
+            self.state.moved();
+        }
+        for completion in ended {
+            self.end(completion, done);
+        }
+        if self.in_flight > 0
+            && let Some(reason) = self.state.timed_out()
+        {
+            self.halt(reason);
+            // The driver waits without a limit for all parts of a call but the last. Stopping the queue pair ends them,
+            // but may block itself.
+            let pair = self.pair.clone();
+            self.stopper = Some(thread::spawn(move || drop(pair.stop())));
+        }
+        done.len() - before
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let ended = self.poll(done);
+            let left = deadline.map_or(NAP, |d| d.saturating_duration_since(Instant::now()));
+            if ended > 0 || self.in_flight == 0 || left.is_zero() {
+                return ended;
+            }
+            // Not past the moment of the timeout.
+            let until = self.state.until_timeout().map_or(NAP, |time| time.max(Duration::from_millis(1)));
+            let nap = left.min(NAP).min(until);
+            if self.shared.lock().stuck {
+                thread::sleep(nap);
+            } else {
+                self.shared.wait(nap);
+            }
+        }
+    }
+
+    fn halted(&self) -> Option<StopReason> {
+        self.state.stopped().cloned()
+    }
+
+    fn stop(&mut self, reason: StopReason) {
+        self.halt(reason);
+    }
+
+    fn restart(&mut self) -> bool {
+        let stopping = self.stopper.as_ref().is_some_and(|thread| !thread.is_finished());
+        if self.state.is_running() || self.in_flight > 0 || stopping || self.pair.start().is_err() {
+            return false;
+        }
+        self.shared.lock().halted = None;
+        self.state.restart();
+        true
+    }
+
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled {
+        let mut shared = self.shared.lock();
+        let lists = [&mut self.waiting, &mut shared.todo];
+        let take = |list: &mut VecDeque<(Ticket, Operation)>| {
+            let at = list.iter().position(|(waiting, _)| *waiting == ticket)?;
+            list.remove(at)
+        };
+        let taken = lists.into_iter().find_map(take);
+        let older = ticket.number() < self.next;
+        drop(shared);
+        match taken {
+            Some((_, operation)) => {
+                self.in_flight -= 1;
+                self.state.taken_back(ticket.number());
+                Cancelled::TakenBack(operation)
+            }
+            None if older && self.in_flight > 0 => Cancelled::TooLate,
+            None => Cancelled::Unknown,
+        }
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+        self.state.set_timeout(timeout);
+        true
+    }
+
+    fn stats(&self) -> Option<Stats> {
+        Some(self.state.stats().clone())
+    }
+}
+
+impl Drop for SlashQueue {
+    fn drop(&mut self) {
+        self.waiting.clear();
+        // A thread that is stuck in a call goes on by itself, with the memory of the call.
+        if self.shared.quit(PATIENCE)
+            && let Some(thread) = self.thread.take()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for SlashQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let calls = self.counters.calls.load(Ordering::Relaxed);
+        write!(f, "SlashQueue({} in flight, {calls} calls)", self.in_flight)
+    }
+}
