@@ -86,6 +86,7 @@ const CRATES: &[Crate] = &[
     .tests_use(&["fake-cuda"]),
     Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]),
     Crate::std("cli", &["dmalane"]),
+    Crate::std("python", &["dmalane"]),
 ];
 
 /// The files that may use `unsafe`. A new one needs a reason in its first lines and a full review.
@@ -99,6 +100,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/dma/src/volatile.rs",
     "crates/fake-cuda/src/abi.rs",
     "crates/file/src/ring.rs",
+    "crates/python/src/memory.rs",
     "crates/sim/src/host/directory.rs",
     "crates/slash/src/sys.rs",
     "crates/vfio/src/sys.rs",
@@ -536,12 +538,12 @@ fn sources() -> Vec<PathBuf> {
 
 /// The files that people write: sources, manifests, scripts; no pages, seeds or lists.
 fn texts() -> Vec<PathBuf> {
-    let mut found = files(&["crates", "bench", "fuzz", "tests", "bindings", "scripts", "packaging"]);
+    let mut found = files(&["crates", "bench", "fuzz", "tests", "bindings", "scripts", "packaging", "python"]);
     found.retain(|path| {
-        let written = ["rs", "py", "c", "h", "toml", "config"];
+        let written = ["rs", "py", "pyi", "c", "h", "toml", "config"];
         path.extension().map_or(path.starts_with(root().join("scripts")), |e| written.iter().any(|w| e == *w))
     });
-    found.extend(["Cargo.toml", "tests/vm/init"].map(|name| root().join(name)));
+    found.extend(["Cargo.toml", "pyproject.toml", "tests/vm/init"].map(|name| root().join(name)));
     found
 }
 

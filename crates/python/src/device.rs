@@ -1,0 +1,366 @@
+//! Devices: memory behind an address space, tensors loaded onto it, and host memory registered for it.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dmalane::addr::{Access, Address, CardAddr, DeviceVa};
+use dmalane::dma::Mapping;
+use dmalane::load::container::model_files;
+use dmalane::load::{Loaded, OpenDevice};
+use dmalane::{Load, OpenOptions, Placement};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+
+use crate::failure::Failure;
+use crate::interrupt;
+use crate::memory::{Buffer, Tensor};
+use crate::report;
+
+type Shared = Arc<Mutex<OpenDevice>>;
+
+fn lock(device: &Shared) -> MutexGuard<'_, OpenDevice> {
+    device.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An open device.
+#[pyclass(frozen, weakref, module = "dmalane")]
+pub(crate) struct Device {
+    device: Shared,
+    spec: String,
+}
+
+#[pymethods]
+impl Device {
+    #[new]
+    fn new(py: Python<'_>, spec: String) -> PyResult<Self> {
+        let parsed = spec.parse().map_err(|e| Failure::new("DeviceError", format!("{e}")))?;
+        let (opened, interrupted) = interrupt::quietly(py, || OpenOptions::default().open(&parsed));
+        interrupted?;
+        Ok(Self { device: Arc::new(Mutex::new(opened.map_err(Failure::from)?)), spec })
+    }
+
+    #[getter]
+    fn spec(&self) -> &str {
+        &self.spec
+    }
+
+    /// Its name, and its memory: a dictionary for each region.
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (info, free, of_device) = py.detach(|| {
+            let device = lock(&self.device);
+            (device.info().clone(), device.memory().free_bytes(), device.regions().to_vec())
+        });
+        let dict = PyDict::new(py);
+        dict.set_item("name", info.name)?;
+        dict.set_item("notes", info.notes)?;
+        dict.set_item("free_bytes", free)?;
+        let mut regions = Vec::new();
+        for region in &of_device {
+            let of = PyDict::new(py);
+            of.set_item("name", region.name.as_ref())?;
+            of.set_item("address", region.span.first().bits())?;
+            of.set_item("nbytes", region.span.len())?;
+            regions.push(of);
+        }
+        dict.set_item("regions", regions)?;
+        Ok(dict)
+    }
+
+    /// Loads files; returns a tensor for each of theirs, and the report.
+    #[pyo3(signature = (paths, *, placement=None, verify=false, progress=None))]
+    fn load<'py>(
+        &self,
+        py: Python<'py>,
+        paths: Vec<PathBuf>,
+        placement: Option<&str>,
+        verify: bool,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<(Vec<DeviceTensor>, Bound<'py, PyDict>)> {
+        let placement = match placement {
+            None => Placement::Default,
+            Some(name) => {
+                name.parse::<Placement>().map_err(|e| PyValueError::new_err(format!("placement {name:?}: {e}")))?
+            }
+        };
+        let mut files = Vec::new();
+        for path in &paths {
+            files.extend(model_files(path).map_err(Failure::from)?);
+        }
+        let total = files.iter().filter_map(|file| file.metadata().ok()).map(|meta| meta.len()).sum();
+        let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
+            let load = Load::files(&files).placement(placement).verify(verify).progress(|bytes| progress.add(bytes));
+            load.onto(&mut lock(&self.device))
+        });
+        // Of a load that was interrupted nothing is kept.
+        let loaded = loaded?.map_err(Failure::from)?;
+        let report = report::of_load(py, &loaded.report)?;
+        let places: Vec<(usize, usize)> = loaded
+            .files
+            .iter()
+            .enumerate()
+            .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
+            .collect();
+        let on = Arc::new(OnDevice { device: self.device.clone(), loaded: Mutex::new(Some(loaded)) });
+        let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index)).collect();
+        Ok((tensors, report))
+    }
+
+    /// Takes device memory; returns its address.
+    fn alloc(&self, py: Python<'_>, size: u64) -> PyResult<u64> {
+        let span = py.detach(|| lock(&self.device).memory_mut().reserve(size));
+        let span = span.map_err(|e| Failure::new("OutOfMemoryError", e.to_string()).number("wanted", size))?;
+        Ok(span.first().bits())
+    }
+
+    /// Writes bytes to device memory.
+    fn write(&self, py: Python<'_>, address: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        let at = CardAddr::new(address);
+        let host = Host::of(data)?;
+        let written = interrupt::run(py, host.len() as u64, None, |_| {
+            host.each_block(|done, block| {
+                let at = at.checked_add(done as u64).ok_or_else(|| Failure::new("DeviceError", "past the end"))?;
+                lock(&self.device).write(at, block).map_err(Failure::from)
+            })
+        })?;
+        Ok(written?)
+    }
+
+    /// Reads bytes from device memory.
+    fn read<'py>(&self, py: Python<'py>, address: u64, size: usize) -> PyResult<Bound<'py, PyBytes>> {
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(size).map_err(|e| Failure::new("OutOfMemoryError", e.to_string()))?;
+        bytes.resize(size, 0);
+        let into = &mut bytes;
+        let at = CardAddr::new(address);
+        interrupt::run(py, size as u64, None, |_| lock(&self.device).read(at, into))?.map_err(Failure::from)?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// Copies bytes within device memory.
+    fn copy(&self, py: Python<'_>, source: u64, to: u64, size: u64) -> PyResult<()> {
+        let (source, to) = (CardAddr::new(source), CardAddr::new(to));
+        let copied = interrupt::run(py, size, None, |_| lock(&self.device).copy(source, to, size))?;
+        Ok(copied.map_err(Failure::from)?)
+    }
+
+    /// Makes host memory reachable for the device, for reading or also for writing.
+    #[pyo3(signature = (memory, *, writable=false))]
+    fn register(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, writable: bool) -> PyResult<Registration> {
+        let host = Host::of(memory)?;
+        let Host::Block(block, offset, len) = host else {
+            return Err(PyTypeError::new_err("a dmalane.Tensor or dmalane.Buffer can be registered"));
+        };
+        let access = if writable { Access::RW } else { Access::READ };
+        let end = offset.saturating_add(len).next_multiple_of(4096);
+        let range = offset & !4095..end.min(block.reference().len());
+        let mapped = py.detach(|| {
+            let registrar = lock(&self.device).registrar().clone();
+            let pinned = registrar.pin_range(&block.reference(), range.clone())?;
+            let segments = pinned.pages().map_or(1, |pages| pages.segments().count());
+            registrar.map(pinned, access).map(|mapping| (mapping, segments))
+        });
+        let (mapping, segments) = mapped.map_err(Failure::from)?;
+        let iova = mapping.span().first().bits() + (offset - range.start) as u64;
+        Ok(Registration { mapping: Mutex::new(Some(mapping)), iova, len, segments })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Device({:?})", self.spec)
+    }
+}
+
+/// Bytes of the host.
+enum Host<'a> {
+    /// Immutable.
+    Bytes(&'a [u8]),
+    /// A part of a block that Python may write meanwhile.
+    Block(Arc<crate::memory::Block>, usize, usize),
+}
+
+impl<'a> Host<'a> {
+    fn of(object: &'a Bound<'_, PyAny>) -> PyResult<Self> {
+        let part = if let Ok(tensor) = object.cast::<Tensor>() {
+            &tensor.get().part
+        } else if let Ok(buffer) = object.cast::<Buffer>() {
+            &buffer.get().part
+        } else if let Ok(bytes) = object.cast::<PyBytes>() {
+            return Ok(Self::Bytes(bytes.as_bytes()));
+        } else {
+            return Err(PyTypeError::new_err("bytes, a dmalane.Tensor or a dmalane.Buffer is needed"));
+        };
+        Ok(Self::Block(part.block()?, part.offset(), part.len()))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::Block(_, _, len) => *len,
+        }
+    }
+
+    /// Hands the bytes to `f` block by block, with their offset.
+    fn each_block(&self, mut f: impl FnMut(usize, &[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
+        const BLOCK: usize = 4 << 20;
+        match self {
+            Self::Bytes(bytes) => bytes.chunks(BLOCK).enumerate().try_for_each(|(n, block)| f(n * BLOCK, block)),
+            Self::Block(block, offset, len) => {
+                let mut copy = vec![0; BLOCK.min(*len)];
+                let mut done = 0;
+                while done < *len {
+                    let n = copy.len().min(len - done);
+                    if let Some(view) = block.view().sub(offset + done, n) {
+                        view.read(&mut copy[..n]);
+                    }
+                    f(done, &copy[..n])?;
+                    done += n;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Files on a device, until their last tensor is gone.
+struct OnDevice {
+    device: Shared,
+    loaded: Mutex<Option<Loaded>>,
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(loaded) = loaded {
+            // Nobody is left to be told; what could not be unbound stays with the device.
+            let _ = lock(&self.device).unload(loaded);
+        }
+    }
+}
+
+/// A tensor in device memory, bound at an address of the device's own.
+#[pyclass(frozen, weakref, module = "dmalane")]
+pub(crate) struct DeviceTensor {
+    on: Arc<OnDevice>,
+    file: usize,
+    index: usize,
+    name: String,
+    dtype: String,
+    shape: Vec<u64>,
+    nbytes: u64,
+    address: Option<DeviceVa>,
+}
+
+impl DeviceTensor {
+    fn new(on: &Arc<OnDevice>, file: usize, index: usize) -> Self {
+        let loaded = on.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = loaded.as_ref().map(|loaded| loaded.files[file].tensor(index).clone());
+        drop(loaded);
+        let (tensor, va) = of.map(|t| (t.tensor, t.va)).expect("files are taken only when their tensors are gone");
+        Self {
+            on: on.clone(),
+            file,
+            index,
+            name: tensor.name.clone(),
+            dtype: tensor.dtype.clone(),
+            shape: crate::open::shape_of(&tensor),
+            nbytes: tensor.len,
+            address: va.map(|va| va.first()),
+        }
+    }
+}
+
+#[pymethods]
+impl DeviceTensor {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[getter]
+    fn dtype(&self) -> &str {
+        &self.dtype
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    /// The device's virtual address; None for a tensor of no bytes.
+    #[getter]
+    fn address(&self) -> Option<u64> {
+        self.address.map(|at| at.bits())
+    }
+
+    /// Reads the tensor back through the device's address space.
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let mut bytes = Vec::new();
+        let size = usize::try_from(self.nbytes).unwrap_or(usize::MAX);
+        bytes.try_reserve_exact(size).map_err(|e| Failure::new("OutOfMemoryError", e.to_string()))?;
+        bytes.resize(size, 0);
+        let into = &mut bytes;
+        let read = interrupt::run(py, self.nbytes, None, |_| {
+            let loaded = self.on.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(loaded) = &*loaded else { return Err(Failure::closed()) };
+            let back = lock(&self.on.device).read_back(&loaded.files[self.file], self.index, &mut |offset, view| {
+                view.read(&mut into[offset as usize..offset as usize + view.len()]);
+                Ok(())
+            });
+            back.map_err(Failure::from)
+        })?;
+        read?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("DeviceTensor({:?}, {:?}, {:?})", self.name, self.dtype, self.shape)
+    }
+}
+
+/// Host memory that a device reaches, until it is unregistered or this object dies.
+#[pyclass(frozen, weakref, module = "dmalane")]
+pub(crate) struct Registration {
+    mapping: Mutex<Option<Mapping>>,
+    iova: u64,
+    len: usize,
+    segments: usize,
+}
+
+#[pymethods]
+impl Registration {
+    /// The address by which the device reaches the first byte.
+    #[getter]
+    fn iova(&self) -> u64 {
+        self.iova
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.len
+    }
+
+    /// Physically contiguous pieces, where the registrar knows them.
+    #[getter]
+    fn segments(&self) -> usize {
+        self.segments
+    }
+
+    fn unregister(&self, py: Python<'_>) {
+        let mapping = self.mapping.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(mapping));
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
+        self.unregister(py);
+    }
+}

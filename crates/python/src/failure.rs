@@ -1,0 +1,195 @@
+//! Errors of the engine as Python exceptions of `dmalane.errors`, with their fields.
+
+use std::path::Path;
+
+use dmalane::load::fill::FillError;
+use dmalane::load::{Error as LoadError, FormatError};
+use dmalane::queue::OpError;
+use dmalane::{OpenError, ReadError};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// An error that becomes a Python exception when it reaches the interpreter.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// The class in `dmalane.errors`.
+    class: &'static str,
+    message: String,
+    fields: Vec<(&'static str, Field)>,
+}
+
+#[derive(Debug)]
+enum Field {
+    Number(u64),
+    Text(String),
+}
+
+impl Failure {
+    pub(crate) fn new(class: &'static str, message: impl Into<String>) -> Self {
+        Self { class, message: message.into(), fields: Vec::new() }
+    }
+
+    pub(crate) fn number(mut self, name: &'static str, value: u64) -> Self {
+        self.fields.push((name, Field::Number(value)));
+        self
+    }
+
+    pub(crate) fn text(mut self, name: &'static str, value: impl Into<String>) -> Self {
+        self.fields.push((name, Field::Text(value.into())));
+        self
+    }
+
+    fn path(self, path: &Path) -> Self {
+        self.text("path", path.display().to_string())
+    }
+
+    fn io(self, source: &std::io::Error) -> Self {
+        match source.raw_os_error() {
+            Some(errno) => self.number("errno", u64::from(errno.unsigned_abs())),
+            None => self,
+        }
+    }
+
+    /// No tensor of this name.
+    pub(crate) fn unknown(name: &str) -> Self {
+        Self::new("UnknownTensorError", format!("no tensor is called {name:?}")).text("tensor", name)
+    }
+
+    /// Bytes that the limit does not allow.
+    pub(crate) fn limit(wanted: u64, limit: u64, message: impl Into<String>) -> Self {
+        Self::new("MemoryLimitError", message).number("wanted", wanted).number("limit", limit)
+    }
+
+    /// The file was closed.
+    pub(crate) fn closed() -> Self {
+        Self::new("ClosedError", "it is closed")
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        Python::attach(|py| {
+            let made = || {
+                let class = py.import("dmalane.errors")?.getattr(failure.class)?;
+                let fields = PyDict::new(py);
+                for (name, field) in &failure.fields {
+                    match field {
+                        Field::Number(n) => fields.set_item(name, n)?,
+                        Field::Text(text) => fields.set_item(name, text)?,
+                    }
+                }
+                class.call((&failure.message,), Some(&fields))
+            };
+            match made() {
+                Ok(exception) => PyErr::from_value(exception),
+                // Without its package the extension has no classes of its own.
+                Err(_) => PyRuntimeError::new_err(failure.message),
+            }
+        })
+    }
+}
+
+fn of_operation(failure: Failure, error: &OpError) -> Failure {
+    match error {
+        OpError::Io { at, errno } => {
+            failure.number("offset", at.bits()).number("errno", u64::from(errno.unsigned_abs()))
+        }
+        OpError::EndOfFile { at, .. } => failure.number("offset", at.bits()),
+        _ => failure,
+    }
+}
+
+impl From<ReadError> for Failure {
+    fn from(error: ReadError) -> Self {
+        let message = error.to_string();
+        match error {
+            ReadError::Open { path, source } => Self::new("FileError", message).path(&path).io(&source),
+            ReadError::Read { path, error } => of_operation(Self::new("FileError", message).path(&path), &error),
+            ReadError::PastEnd { path, size, .. } => {
+                Self::new("ChangedError", message).path(&path).number("size", size)
+            }
+            ReadError::Changed { path, before, now } => {
+                Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
+            }
+            ReadError::Limit { wanted, limit } => Self::limit(wanted, limit, message),
+            ReadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(wanted, left, message),
+            ReadError::Fill(FillError::Cancelled { .. }) => Self::new("CancelledError", message),
+            ReadError::Fill(FillError::Memory { .. }) => Self::new("OutOfMemoryError", message),
+            ReadError::Fill(FillError::Map { .. } | FillError::Transfer { .. } | FillError::Refused { .. }) => {
+                Self::new("DeviceError", message)
+            }
+            ReadError::File(_) => Self::new("FileError", message),
+            _ => Self::new("Error", message),
+        }
+    }
+}
+
+impl From<LoadError> for Failure {
+    fn from(error: LoadError) -> Self {
+        let message = error.to_string();
+        match error {
+            LoadError::Format { path, source } => {
+                let failure = Self::new("FormatError", message).path(&path);
+                match source {
+                    FormatError::Tensor { tensor, at, .. } => {
+                        failure.text("tensor", tensor).number("offset", at.bits())
+                    }
+                    FormatError::TensorBeyondEnd { tensor, end, .. } => {
+                        failure.text("tensor", tensor).number("offset", end.bits())
+                    }
+                    FormatError::TrailingBytes { at, .. } | FormatError::NotUtf8 { at } => {
+                        failure.number("offset", at.bits())
+                    }
+                    _ => failure,
+                }
+            }
+            LoadError::File { path, source, .. } => Self::new("FileError", message).path(&path).io(&source),
+            LoadError::Changed { path, before, now } => {
+                Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
+            }
+            LoadError::Read { path, at, tensor, source } => {
+                let failure = Self::new("FileError", message).path(&path);
+                let failure = match source {
+                    OpError::Io { .. } | OpError::EndOfFile { .. } => of_operation(failure, &source),
+                    _ => failure.number("offset", at.bits()),
+                };
+                tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor))
+            }
+            LoadError::Transfer { path, at, tensor, .. } => {
+                let failure = Self::new("DeviceError", message).path(&path).number("offset", at.bits());
+                tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor))
+            }
+            LoadError::DeviceMemory { path, .. } => Self::new("OutOfMemoryError", message).path(&path),
+            LoadError::Memory(_) => Self::new("OutOfMemoryError", message),
+            _ => Self::new("DeviceError", message),
+        }
+    }
+}
+
+impl From<dmalane::LoadError> for Failure {
+    fn from(error: dmalane::LoadError) -> Self {
+        match error {
+            dmalane::LoadError::Load(error) => error.into(),
+            other => Self::new("FileError", other.to_string()),
+        }
+    }
+}
+
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
+        Self::new("DeviceError", error.to_string())
+    }
+}
+
+impl From<dmalane::dma::Error> for Failure {
+    fn from(error: dmalane::dma::Error) -> Self {
+        Self::new("OutOfMemoryError", error.to_string())
+    }
+}
+
+impl From<dmalane::device::IoError> for Failure {
+    fn from(error: dmalane::device::IoError) -> Self {
+        Self::new("DeviceError", error.to_string())
+    }
+}

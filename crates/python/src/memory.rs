@@ -1,0 +1,400 @@
+//! Memory that Python objects share: blocks, and the tensors and buffers that lend them by the buffer protocol and
+//! DLPack.
+//!
+//! No Rust reference into a block is ever made: Python may write its bytes at any time, on any thread. The engine
+//! fills a block before the first Python object of it exists; after that only `VolatileSlice`s touch it.
+#![allow(unsafe_code)]
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLManagedTensor, DLManagedTensorVersioned};
+use dlpark::metadata::Dynamic;
+use dlpark::python::{DlpackExporter, ExportRequest, export_dlpack};
+use dlpark::{DlpackFlags, Managed, ManagedTensorBase};
+use dmalane::dma::{AnonHeap, BufferRef, Heap, PageKind, SharedBuf, VolatileSlice};
+use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::failure::Failure;
+use crate::interrupt;
+use crate::stream::Charge;
+
+/// An allocation that Python objects keep alive together.
+pub(crate) struct Block {
+    buf: SharedBuf,
+    /// Gives the bytes back to a memory limit when the block is freed.
+    _charge: Option<Charge>,
+}
+
+impl Block {
+    /// Takes a buffer that the engine has filled.
+    pub(crate) fn new(buf: SharedBuf, charge: Option<Charge>) -> Arc<Self> {
+        Arc::new(Self { buf, _charge: charge })
+    }
+
+    pub(crate) fn reference(&self) -> BufferRef {
+        self.buf.reference()
+    }
+
+    pub(crate) fn view(&self) -> VolatileSlice<'_> {
+        self.buf.view()
+    }
+}
+
+/// A part of a block, until it is released, and the number of buffers that Python has of it.
+pub(crate) struct Part {
+    block: Mutex<Option<Arc<Block>>>,
+    offset: usize,
+    len: usize,
+    exports: AtomicUsize,
+}
+
+impl Part {
+    /// # Panics
+    /// When the part does not lie within the block.
+    fn new(block: Arc<Block>, offset: usize, len: usize) -> Self {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= block.buf.len()), "a part lies within its block");
+        Self { block: Mutex::new(Some(block)), offset, len, exports: AtomicUsize::new(0) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Block>>> {
+        self.block.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The block, unless it was released.
+    pub(crate) fn block(&self) -> Result<Arc<Block>, Failure> {
+        self.lock().clone().ok_or_else(|| Failure::new("ClosedError", "its memory was released"))
+    }
+
+    pub(crate) fn offset(&self) -> usize {
+        self.offset
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    fn address(&self) -> Result<usize, Failure> {
+        Ok(self.block()?.view().as_ptr().addr() + self.offset)
+    }
+
+    /// Lets go of the block; refused while Python has buffers of it.
+    fn release(&self) -> PyResult<()> {
+        let mut block = self.lock();
+        match self.exports.load(Ordering::Acquire) {
+            0 => {
+                *block = None;
+                Ok(())
+            }
+            n => Err(PyBufferError::new_err(format!("{n} buffers of it are in use"))),
+        }
+    }
+
+    /// Copies the bytes out.
+    fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let block = self.block()?;
+        PyBytes::new_with(py, self.len, |into| {
+            if let Some(view) = block.view().sub(self.offset, self.len) {
+                view.read(into);
+            }
+            Ok(())
+        })
+    }
+
+    /// Fills a Python buffer view. `owner` is the object that holds this part.
+    ///
+    /// # Safety
+    /// `view` is null or points to a `Py_buffer` to be filled, as in `bf_getbuffer`.
+    unsafe fn get_buffer(&self, owner: *mut ffi::PyObject, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        if view.is_null() {
+            return Err(PyBufferError::new_err("no view to fill"));
+        }
+        // The lock is held until the buffer is counted, so that `release` cannot come between.
+        let guard = self.lock();
+        let Some(block) = &*guard else {
+            // SAFETY: not null (above); CPython demands a null `obj` of a request that fails.
+            unsafe { (*view).obj = std::ptr::null_mut() };
+            return Err(Failure::new("ClosedError", "its memory was released").into());
+        };
+        let at = block.view().as_ptr().wrapping_add(self.offset).cast();
+        // `new` has checked that the part lies within the block, and a block is at most `isize::MAX` bytes.
+        let len = self.len as ffi::Py_ssize_t;
+        // SAFETY: `view` is valid (contract). `at..at + len` lies within the block (checked by `new`), which `owner`
+        // keeps alive: the view holds a reference to `owner`, and `release` refuses while the view is counted.
+        let rc = unsafe { ffi::PyBuffer_FillInfo(view, owner, at, len, 0, flags) };
+        if rc != 0 {
+            return Err(Python::attach(|py| PyErr::fetch(py)));
+        }
+        self.exports.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    fn release_buffer(&self) {
+        self.exports.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Types of elements: name, bits of one, DLPack's code.
+const TYPES: &[(&str, u8, DLDataTypeCode)] = &[
+    ("BOOL", 8, DLDataTypeCode::BOOL),
+    ("U8", 8, DLDataTypeCode::UINT),
+    ("I8", 8, DLDataTypeCode::INT),
+    ("U16", 16, DLDataTypeCode::UINT),
+    ("I16", 16, DLDataTypeCode::INT),
+    ("U32", 32, DLDataTypeCode::UINT),
+    ("I32", 32, DLDataTypeCode::INT),
+    ("U64", 64, DLDataTypeCode::UINT),
+    ("I64", 64, DLDataTypeCode::INT),
+    ("F16", 16, DLDataTypeCode::FLOAT),
+    ("BF16", 16, DLDataTypeCode::BFLOAT),
+    ("F32", 32, DLDataTypeCode::FLOAT),
+    ("F64", 64, DLDataTypeCode::FLOAT),
+    ("C64", 64, DLDataTypeCode::COMPLEX),
+    ("F8_E5M2", 8, DLDataTypeCode::FLOAT8_E5M2),
+    ("F8_E4M3", 8, DLDataTypeCode::FLOAT8_E4M3FN),
+    ("F8_E8M0", 8, DLDataTypeCode::FLOAT8_E8M0FNU),
+    ("F8_E4M3FNUZ", 8, DLDataTypeCode::FLOAT8_E4M3FNUZ),
+    ("F8_E5M2FNUZ", 8, DLDataTypeCode::FLOAT8_E5M2FNUZ),
+    ("F6_E2M3", 6, DLDataTypeCode::FLOAT6_E2M3FN),
+    ("F6_E3M2", 6, DLDataTypeCode::FLOAT6_E3M2FN),
+    ("F4", 4, DLDataTypeCode::FLOAT4_E2M1FN),
+];
+
+/// Bits of an element of a type of safetensors; `None` for GGUF's blocks and for bytes without a type.
+pub(crate) fn bits(dtype: &str) -> Option<u8> {
+    TYPES.iter().find(|(name, ..)| *name == dtype).map(|(_, bits, _)| *bits)
+}
+
+/// A tensor in host memory: its bytes with their name, type and shape.
+///
+/// It lends its bytes without a copy: as a writable buffer of bytes (`memoryview(t)`) and by DLPack.
+#[pyclass(frozen, weakref, module = "dmalane")]
+pub(crate) struct Tensor {
+    name: String,
+    dtype: String,
+    shape: Vec<u64>,
+    pub(crate) part: Part,
+}
+
+impl Tensor {
+    /// # Panics
+    /// When the bytes do not lie within the block.
+    pub(crate) fn new(of: &dmalane::load::Tensor, shape: Vec<u64>, block: Arc<Block>, offset: u64, len: u64) -> Self {
+        let part = Part::new(block, offset as usize, len as usize);
+        Self { name: of.name.clone(), dtype: of.dtype.clone(), shape, part }
+    }
+
+    fn dlpack_type(&self) -> PyResult<DLDataType> {
+        match TYPES.iter().find(|(name, ..)| *name == self.dtype) {
+            // DLPack packs them otherwise than safetensors does, or says nothing about it.
+            Some((_, 6 | 4, _)) => {
+                Err(PyBufferError::new_err(format!("DLPack has no layout for the packed type {}", self.dtype)))
+            }
+            Some((_, bits, code)) => Ok(DLDataType::scalar(*code, *bits)),
+            None => Err(PyBufferError::new_err(format!("DLPack has no type for {:?}", self.dtype))),
+        }
+    }
+
+    fn managed<M: ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
+        let (block, dtype) = (self.part.block()?, self.dlpack_type()?);
+        let shape = self.shape.iter().map(|d| i64::try_from(*d)).collect::<Result<Vec<i64>, _>>();
+        let shape = shape.map_err(|_| PyBufferError::new_err("a dimension does not fit 63 bits"))?;
+        let data = block.view().as_ptr().wrapping_add(self.part.offset);
+        let made = Dynamic::compact(shape.as_slice()).initialize_as::<M>(block);
+        let mut made = made.map_err(|e| PyBufferError::new_err(e.to_string()))?;
+        made.set_data(data.cast()).set_device(DLDevice::CPU).set_dtype(dtype);
+        // SAFETY: shape and strides are copies of their own, and the strides compact. The context is a reference to
+        // the block, so `data` stays mapped until the deleter runs. The container has checked that shape and type
+        // make the tensor's bytes, and `Part::new` that those lie within the block. The memory is writable, shared
+        // and no copy, as the flags, which are none, say.
+        Ok(unsafe { made.finish() })
+    }
+}
+
+impl DlpackExporter for Tensor {
+    fn device(&self) -> DLDevice {
+        DLDevice::CPU
+    }
+
+    fn flags(&self) -> DlpackFlags {
+        DlpackFlags::empty()
+    }
+
+    fn prepare_export(&self, _: Python<'_>, _: &ExportRequest<'_>) -> PyResult<()> {
+        Ok(())
+    }
+
+    fn export_legacy(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensor>> {
+        self.managed()
+    }
+
+    fn export_versioned(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensorVersioned>> {
+        self.managed()
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[getter]
+    fn dtype(&self) -> &str {
+        &self.dtype
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.part.len
+    }
+
+    #[getter]
+    fn address(&self) -> PyResult<usize> {
+        Ok(self.part.address()?)
+    }
+
+    #[getter]
+    fn released(&self) -> bool {
+        self.part.lock().is_none()
+    }
+
+    fn release(&self) -> PyResult<()> {
+        self.part.release()
+    }
+
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.part.bytes(py)
+    }
+
+    fn __len__(&self) -> usize {
+        self.part.len
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Tensor({:?}, {:?}, {:?})", self.name, self.dtype, self.shape)
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(u32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        self.dlpack_type()?;
+        self.part.block()?;
+        export_dlpack(self, py, ExportRequest::parse(stream, max_version, dl_device, copy)?)
+    }
+
+    fn __dlpack_device__(&self) -> (u32, i32) {
+        (DLDevice::CPU.device_type.0, DLDevice::CPU.device_id)
+    }
+
+    /// # Safety
+    /// As `bf_getbuffer` of CPython.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        // SAFETY: what CPython passes on to `bf_getbuffer` (contract).
+        unsafe { slf.get().part.get_buffer(slf.as_ptr(), view, flags) }
+    }
+
+    /// # Safety
+    /// As `bf_releasebuffer` of CPython.
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
+        self.part.release_buffer();
+    }
+}
+
+/// Zeroed memory in whole pages, anonymous and aligned, that any driver can register.
+#[pyclass(frozen, weakref, module = "dmalane")]
+pub(crate) struct Buffer {
+    pub(crate) part: Part,
+    pages: String,
+}
+
+impl Buffer {
+    pub(crate) fn from_shared(buf: SharedBuf, len: usize) -> Self {
+        let pages = buf.backing().kind.to_string();
+        Self { part: Part::new(Block::new(buf, None), 0, len), pages }
+    }
+}
+
+#[pymethods]
+impl Buffer {
+    #[new]
+    #[pyo3(signature = (size, *, align=4096, huge=true))]
+    fn new(py: Python<'_>, size: usize, align: usize, huge: bool) -> PyResult<Self> {
+        if !align.is_power_of_two() || align > 2 << 20 {
+            return Err(PyValueError::new_err("align is a power of two of at most 2 MiB"));
+        }
+        if size == 0 {
+            return Err(PyValueError::new_err("size is at least 1"));
+        }
+        let best = if huge { AnonHeap::new() } else { AnonHeap::starting_at(PageKind::Base) };
+        // Buffers are aligned to pages: room to move within makes any larger alignment.
+        let extra = if align > 4096 { align } else { 0 };
+        let total = size.checked_add(extra).ok_or_else(|| PyValueError::new_err("size does not fit 64 bits"))?;
+        let (buf, interrupted) = interrupt::quietly(py, || best.allocate(total).map(|buf| buf.share()));
+        interrupted?;
+        let buf = buf.map_err(Failure::from)?;
+        let offset = buf.view().as_ptr().addr().wrapping_neg() & (align - 1);
+        let pages = buf.backing().kind.to_string();
+        Ok(Self { part: Part::new(Block::new(buf, None), offset, size), pages })
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.part.len
+    }
+
+    #[getter]
+    fn address(&self) -> PyResult<usize> {
+        Ok(self.part.address()?)
+    }
+
+    #[getter]
+    fn pages(&self) -> &str {
+        &self.pages
+    }
+
+    fn release(&self) -> PyResult<()> {
+        self.part.release()
+    }
+
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.part.bytes(py)
+    }
+
+    fn __len__(&self) -> usize {
+        self.part.len
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Buffer({}, {})", self.part.len, self.pages)
+    }
+
+    /// # Safety
+    /// As `bf_getbuffer` of CPython.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        // SAFETY: what CPython passes on to `bf_getbuffer` (contract).
+        unsafe { slf.get().part.get_buffer(slf.as_ptr(), view, flags) }
+    }
+
+    /// # Safety
+    /// As `bf_releasebuffer` of CPython.
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
+        self.part.release_buffer();
+    }
+}

@@ -1,0 +1,146 @@
+"""The extension module. Use the package `dmalane`, which has all of it that is public."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+__version__: str
+
+@final
+class Tensor:
+    """A tensor in host memory: its bytes with their name, type and shape."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str:
+        """The type as the file spells it ("F32", "Q8_0"); empty for a file without structure."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape: of packed types in elements, not bytes."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int:
+        """The address in this process, for drivers that register memory by address."""
+    @property
+    def released(self) -> bool: ...
+    def release(self) -> None:
+        """Lets go of the memory. BufferError while a buffer of it is in use."""
+    def tobytes(self) -> bytes:
+        """A copy of the bytes."""
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class Buffer:
+    """Zeroed memory in whole pages, anonymous and aligned, that any driver can register."""
+
+    def __new__(cls, size: int, *, align: int = 4096, huge: bool = True) -> Buffer: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def pages(self) -> str:
+        """The kind of pages behind it."""
+    def release(self) -> None: ...
+    def tobytes(self) -> bytes: ...
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Files:
+    def __new__(
+        cls, paths: Sequence[str | os.PathLike[str]], memory_limit: int | None = None, direct: bool | None = None
+    ) -> Files: ...
+    def keys(self) -> list[str]: ...
+    def metadata(self) -> dict[str, str] | None: ...
+    def paths(self) -> list[str]: ...
+    def containers(self) -> list[str]: ...
+    def describe(self, name: str) -> tuple[str, list[int], int, str, int]: ...
+    def load(
+        self, align: int | None = None, progress: Callable[[int, int], object] | None = None
+    ) -> list[Tensor]: ...
+    def get(self, name: str) -> Tensor: ...
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]], shape: Sequence[int]) -> Tensor: ...
+    def stream(self) -> Stream: ...
+    def report(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+@final
+class Stream:
+    def __iter__(self) -> Iterator[Tensor]: ...
+    def __next__(self) -> Tensor: ...
+
+@final
+class Device:
+    """An open device."""
+
+    def __new__(cls, spec: str) -> Device: ...
+    @property
+    def spec(self) -> str: ...
+    def info(self) -> dict[str, Any]:
+        """Its name, notes, free bytes, and its regions of memory."""
+    def load(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        placement: str | None = None,
+        verify: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> tuple[list[DeviceTensor], dict[str, Any]]:
+        """Loads files; returns their tensors and the report."""
+    def alloc(self, size: int) -> int:
+        """Takes device memory until the device is closed; returns its address."""
+    def write(self, address: int, data: bytes | Tensor | Buffer) -> None: ...
+    def read(self, address: int, size: int) -> bytes: ...
+    def copy(self, source: int, to: int, size: int) -> None:
+        """Copies within the device; the ranges do not overlap."""
+    def register(self, memory: Tensor | Buffer, *, writable: bool = False) -> Registration:
+        """Makes the pages of host memory reachable for the device."""
+
+@final
+class DeviceTensor:
+    """A tensor in device memory. The memory of a load is freed with its last tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int | None:
+        """The device's virtual address; None for a tensor of no bytes."""
+    def tobytes(self) -> bytes:
+        """Reads it back through the device's address space."""
+
+@final
+class Registration:
+    """Host memory that a device reaches, until it is unregistered or this object dies."""
+
+    @property
+    def iova(self) -> int:
+        """The address by which the device reaches the first byte."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def segments(self) -> int:
+        """Physically contiguous pieces, where the registrar knows them."""
+    def unregister(self) -> None: ...
+    def __enter__(self) -> Registration: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+def alloc_and_read(path: str, start: int, stop: int | None, direct: bool | None) -> tuple[Buffer, dict[str, Any]]: ...

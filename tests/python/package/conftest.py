@@ -1,0 +1,25 @@
+"""The package, and model files for its tests."""
+
+import os
+
+import pytest
+
+pytest.importorskip("dmalane", reason="the package dmalane is not installed: scripts/check python builds it")
+
+from models import random_tensors, write_model  # noqa: E402
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A file with every type, and what is in it."""
+    tensors = random_tensors()
+    return write_model(tmp_path / "every.safetensors", tensors, {"made": "here"}), tensors
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory):
+    """A file of 96 MiB in 24 tensors."""
+    path = tmp_path_factory.mktemp("large") / "large.safetensors"
+    block = os.urandom(4 << 20)
+    tensors = {f"layer.{i:02}": ("F32", [1024, 1024], bytes([i]) * 64 + block[64:]) for i in range(24)}
+    return write_model(path, tensors)

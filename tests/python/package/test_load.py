@@ -1,0 +1,362 @@
+"""Loading: tensors that own their memory, bit for bit those of the format's own library."""
+
+import ctypes
+import gc
+import json
+import mmap
+import re
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import safetensors
+from models import random_tensors, write_model
+
+import dmalane
+
+PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
+
+
+def raw(value):
+    return value.tobytes()
+
+
+def maps_of(address):
+    """The line of smaps for the mapping that holds an address."""
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ (\S+) (\d+) *(.*)", line)
+            if found and int(found[1], 16) <= address < int(found[2], 16):
+                return found
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+@pytest.mark.parametrize("framework", ["numpy", "bytes"])
+@pytest.mark.parametrize("align", [None, 64, 4096])
+@pytest.mark.parametrize("direct", [None, True, False])
+def test_every_type_is_what_the_format_s_library_reads(model, framework, align, direct):
+    path, tensors = model
+    with safetensors.safe_open(path, framework="numpy") as theirs:
+        assert list(theirs.offset_keys()) == list(tensors)
+    # The library's own view of the bytes, for every type.
+    theirs = dict(safetensors.deserialize(path.read_bytes()))
+    ours = dmalane.load_file(path, framework=framework, align=align, direct=direct)
+    assert list(ours) == list(tensors)
+    for name, (dtype, shape, data) in tensors.items():
+        value = ours[name]
+        assert raw(value) == bytes(theirs[name]["data"]) == data, name
+        assert list(value.shape) == theirs[name]["shape"] == shape, name
+        if isinstance(value, dmalane.Tensor):
+            assert value.dtype == theirs[name]["dtype"] == dtype
+            assert memoryview(value).tobytes() == data
+        if framework == "numpy":
+            assert isinstance(value, np.ndarray) == (dtype not in PACKED), name
+        if align and isinstance(value, dmalane.Tensor) and data:
+            assert value.address % align == 0
+
+
+def test_numpy_types_are_those_of_safetensors_numpy(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    arrays = {
+        np.dtype(t).name: np.arange(12).astype(t).reshape(3, 4)
+        for t in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "bool", "c8")
+    }
+    path = tmp_path / "numpy.safetensors"
+    save_file(arrays, path)
+    theirs, ours = load_file(path), dmalane.load_file(path)
+    assert theirs.keys() == ours.keys()
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype and np.array_equal(ours[name], array)
+        assert ours[name].flags.writeable and ours[name].flags.aligned
+        ours[name][...] = array
+
+
+def test_ml_dtypes_are_used_where_they_are(model):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    path, tensors = model
+    ours = dmalane.load_file(path)
+    for name, dtype in (("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn"), ("F8_E8M0", "float8_e8m0fnu")):
+        assert ours[f"{name}.matrix"].dtype == np.dtype(getattr(ml_dtypes, dtype))
+
+
+@pytest.mark.parametrize("pad", [1, 3, 5, 7])
+def test_elements_are_aligned_wherever_the_file_has_them(tmp_path, pad):
+    tensors = random_tensors(pad)
+    odd = {"first": ("U8", [3], b"abc"), **tensors, "last": ("F64", [1], b"12345678")}
+    path = write_model(tmp_path / "odd.safetensors", odd, pad=pad)
+    for direct in (None, True):
+        for name, value in dmalane.load_file(path, direct=direct).items():
+            assert raw(value) == odd[name][2]
+            assert not isinstance(value, np.ndarray) or value.flags.aligned, name
+
+
+def test_dlpack_shares_the_memory(model):
+    path, tensors = model
+    ours = dmalane.load_file(path, framework="bytes")
+    shared = np.from_dlpack(ours["F32.matrix"])
+    assert shared.tobytes() == tensors["F32.matrix"][2] and shared.shape == (3, 16)
+    assert shared.ctypes.data == ours["F32.matrix"].address
+    memoryview(ours["F32.matrix"])[:4] = b"\0\0\x80?"
+    assert shared[0, 0] == 1
+    assert np.from_dlpack(ours["I64.scalar"]).shape == ()
+    for packed in PACKED:
+        with pytest.raises(BufferError, match="packed"):
+            ours[f"{packed}.matrix"].__dlpack__()
+    with pytest.raises(BufferError):
+        ours["F32.matrix"].__dlpack__(copy=True)
+    assert ours["F32.matrix"].__dlpack_device__() == (1, 0)
+
+
+def test_no_tensor_is_a_file_mapping(large, model):
+    for path in (large, model[0]):
+        for name, tensor in dmalane.load_file(path, framework="bytes").items():
+            found = maps_of(tensor.address)
+            # Anonymous memory, of which reserved huge pages alone have a name.
+            assert found[6] in ("", "/anon_hugepage (deleted)"), (name, found[0])
+            assert found[4] == "00:00" or "hugepage" in found[6]
+        array = next(a for a in dmalane.load_file(path).values() if isinstance(a, np.ndarray) and a.size)
+        assert maps_of(array.ctypes.data)[6] in ("", "/anon_hugepage (deleted)")
+    # The control: what a mapping of a file looks like.
+    with open(large, "rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        assert maps_of(address)[6].endswith("large.safetensors")
+        gc.collect()
+
+
+def test_tensors_in_pages_of_their_own_are_registered_one_by_one(large):
+    device = dmalane.open("soft")
+    tensors = dmalane.load_file(large, framework="bytes", align=4096)
+    with device.register(tensors["layer.00"]) as registration:
+        assert registration.nbytes == tensors["layer.00"].nbytes
+    registrations = [device.register(tensor) for tensor in tensors.values()]
+    assert len({r.iova for r in registrations}) == len(tensors)
+    assert all(r.iova % 4096 == 0 for r in registrations)
+    for registration in registrations:
+        registration.unregister()
+
+
+def test_memory_lives_as_long_as_its_last_array(model):
+    path, tensors = model
+    loaded = dmalane.load_file(path, framework="bytes")
+    tensor = loaded.pop("F32.matrix")
+    gone = weakref.ref(loaded["U8.matrix"])
+    del loaded
+    gc.collect()
+    assert gone() is None
+    view, array = memoryview(tensor), np.from_dlpack(tensor)
+    with pytest.raises(BufferError, match="1 buffers"):
+        tensor.release()
+    died = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert died() is not None, "the view holds it"
+    assert view.tobytes() == tensors["F32.matrix"][2]
+    view.release()
+    gc.collect()
+    assert died() is None
+    assert array.tobytes() == tensors["F32.matrix"][2], "DLPack holds the memory"
+
+
+def test_a_released_tensor_gives_nothing(model):
+    tensor = dmalane.load_file(model[0], framework="bytes")["F32.matrix"]
+    tensor.release()
+    assert tensor.released
+    for use in (lambda: memoryview(tensor), tensor.tobytes, tensor.__dlpack__, lambda: tensor.address):
+        with pytest.raises((dmalane.ClosedError, BufferError)):
+            use()
+    tensor.release()
+
+
+def test_memory_comes_back(large):
+    def resident():
+        with open("/proc/self/status") as lines:
+            status = dict(line.split(":", 1) for line in lines)
+        return sum(int(status[key].split()[0]) for key in ("RssAnon", "HugetlbPages"))
+
+    dmalane.load_file(large)
+    gc.collect()
+    before = resident()
+    for _ in range(5):
+        dmalane.load_file(large)
+    gc.collect()
+    assert resident() - before < 32 << 10
+
+
+def test_shards_directories_and_indices(tmp_path):
+    weights = {}
+    for shard in range(1000):
+        name = f"t{shard:04}"
+        write_model(tmp_path / f"m-{shard:04}.safetensors", {name: ("I32", [1], shard.to_bytes(4, "little"))})
+        weights[name] = f"m-{shard:04}.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        loaded = dmalane.load_file(path)
+        assert {name: int(value[0]) for name, value in loaded.items()} == {n: int(n[1:]) for n in weights}
+    assert len(dmalane.last_report()["files"]) == 1000
+    some = [tmp_path / "m-0001.safetensors", str(tmp_path / "m-0007.safetensors")]
+    assert list(dmalane.load_file(some)) == ["t0001", "t0007"]
+
+
+def test_a_name_in_two_files_is_refused(tmp_path):
+    for name in ("a", "b"):
+        write_model(tmp_path / f"{name}.safetensors", {"same": ("U8", [1], b"x")})
+    with pytest.raises(dmalane.FormatError, match="too") as error:
+        dmalane.load_file(tmp_path)
+    assert error.value.tensor == "same" and error.value.path.endswith("b.safetensors")
+
+
+def test_gguf_numpy_and_raw_files(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "test")
+    array = np.arange(64, dtype=np.float32).reshape(2, 32)
+    writer.add_tensor("plain", array)
+    writer.add_tensor("quantized", gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0),
+                      raw_dtype=gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loaded = dmalane.load_file(tmp_path / "m.gguf")
+    assert loaded["plain"].tobytes() == array.tobytes()
+    quantized = loaded["quantized"]
+    assert isinstance(quantized, dmalane.Tensor) and quantized.dtype == "Q8_0" and quantized.nbytes == 68
+    np.save(tmp_path / "array.npy", array)
+    assert np.array_equal(dmalane.load_file(tmp_path / "array.npy")["array"], array)
+    (tmp_path / "blob.bin").write_bytes(b"some bytes")
+    assert dmalane.load_file(tmp_path / "blob.bin")["blob.bin"].tobytes() == b"some bytes"
+
+
+def test_the_report_says_how_and_why(large):
+    dmalane.load_file(large)
+    report = dmalane.last_report()
+    assert report["bytes"] == 96 << 20 and report["wall_s"] > 0
+    assert {"read"} <= {stage["stage"] for stage in report["stages"]}
+    (file,) = report["files"]
+    assert file["path"] == str(large) and file["reason"]
+    assert file["direct_bytes"] + file["buffered_bytes"] == 96 << 20
+    assert report["pages"]["kind"]
+    dmalane.load_file(large, direct=False)
+    (file,) = dmalane.last_report()["files"]
+    assert file["direct_bytes"] == 0 and file["reason"] == "buffered I/O was asked for"
+
+
+def test_the_report_is_of_this_thread(large):
+    dmalane.load_file(large)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(dmalane.last_report()))
+    thread.start()
+    thread.join()
+    assert seen == [None] and dmalane.last_report()
+
+
+def test_progress(large):
+    calls = []
+    dmalane.load_file(large, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (96 << 20, 96 << 20)
+    assert all(a[0] <= b[0] for a, b in zip(calls, calls[1:]))
+    pytest.importorskip("tqdm")
+    dmalane.load_file(large, progress=True)
+
+    def stop(done, total):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        dmalane.load_file(large, progress=stop)
+
+
+def test_64_threads_load_and_drop(model):
+    path, tensors = model
+    wrong = []
+
+    def work():
+        for _ in range(5):
+            for name, value in dmalane.load_file(path).items():
+                if value.tobytes() != tensors[name][2]:
+                    wrong.append(name)
+
+    threads = [threading.Thread(target=work) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_other_threads_run_meanwhile(large):
+    ticks, go = [], threading.Event()
+
+    def tick():
+        while not go.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    for _ in range(3):
+        dmalane.load_file(large)
+    end = time.perf_counter()
+    go.set()
+    thread.join()
+    assert sum(begin < t < end for t in ticks) >= 3
+
+
+def test_a_device_holds_the_tensors_until_they_die(model):
+    path, tensors = model
+    device = dmalane.open("soft")
+    free = device.info()["free_bytes"]
+    loaded = dmalane.load_file(path, device=device)
+    assert device.info()["free_bytes"] < free
+    for name, (dtype, shape, data) in tensors.items():
+        assert (loaded[name].dtype, list(loaded[name].shape), loaded[name].tobytes()) == (dtype, shape, data)
+        assert (loaded[name].address is None) == (not data)
+    assert dmalane.last_report()["bytes"] == path.stat().st_size
+    last = loaded["F32.matrix"]
+    del loaded
+    assert last.tobytes() == tensors["F32.matrix"][2]
+    del last
+    gc.collect()
+    assert device.info()["free_bytes"] == free
+    assert dmalane.load_file(path, device="ram:16MiB")["U8.matrix"].tobytes() == tensors["U8.matrix"][2]
+    with pytest.raises(dmalane.DeviceError):
+        dmalane.load_file(path, device="nonsense")
+
+
+def test_device_memory():
+    device = dmalane.open("soft")
+    a, b = device.alloc(1 << 20), device.alloc(1 << 20)
+    buffer = dmalane.Buffer(1 << 20)
+    memoryview(buffer)[:5] = b"hello"
+    device.write(a, buffer)
+    device.copy(a, b, 1 << 20)
+    assert device.read(b, 6) == b"hello\0"
+    device.write(b, b"again")
+    assert device.read(b, 6) == b"again\0"
+    with pytest.raises(dmalane.OutOfMemoryError):
+        device.alloc(1 << 60)
+
+
+def test_buffers(tmp_path):
+    for align in (1, 4096, 65536, 2 << 20):
+        for huge in (True, False):
+            buffer = dmalane.Buffer(100_000, align=align, huge=huge)
+            assert buffer.address % align == 0 and buffer.nbytes == len(buffer) == 100_000
+            assert maps_of(buffer.address)[6] in ("", "/anon_hugepage (deleted)")
+            assert bytes(buffer) == bytes(100_000)
+            memoryview(buffer)[99_999] = 7
+            assert ctypes.string_at(buffer.address + 99_999, 1) == b"\7"
+    for size, align in ((0, 4096), (10, 3), (10, 4 << 20)):
+        with pytest.raises(ValueError):
+            dmalane.Buffer(size, align=align)
+    with pytest.raises((dmalane.OutOfMemoryError, ValueError)):
+        dmalane.Buffer(1 << 62)
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(256)) * 1000)
+    buffer = dmalane.alloc_and_read(path)
+    assert bytes(buffer) == path.read_bytes() and dmalane.last_report()["bytes"] == 256_000
+    assert bytes(dmalane.alloc_and_read(path, 100, 1100)) == path.read_bytes()[100:1100]
+    with pytest.raises(dmalane.ChangedError):
+        dmalane.alloc_and_read(path, 0, 256_001)
