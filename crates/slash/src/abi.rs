@@ -45,6 +45,7 @@ pub const PART_WORDS: usize = 10;
 /// Parts of a transfer at most, which is also the number of queue pairs behind one file.
 pub const MAX_PARTS: usize = 2;
 /// Bytes of a part that the driver takes at most.
+#[cfg(feature = "model")]
 pub const MAX_PART: u64 = u32::MAX as u64;
 
 /// What is done to a queue pair.
