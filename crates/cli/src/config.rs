@@ -204,6 +204,37 @@ impl Setting {
     }
 }
 
+/// The options that the configuration file of this user sets, a line each: numbers, switches and well-known words with
+/// their values; of other texts, which may be names of files, only that they are set.
+pub fn safe_settings() -> Vec<String> {
+    let file = match File::find(&|name| std::env::var_os(name)) {
+        Ok(Some(file)) => file,
+        Ok(None) => return vec!["no configuration file".to_owned()],
+        Err(_) => return vec!["the configuration file cannot be read".to_owned()],
+    };
+    match DeTable::parse(&file.text) {
+        Ok(table) => safe_values("", table.get_ref()),
+        Err(_) => vec!["the configuration file is not TOML".to_owned()],
+    }
+}
+
+fn safe_values(section: &str, table: &DeTable<'_>) -> Vec<String> {
+    const WORDS: [&str; 7] = ["auto", "soft", "hbm", "ddr", "4k", "2m", "paired"];
+    let mut all = Vec::new();
+    for (key, value) in table {
+        let key = format!("{section}{}", key.get_ref());
+        let known = |text: &str| WORDS.contains(&text) || text.parse::<crate::size::Size>().is_ok();
+        match value.get_ref() {
+            DeValue::Table(inner) => all.extend(safe_values(&format!("{key}."), inner)),
+            DeValue::Boolean(value) => all.push(format!("{key} = {value}")),
+            DeValue::Integer(value) => all.push(format!("{key} = {value}")),
+            DeValue::String(text) if known(text) => all.push(format!("{key} = {text}")),
+            _ => all.push(format!("{key} is set")),
+        }
+    }
+    all
+}
+
 /// The text of a configuration file. `None` for a file of another user in a default place (`sudo -E` keeps HOME): an
 /// option such as `cuda:0,lib=PATH` would let that user run code as this one.
 fn read(path: &Path, named: bool) -> std::io::Result<Option<String>> {
@@ -421,5 +452,23 @@ mod tests {
         assert!(text.contains("DMALANE_CHUNK: invalid value 'x'"), "{text}");
         let text = words("dmalane load f", "", &[("DMALANE_JSON", "yes")]).unwrap_err();
         assert!(text.contains("DMALANE_JSON: it is 1 or 0"), "{text}");
+    }
+
+    #[test]
+    fn texts_that_may_be_names_are_not_repeated() {
+        let text = "device = \"file:/home/alice/x\"\nthreads = 4\n[load]\nchunk = \"1MiB\"\njson = true\n\
+                    [validate]\npages = [\"4k\"]\nmm-channel = \"auto\"\n[iopt.build]\nformat = \"secret\"\n";
+        let mut all = safe_values("", DeTable::parse(text).unwrap().get_ref());
+        all.sort();
+        let expected = [
+            "device is set",
+            "iopt.build.format is set",
+            "load.chunk = 1MiB",
+            "load.json = true",
+            "threads = 4",
+            "validate.mm-channel = auto",
+            "validate.pages is set",
+        ];
+        assert_eq!(all, expected);
     }
 }

@@ -1,7 +1,7 @@
 //! Shared parts of the programs `dmalane` and `dmalaned`: start, failures, output, numbers and sizes.
 #![forbid(unsafe_code)]
 
-mod config;
+pub mod config;
 pub mod failure;
 pub mod layout;
 pub mod number;

@@ -1,9 +1,12 @@
 //! `dmalane doctor`: checks of this machine, with fixes.
 
+mod bundle;
 mod hardware;
 mod host;
 mod io;
 mod pages;
+mod secrets;
+mod slash;
 
 pub use host::HOST_BUFFERS;
 pub use pages::why_not;
@@ -12,17 +15,20 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::layout::{bad, good};
+use crate::layout::{bad, good, wrap};
 use crate::output::{self, plain};
 use crate::probe::Probe;
+use secrets::Secrets;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane doctor
   dmalane doctor /mnt/models
+  dmalane doctor --bundle report.txt          facts about this machine, to send with a report
   dmalane doctor --json | jq '.checks[] | select(.status == \"missing\") | .fix'
 
 Exit status: 0 `dmalane load` can run here with the software card, even if other things are missing;
@@ -37,15 +43,39 @@ pub struct Doctor {
     path: PathBuf,
 
     /// Print the checks as JSON
-    #[arg(long)]
+    #[arg(long, conflicts_with = "bundle")]
     json: bool,
+
+    /// Also write the facts that a report needs into a text file: versions, checks, kernel options, modules, limits,
+    /// device nodes, PCI functions and log lines of relevant drivers. Names of the host, the user and files in home
+    /// directories, serial numbers and addresses are removed
+    #[arg(long, value_name = "OUT", num_args = 0..=1, default_missing_value = "dmalane-bundle.txt")]
+    #[arg(value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    bundle: Option<PathBuf>,
+
+    #[command(flatten)]
+    replace: output::Replace,
 }
 
 impl Doctor {
     /// Checks this machine and the file system of the path.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let report = report(&Probe::machine(), &self.path)?;
-        if self.json {
+        let probe = Probe::machine();
+        let bundle = self.bundle.as_deref().map(|path| self.replace.output(path));
+        let cannot = |path: &Path, e: &_| output::refused(format!("cannot write {}", path.display()), e);
+        if let Some(to) = &bundle {
+            to.check().map_err(|e| cannot(to.path(), &e))?;
+        }
+        let report = report(&probe, &self.path)?;
+        if let Some(to) = &bundle {
+            let secrets = Secrets::of(&probe, std::env::home_dir().as_deref());
+            let text = bundle::text(&probe, &checks(&report), &dmalane_cli::config::safe_settings(), &secrets);
+            to.write(text.as_bytes()).map_err(|e| cannot(to.path(), &e))?;
+            let (path, lines) = (plain(&to.path().to_string_lossy()), text.lines().count());
+            output::print(&wrap(&format!("Wrote {path}, {lines} lines. Read it before you send it."), 2))?;
+            output::print(&wrap(&format!("It has {}.", bundle::CONTENTS), 2))?;
+            output::print(&wrap(&format!("It has no {}.", bundle::LEFT_OUT), 2))?;
+        } else if self.json {
             output::print_json(&report)?;
         } else {
             output::print(&text(&report))?;
@@ -163,6 +193,8 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         hardware::gpus(probe),
         hardware::vulkan(probe),
         hardware::cuda(probe),
+        slash::driver(probe),
+        slash::daemon(probe),
     ];
     Ok(Report {
         schema: 2,
@@ -171,6 +203,19 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         can_load: !checks.iter().any(|c| c.needed && c.status == Status::Missing),
         checks,
     })
+}
+
+/// The checks as lines of text, without the path that was named.
+fn checks(report: &Report) -> String {
+    let named = report.path.as_str();
+    let lines = report.checks.iter().map(|check| {
+        let found = match check.name {
+            "direct_io" if named != "." => check.found.replace(named, "(the path)"),
+            _ => check.found.clone(),
+        };
+        format!("{:?} {}: {found}\n", check.status, check.name)
+    });
+    lines.collect()
 }
 
 fn text(report: &Report) -> String {

@@ -92,6 +92,8 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
         ("validate --plot boot.json", "it exists already"),
+        ("doctor --bundle boot.json", "it exists already"),
+        ("doctor --bundle sub", "it is a folder"),
         // Links that others may have planted.
         ("load boot.json --save open/planted --force", "is a symbolic link in a directory that others can write"),
         ("load boot.json --record open/planted --force", "is a symbolic link in a directory that others can write"),
@@ -99,6 +101,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
             "iopt build boot.json --format x86-64-4level -o open/planted --force",
             "is a symbolic link in a directory that others can write",
         ),
+        ("doctor --bundle open/planted --force", "is a symbolic link in a directory that others can write"),
         ("validate --plot open/planted --force", "is a symbolic link in a directory that others can write"),
         // One name for two outputs.
         ("load boot.json --save sub/new --record sub/new", "both write sub/new"),

@@ -236,7 +236,7 @@ pub fn cuda(probe: &Probe) -> Check {
     subject.ok(list(&gpus.iter().map(about).collect::<Vec<_>>()))
 }
 
-fn list(names: &[String]) -> String {
+pub fn list(names: &[String]) -> String {
     let shown = names[..names.len().min(SHOWN)].join(", ");
     match names.len().saturating_sub(SHOWN) {
         0 => shown,
@@ -244,7 +244,7 @@ fn list(names: &[String]) -> String {
     }
 }
 
-fn open_up(path: &str) -> String {
+pub fn open_up(path: &str) -> String {
     format!("sudo setfacl -m u:$USER:rw {path}")
 }
 

@@ -354,3 +354,156 @@ fn words_survive_the_shell() {
         assert_eq!(String::from_utf8(echoed.stdout).unwrap(), word);
     }
 }
+
+/// A machine with a V80 under SLASH.
+fn v80() -> Vec<(&'static str, &'static [u8])> {
+    let mut files = good();
+    files.extend([
+        ("dev/slash_ctl0", b"".as_slice()),
+        ("dev/slash_qdma_ctl0", b""),
+        ("dev/slash_hotplug", b""),
+        ("run/vrtd.sock", b""),
+        ("sys/module/slash/version", b"1.2.0\n"),
+        ("sys/module/slash/parameters/qdma_num_threads", b"8\n"),
+        ("sys/bus/pci/devices/0000:61:00.1/class", b"0x120000\n"),
+        ("sys/bus/pci/devices/0000:61:00.1/vendor", b"0x10ee\n"),
+        ("sys/bus/pci/devices/0000:61:00.1/device", b"0x50c1\n"),
+        ("sys/bus/pci/devices/0000:61:00.1/current_link_speed", b"32.0 GT/s PCIe\n"),
+        ("sys/bus/pci/devices/0000:61:00.1/resource", b"0x0000020000000000 0x0000020003ffffff 0x000000000014220c\n"),
+    ]);
+    files
+}
+
+#[test]
+fn what_slash_lacks_comes_with_a_command() {
+    let check = |without: &[&str], name: &str| {
+        let files: Vec<_> =
+            v80().into_iter().filter(|(path, _)| !without.iter().any(|w| path.starts_with(w))).collect();
+        let (_root, probe) = machine(&files);
+        let report = look(&probe);
+        consistent(&report);
+        let check = find(&report, name);
+        (check.status, check.found.clone(), check.fix.clone())
+    };
+    let nodes = ["dev/slash_ctl0", "dev/slash_qdma_ctl0"];
+    let (status, found, _) = check(&[], "slash");
+    let ok = "/dev/slash_ctl0, /dev/slash_qdma_ctl0; module slash 1.2.0";
+    assert_eq!((status, found.as_str()), (Status::Ok, ok));
+    assert_eq!(check(&[], "vrtd").0, Status::Ok);
+    let fix = |without: &[&str], name| check(without, name).2.unwrap();
+    assert_eq!(fix(&[&nodes[..], &["sys/module/slash"]].concat(), "slash"), "sudo modprobe slash");
+    assert!(fix(&nodes, "slash").starts_with("sudo dmesg | grep slash "));
+    assert!(fix(&nodes[1..], "slash").starts_with("sudo dmesg | grep slash_qdma"));
+    let no_card = [&nodes[..], &["sys/bus/pci/devices/0000:61"]].concat();
+    assert_eq!(fix(&no_card, "slash"), "echo 1 | sudo tee /sys/bus/pci/rescan");
+    assert_eq!(fix(&["run/"], "vrtd"), "sudo systemctl enable --now vrtd.socket");
+    let nothing = [&no_card[..], &["sys/module/slash", "run/"]].concat();
+    for name in ["slash", "vrtd"] {
+        let (status, found, fix) = check(&nothing, name);
+        assert!(status == Status::Note && fix.is_none() && found.contains("no V80"), "{found}");
+    }
+    // Root may open anything.
+    if rustix::process::geteuid().is_root() {
+        return println!("SKIPPED: root may open nodes that are closed");
+    }
+    let (root, probe) = machine(&v80());
+    for path in ["dev/slash_qdma_ctl0", "run/vrtd.sock"] {
+        let closed = std::os::unix::fs::PermissionsExt::from_mode(0o000);
+        fs::set_permissions(root.path().join(path), closed).unwrap();
+    }
+    let report = look(&probe);
+    assert_eq!(find(&report, "slash").fix.as_deref(), Some("sudo setfacl -m u:$USER:rw /dev/slash_qdma_ctl0"));
+    assert!(find(&report, "vrtd").fix.as_deref().unwrap().starts_with("sudo usermod -aG vrt $USER"));
+}
+
+#[test]
+fn a_bundle_has_the_facts_and_none_of_the_secrets() {
+    let log = "6,1,12000456,-;slash_qdma 0000:61:00.1: probe of serial XFL1SECRET failed on mill7 with -22\n \
+               SUBSYSTEM=pci\n DEVICE=+pci:0000:61:00.1\n6,2,12000460,-;vfio-pci 0000:01:00.0: reset\n\
+               30,3,13000000,-;slash: a program of alice wrote this, password hunter2\n\
+               6,4,14000000,-;usb 1-1: SerialNumber: USBSECRET\n\
+               6,5,15000000,-;pci 0000:61:00.1: BAR 0: assigned\n6,6,16000000,-;pci 0000:99:00.0: other\n\
+               6,7,17000000,-;iommu: opened by /home/alice/vault/key.pem\ngarbage\n;\n6,x,y;z\n";
+    let mut files = v80();
+    files.extend([
+        ("dev/kmsg", log.as_bytes()),
+        ("proc/sys/kernel/hostname", b"mill7\n".as_slice()),
+        (
+            "proc/cmdline",
+            b"root=UUID=0a1b2c3d-1111-2222-3333-0123456789ab intel_iommu=on nfsroot=10.0.0.1:/secret ip=mill7\n",
+        ),
+        ("etc/os-release", b"NAME=x\nID=debian\nVERSION_ID=\"13\"\nHOME_URL=https://mill7/\n"),
+        ("boot/config-6.12.3-amd64", b"CONFIG_VFIO=m\nCONFIG_LOCALVERSION=\"-mill7\"\nCONFIG_IO_URING=y\n"),
+        ("sys/module/slash/parameters/qdma_debugfs_path", b"/home/alice/debug\n"),
+        ("sys/module/ext4/parameters/x", b"unrelated\n"),
+        ("dev/sda", b""),
+        ("sys/bus/pci/devices/0000:61:00.1/serial_number", b"12-34-SECRET\n"),
+    ]);
+    let (_root, probe) = machine(&files);
+    let secrets = Secrets::of(&probe, Some(Path::new("/home/alice")));
+    let settings = vec!["load.chunk = 1MiB".to_owned(), "device is set".to_owned()];
+    let mut report = look(&probe);
+    report.path = "/mnt/alice-models/secret.gguf".to_owned();
+    let direct = report.checks.iter_mut().find(|c| c.name == "direct_io").unwrap();
+    direct.found = "/mnt/alice-models/secret.gguf (ext4): memory aligned to 512 B".to_owned();
+    let bundle = bundle::text(&probe, &checks(&report), &settings, &secrets);
+    for fact in [
+        "kernel 6.12.3-amd64",
+        "os-release ID=debian",
+        "Ok slash: /dev/slash_ctl0, /dev/slash_qdma_ctl0; module slash 1.2.0",
+        "direct_io: (the path) (ext4)",
+        "load.chunk = 1MiB",
+        "CONFIG_VFIO=m",
+        "CONFIG_IO_URING=y",
+        "intel_iommu=on",
+        "slash version 1.2.0",
+        "  qdma_num_threads=8",
+        "Max locked memory",
+        "MemTotal:",
+        "/dev/slash_qdma_ctl0 file mode 0644",
+        "/run/vrtd.sock file mode 0644",
+        "0000:61:00.1 10ee:50c1 class 120000 driver none IOMMU group none",
+        "  current_link_speed 32.0 GT/s PCIe",
+        "  BAR 0: 67108864 bytes",
+        "[12.000456] slash_qdma 0000:61:00.1: probe of serial (serial) failed on (host) with -22",
+        "[12.000460] vfio-pci 0000:01:00.0: reset",
+        "[15.000000] pci 0000:61:00.1: BAR 0: assigned",
+        "[17.000000] iommu: opened by (home)",
+    ] {
+        assert!(bundle.contains(fact), "{fact:?} in\n{bundle}");
+    }
+    for secret in [
+        "mill7",
+        "alice",
+        "SECRET",
+        "secret",
+        "hunter2",
+        "10.0.0.1",
+        "0a1b2c3d",
+        "key.pem",
+        "vault",
+        "nfsroot",
+        "unrelated",
+        "ext4/",
+        "sda",
+        "usb",
+        "0000:99:00.0",
+        "LOCALVERSION",
+        "HOME_URL",
+    ] {
+        assert!(!bundle.contains(secret), "{secret:?} in\n{bundle}");
+    }
+}
+
+#[test]
+fn a_bundle_of_an_empty_or_hostile_machine_is_made() {
+    let (_root, probe) = machine(&[]);
+    let secrets = Secrets::of(&probe, None);
+    let bundle = bundle::text(&probe, "", &[], &secrets);
+    assert!(bundle.contains("cannot be read (No such file"), "{bundle}");
+    let files: Vec<_> =
+        v80().into_iter().map(|(path, _)| (path, b"\xff;\x1b[2J,,;;::--..serial9\n".as_slice())).collect();
+    let (_root, probe) = machine(&[&files[..], &[("dev/kmsg", b"\xff;,6,1\x1b;\n;;;,,,".as_slice())]].concat());
+    let bundle = bundle::text(&probe, "\x1b[31m", &[], &Secrets::of(&probe, Some(Path::new("/"))));
+    assert!(!bundle.contains('\x1b') && bundle.contains("== kernel log"));
+}
