@@ -9,13 +9,14 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import iopt_cpus
 import iopt_oracle
 import iopt_qemu
 from harness import Dmalane
 from iopt_machines import MACHINES
 
-# A DMA takes many times as long as a translation.
-QEMU_SHARE = 200
+# A DMA takes many times as long as a translation, and a processor of QEMU some times as long as one of Unicorn.
+QEMU_SHARE, CPU_SHARE = 200, 20
 
 
 def unicorn_says(tally):
@@ -35,6 +36,7 @@ def qemu_says(tally):
 # module to compare with, its machines, share of the addresses, how to tell
 SIDES = {
     "unicorn": (iopt_oracle, MACHINES, 1, unicorn_says),
+    "cpu": (iopt_oracle, iopt_cpus.CPUS, CPU_SHARE, unicorn_says),
     "qemu": (iopt_qemu, iopt_qemu.IOMMUS, QEMU_SHARE, qemu_says),
 }
 
@@ -45,7 +47,7 @@ def shard(binary, side, index, count, seed):
     with tempfile.TemporaryDirectory() as directory:
         dmalane = Dmalane(binary)
         machine = machines[index].of(iopt_oracle.formats(dmalane))
-        return module.compare(dmalane, machine, count, seed, Path(directory))
+        return module.compare(dmalane, machine, count, seed, Path(directory), per_image=max(count // 20, 500))
 
 
 def unusable(machine):

@@ -3,6 +3,7 @@
 Unicorn is GPL-2.0: a tool of the tests, no part of the product.
 """
 
+import contextlib
 import ctypes
 from dataclasses import dataclass, replace
 from typing import Callable
@@ -27,6 +28,25 @@ KINDS = {
     "w": (unicorn.UC_PROT_WRITE, unicorn.UC_ERR_WRITE_PROT),
     "x": (unicorn.UC_PROT_EXEC, unicorn.UC_ERR_FETCH_PROT),
 }
+
+
+class UnicornWalker:
+    """Asks an engine for the addresses one by one."""
+
+    def __init__(self, uc):
+        self.uc = uc
+
+    def translate(self, letter, addresses):
+        """Whether accesses of this kind are refused, and where the others lead."""
+        protection, refused = KINDS[letter]
+        out = ctypes.c_uint64()
+        reference, handle = ctypes.byref(out), self.uc._uch
+        answers, errors = np.empty(len(addresses), np.uint64), np.empty(len(addresses), np.int32)
+        for i, address in enumerate(addresses.tolist()):
+            errors[i] = translate(handle, address, protection, reference)
+            answers[i] = out.value
+        assert np.isin(errors, [0, refused]).all(), f"errors {set(errors.tolist())} for {letter}"
+        return errors != 0, answers
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,8 @@ class Machine:
     table_bits: int = 36
     # Bits that the test of foreign tables flips.
     flips: tuple = ()
+    # It takes so many times as long as the fastest.
+    cost: int = 1
     # Where Unicorn is known to differ from the architecture.
     differs: str = ""
 
@@ -93,6 +115,14 @@ class Machine:
             return at
         upper = np.uint64((1 << 64) - (1 << self.input_bits))
         return np.where(at >> np.uint64(self.input_bits - 1) == 0, at, at | upper)
+
+    def table_base(self, rng):
+        """Where an image goes."""
+        return int(rng.integers(1, 1 << self.table_bits)) // self.root_align * self.root_align
+
+    def walker(self, registers, base, image, _directory):
+        """What answers for this image, to be used by `with`."""
+        return contextlib.nullcontext(UnicornWalker(self.start(registers, base, image)))
 
     def input(self, address):
         """The input address of the format for each address, and whether the MMU takes that address at all."""

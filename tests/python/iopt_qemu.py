@@ -30,7 +30,8 @@ class Qemu:
         memory = os.memfd_create("ram")  # sparse
         os.ftruncate(memory, ram_bytes)
         self.ram = mmap.mmap(memory, ram_bytes)
-        command = [program, "-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
+        # It ends with this process, however that ends.
+        command = ["setpriv", "--pdeathsig", "KILL", program, "-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
         command += ["-accel", "tcg", "-icount", "shift=0,sleep=off", "-qtest", "stdio", "-qtest-log", "none"]
         command += ["-m", f"{ram_bytes >> 20}M"]
         path = f"/proc/{os.getpid()}/fd/{memory}"
@@ -207,11 +208,7 @@ class Vtd(Qemu):
     LEVELS = 4
 
     def __init__(self, registers, base, image, directory):
-        machine = ["-machine", "q35,memory-backend=ram", "-bios", "{halt}"]
-        machine += ["-device", f"intel-iommu,aw-bits={12 + 9 * self.LEVELS}"]
-        machine += ["-device", f"edu,addr={EDU_SLOT:#x},dma_mask=0xffffffffffffffff"]
-        halt = b"\xf4" * 0xFFF0 + b"\xfa\xf4\xeb\xfd".ljust(16)  # reset: cli; hlt; jmp hlt
-        super().__init__("qemu-system-x86_64", machine, HIGH - LOW_BYTES, LOW_BYTES + HIGH_BYTES, halt, directory)
+        self.start(["-device", f"intel-iommu,aw-bits={12 + 9 * self.LEVELS}"], directory)
         self.poke(base, image)
         self.poke(ROOTS, struct.pack("<QQ", CONTEXTS | 1, 0))
         # Present, requests translated by second-stage tables; address width; domain 1 is our business.
@@ -224,6 +221,12 @@ class Vtd(Qemu):
         self.record = VTD + (self.read32(VTD + 8) >> 24 | (self.read32(VTD + 12) & 3) << 8) * 16
         self.invalidate = VTD + (self.read32(VTD + 0x10) >> 8 & 0x3FF) * 16 + 8
         self.plug_edu(EDU_SLOT << 11, PCI_BAR)
+
+    def start(self, iommu, directory):
+        machine = ["-machine", "q35,memory-backend=ram", "-bios", "{halt}"]
+        machine += ["-device", f"edu,addr={EDU_SLOT:#x},dma_mask=0xffffffffffffffff", *iommu]
+        halt = b"\xf4" * 0xFFF0 + b"\xfa\xf4\xeb\xfd".ljust(16)  # reset: cli; hlt; jmp hlt
+        super().__init__("qemu-system-x86_64", machine, HIGH - LOW_BYTES, LOW_BYTES + HIGH_BYTES, halt, directory)
 
     def forget(self):
         # QEMU records no fault when a cached translation refuses.
@@ -257,11 +260,50 @@ class Vtd39(Vtd):
     LEVELS = 3
 
 
+class Amd(Vtd):
+    """The amd-iommu of the machine `q35`. It leaves no record of most refusals."""
+
+    BASE = 0xFED8_0000
+    DEVICES, COMMANDS = HIGH, HIGH + 0x20_0000
+    COMMANDS_LOG2 = 8
+
+    def __init__(self, registers, base, image, directory):
+        self.start(["-device", "amd-iommu"], directory)
+        self.poke(base, image)
+        entry = registers["device table entry, bits 63:0"]
+        self.poke(self.DEVICES + 32 * (EDU_SLOT << 3), struct.pack("<4Q", entry, 1, 0, 0))  # domain 1
+        # Invalidate everything, as often as there is room.
+        self.poke(self.COMMANDS, struct.pack("<4I", 0, 8 << 28, 0, 0) * (1 << self.COMMANDS_LOG2))
+        self.write64(self.BASE, self.DEVICES | 0x1FF)
+        self.write64(self.BASE + 8, self.COMMANDS | self.COMMANDS_LOG2 << 56)
+        self.write64(self.BASE + 0x18, 1 << 12 | 1)
+        self.tail = 0
+        self.plug_edu(EDU_SLOT << 11, PCI_BAR)
+
+    def forget(self):
+        # QEMU's cache takes addresses apart by their lowest 51 bits.
+        self.tail = (self.tail + 16) % (16 << self.COMMANDS_LOG2)
+        self.write64(self.BASE + 0x2008, self.tail)
+
+    def fault(self):
+        return None
+
+
 def vtd(name, start, bits):
     return Iommu(
         name, start, machine_bits=39, address_bits=bits, tables=HIGH_TABLES,
         program="qemu-system-x86_64", package="qemu-system-x86", ram=(HIGH + (256 << 20), HIGH + HIGH_BYTES),
         refusal=lambda _, kind, at: (kind, at >> 12 << 12),
+    )  # fmt: skip
+
+
+def amd(name):
+    bits = {"3": 39, "4": 48, "5": 57, "6": 63}[name[0]]
+    # It takes an address without its upper bits.
+    return Iommu(
+        f"amd-v1-{name}", Amd, machine_bits=39, address_bits=bits, cost=4, tables=HIGH_TABLES,
+        program="qemu-system-x86_64", package="qemu-system-x86", ram=(HIGH + (256 << 20), HIGH + HIGH_BYTES),
+        refusal=lambda *_: None,
     )  # fmt: skip
 
 
@@ -271,6 +313,7 @@ IOMMUS = [
     smmu("arm64-s1-64k"),
     vtd("vtd-second-39", Vtd39, 39),
     vtd("vtd-second-48", Vtd, 48),
+    *map(amd, ["3level", "3level-groups", "4level", "4level-groups", "5level", "6level"]),
 ]
 
 
@@ -325,6 +368,9 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
             else:
                 refused = iommu.refusal(mapped, "read", at)
                 check(fault == refused, f"read at {at:#x}: {fault}, expected {refused}")
+                qemu.poke(seen_pa, other)
+                check(dma(seen_va, True) is None, "the result cannot be written")
+                check(qemu.peek(seen_pa) == bytes(4), f"read at {at:#x}: refused, and yet something was read")
             qemu.poke(seen_pa, written)
             check(dma(seen_va, False) is None, "what is to be written cannot be read")
             if mapped:

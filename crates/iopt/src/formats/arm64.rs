@@ -138,8 +138,8 @@ impl<S: Stage, const G: u32, const I: u32, const C: bool, const O: u32, const D:
     fn decode(level: u32, entry: u64) -> Entry {
         match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
             Type::Table => return Entry::Table(get_address(G, O, entry)),
-            // Without the access flag every access would fault.
-            Type::Leaf if entry & AF != 0 => {}
+            // Without the access flag every access would fault, unless the device sets it: `HA = 1`, as `HD` demands.
+            Type::Leaf if D || entry & AF != 0 => {}
             _ => return Entry::Invalid,
         }
         let access = S::decode(entry, D);

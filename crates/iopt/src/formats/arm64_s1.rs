@@ -241,6 +241,8 @@ mod tests {
         assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::RW), 0x0068_0000_1234_5fc3);
         assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::READ), 0x0060_0000_1234_5fc3);
         assert_eq!(D::decode(3, 0x0068_0000_1234_5f43), Entry::Leaf { out: 0x1234_5000, access: Access::RW });
+        let leaf = Entry::Leaf { out: 0x1234_5000, access: Access::RW };
+        assert_eq!(D::decode(3, 0x0068_0000_1234_5b43), leaf, "the device sets the access flag");
         assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s1-4k-dirty", 0x0000_0185_8080_3510));
         // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
         assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);

@@ -207,6 +207,8 @@ fn with_dbm(mut specification: Specification) -> Specification {
                 *write = [write.clone(), write.iter().map(dbm).collect()].concat();
             }
             row.one_of.push(vec![(51, 51, 1)]);
+            // The device sets the access flag.
+            row.when.retain(|field| field.0 != 10);
         }
     }
     specification
