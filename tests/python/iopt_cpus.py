@@ -183,7 +183,7 @@ class Arm(Program):
             self.results = np.frombuffer(self.run(self.words, addresses, 16), "<u8").reshape(-1, 2)
         par = self.results[:, "rw".index(letter)]
         lost = par == ~np.uint64(0)
-        assert not lost.any(), f"{lost.sum()} tables of the image are where no memory is, first for {addresses[lost][0]:#x}"
+        assert not lost.any(), f"a table is where no memory is, for {addresses[lost][0]:#x} and {lost.sum() - 1} more"
         page = np.uint64(0xFFF)
         return par & np.uint64(1) != 0, par & np.uint64(0xF_FFFF_FFFF_F000) | addresses & page
 
@@ -192,7 +192,8 @@ def arm_cpu(name, flips, **more):
     # QEMU takes a page at the first two levels of 52 bits, where the architecture has tables alone.
     flips = tuple(bit for bit in flips if bit != 1)
     return Cpu(
-        name, Arm, flips=flips, kinds=("r", "w"), root_align=1 << 18, program="qemu-system-aarch64", package="qemu-system-arm",
+        name, Arm, flips=flips, kinds=("r", "w"), root_align=1 << 18,
+        program="qemu-system-aarch64", package="qemu-system-arm",
         tables=range(ARM_RAM + (64 << 20), ARM_RAM + ARM_BYTES // 2), **more,
     )  # fmt: skip
 
@@ -298,7 +299,8 @@ class Riscv(Program):
         setup = [
             *behind(T0, 1), jump(len(trap) + 1), *trap, control(MTVEC, 1, T0),
             # A reset keeps most of the state. Physical memory is not protected.
-            control(MSTATUS, 1, ZERO), add(T0, ZERO, -1), control(PMPADDR0, 1, T0), add(T0, ZERO, 0x1F), control(PMPCFG0, 1, T0),
+            control(MSTATUS, 1, ZERO),
+            add(T0, ZERO, -1), control(PMPADDR0, 1, T0), add(T0, ZERO, 0x1F), control(PMPCFG0, 1, T0),
             *constant(MAIL, self.MAILBOX), *constant(FROM, self.ADDRESSES), *constant(TO, self.RESULTS),
         ]  # fmt: skip
         wait = [read_mail(T0, 0), branch_if_zero(T0, -1)]

@@ -31,7 +31,8 @@ class Qemu:
         os.ftruncate(memory, ram_bytes)
         self.ram = mmap.mmap(memory, ram_bytes)
         # It ends with this process, however that ends.
-        command = ["setpriv", "--pdeathsig", "KILL", program, "-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
+        command = ["setpriv", "--pdeathsig", "KILL", program]
+        command += ["-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
         command += ["-accel", "tcg", "-icount", "shift=0,sleep=off", "-qtest", "stdio", "-qtest-log", "none"]
         command += ["-m", f"{ram_bytes >> 20}M"]
         path = f"/proc/{os.getpid()}/fd/{memory}"
