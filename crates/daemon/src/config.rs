@@ -56,10 +56,13 @@ pub struct Config {
     pub hello_timeout: Duration,
     /// Time within which a client must open a function.
     pub open_timeout: Duration,
+    /// Time that a request to map memory may take, with the requests of the same user before it.
+    pub map_timeout: Duration,
 }
 
 impl Default for Config {
-    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 5 s for the hello message, 30 s to open a function.
+    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 5 s for the hello message, 30 s to open a function,
+    /// 8 s to map memory.
     fn default() -> Self {
         Self {
             ddr: 32 << 30,
@@ -75,6 +78,7 @@ impl Default for Config {
             stop_timeout: Duration::from_secs(5),
             hello_timeout: Duration::from_secs(5),
             open_timeout: Duration::from_secs(30),
+            map_timeout: Duration::from_secs(8),
         }
     }
 }

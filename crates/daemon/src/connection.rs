@@ -4,11 +4,14 @@
 //! effect.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
-use dmalane_addr::Access;
-use dmalane_card::regs::{self, BAR_REGISTERS};
+use dmalane_addr::{Access, CardAddr};
+use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_dma::{Heap, Mapping, MemfdHeap, PageKind, Registrar, SharedBuf};
 use rustix::fs::{FallocateFlags, SealFlags};
 use zerocopy::IntoBytes;
@@ -21,6 +24,9 @@ use crate::wire::{
     VERSION, failed, message,
 };
 use crate::worker::RunQueue;
+
+/// Bytes of a buffer that are populated at once.
+const POPULATED_AT_ONCE: usize = 8 << 20;
 
 /// Credentials of the client, from the kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -115,6 +121,10 @@ pub(crate) struct Connection {
     bytes: u64,
     pub errors: u64,
     pub function: Option<Arc<Function>>,
+    /// When the request under way has to end.
+    pub deadline: Option<Instant>,
+    /// The connection has ended: what is under way for it should end.
+    pub abort: Arc<AtomicBool>,
 }
 
 impl Connection {
@@ -131,7 +141,49 @@ impl Connection {
             bytes: 0,
             errors: 0,
             function: None,
+            deadline: None,
+            abort: Arc::default(),
         }
+    }
+
+    /// True for a request that the client can make long: it is not for the control thread.
+    pub(crate) fn is_long(&self, bytes: &[u8]) -> bool {
+        let Some(function) = self.function.as_deref() else {
+            return matches!(ClientRequest::decode(bytes), Ok((_, ClientRequest::Open { .. })));
+        };
+        // First touch of card memory has the kernel find pages.
+        let touches =
+            |bar, offset, len| bar == BAR_MEMORY && !function.card().memory().is_present(CardAddr::new(offset), len);
+        match ClientRequest::decode(bytes) {
+            Ok((_, request)) => match request {
+                ClientRequest::Map { .. } | ClientRequest::Unmap { .. } | ClientRequest::Buffer { .. } => true,
+                ClientRequest::Close { .. } => true,
+                ClientRequest::Read { bar, offset } => touches(bar, offset, 4),
+                ClientRequest::WriteBytes { bar, offset, bytes } => touches(bar, offset, bytes.len() as u64),
+                ClientRequest::Write { bar, offset, .. } => {
+                    // These wait for the step under way.
+                    let waits = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE].contains(&offset);
+                    (bar == BAR_REGISTERS && waits) || touches(bar, offset, 4)
+                }
+                _ => false,
+            },
+            Err(_) => false,
+        }
+    }
+
+    /// Populates a range of a buffer in pieces, so that the address space is not locked for long.
+    fn populate(&self, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
+        for first in range.clone().step_by(POPULATED_AT_ONCE) {
+            if self.abort.load(Ordering::Relaxed) {
+                return Err("the client has disconnected".to_owned());
+            }
+            if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
+                return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
+            }
+            let len = POPULATED_AT_ONCE.min(range.end - first);
+            buf.populate(first, len).map_err(|e| format!("no memory: {e}"))?;
+        }
+        Ok(())
     }
 
     /// Handles a message and the descriptors that came with it.
@@ -395,8 +447,7 @@ impl Connection {
                     return Err(Refused(Code::Malformed, text));
                 };
                 // Populate now, where a failure is an error; during a transfer it would be SIGBUS.
-                buf.populate(first, end - first)
-                    .map_err(|e| Refused(Code::Failed, format!("no memory for segment {i}: {e}")))?;
+                self.populate(buf, first..end).map_err(|e| Refused(Code::Failed, format!("segment {i}: {e}")))?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);
             }

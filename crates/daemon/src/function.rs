@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
@@ -130,7 +131,19 @@ impl Function {
 
     /// Requests that all queues stop.
     pub(crate) fn stop(&self) {
-        let _ = self.card.write32(BAR_REGISTERS, regs::CONTROL, 1);
+        // One by one: a reset of the card would wait for the step under way.
+        for queue in 0..self.queues() as u32 {
+            let _ = self.card.write32(BAR_REGISTERS, regs::channel(queue, regs::CH_CONTROL), 0);
+        }
+    }
+
+    /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
+    /// worker's.
+    pub(crate) fn release(function: Arc<Self>) {
+        let start = Instant::now();
+        while Arc::strong_count(&function) > 1 && start.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
     }
 
     /// True when no queue accesses host memory any more, according to the card's registers, not to the page.

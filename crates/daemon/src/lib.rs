@@ -54,6 +54,7 @@ mod function;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod page;
+mod pool;
 mod server;
 mod socket;
 pub mod wire;

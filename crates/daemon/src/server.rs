@@ -1,14 +1,16 @@
 //! The server: accepts connections, answers requests, and releases the resources of disconnected clients.
 //!
-//! One thread answers requests, one message of each client in turn, so that a client with many requests does not delay
-//! the others. A second thread, the worker, copies data. A connection is closed only after the card has stopped
-//! accessing the client's memory: to a client, the end of the connection means the same as a status of 0.
+//! One thread, the control thread, receives requests, one message of each client in turn, and answers those that take
+//! microseconds. A pool of threads does what a client can make long (see `pool.rs`). The worker copies data. A
+//! connection is closed only after the card has stopped accessing the client's memory: to a client, the end of the
+//! connection means the same as a status of 0.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -22,8 +24,10 @@ use zerocopy::IntoBytes;
 use crate::config::{BadConfig, Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, Peer, ServerState};
 use crate::deferred_close::DeferredClose;
+use crate::function::Function;
+use crate::pool::Pool;
 use crate::socket::{self, Received};
-use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, TotalsAnswer, failed, message};
+use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
 
 /// Refusals that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
@@ -74,6 +78,8 @@ pub struct Listener {
     socket: Option<OwnedFd>,
     /// File to remove on drop.
     path: Option<PathBuf>,
+    /// Peers can send descriptors only after their greeting.
+    rights_off: bool,
 }
 
 impl Listener {
@@ -112,8 +118,10 @@ impl Listener {
         }
         // Restore the bits that the umask cleared.
         rustix::fs::chmod(path, mode).map_err(failed)?;
+        // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
+        let rights_off = socket::pass_rights(&socket, false);
         rustix::net::listen(&socket, 64).map_err(failed)?;
-        Ok(Self { socket: Some(socket), path: Some(path.to_owned()) })
+        Ok(Self { socket: Some(socket), path: Some(path.to_owned()), rights_off })
     }
 
     /// Uses an inherited listening socket (socket activation).
@@ -125,7 +133,12 @@ impl Listener {
         let right = socket_type(&socket) == Ok(SocketType::SEQPACKET)
             && socket_domain(&socket) == Ok(AddressFamily::UNIX)
             && socket_acceptconn(&socket) == Ok(true);
-        if right { Ok(Self { socket: Some(socket), path: None }) } else { Err(ServerError::WrongSocket) }
+        if !right {
+            return Err(ServerError::WrongSocket);
+        }
+        // Peers that have connected before may have sent some.
+        let rights_off = socket::pass_rights(&socket, false);
+        Ok(Self { socket: Some(socket), path: None, rights_off })
     }
 }
 
@@ -267,29 +280,60 @@ impl Refusals {
 
 struct Entry {
     socket: OwnedFd,
-    connection: Connection,
+    peer: Peer,
+    /// `None` while the pool has it.
+    connection: Option<Box<Connection>>,
+    /// The row of the status while the pool has the connection.
+    row: RowAnswer,
+    abort: Arc<AtomicBool>,
+    /// The connection may have carried descriptors.
+    carries: bool,
     /// The connection has opened a function and is counted in the totals.
     counted: bool,
     since: Instant,
+    /// Why the connection is to be closed when the pool returns it, and whether its memory is kept.
+    ended: Option<(&'static str, bool)>,
+}
+
+/// How a connection is polled.
+#[derive(Clone, Copy, PartialEq)]
+enum Interest {
+    /// For requests.
+    Requests,
+    /// For its end alone.
+    End,
 }
 
 /// A disconnected client, until the card has stopped accessing its memory.
 struct Closing {
-    connection: Entry,
+    entry: Entry,
     why: &'static str,
     since: Instant,
     quarantined: bool,
+    /// What is being released, once the queues have stopped, and the time that they took.
+    releasing: Option<(ClientResources, Duration)>,
+}
+
+/// A result of the pool.
+enum Done {
+    /// The request of a client was handled.
+    Handled(Box<Connection>, Handled),
+    /// A disconnected client's resources were released.
+    Released(u64),
 }
 
 /// A daemon.
 pub struct Server {
-    state: ServerState,
+    state: Arc<ServerState>,
+    pool: Pool<Done>,
     connections: BTreeMap<u64, Entry>,
-    closing: Vec<Closing>,
+    closing: BTreeMap<u64, Closing>,
     next: u64,
     totals: Totals,
     refusals: Refusals,
     started: Instant,
+    /// Peers send descriptors only after their greeting (Linux 6.16).
+    rights_off: bool,
     worker: Option<JoinHandle<()>>,
     log: Box<dyn FnMut(&ServerEvent) + Send>,
 }
@@ -306,13 +350,15 @@ impl Server {
         let (run, spin) = (run_queue.clone(), config.spin);
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
         Ok(Self {
-            state: ServerState { config, budget, run_queue, deferred_close: DeferredClose::default() },
+            state: Arc::new(ServerState { config, budget, run_queue, deferred_close: DeferredClose::default() }),
+            pool: Pool::new()?,
             connections: BTreeMap::new(),
-            closing: Vec::new(),
+            closing: BTreeMap::new(),
             next: 1,
             totals: Totals::default(),
             refusals: Refusals::default(),
             started: Instant::now(),
+            rights_off: false,
             worker: Some(worker),
             log: Box::new(log),
         })
@@ -324,14 +370,16 @@ impl Server {
     /// # Errors
     /// [`ServerError::Io`], [`ServerError::WorkerDied`].
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServerError> {
+        self.rights_off = listener.rights_off;
         let result = self.serve(&listener, stop);
         // No new connections, and no more changes of clients' memory. Pending connections may carry descriptors.
         self.state.deferred_close.put(u32::MAX, listener.close());
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
             self.close(id, "the daemon is shutting down", true);
         }
-        while self.closing.iter().any(|c| !c.quarantined) && self.worker_lives() {
+        while (self.closing.values().any(|c| !c.quarantined) || !self.connections.is_empty()) && self.worker_lives() {
             thread::sleep(STOP_POLL_INTERVAL);
+            self.collect();
             self.release();
         }
         self.state.deferred_close.wait(CLOSE_TIMEOUT);
@@ -349,26 +397,33 @@ impl Server {
         let mut accept_retry: Option<Instant> = None;
         loop {
             accept_retry = accept_retry.filter(|until| Instant::now() < *until);
-            // From users with too many descriptors to close, only the end of a connection is noticed.
             let deferred_close = &self.state.deferred_close;
-            let clients: Vec<(u64, bool)> = self
-                .connections
-                .iter()
-                .map(|(id, c)| (*id, deferred_close.is_full_of(c.connection.peer.uid)))
-                .collect();
-            let full = deferred_close.is_full() || clients.iter().any(|(_, full)| *full);
+            // Where sockets may carry descriptors from the start, closing one may block.
+            let can_accept = accept_retry.is_none() && (self.rights_off || !deferred_close.is_full());
+            // Of a busy connection, and of users with too many descriptors to close, only the end is noticed.
+            let interest = |c: &Entry| match c.ended {
+                Some(_) => None,
+                None if c.connection.is_none() || deferred_close.is_full_of(c.peer.uid) => Some(Interest::End),
+                None => Some(Interest::Requests),
+            };
+            let clients: Vec<(u64, Interest)> =
+                self.connections.iter().filter_map(|(id, c)| Some((*id, interest(c)?))).collect();
+            let full = !can_accept || self.connections.values().any(|c| deferred_close.is_full_of(c.peer.uid));
             let (stopped, incoming, ready) = {
-                let sockets =
-                    self.connections.values().map(|c| c.socket.as_fd()).zip(&clients).map(|(fd, (_, full))| {
-                        PollFd::from_borrowed_fd(fd, if *full { PollFlags::empty() } else { PollFlags::IN })
-                    });
-                let listening = (accept_retry.is_none() && !deferred_close.is_full()).then_some(listener.as_fd());
+                let sockets = clients.iter().map(|(id, interest)| {
+                    let flags = if *interest == Interest::End { PollFlags::empty() } else { PollFlags::IN };
+                    PollFd::from_borrowed_fd(self.connections[id].socket.as_fd(), flags)
+                });
+                let listening = can_accept.then_some(listener.as_fd());
                 let always = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-                let mut fds: Vec<PollFd<'_>> =
-                    std::iter::once(always(stop)).chain(sockets).chain(listening.map(always)).collect();
-                let wait = if self.closing.iter().any(|c| !c.quarantined) {
+                let mut fds: Vec<PollFd<'_>> = [always(stop), always(self.pool.wake())]
+                    .into_iter()
+                    .chain(sockets)
+                    .chain(listening.map(always))
+                    .collect();
+                let wait = if self.closing.values().any(|c| !c.quarantined && c.releasing.is_none()) {
                     STOP_POLL_INTERVAL
-                } else if accept_retry.is_some() || full {
+                } else if full {
                     Duration::from_millis(20)
                 } else {
                     Duration::from_millis(500)
@@ -379,7 +434,8 @@ impl Server {
                     Err(e) => return Err(io::Error::from(e).into()),
                 }
                 let answers = |i: usize| fds.get(i).is_some_and(|fd| !fd.revents().is_empty());
-                let ready: Vec<(u64, bool)> = (1..).zip(clients).filter(|(i, _)| answers(*i)).map(|(_, c)| c).collect();
+                let ready: Vec<(u64, Interest)> =
+                    (2..).zip(clients).filter(|(i, _)| answers(*i)).map(|(_, c)| c).collect();
                 (answers(0), listening.is_some() && answers(fds.len() - 1), ready)
             };
             if stopped {
@@ -392,12 +448,13 @@ impl Server {
                 (self.log)(&ServerEvent::RefusedMore(suppressed));
             }
             self.expire(&ready);
-            for (id, full) in ready {
-                match full {
-                    true => self.close(id, "the client disconnected", false),
-                    false => self.receive(id, &mut buffer),
+            for (id, interest) in ready {
+                match interest {
+                    Interest::End => self.close(id, "the client disconnected", false),
+                    Interest::Requests => self.receive(id, &mut buffer),
                 }
             }
+            self.collect();
             if incoming && let Err(e) = self.accept(listener) {
                 (self.log)(&ServerEvent::AcceptFailed(e));
                 accept_retry = Some(Instant::now() + Duration::from_millis(100));
@@ -417,7 +474,7 @@ impl Server {
         let credentials = match getsockopt(&socket, PeerCredentials) {
             Ok(credentials) => credentials,
             Err(e) => {
-                self.state.deferred_close.put(u32::MAX, [socket]);
+                self.disconnect(u32::MAX, socket, !self.rights_off);
                 return Err(Errno::from_raw_os_error(e as i32));
             }
         };
@@ -443,37 +500,51 @@ impl Server {
                 (self.log)(&ServerEvent::Refused { pid: peer.pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
-            self.disconnect(uid, socket);
+            self.disconnect(uid, socket, !self.rights_off);
             return Ok(());
         }
         let id = self.next;
         self.next += 1;
         let mut connection = Connection::new(id, peer);
         connection.status_only = status_only;
-        self.connections.insert(id, Entry { socket, connection, counted: false, since: Instant::now() });
+        let entry = Entry {
+            socket,
+            peer,
+            row: connection.row(false),
+            abort: connection.abort.clone(),
+            connection: Some(Box::new(connection)),
+            carries: !self.rights_off,
+            counted: false,
+            since: Instant::now(),
+            ended: None,
+        };
+        self.connections.insert(id, entry);
         Ok(())
     }
 
     /// Connections of a user, including those that are being closed.
     fn connections_of_user(&self, uid: u32) -> usize {
-        let closing = self.closing.iter().map(|c| &c.connection);
-        self.connections.values().chain(closing).filter(|c| c.connection.peer.uid == uid).count()
+        let closing = self.closing.values().map(|c| &c.entry);
+        self.connections.values().chain(closing).filter(|c| c.peer.uid == uid).count()
     }
 
-    /// Ends a connection, with messages left unread.
-    fn disconnect(&self, uid: u32, socket: OwnedFd) {
+    /// Ends a connection, with messages left unread, which may carry descriptors.
+    fn disconnect(&self, uid: u32, socket: OwnedFd, carries: bool) {
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
-        self.state.deferred_close.put(uid, [socket]);
+        if carries {
+            self.state.deferred_close.put(uid, [socket]);
+        }
     }
 
     /// Closes connections that have not sent a hello message or opened a function in time. Those in `ready` have unread
     /// messages and get twice the time, but no more: repeated status requests must not keep a connection open.
-    fn expire(&mut self, ready: &[(u64, bool)]) {
+    fn expire(&mut self, ready: &[(u64, Interest)]) {
         let Config { hello_timeout, open_timeout, .. } = self.state.config;
         let late = |c: &Entry| {
             let after = c.since.elapsed();
-            c.connection.function.is_none()
-                && (after > open_timeout || (!c.connection.greeted && after > hello_timeout))
+            c.connection.as_ref().is_some_and(|c| {
+                c.function.is_none() && (after > open_timeout || (!c.greeted && after > hello_timeout))
+            })
         };
         let late: Vec<u64> = {
             let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
@@ -486,15 +557,26 @@ impl Server {
         }
     }
 
-    /// Receives and answers one message.
+    /// Receives one message, and answers it or gives it to the pool.
     fn receive(&mut self, id: u64, buffer: &mut [u8; MAX_MESSAGE]) {
-        let Some(Entry { socket, connection, counted, .. }) = self.connections.get_mut(&id) else { return };
+        let Some(entry) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = &mut entry.connection else { return };
         let mut fds = Vec::new();
-        let received = socket::receive(&*socket, buffer, &mut fds);
+        let received = socket::receive(&entry.socket, buffer, &mut fds);
         if !matches!(received, Ok(Received::Message(_))) {
-            self.state.deferred_close.put(connection.peer.uid, std::mem::take(&mut fds));
+            self.state.deferred_close.put(entry.peer.uid, std::mem::take(&mut fds));
         }
         let handled = match received {
+            Ok(Received::Message(n)) if connection.is_long(&buffer[..n]) => {
+                let (state, bytes) = (self.state.clone(), buffer[..n].to_vec());
+                let Some(mut connection) = entry.connection.take() else { return };
+                entry.row = connection.row(false);
+                connection.deadline = Some(Instant::now() + state.config.map_timeout);
+                return self.pool.put(entry.peer.uid, move || {
+                    let handled = connection.handle(&state, &bytes, fds);
+                    Done::Handled(connection, handled)
+                });
+            }
             Ok(Received::Message(n)) => connection.handle(&self.state, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
                 let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to open \
@@ -505,11 +587,49 @@ impl Server {
             Ok(Received::End) => return self.close(id, "the client disconnected", false),
             Err(_) => return self.close(id, "the connection failed", false),
         };
+        if !entry.carries && connection.greeted {
+            entry.carries = true;
+            socket::pass_rights(&entry.socket, true);
+        }
+        self.answer(id, handled);
+    }
+
+    /// Takes back what the pool has done.
+    fn collect(&mut self) {
+        for done in self.pool.take() {
+            match done {
+                Done::Handled(connection, handled) => {
+                    let id = connection.id;
+                    let Some(entry) = self.connections.get_mut(&id) else { continue };
+                    entry.connection = Some(connection);
+                    self.answer(id, handled);
+                    if let Some((why, keep_memory)) = self.connections.get(&id).and_then(|entry| entry.ended) {
+                        self.close(id, why, keep_memory);
+                    }
+                }
+                Done::Released(id) => {
+                    let Some(closing) = self.closing.remove(&id) else { continue };
+                    // The socket is closed last, after mappings and buffers.
+                    let Closing { entry, why, releasing, .. } = closing;
+                    self.disconnect(entry.peer.uid, entry.socket, entry.carries);
+                    if entry.counted {
+                        self.totals.released += 1;
+                        let (released, after) = releasing.unwrap_or_default();
+                        (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends the answer to a request.
+    fn answer(&mut self, id: u64, handled: Handled) {
+        let Some(entry) = self.connections.get_mut(&id) else { return };
         self.totals.requests += 1;
-        if !*counted && connection.function.is_some() {
-            *counted = true;
+        if !entry.counted && entry.connection.as_ref().is_some_and(|c| c.function.is_some()) {
+            entry.counted = true;
             self.totals.served += 1;
-            (self.log)(&ServerEvent::Connected { client: id, pid: connection.peer.pid, uid: connection.peer.uid });
+            (self.log)(&ServerEvent::Connected { client: id, pid: entry.peer.pid, uid: entry.peer.uid });
         }
         let answer = match handled {
             Handled::Answer(answer) => answer,
@@ -529,18 +649,22 @@ impl Server {
     }
 
     fn status(&self, seqno: u64, first: u64) -> Answer {
-        let connections = self.connections.values().map(|c| (&c.connection, false));
-        let mut rows: Vec<(&Connection, bool)> =
-            connections.chain(self.closing.iter().map(|c| (&c.connection.connection, true))).collect();
-        rows.retain(|(connection, _)| connection.id >= first);
-        rows.sort_by_key(|(connection, _)| connection.id);
+        let row = |entry: &Entry, closing| {
+            let mut row = entry.connection.as_ref().map_or(entry.row, |connection| connection.row(closing));
+            row.closing = u32::from(closing).into();
+            row
+        };
+        let connections = self.connections.iter().map(|(id, entry)| (*id, entry, entry.ended.is_some()));
+        let closing = self.closing.iter().map(|(id, c)| (*id, &c.entry, true));
+        let mut rows: Vec<(u64, &Entry, bool)> = connections.chain(closing).filter(|(id, ..)| *id >= first).collect();
+        rows.sort_by_key(|(id, ..)| *id);
         let more = rows.len() > MAX_ROWS;
         rows.truncate(MAX_ROWS);
         let (config, left) = (&self.state.config, self.state.budget.left());
         let totals = TotalsAnswer {
             uptime: self.started.elapsed().as_secs().into(),
             clients: (self.connections.len() as u32).into(),
-            quarantined: (self.closing.iter().filter(|c| c.quarantined).count() as u32).into(),
+            quarantined: (self.closing.values().filter(|c| c.quarantined).count() as u32).into(),
             served: self.totals.served.into(),
             released: self.totals.released.into(),
             refused: self.totals.refused.into(),
@@ -554,8 +678,8 @@ impl Server {
             more: u32::from(more).into(),
         };
         let mut body = totals.as_bytes().to_vec();
-        for (connection, closing) in rows {
-            body.extend_from_slice(connection.row(closing).as_bytes());
+        for (_, entry, closing) in rows {
+            body.extend_from_slice(row(entry, closing).as_bytes());
         }
         Answer { bytes: message(ClientRequest::Status { first }.opcode() | ANSWER, seqno, &body), fds: Vec::new() }
     }
@@ -563,49 +687,55 @@ impl Server {
     /// Stops a client's queues, and releases its resources once they have stopped. `keep_memory`: the client may
     /// continue to use the buffers that the daemon allocated.
     fn close(&mut self, id: u64, why: &'static str, keep_memory: bool) {
-        let Some(mut connection) = self.connections.remove(&id) else { return };
+        let Some(mut entry) = self.connections.remove(&id) else { return };
+        let Some(connection) = &mut entry.connection else {
+            // The pool has it, and returns it soon.
+            entry.abort.store(true, Ordering::Relaxed);
+            entry.ended.get_or_insert((why, keep_memory));
+            self.connections.insert(id, entry);
+            return;
+        };
         if keep_memory {
-            connection.connection.keep_memory();
+            connection.keep_memory();
         }
-        if let Some(function) = &connection.connection.function {
+        if let Some(function) = &connection.function {
             function.stop();
             self.state.run_queue.wake();
         }
-        self.closing.push(Closing { connection, why, since: Instant::now(), quarantined: false });
+        let closing = Closing { entry, why, since: Instant::now(), quarantined: false, releasing: None };
+        self.closing.insert(id, closing);
         self.release();
     }
 
-    /// Releases the resources of disconnected clients whose queues have stopped.
+    /// Has the pool release the resources of disconnected clients whose queues have stopped.
     fn release(&mut self) {
-        let mut waiting = Vec::new();
-        for mut closing in std::mem::take(&mut self.closing) {
-            let connection = &mut closing.connection.connection;
-            let stopped = connection.function.as_ref().is_none_or(|f| f.has_stopped());
+        for (id, closing) in &mut self.closing {
+            let Some(connection) = &closing.entry.connection else { continue };
             let after = closing.since.elapsed();
-            if stopped {
-                let released = connection.resources();
-                if let Some(function) = connection.function.take() {
-                    self.state.run_queue.remove(&function);
+            if connection.function.as_ref().is_none_or(|f| f.has_stopped()) {
+                closing.quarantined = false;
+                closing.releasing = Some((connection.resources(), after));
+                closing.entry.row = connection.row(true);
+                let Some(mut connection) = closing.entry.connection.take() else { continue };
+                let function = connection.function.take();
+                if let Some(function) = &function {
+                    self.state.run_queue.remove(function);
                 }
-                // The socket is closed last, after mappings and buffers.
-                let Entry { socket, connection, counted, .. } = closing.connection;
-                let (client, uid) = (connection.id, connection.peer.uid);
-                drop(connection);
-                self.disconnect(uid, socket);
-                if counted {
-                    self.totals.released += 1;
-                    (self.log)(&ServerEvent::Disconnected { client, why: closing.why, released, after });
-                }
-                continue;
-            }
-            if !closing.quarantined && after > self.state.config.stop_timeout {
+                let id = *id;
+                self.pool.put(closing.entry.peer.uid, move || {
+                    // Mappings and buffers before the function, which must not end with the worker's reference to it.
+                    drop(connection);
+                    if let Some(function) = function {
+                        Function::release(function);
+                    }
+                    Done::Released(id)
+                });
+            } else if !closing.quarantined && after > self.state.config.stop_timeout {
                 closing.quarantined = true;
                 self.totals.quarantined += 1;
-                (self.log)(&ServerEvent::Quarantined { client: connection.id, resources: connection.resources() });
+                (self.log)(&ServerEvent::Quarantined { client: *id, resources: connection.resources() });
             }
-            waiting.push(closing);
         }
-        self.closing.append(&mut waiting);
     }
 }
 
@@ -622,7 +752,6 @@ impl Drop for Server {
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixStream;
-    use std::sync::atomic::Ordering;
 
     use dmalane_card::Card;
     use dmalane_dma::MemfdHeap;

@@ -4,6 +4,8 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use nix::libc;
+use nix::sys::socket::SetSockOpt;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -14,6 +16,19 @@ use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
 /// Most descriptors that the kernel passes in one message (SCM_MAX_FD): with room for all, the kernel closes none.
 const KERNEL_FDS: usize = 253;
+
+/// `SO_PASSRIGHTS` of asm-generic/socket.h, since Linux 6.16: whether a socket takes descriptors.
+const SO_PASSRIGHTS: libc::c_int = 83;
+
+#[derive(Clone)]
+struct PassRights;
+nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::SetBool);
+
+/// Lets the peer send descriptors, or not: then it gets EPERM. Sockets that a listener accepts inherit the option at
+/// connect(2). False where the kernel (before 6.16) does not know it; then every socket takes descriptors.
+pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) -> bool {
+    PassRights.set(&socket, &pass).is_ok()
+}
 
 /// Result of receiving from a socket.
 pub(crate) enum Received {

@@ -219,7 +219,11 @@ fn malformed_messages() {
             let buf = memfd(4096);
             let fds = [buf.export().unwrap(), raw.socket.as_fd()];
             let fds = &fds[..random.below(3) as usize];
-            raw.send(&bytes, fds).unwrap();
+            match raw.send(&bytes, fds) {
+                // Since Linux 6.16 descriptors are taken after the greeting only.
+                Err(rustix::io::Errno::PERM) if round % 2 == 0 && !fds.is_empty() => raw.send(&bytes, &[]).unwrap(),
+                sent => sent.unwrap(),
+            }
             assert!(raw.receive().is_some(), "an answer to each");
         }
         if round % 2 == 1 {
@@ -704,8 +708,8 @@ fn a_blocking_close_does_not_delay_other_clients() {
         let sent = raw.send(&bytes, &fds);
         // If the daemon has already closed its descriptor, this is the last one, and its close blocks.
         std::thread::spawn(move || drop(socket));
-        assert!(sent.is_ok() || case == 4);
-        if case < 4 {
+        assert!(sent.is_ok() || case == 4 || (case == 0 && sent == Err(rustix::io::Errno::PERM)));
+        if case < 4 && sent.is_ok() {
             let code = if case < 2 { Code::BadDescriptor } else { Code::Malformed };
             assert_eq!(raw.receive().unwrap().code(), Some(code), "case {case}");
         }

@@ -76,6 +76,13 @@ impl CardMemory {
         (self.ddr.touched.load(Ordering::Relaxed), self.hbm.touched.load(Ordering::Relaxed))
     }
 
+    /// True when all of a range is present, so that no access to it needs new memory.
+    pub fn is_present(&self, at: CardAddr, len: u64) -> bool {
+        let Some(bank) = self.bank(at).filter(|_| self.holds(at, len)) else { return false };
+        let offset = at.bits() - bank.span.first().bits();
+        (offset / BLOCK..=(offset + len.max(1) - 1) / BLOCK).all(|block| bank.is_present(block))
+    }
+
     /// Makes a range present, so that a later first touch costs nothing.
     ///
     /// # Errors
@@ -284,6 +291,8 @@ mod tests {
         memory.read(at, &mut got).unwrap();
         assert_eq!(&got, b"straddle\0\0");
         assert_eq!(memory.touched(), (2 * BLOCK, 0));
+        assert!(memory.is_present(at, 10) && !memory.is_present(at, BLOCK + 10) && !memory.is_present(at, u64::MAX));
+        assert!(!memory.is_present(CardAddr::new(HBM_BASE - 1), 1), "there is no memory");
         memory.write(CardAddr::new(HBM_BASE), &7u64.to_le_bytes()).unwrap();
         assert_eq!(memory.load(CardAddr::new(HBM_BASE)), Some(7));
         assert_eq!(memory.load(CardAddr::new(HBM_BASE + 4)), None, "not a multiple of 8");

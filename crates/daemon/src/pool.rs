@@ -1,0 +1,190 @@
+//! Threads for requests that a client can make long: importing, populating, mapping and releasing memory.
+//!
+//! The control thread hands a connection over together with the request, and gets it back with the answer. Users take
+//! turns, and a user has one job under way at a time, so a user with many connections delays only itself.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+/// Most threads. Further users take turns.
+const THREADS: usize = 8;
+
+type Job<T> = Box<dyn FnOnce() -> T + Send>;
+
+struct User<T> {
+    waiting: VecDeque<Job<T>>,
+    running: bool,
+}
+
+struct Jobs<T> {
+    /// Users with a job that waits or is under way.
+    users: HashMap<u32, User<T>>,
+    /// Users with a job that waits and none under way, in their order.
+    turns: VecDeque<u32>,
+    threads: Vec<JoinHandle<()>>,
+    idle: usize,
+    quit: bool,
+    done: Vec<T>,
+}
+
+struct Shared<T> {
+    jobs: Mutex<Jobs<T>>,
+    ready: Condvar,
+    /// Readable when there are results.
+    wake: OwnedFd,
+}
+
+/// A bounded pool of threads, which users share fairly.
+pub(crate) struct Pool<T: Send + 'static>(Arc<Shared<T>>);
+
+impl<T: Send + 'static> Pool<T> {
+    pub(crate) fn new() -> io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let jobs = Jobs {
+            users: HashMap::new(),
+            turns: VecDeque::new(),
+            threads: Vec::new(),
+            idle: 0,
+            quit: false,
+            done: Vec::new(),
+        };
+        let pool = Self(Arc::new(Shared { jobs: Mutex::new(jobs), ready: Condvar::new(), wake }));
+        // With one thread there is progress, whatever happens later.
+        let first = pool.spawn()?;
+        pool.0.lock().threads.push(first);
+        Ok(pool)
+    }
+
+    fn spawn(&self) -> io::Result<JoinHandle<()>> {
+        let shared = self.0.clone();
+        thread::Builder::new().name("dmalaned-pool".to_owned()).spawn(move || shared.run())
+    }
+
+    /// Queues a job of a user.
+    pub(crate) fn put(&self, user: u32, job: impl FnOnce() -> T + Send + 'static) {
+        let mut jobs = self.0.lock();
+        let found = jobs.users.entry(user).or_insert_with(|| User { waiting: VecDeque::new(), running: false });
+        found.waiting.push_back(Box::new(job));
+        if !found.running && found.waiting.len() == 1 {
+            jobs.turns.push_back(user);
+        }
+        if jobs.idle < jobs.turns.len()
+            && jobs.threads.len() < THREADS
+            && let Ok(thread) = self.spawn()
+        {
+            jobs.threads.push(thread);
+        }
+        drop(jobs);
+        self.0.ready.notify_one();
+    }
+
+    /// Becomes readable when there are results.
+    pub(crate) fn wake(&self) -> BorrowedFd<'_> {
+        self.0.wake.as_fd()
+    }
+
+    /// The results of jobs that have ended.
+    pub(crate) fn take(&self) -> Vec<T> {
+        let _ = rustix::io::read(&self.0.wake, &mut [0u8; 8]);
+        std::mem::take(&mut self.0.lock().done)
+    }
+}
+
+impl<T: Send + 'static> Shared<T> {
+    fn lock(&self) -> MutexGuard<'_, Jobs<T>> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self) {
+        let mut jobs = self.lock();
+        loop {
+            let Some(user) = jobs.turns.pop_front() else {
+                if jobs.quit {
+                    return;
+                }
+                jobs.idle += 1;
+                jobs = self.ready.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+                jobs.idle -= 1;
+                continue;
+            };
+            let Some(job) = jobs.users.get_mut(&user).and_then(|found| {
+                found.running = true;
+                found.waiting.pop_front()
+            }) else {
+                continue;
+            };
+            drop(jobs);
+            let result = job();
+            jobs = self.lock();
+            jobs.done.push(result);
+            // The write fails only when the counter is full, and then the eventfd is readable anyway.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+            if let Some(found) = jobs.users.get_mut(&user) {
+                found.running = false;
+                if found.waiting.is_empty() {
+                    jobs.users.remove(&user);
+                } else {
+                    jobs.turns.push_back(user);
+                }
+            }
+        }
+    }
+}
+
+impl<T: Send + 'static> Drop for Pool<T> {
+    /// Waits until all jobs are done.
+    fn drop(&mut self) {
+        let threads = {
+            let mut jobs = self.0.lock();
+            jobs.quit = true;
+            std::mem::take(&mut jobs.threads)
+        };
+        self.0.ready.notify_all();
+        for thread in threads {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn a_user_with_many_jobs_delays_only_itself() {
+        let pool: Pool<u32> = Pool::new().unwrap();
+        let (go, wait) = channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        for _ in 0..47 {
+            let wait = wait.clone();
+            pool.put(1, move || {
+                let _ = wait.lock().unwrap().recv();
+                1
+            });
+        }
+        for user in 2..=7 {
+            pool.put(user, move || user);
+        }
+        let mut done = Vec::new();
+        while done.len() < 6 {
+            done.extend(pool.take());
+            thread::yield_now();
+        }
+        done.sort();
+        assert_eq!(done, [2, 3, 4, 5, 6, 7], "while the first user's job waits");
+        assert!(pool.0.lock().threads.len() <= THREADS);
+        drop(go);
+        while done.len() < 53 {
+            done.extend(pool.take());
+            thread::yield_now();
+        }
+        assert!(pool.0.lock().users.is_empty());
+    }
+}

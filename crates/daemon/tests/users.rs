@@ -1,0 +1,287 @@
+//! Several users beside each other, of whom one is hostile.
+//!
+//! Real users: with root, the tests run themselves again under other user numbers; without, they are skipped.
+
+mod daemon;
+
+use std::io::{BufRead, BufReader, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use daemon::Daemon;
+use dmalane_addr::Access;
+use dmalane_daemon::wire::{ClientRequest, MAX_MESSAGE, MapSegment};
+use dmalane_daemon::{Client, ClientLimits, ClientOptions, Config, status};
+use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
+
+/// The socket of the daemon, for a test that runs as another user.
+const SOCKET: &str = "DMALANE_TEST_SOCKET";
+const HOSTILE: u32 = 40_001;
+const MIB: usize = 1 << 20;
+
+/// A process of another user that runs the same test; killed on drop.
+struct Other(Child, BufReader<std::process::ChildStdout>);
+
+impl Other {
+    /// Waits until it prints a line with this word.
+    fn wait_for(&mut self, word: &str) {
+        let mut line = String::new();
+        while !line.contains(word) {
+            line.clear();
+            assert!(self.1.read_line(&mut line).unwrap() > 0, "the process of the other user ended before {word:?}");
+        }
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// True when tests can run as other users.
+fn root() -> bool {
+    let root = rustix::process::geteuid().is_root()
+        && Command::new("setpriv").arg("--version").stdout(Stdio::null()).status().is_ok_and(|s| s.success());
+    if !root {
+        println!("SKIPPED: other users need root and setpriv");
+    }
+    root
+}
+
+/// Lets every user reach the daemon.
+fn open_to_all(daemon: &Daemon) {
+    let mode = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    mode(daemon.path.parent().unwrap(), 0o755);
+    mode(&daemon.path, 0o666);
+}
+
+/// Runs this test as another user.
+fn spawn(uid: u32, test: &str, daemon: &Daemon) -> Other {
+    // A copy, because the folder of the build may be closed to other users.
+    let program = daemon.path.with_file_name(format!("test-{uid}"));
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let id = uid.to_string();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", &id, "--regid", &id, "--clear-groups"]).arg(program);
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(SOCKET, &daemon.path);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap());
+    Other(child, lines)
+}
+
+/// The socket, in the process of another user.
+fn other() -> Option<std::path::PathBuf> {
+    std::env::var_os(SOCKET).map(Into::into)
+}
+
+fn park() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+fn dial(path: &Path) -> Option<OwnedFd> {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).ok()?;
+    Some(socket)
+}
+
+fn send(socket: &OwnedFd, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> bool {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
+    let bytes = request.encode(1);
+    rustix::net::sendmsg(socket, &[std::io::IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL).is_ok()
+}
+
+fn receive(socket: &OwnedFd) -> bool {
+    rustix::net::recv(socket, &mut [0u8; MAX_MESSAGE], rustix::net::RecvFlags::empty()).is_ok_and(|(n, _)| n > 0)
+}
+
+/// A function opened without the client library.
+fn opened(path: &Path) -> Option<OwnedFd> {
+    let socket = dial(path)?;
+    for request in
+        [ClientRequest::Hello { min: 1, max: 9 }, ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }]
+    {
+        (send(&socket, &request, &[]) && receive(&socket)).then_some(())?;
+    }
+    Some(socket)
+}
+
+/// TCP sockets whose `close` blocks for a minute, with their peers.
+fn lingering(n: usize) -> Vec<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let one = || {
+        let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let other = listener.accept().unwrap().0;
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 1 << 16]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(60))).unwrap();
+        (socket, other)
+    };
+    (0..n).map(|_| one()).collect()
+}
+
+/// Sends descriptors whose close blocks, and connects and disconnects as long as it can.
+fn clog(path: &Path, greet: bool) -> ! {
+    let mut peers = Vec::new();
+    for (socket, peer) in lingering(40) {
+        peers.push(peer);
+        let path = path.to_owned();
+        // In threads: if the daemon has dropped its reference first, this is the last one, and its close blocks.
+        std::thread::spawn(move || {
+            let Some(connection) = dial(&path) else { return };
+            if greet {
+                send(&connection, &ClientRequest::Hello { min: 1, max: 9 }, &[]);
+                receive(&connection);
+            }
+            send(&connection, &ClientRequest::Status { first: 0 }, &[socket.as_fd()]);
+            drop(socket);
+            park();
+        });
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    // Without waiting for a daemon that does not accept.
+    let address = SocketAddrUnix::new(path).unwrap();
+    for _ in 0..1200 {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::io::ioctl_fionbio(&socket, true).unwrap();
+        if rustix::net::connect(&socket, &address).is_err() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    println!("clogged");
+    park()
+}
+
+fn connects_beside_a_clog(test: &str, greet: bool, config: Config) {
+    if let Some(path) = other() {
+        clog(&path, greet);
+    }
+    if !root() {
+        return;
+    }
+    let daemon = Daemon::start(config);
+    open_to_all(&daemon);
+    if !can_refuse_descriptors() {
+        return println!("SKIPPED: SO_PASSRIGHTS needs Linux 6.16");
+    }
+    let mut hostile = spawn(HOSTILE, test, &daemon);
+    hostile.wait_for("clogged");
+    let start = Instant::now();
+    let client = Client::connect(ClientOptions { timeout: Duration::from_secs(3), ..daemon.options() }).unwrap();
+    status(&daemon.path).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(3));
+    drop((client, hostile));
+}
+
+/// True when the kernel lets a socket refuse descriptors (SO_PASSRIGHTS, Linux 6.16).
+fn can_refuse_descriptors() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = release.split(['.', '-']).map_while(|n| n.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(16))
+}
+
+#[test]
+fn a_refused_user_cannot_stop_accept() {
+    let config = Config { uids: vec![0], ..Config::default() };
+    connects_beside_a_clog("a_refused_user_cannot_stop_accept", false, config);
+}
+
+#[test]
+fn a_user_with_closes_that_block_cannot_stop_accept() {
+    connects_beside_a_clog("a_user_with_closes_that_block_cannot_stop_accept", true, Config::default());
+}
+
+/// A memfd without pages.
+fn sparse(len: usize) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("sparse", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, len as u64).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+    fd
+}
+
+/// Asks for mappings that have to be populated, on many connections at once.
+fn map_much(path: &Path, connections: usize, len: usize) -> Vec<OwnedFd> {
+    let sockets: Vec<OwnedFd> = (0..connections).map(|_| opened(path).expect("a function")).collect();
+    for socket in &sockets {
+        let fd = sparse(len);
+        let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
+        assert!(send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[fd.as_fd()]));
+    }
+    sockets
+}
+
+/// How many have an answer.
+fn answered(sockets: &[OwnedFd]) -> usize {
+    let ready = |socket: &OwnedFd| {
+        let mut fds = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
+        let now = rustix::event::Timespec::default();
+        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+    };
+    sockets.iter().filter(|socket| ready(socket)).count()
+}
+
+#[test]
+fn status_and_accept_do_not_wait_for_mappings() {
+    let daemon = Daemon::start(Config::default());
+    let sockets = map_much(&daemon.path, 8, 128 * MIB);
+    for _ in 0..10 {
+        status(&daemon.path).unwrap();
+    }
+    let answered = answered(&sockets);
+    assert!(answered < 8, "all mappings were made before ten statuses were answered");
+    drop(sockets);
+    daemon.end_empty();
+}
+
+#[test]
+fn a_user_waits_only_for_its_own_mappings() {
+    let me = "a_user_waits_only_for_its_own_mappings";
+    if let Some(path) = other() {
+        let sockets = map_much(&path, 12, 96 * MIB);
+        println!("mapping");
+        let _sockets = sockets;
+        park();
+    }
+    if !root() {
+        return;
+    }
+    let daemon = Daemon::start(Config::default());
+    open_to_all(&daemon);
+    let client = daemon.connect();
+    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(MIB).unwrap().share();
+    let mut hostile = spawn(HOSTILE, me, &daemon);
+    hostile.wait_for("mapping");
+    for _ in 0..4 {
+        drop(client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
+    }
+    // The row of the hostile user's last client says whether its mapping was made.
+    let rows = status(&daemon.path).unwrap().clients;
+    let made = rows.iter().filter(|c| c.uid == HOSTILE && c.mappings > 0).count();
+    assert!(made < 12, "all mappings of the other user were made before four of this one");
+    drop((hostile, client, buf));
+    daemon.wait_until_empty();
+}
+
+#[test]
+fn a_client_that_leaves_ends_what_it_asked_for() {
+    let limits = ClientLimits { bytes: 8 << 30, ..ClientLimits::default() };
+    let daemon = Daemon::start(Config { limits, map_timeout: Duration::from_secs(60), ..Config::default() });
+    let sockets = map_much(&daemon.path, 6, 1 << 30);
+    drop(sockets);
+    // 6 GiB would take seconds and the memory of the machine.
+    let start = Instant::now();
+    daemon.end_empty();
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
