@@ -4,10 +4,13 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::StageReport;
+use crate::timeline::{Lane, Recorder, Timeline};
 
 /// A stage of the path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Stage {
+    /// Parsing headers, and giving tensors their places on the device.
+    Parse,
     /// Taking memory from the heap, pages faulted in.
     Allocate,
     /// Reads in flight.
@@ -28,7 +31,8 @@ pub enum Stage {
 
 impl Stage {
     /// All stages in the order of the path.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
+        Self::Parse,
         Self::Allocate,
         Self::Read,
         Self::Register,
@@ -43,6 +47,7 @@ impl Stage {
 impl fmt::Display for Stage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Parse => "parse",
             Self::Allocate => "allocate",
             Self::Read => "read",
             Self::Register => "register",
@@ -55,9 +60,23 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Time and bytes of each stage.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Clocks([Clock; 8]);
+/// Time and bytes of each stage, and a recording if there is one.
+#[derive(Debug, Default)]
+pub(crate) struct Clocks {
+    clocks: [Clock; Stage::ALL.len()],
+    recording: Option<Box<Recording>>,
+    /// What others recorded.
+    lanes: Vec<Lane>,
+}
+
+/// What one thread or device records.
+#[derive(Debug)]
+struct Recording {
+    /// Its own work, nothing of which overlaps.
+    work: Recorder,
+    /// Operations in flight.
+    operations: Recorder,
+}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Clock {
@@ -72,9 +91,36 @@ impl Clocks {
     pub(crate) fn time<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = f();
-        self.0[stage as usize].busy += start.elapsed();
-        self.0[stage as usize].held += start.elapsed();
+        let end = Instant::now();
+        let clock = &mut self.clocks[stage as usize];
+        clock.busy += end - start;
+        clock.held += end - start;
+        if let Some(recording) = &mut self.recording {
+            recording.work.add(stage, start, end, 0);
+        }
         result
+    }
+
+    /// Clocks that record under this name too, if `epoch`, the beginning of the timeline, is given.
+    pub(crate) fn recording(name: &str, epoch: Option<Instant>) -> Self {
+        let recorder = |name: String, epoch| Recorder::new(name, epoch);
+        let recording = epoch.map(|epoch| {
+            let operations = recorder(format!("{name}, in flight"), epoch);
+            Box::new(Recording { work: recorder(name.to_owned(), epoch), operations })
+        });
+        Self { recording, ..Self::default() }
+    }
+
+    /// The time, if an operation that begins now is to be recorded.
+    pub(crate) fn begin(&self) -> Option<Instant> {
+        self.recording.as_ref().map(|_| Instant::now())
+    }
+
+    /// Records an operation that began then and has ended.
+    pub(crate) fn ended(&mut self, stage: Stage, begun: Option<Instant>, bytes: u64) {
+        if let (Some(recording), Some(begun)) = (&mut self.recording, begun) {
+            recording.operations.add(stage, begun, Instant::now(), bytes);
+        }
     }
 
     /// Runs `f`, in which the pipeline waits for a stage or does its work, but which does not measure how long the
@@ -82,17 +128,20 @@ impl Clocks {
     pub(crate) fn hold<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = f();
-        self.0[stage as usize].held += start.elapsed();
+        self.clocks[stage as usize].held += start.elapsed();
         result
     }
 
     pub(crate) fn bytes(&mut self, stage: Stage, bytes: u64) {
-        self.0[stage as usize].bytes += bytes;
+        self.clocks[stage as usize].bytes += bytes;
+        if let Some(recording) = &mut self.recording {
+            recording.work.bytes(stage, bytes);
+        }
     }
 
     /// Notes whether an asynchronous stage has anything in flight; the time in between counts as busy.
     pub(crate) fn in_flight(&mut self, stage: Stage, any: bool) {
-        let clock = &mut self.0[stage as usize];
+        let clock = &mut self.clocks[stage as usize];
         match (clock.since, any) {
             (None, true) => clock.since = Some(Instant::now()),
             (Some(since), false) => {
@@ -103,13 +152,27 @@ impl Clocks {
         }
     }
 
-    /// Adds times and bytes of others.
-    pub(crate) fn add(&mut self, other: Self) {
-        for (mine, theirs) in self.0.iter_mut().zip(other.0) {
+    /// Adds times, bytes and recordings of others.
+    pub(crate) fn add(&mut self, mut other: Self) {
+        for (mine, theirs) in self.clocks.iter_mut().zip(other.clocks) {
             mine.busy += theirs.busy;
             mine.held += theirs.held;
             mine.bytes += theirs.bytes;
         }
+        self.lanes.append(&mut other.take_lanes());
+    }
+
+    /// Everything that was recorded; `None` if nothing was to be.
+    pub(crate) fn timeline(&mut self) -> Option<Timeline> {
+        let lanes = self.take_lanes();
+        (!lanes.is_empty()).then_some(Timeline { lanes })
+    }
+
+    /// Takes what was recorded.
+    fn take_lanes(&mut self) -> Vec<Lane> {
+        let own = self.recording.take().map(|recording| [recording.work, recording.operations]);
+        let own = own.into_iter().flatten().filter_map(Recorder::into_lane);
+        own.chain(self.lanes.drain(..)).collect()
     }
 
     /// All stages in the order of the path.
@@ -118,7 +181,7 @@ impl Clocks {
     }
 
     fn get(&self, stage: Stage) -> StageReport {
-        let clock = &self.0[stage as usize];
+        let clock = &self.clocks[stage as usize];
         StageReport { stage, busy: clock.busy, held: clock.held, bytes: clock.bytes }
     }
 }
@@ -137,6 +200,6 @@ mod tests {
         }
         let busy = c.get(Stage::Read).busy;
         assert!(busy >= Duration::from_millis(6) && busy < start.elapsed(), "{busy:?}");
-        assert_eq!(Stage::ALL.map(|s| s as usize), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(Stage::ALL.map(|s| s as usize), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     }
 }

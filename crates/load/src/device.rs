@@ -33,13 +33,15 @@ pub struct DriveOptions {
     pub heap: Option<Arc<dyn Heap>>,
     /// Hash files as their bytes arrive.
     pub checksum: bool,
+    /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker.
+    pub timeline: bool,
 }
 
 impl Default for DriveOptions {
-    /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing.
+    /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing, no timeline.
     fn default() -> Self {
         let (queues, timeout) = (QueueChoice::Auto, Duration::from_secs(30));
-        Self { chunk: 16 << 20, queues, timeout, heap: None, checksum: true }
+        Self { chunk: 16 << 20, queues, timeout, heap: None, checksum: true, timeline: false }
     }
 }
 
@@ -68,6 +70,7 @@ pub struct OpenDevice {
     memory: DeviceMemory,
     pub(crate) timeout: Duration,
     pub(crate) checksum: bool,
+    pub(crate) timeline: bool,
     /// Carries the bytes of loads.
     pub(crate) staging: Staging,
     bounce: Option<Bounce>,
@@ -231,7 +234,7 @@ impl OpenDevice {
     /// # Errors
     /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
     pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
-        let DriveOptions { chunk, queues: choice, timeout, heap, checksum } = options;
+        let DriveOptions { chunk, queues: choice, timeout, heap, checksum, timeline } = options;
         let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
         let has = queues.len();
         if let Some(wanted) = choice.list().iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
@@ -254,6 +257,7 @@ impl OpenDevice {
             device,
             timeout,
             checksum,
+            timeline,
             bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,

@@ -26,6 +26,7 @@ mod report;
 mod sample;
 mod save;
 mod targets;
+mod timeline;
 
 pub use clock::Stage;
 pub use container::{Container, FormatError, Model, Tensor};
@@ -39,3 +40,4 @@ pub use reference::ReferenceRates;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;
 pub use save::Output;
+pub use timeline::{Lane, Timeline, Work};

@@ -42,6 +42,10 @@ impl OpenDevice {
         manifest: &Manifest,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Loaded, Error> {
+        let resident_before = self.resident.see();
+        let start = Instant::now();
+        let epoch = self.timeline.then_some(start);
+        let mut parse = Clocks::recording("start", epoch);
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
@@ -49,14 +53,15 @@ impl OpenDevice {
                 manifest.expect(inputs.iter().map(|input| &*input.path).zip(lens))?
             }
         };
-        let mut files = self.place_files(inputs, placement)?.files;
-        let resident_before = self.resident.see();
-        let start = Instant::now();
-        let result = self.stream(inputs, &mut files, &expected, progress);
+        let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
+        let result = self.stream(inputs, &mut files, &expected, progress, epoch);
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
         let (clocks, transfers) = match result {
-            Ok(done) => done,
+            Ok((clocks, transfers)) => {
+                parse.add(clocks);
+                (&mut parse, transfers)
+            }
             Err(e) => {
                 // Slots may be incomplete now. They are cheap to make again.
                 self.staging.clear();
@@ -73,6 +78,7 @@ impl OpenDevice {
             bytes: loaded.files.iter().map(|f| f.model.len).sum(),
             wall,
             stages: clocks.stages().collect(),
+            timeline: clocks.timeline(),
             segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
             staging: self.staging.size(),
             device_leaves: self.address_space().leaf_counts(),
@@ -112,11 +118,12 @@ impl OpenDevice {
         files: &mut [LoadedFile],
         expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
+        epoch: Option<Instant>,
     ) -> Result<(Clocks, u64), Error> {
         let lens: Vec<u64> = files.iter().map(|f| f.model.len).collect();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
-        let (mut binds, mut transfers, mut failed) = (Clocks::default(), 0, None);
+        let (mut binds, mut transfers, mut failed) = (Clocks::recording("binds", epoch), 0, None);
         let whole_files = self.binds_whole_files();
         let Self { queue, device, info, staging, timeout, checksum, resident, .. } = self;
         staging.prepare(lens.iter().copied().max().unwrap_or(0));
@@ -150,7 +157,7 @@ impl OpenDevice {
         let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
         let mut workers = workers(inputs);
         let job = Job::whole(&lens);
-        let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
+        let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch, epoch);
         if let Some(error) = failed {
             return Err(error);
         }

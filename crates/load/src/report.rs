@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dmalane_addr::PageSize;
 
-use crate::{ReferenceRates, Stage};
+use crate::{ReferenceRates, Stage, Timeline};
 
 /// One stage of a load.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -25,7 +25,7 @@ pub struct StageReport {
 pub struct Report {
     /// Bytes of all files.
     pub bytes: u64,
-    /// From the first allocation to the last bind.
+    /// From the first header to the last bind.
     pub wall: Duration,
     /// From the beginning to the end of the verification; zero without.
     pub verify_wall: Duration,
@@ -45,6 +45,8 @@ pub struct Report {
     pub resident_peak: u64,
     /// The same before the load began.
     pub resident_before: u64,
+    /// What was done when, if [`DriveOptions::timeline`](crate::DriveOptions::timeline) asked for it.
+    pub timeline: Option<Timeline>,
     /// Rates that the machine reaches at best, where they were measured.
     pub reference: Option<ReferenceRates>,
 }

@@ -1,9 +1,12 @@
 //! `dmalane load`: files into device memory.
 
+mod machine;
+mod page;
 mod record;
 mod report;
 mod room;
 mod sample;
+mod trace;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -28,6 +31,7 @@ use crate::output;
 use crate::progress::Progress;
 use crate::size::{Size, between};
 use crate::source;
+use machine::Machine;
 use record::Recording;
 use room::Room;
 
@@ -46,6 +50,7 @@ Examples:
   dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane load model.safetensors --trace out.json --report out.html    what was done when
   dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
   dmalane load model.safetensors -d vfio-user:/tmp/card   see dmalane card serve --help
   dmalane load model.safetensors --list           a line per tensor, with its device addresses:
@@ -92,7 +97,7 @@ pub struct Load {
     tensors: Vec<glob::Pattern>,
 
     /// Print what would be loaded where, and load nothing
-    #[arg(long, conflicts_with_all = ["verify", "save", "record", "repeat"])]
+    #[arg(long, conflicts_with_all = ["verify", "save", "record", "trace", "report", "repeat"])]
     dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
@@ -144,6 +149,14 @@ pub struct Load {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     record: Option<PathBuf>,
 
+    /// Write a timeline of reads, copies and binds to this file, for ui.perfetto.dev or Chrome's about:tracing
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    trace: Option<PathBuf>,
+
+    /// Write a page (HTML) with the timeline, the stages beside reference rates, the machine and the command
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    report: Option<PathBuf>,
+
     /// Bits of device virtual addresses, 32 to 47: of a trace for a format with shorter addresses, say
     /// [default: 47]
     #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
@@ -187,13 +200,20 @@ struct Outputs {
     /// One for each input, or none.
     save: Vec<Output>,
     record: Option<Output>,
+    trace: Option<Output>,
+    report: Option<Output>,
 }
 
 impl Outputs {
     /// Refuses what cannot be written.
     fn check(&self) -> Result<(), Failure> {
         self.save.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot save", &e)))?;
-        self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))
+        let [record, trace, report] = [&self.record, &self.trace, &self.report];
+        [(record, "cannot record"), (trace, "cannot write the timeline"), (report, "cannot write the report")]
+            .into_iter()
+            .try_for_each(|(to, what)| {
+                to.as_ref().map_or(Ok(()), |to| to.check().map_err(|e| output::refused(what, &e)))
+            })
     }
 
     /// Refuses to write over files that are read.
@@ -206,7 +226,12 @@ impl Outputs {
             read.push((Path::new("device memory"), file.metadata()?));
         }
         let unlike = |to: Output| read.iter().fold(to, |to, (path, meta)| to.unlike(path, meta));
-        let outputs = Self { save: self.save.into_iter().map(unlike).collect(), record: self.record.map(unlike) };
+        let outputs = Self {
+            save: self.save.into_iter().map(unlike).collect(),
+            record: self.record.map(unlike),
+            trace: self.trace.map(unlike),
+            report: self.report.map(unlike),
+        };
         outputs.check()?;
         Ok(outputs)
     }
@@ -226,6 +251,8 @@ struct Outcome {
     /// The files that were written.
     saved: Vec<PathBuf>,
     recorded: Option<PathBuf>,
+    traced: Option<PathBuf>,
+    reported: Option<PathBuf>,
     /// Measured after the last run.
     references: Option<ReferenceRates>,
 }
@@ -245,6 +272,26 @@ struct Run {
     heap_peak: u64,
     /// High-water mark of the process, reading back included.
     resident_peak: u64,
+}
+
+impl Outcome {
+    /// Writes the timeline and the page, if they were asked for.
+    fn write_timeline(&self, outputs: &Outputs) -> Result<(), Failure> {
+        if outputs.trace.is_none() && outputs.report.is_none() {
+            return Ok(());
+        }
+        let timeline = self.run.loaded.report.timeline.clone().unwrap_or_default();
+        let machine = Machine::this();
+        let write = |to: &Option<Output>, what: &str, bytes: &dyn Fn() -> Result<Vec<u8>, Failure>| match to {
+            Some(to) => {
+                let failed = |e| output::refused(format!("cannot write the {what} (the files are loaded)"), &e);
+                to.write(&bytes()?).map_err(failed)
+            }
+            None => Ok(()),
+        };
+        write(&outputs.trace, "timeline", &|| trace::chrome(&timeline, machine.json()))?;
+        write(&outputs.report, "report", &|| Ok(page::html(self, &timeline, &machine).into_bytes()))
+    }
 }
 
 impl Load {
@@ -284,7 +331,7 @@ impl Load {
             device = device::open(&self.device, &options)?;
         }
         runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
-        let references = match self.format.verbose {
+        let references = match self.format.verbose || self.report.is_some() {
             true => Some(
                 device
                     .reference_rates(&mut inputs)
@@ -304,8 +351,11 @@ impl Load {
             manifest: self.manifest,
             saved: paths(&outputs.save),
             recorded: self.record.clone(),
+            traced: self.trace.clone(),
+            reported: self.report.clone(),
             references,
         };
+        outcome.write_timeline(&outputs)?;
         let output::Format { verbose, json, csv, .. } = self.format;
         match (json, csv) {
             (true, _) => output::print_json(&report::json(&outcome))?,
@@ -369,6 +419,7 @@ impl Load {
                 chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
                 checksum: !self.no_checksum,
+                timeline: self.trace.is_some() || self.report.is_some(),
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,
@@ -452,11 +503,17 @@ impl Load {
     /// The files that are written.
     fn outputs(&self) -> Result<Outputs, Failure> {
         let save = self.save_targets()?;
-        if let Some(record) = self.record.as_ref().filter(|record| save.contains(record)) {
-            return Err(Failure::usage(format!("--save and --record both write {}", record.display())));
+        let others = [(&self.record, "--record"), (&self.trace, "--trace"), (&self.report, "--report")];
+        let mut seen: Vec<(&PathBuf, &str)> = save.iter().map(|path| (path, "--save")).collect();
+        for (path, option) in others.into_iter().filter_map(|(path, option)| Some((path.as_ref()?, option))) {
+            if let Some((_, other)) = seen.iter().find(|(other, _)| *other == path) {
+                return Err(Failure::usage(format!("{other} and {option} both write {}", path.display())));
+            }
+            seen.push((path, option));
         }
         let output = |path: &PathBuf| self.replace.output(path);
-        Ok(Outputs { save: save.iter().map(output).collect(), record: self.record.as_ref().map(output) })
+        let [record, trace, report] = others.map(|(path, _)| path.as_ref().map(output));
+        Ok(Outputs { save: save.iter().map(output).collect(), record, trace, report })
     }
 
     /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for

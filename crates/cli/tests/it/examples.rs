@@ -125,9 +125,8 @@ fn every_example_runs_as_printed() {
         }
         // Without --force, an example may not replace what another one wrote.
         let words: Vec<&str> = line.split_whitespace().collect();
-        for pair in
-            words.windows(2).filter(|pair| ["--save", "--record", "--plot", "--bundle", "-o"].contains(&pair[0]))
-        {
+        let writes = ["--save", "--record", "--trace", "--report", "--plot", "--bundle", "-o"];
+        for pair in words.windows(2).filter(|pair| writes.contains(&pair[0])) {
             let _ = std::fs::remove_file(folder.path().join(pair[1]));
         }
         let output = shell(&line, folder.path());

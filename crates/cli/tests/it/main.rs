@@ -9,5 +9,6 @@ mod iopt;
 mod manifest;
 mod outputs;
 mod refused;
+mod timeline;
 mod validate;
 mod vm;

@@ -78,6 +78,8 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load model.safetensors --record hard --force", "it is the input"),
         ("load model.safetensors --record link --force", "it is the input"),
         ("load boot.json model.safetensors --record boot.json --force", "it is the input"),
+        ("load model.safetensors --trace link --force", "it is the input"),
+        ("load model.safetensors --report hard --force", "it is the input"),
         ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
         // The memory of the device.
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
@@ -89,6 +91,8 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load boot.json --save link", "it exists already"),
         ("load boot.json --record sub/model.safetensors", "it exists already"),
         ("load --sample 4KiB --record boot.json", "it exists already"),
+        ("load --sample 4KiB --trace boot.json", "it exists already"),
+        ("load --sample 4KiB --report boot.json", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
         ("validate --plot boot.json", "it exists already"),
@@ -105,6 +109,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("validate --plot open/planted --force", "is a symbolic link in a directory that others can write"),
         // One name for two outputs.
         ("load boot.json --save sub/new --record sub/new", "both write sub/new"),
+        ("load boot.json --trace sub/new --report sub/new", "both write sub/new"),
     ] {
         let status = if why.starts_with("both") { 2 } else { 1 };
         let said = place.dmalane(line, status);

@@ -36,6 +36,7 @@ pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
 
 use crate::StageReport;
+use crate::clock::Clocks;
 use state::State;
 use worker::Worker;
 
@@ -303,7 +304,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let done = run(Memory::Stays(memory), sink, job, workers, options, watch)?;
+    let done = run(Memory::Stays(memory), sink, job, workers, options, watch, None)?;
     let report = FillReport {
         bytes: job.bytes(),
         wall: start.elapsed(),
@@ -321,7 +322,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     Ok(Filled { buffers: buffers.collect(), mappings: done.mappings, report })
 }
 
-/// As [`fill`], with memory of either kind.
+/// As [`fill`], with memory of either kind. Records a timeline that began at `epoch`, if that is given.
 pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     memory: Memory<'_>,
     sink: Sink<'_>,
@@ -329,18 +330,23 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     workers: &mut [Vec<S>],
     options: &FillOptions,
     watch: &mut Watch<'_>,
+    epoch: Option<Instant>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
-    let state = State::new(memory, sink, job, sources, options, watch)?;
+    let state = State::new(memory, sink, job, sources, options, watch, epoch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
+    let clocks = |worker: usize| Clocks::recording(&format!("worker {worker}"), epoch);
     let clocks = if others.is_empty() {
-        Worker::new(&state, first).run()
+        Worker::new(&state, first, clocks(0)).run()
     } else {
         std::thread::scope(|scope| {
             let state = &state;
-            let threads: Vec<_> =
-                others.iter_mut().map(|queues| scope.spawn(|| Worker::new(state, queues).run())).collect();
-            let mut clocks = Worker::new(state, first).run();
+            let threads: Vec<_> = others
+                .iter_mut()
+                .zip(1..)
+                .map(|(queues, i)| scope.spawn(move || Worker::new(state, queues, clocks(i)).run()))
+                .collect();
+            let mut clocks = Worker::new(state, first, clocks(0)).run();
             for thread in threads {
                 match thread.join() {
                     Ok(other) => clocks.add(other),

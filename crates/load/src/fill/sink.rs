@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
@@ -92,7 +92,8 @@ struct End<'a> {
     cut: VecDeque<Target>,
     /// The next transfer, waiting for room.
     next: Option<(Tag, Operation)>,
-    flying: HashMap<Ticket, Tag>,
+    /// Transfers in flight, and when they began, if that is recorded.
+    flying: HashMap<Ticket, (Tag, Option<Instant>)>,
     halt: HaltWatch,
     stall: StallWatch,
     /// Time in which the device may end nothing, and to wait for transfers in flight after a failure.
@@ -105,7 +106,7 @@ pub(super) type Failed = ((usize, usize), FillError);
 
 impl<'a> DeviceSink<'a> {
     /// `None` for memory.
-    pub fn new(sink: Sink<'a>, timeout: Duration) -> Option<Self> {
+    pub fn new(sink: Sink<'a>, timeout: Duration, epoch: Option<Instant>) -> Option<Self> {
         let Sink::Device { queue, polled, targets } = sink else { return None };
         let end = End {
             queue,
@@ -118,7 +119,7 @@ impl<'a> DeviceSink<'a> {
             halt: HaltWatch::default(),
             stall: StallWatch::default(),
             timeout,
-            clocks: Clocks::default(),
+            clocks: Clocks::recording("device", epoch),
         };
         Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
     }
@@ -175,7 +176,7 @@ impl End<'_> {
                     None => break,
                 },
             };
-            let queue = &mut *self.queue;
+            let (queue, begun) = (&mut *self.queue, self.clocks.begin());
             let submitted = match self.polled {
                 true => self.clocks.time(Stage::Transfer, || queue.submit(operation)),
                 false => queue.submit(operation),
@@ -185,7 +186,7 @@ impl End<'_> {
                     if !self.polled {
                         self.clocks.in_flight(Stage::Transfer, true);
                     }
-                    self.flying.insert(ticket, tag);
+                    self.flying.insert(ticket, (tag, begun));
                 }
                 Err(Refused { operation, reason: Refusal::Full }) => {
                     self.next = Some((tag, operation));
@@ -255,12 +256,13 @@ impl End<'_> {
         for Completion { ticket, operation, result, .. } in done {
             let Some(slice) = operation.into_slice() else { continue };
             let error = match (self.flying.remove(&ticket), result) {
-                (Some(tag), Ok(())) => {
+                (Some((tag, begun)), Ok(())) => {
                     self.clocks.bytes(Stage::Transfer, slice.len() as u64);
+                    self.clocks.ended(Stage::Transfer, begun, slice.len() as u64);
                     back.push((Fragment { tag, slice }, true));
                     continue;
                 }
-                (Some(Tag { buffer, offset, .. }), Err(error)) => {
+                (Some((Tag { buffer, offset, .. }, _)), Err(error)) => {
                     ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error })
                 }
                 (None, _) => {
@@ -289,7 +291,7 @@ impl End<'_> {
         let Some((reason, timeout)) = lost else { return Ok(()) };
         self.queue.stop(reason.clone());
         self.timeout = timeout;
-        let buffer = self.flying.values().map(|tag| tag.buffer).min().unwrap_or(0);
+        let buffer = self.flying.values().map(|(tag, _)| tag.buffer).min().unwrap_or(0);
         Err(((buffer, 0), FillError::Transfer { buffer, offset: 0, error: OpError::Stopped(reason) }))
     }
 }

@@ -163,6 +163,7 @@ impl<'a, 'w> State<'a, 'w> {
         sources: usize,
         options: &'a FillOptions,
         watch: &'a mut Watch<'w>,
+        epoch: Option<Instant>,
     ) -> Result<Self, FillError> {
         let plan = job.by_buffer(sources)?;
         if let Sink::Device { targets, .. } = &sink
@@ -236,7 +237,7 @@ impl<'a, 'w> State<'a, 'w> {
                 failed: None,
                 first_read: None,
             }),
-            device: DeviceSink::new(sink, options.timeout),
+            device: DeviceSink::new(sink, options.timeout, epoch),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };

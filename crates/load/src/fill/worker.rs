@@ -19,8 +19,8 @@ pub(super) struct Worker<'l, 'a, 'w, S> {
     /// Reads that have memory and wait for room in their queue, in order.
     waiting: VecDeque<Read>,
     waiting_bytes: usize,
-    /// Reads in flight, without their slices. By source and ticket.
-    flying: HashMap<(usize, Ticket), (FileOffset, Tag)>,
+    /// Reads in flight, without their slices, and when they began, if that is recorded. By source and ticket.
+    flying: HashMap<(usize, Ticket), (FileOffset, Tag, Option<Instant>)>,
     /// Sources with reads in flight, the one that was begun first in front.
     active: Vec<usize>,
     /// The most reads that a queue takes.
@@ -29,7 +29,7 @@ pub(super) struct Worker<'l, 'a, 'w, S> {
 }
 
 impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
-    pub fn new(state: &'l State<'a, 'w>, queues: &'l mut [S]) -> Self {
+    pub fn new(state: &'l State<'a, 'w>, queues: &'l mut [S], clocks: Clocks) -> Self {
         Self {
             state,
             capacity: queues.iter().map(|queue| queue.limits().capacity).max().unwrap_or(1),
@@ -38,7 +38,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             waiting_bytes: 0,
             flying: HashMap::new(),
             active: Vec::new(),
-            clocks: Clocks::default(),
+            clocks,
         }
     }
 
@@ -81,14 +81,14 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
     /// Hands reads to their queues, in order, until one has no room.
     fn submit(&mut self) {
         while let Some(Read { source, at, fragment: Fragment { tag, slice } }) = self.waiting.pop_front() {
-            let len = slice.len();
+            let (len, begun) = (slice.len(), self.clocks.begin());
             match self.queues[source].submit(Operation::read(slice, at)) {
                 Ok(ticket) => {
                     if self.flying.is_empty() {
                         self.state.reading();
                     }
                     self.waiting_bytes -= len;
-                    self.flying.insert((source, ticket), (at, tag));
+                    self.flying.insert((source, ticket), (at, tag, begun));
                     if !self.active.contains(&source) {
                         self.active.push(source);
                     }
@@ -131,13 +131,15 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
 
     fn settle(&mut self, source: usize, completion: Completion<FileOffset>) {
         let Completion { ticket, operation, result, .. } = completion;
-        let (Some((at, tag)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice()) else {
+        let (Some((at, tag, begun)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice())
+        else {
             let reason = format!("an operation ended that was not submitted: {ticket:?}");
             return self.state.fail((0, 0), FillError::Queue { source_index: source, reason });
         };
         match result {
             Ok(()) => {
                 self.clocks.bytes(Stage::Read, slice.len() as u64);
+                self.clocks.ended(Stage::Read, begun, slice.len() as u64);
                 self.state.arrived(Fragment { tag, slice });
             }
             Err(error) => {

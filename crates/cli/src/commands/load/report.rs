@@ -1,5 +1,6 @@
 //! The outcome of a load, as text and as JSON.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane::addr::PageSize;
@@ -37,6 +38,8 @@ struct Json {
     card: JsonCard,
     saved: Vec<String>,
     recorded: Option<String>,
+    traced: Option<String>,
+    reported: Option<String>,
     files: Vec<JsonFile>,
 }
 
@@ -131,7 +134,7 @@ fn reference(s: &StageReport, o: &Outcome) -> Option<f64> {
 
 /// The rate of a stage that moved bytes.
 fn reached(s: &StageReport) -> Option<f64> {
-    let moves = !matches!(s.stage, Stage::Register | Stage::Map | Stage::Bind);
+    let moves = !matches!(s.stage, Stage::Parse | Stage::Register | Stage::Map | Stage::Bind);
     (moves && s.bytes >= LEAST && !s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
 }
 
@@ -162,6 +165,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     let leaves = |leaves: &[(PageSize, u64)]| {
         leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
     };
+    let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
     let (backing, iommu) = (o.run.backing.as_ref(), o.run.iommu.as_ref());
     Json {
         schema: 3,
@@ -215,7 +219,9 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             touched_bytes: o.run.touched,
         },
         saved: o.saved.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
-        recorded: o.recorded.as_ref().map(|path| path.to_string_lossy().into_owned()),
+        recorded: path(&o.recorded),
+        traced: path(&o.traced),
+        reported: path(&o.reported),
         files: o
             .run
             .loaded
@@ -342,24 +348,30 @@ pub(super) fn csv(o: &Outcome) -> String {
     out + &csv_line(["load".to_owned(), wall.clone(), wall, "1".to_owned(), bytes, number(rate), none])
 }
 
-/// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
-pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
+/// What was loaded how fast, without a line end, and the line that names the bottleneck.
+pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
-    let mut out = bottleneck(r.stages.iter().filter_map(|s| Some((s.stage, share(s, r.wall)?))));
-    out += &format!(
-        "Loaded {} in {} ({}) in {}: {}{}\n",
+    let answer = format!(
+        "Loaded {} in {} ({}) in {}: {}",
         count(tensors(o), "tensor"),
         count(o.inputs.len(), "file"),
         binary(r.bytes),
         duration(r.wall),
         rate(r.bytes, r.wall),
-        match (o.verified, o.manifest.is_some()) {
-            (true, true) => format!(", {}, as in the manifest", good("verified")),
-            (true, false) => format!(", {}", good("verified")),
-            (false, true) => format!(", {}", good("as in the manifest")),
-            (false, false) => String::new(),
-        },
     );
+    (answer, bottleneck(r.stages.iter().filter_map(|s| Some((s.stage, share(s, r.wall)?)))))
+}
+
+/// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
+pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
+    let (answer, mut out) = self::answer(o);
+    out += &answer;
+    out += &match (o.verified, o.manifest.is_some()) {
+        (true, true) => format!(", {}, as in the manifest\n", good("verified")),
+        (true, false) => format!(", {}\n", good("verified")),
+        (false, true) => format!(", {}\n", good("as in the manifest")),
+        (false, false) => "\n".to_owned(),
+    };
     out += &o.runs.text();
     out.push('\n');
     out += &stage_table(o);
@@ -385,8 +397,10 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     for path in &o.saved {
         out += &format!("Saved: {}\n", plain(&path.to_string_lossy()));
     }
-    if let Some(path) = &o.recorded {
-        out += &format!("Recorded: {}\n", plain(&path.to_string_lossy()));
+    for (label, path) in [("Recorded", &o.recorded), ("Timeline", &o.traced), ("Report", &o.reported)] {
+        if let Some(path) = path {
+            out += &format!("{label}: {}\n", plain(&path.to_string_lossy()));
+        }
     }
     if list {
         for file in &o.run.loaded.files {
@@ -423,28 +437,44 @@ fn range(start: u64, len: u64) -> String {
     format!("{start:#x}..{:#x}", u128::from(start) + u128::from(len))
 }
 
+/// A stage as cells of a table.
+pub(super) struct StageRow([String; 8]);
+
+impl StageRow {
+    /// Stage, busy and wall in milliseconds, share of the wall time, size, rate, reference, share of the reference.
+    pub fn cells(&self) -> [String; 8] {
+        self.0.clone()
+    }
+}
+
 fn stage_table(o: &Outcome) -> String {
-    let none = || "-".to_owned();
     let head = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"];
     let mut table = Table::new("lrrrrrrr", head);
+    rows(o).into_iter().for_each(|row| table.row(row.0));
+    table.text()
+}
+
+/// The stages.
+pub(super) fn rows(o: &Outcome) -> Vec<StageRow> {
+    let none = || "-".to_owned();
     let wall = o.run.loaded.report.wall;
     // So many digits that something is left of a short load.
     let digits = if wall < Duration::from_millis(10) { 3 } else { 1 };
     let ms = |time: Duration| format!("{:.digits$}", time.as_secs_f64() * 1e3);
-    for s in stages(o) {
-        let of_reference = reached(&s).zip(reference(&s, o));
-        table.row([
+    let row = |s: &StageReport| {
+        let of_reference = reached(s).zip(reference(s, o));
+        StageRow([
             s.stage.to_string(),
             ms(s.busy),
             ms(s.held),
-            share(&s, wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
+            share(s, wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
             binary(s.bytes),
-            reached(&s).map_or_else(none, per_second),
+            reached(s).map_or_else(none, per_second),
             of_reference.map_or(String::new(), |(_, best)| per_second(best)),
             of_reference.map_or(String::new(), |(got, best)| format!("{:.0} %", got / best * 100.0)),
-        ]);
-    }
-    table.text()
+        ])
+    };
+    stages(o).iter().map(row).collect()
 }
 
 /// The lines that only `--verbose` adds.

@@ -1,0 +1,147 @@
+//! Timelines and reports that `load` writes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+fn dmalane(folder: &Path, args: &[&str]) -> Output {
+    let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+/// A file with so many tensors of one byte.
+fn tensors(path: &Path, n: usize) {
+    let entry = |i| format!(r#""t{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{}]}}"#, i + 1);
+    let header = format!("{{{}}}", (0..n).map(entry).collect::<Vec<_>>().join(","));
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend((0..n).map(|i| i as u8));
+    fs::write(path, bytes).unwrap();
+}
+
+/// Name, begin and end in microseconds, bytes.
+type Span = (String, f64, f64, u64);
+
+/// The spans of a trace, by row.
+fn spans(trace: &Value) -> BTreeMap<(u64, String), Vec<Span>> {
+    let events = trace["traceEvents"].as_array().unwrap();
+    let names: BTreeMap<u64, String> = events
+        .iter()
+        .filter(|e| e["name"] == "thread_name")
+        .map(|e| (e["tid"].as_u64().unwrap(), e["args"]["name"].as_str().unwrap().to_owned()))
+        .collect();
+    let mut rows: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for e in events.iter().filter(|e| e["ph"] == "X") {
+        let tid = e["tid"].as_u64().unwrap();
+        let (start, took) = (e["ts"].as_f64().unwrap(), e["dur"].as_f64().unwrap());
+        let span = (e["name"].as_str().unwrap().to_owned(), start, start + took, e["args"]["bytes"].as_u64().unwrap());
+        rows.entry((tid, names[&tid].clone())).or_default().push(span);
+    }
+    rows
+}
+
+#[test]
+fn a_trace_has_every_read_copy_and_bind() {
+    let folder = folder("trace");
+    for options in [&["--buffered"][..], &["--workers"], &["--no-checksum", "--chunk", "1MiB"]] {
+        let args = ["load", "--sample", "24MiB", "--json", "--trace", "trace.json", "--force"];
+        let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, options].concat()).stdout).unwrap();
+        assert_eq!((&report["traced"], &report["reported"]), (&"trace.json".into(), &Value::Null));
+        let trace: Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
+        assert!(trace["otherData"]["command"].as_str().unwrap().contains("load --sample 24MiB"));
+        let rows = spans(&trace);
+        let wall = report["wall_s"].as_f64().unwrap() * 1e6;
+        let mut bytes: BTreeMap<(&str, bool), u64> = BTreeMap::new();
+        for ((_, lane), row) in &rows {
+            assert!(row.windows(2).all(|pair| pair[0].2 <= pair[1].1 + 1e-3), "{lane}: spans of a row overlap");
+            for (stage, start, end, moved) in row {
+                assert!(0.0 <= *start && start <= end && *end <= wall + 1.0, "{stage} at {start} of {wall}");
+                *bytes.entry((stage, lane.contains("in flight"))).or_default() += moved;
+            }
+        }
+        let total = report["bytes"].as_u64().unwrap();
+        assert_eq!(bytes[&("read", true)], total, "{options:?}");
+        // Not the header, which stays on the host.
+        assert!((total - (1 << 20)..total).contains(&bytes[&("transfer", true)]), "{options:?}: {bytes:?}");
+        let has = |name: &str| rows.iter().any(|((_, lane), row)| lane == "binds" && row.iter().any(|s| s.0 == name));
+        assert!(has("bind") && bytes.contains_key(&("parse", false)), "{options:?}: {bytes:?}");
+        assert_eq!(bytes.contains_key(&("checksum", false)), !options.contains(&"--no-checksum"));
+    }
+}
+
+#[test]
+fn the_timeline_of_100_000_tensors_is_bounded() {
+    let folder = folder("trace-many");
+    tensors(&folder.join("many.safetensors"), 100_000);
+    dmalane(&folder, &["load", "many.safetensors", "--trace", "trace.json", "--report", "report.html"]);
+    let trace: Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
+    let rows = spans(&trace);
+    assert!(rows.values().all(|row| row.len() <= 1 << 14));
+    let binds = trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["name"] == "bind");
+    assert_eq!(binds.map(|e| e["args"]["count"].as_u64().unwrap()).sum::<u64>(), 100_000);
+    let page = fs::metadata(folder.join("report.html")).unwrap().len();
+    assert!(page < 8 << 20, "{page} bytes");
+}
+
+/// Tags that are open at the end, or closed out of order.
+fn unbalanced(page: &str) -> Vec<String> {
+    let (mut open, mut wrong) = (Vec::new(), Vec::new());
+    for tag in page.split('<').skip(1) {
+        let (tag, _) = tag.split_once('>').unwrap();
+        let name: String = tag.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '/').collect();
+        match name.strip_prefix('/') {
+            Some(name) if open.pop().as_deref() != Some(name) => wrong.push(name.to_owned()),
+            Some(_) => {}
+            None if tag.starts_with('!') || tag.ends_with('/') || name == "meta" => {}
+            None => open.push(name),
+        }
+    }
+    wrong.extend(open);
+    wrong
+}
+
+#[test]
+fn a_report_is_one_page_in_which_names_are_text() {
+    let folder = folder("report");
+    let name = "<script>alert(1)<!-- & \"'.safetensors";
+    dmalane(&folder, &["load", "--sample", "16MiB", "--save", name]);
+    let report = ["load", name, "--no-checksum", "--report", "report.html", "--repeat", "2", "--json"];
+    let json: Value = serde_json::from_slice(&dmalane(&folder, &report).stdout).unwrap();
+    assert_eq!(json["reported"], "report.html");
+    assert!(json["references"]["read_bytes_per_s"].as_f64().unwrap() > 0.0, "measured without -v");
+    let page = fs::read_to_string(folder.join("report.html")).unwrap();
+    assert!(page.contains("&lt;script&gt;alert(1)&lt;!-- &amp; &quot;&#39;.safetensors"));
+    for never in ["<script", "<!--", "http:", "https:", "src=", "url("] {
+        assert!(!page.contains(never), "{never}");
+    }
+    assert_eq!(unbalanced(&page), [""; 0]);
+    for there in ["<svg ", "Bottleneck: ", "<th>command</th>", "worker 0", "transfer", "<th>kernel</th>", "default-src"]
+    {
+        assert!(page.contains(there), "{there}");
+    }
+    let names = ["chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "headless_shell"];
+    let given = std::env::var("DMALANE_CHROMIUM").ok();
+    let mut found = given.iter().map(String::as_str).chain(names);
+    let works = |name: &&str| Command::new(name).arg("--version").output().is_ok_and(|o| o.status.success());
+    let Some(chromium) = found.find(works) else { return println!("SKIPPED: no chromium") };
+    let picture = folder.join("report.png");
+    let output = Command::new(chromium)
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1000"])
+        .arg(format!("--screenshot={}", picture.display()))
+        .arg(format!("file://{}/report.html", folder.display()))
+        .output()
+        .unwrap();
+    let size = fs::metadata(&picture).map_or(0, |meta| meta.len());
+    assert!(output.status.success() && size > 10_000, "{size}: {}", String::from_utf8_lossy(&output.stderr));
+}
