@@ -151,6 +151,10 @@ impl<B: Registrar> Registry<B> {
         range: Range<usize>,
         access: Access,
     ) -> Result<Registered, RegistryError> {
+        let len = buffer.len();
+        if range.is_empty() || range.end > len {
+            return Err(RegistryError::BadRange { range, len });
+        }
         let memory = buffer.id();
         self.clock += 1;
         let covers = |e: &Entry| {
@@ -165,10 +169,6 @@ impl<B: Registrar> Registry<B> {
             self.by_age.insert(self.clock, *id);
             self.stats.hits += 1;
             return Ok(entry.via.clone());
-        }
-        let len = buffer.len();
-        if range.is_empty() || range.end > len {
-            return Err(RegistryError::BadRange { range, len });
         }
         // Buffers are whole pages, so the end does not run past the buffer's.
         let range = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE);

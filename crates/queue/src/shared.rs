@@ -344,7 +344,8 @@ impl<Q: Queue> SharedHandle<Q> {
 
     /// Drops the handle without waiting: its operations go on, and their memory is dropped when they have ended.
     pub fn detach(mut self) {
-        self.leave();
+        // The drop that follows waits for none, and leaves.
+        self.in_flight = 0;
     }
 
     fn leave(&mut self) {
@@ -357,7 +358,6 @@ impl<Q: Queue> SharedHandle<Q> {
         }
         drop(front);
         drop(dropped);
-        self.in_flight = 0;
     }
 
     fn collect(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {

@@ -4,3 +4,4 @@ mod card;
 mod conformance;
 mod hostile;
 mod queue;
+mod raw;

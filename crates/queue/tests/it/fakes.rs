@@ -1,0 +1,210 @@
+//! A registrar that maps without a device, and a queue that ends operations when it is told to.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dmalane_addr::{Access, CardAddr, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_dma::{AnonHeap, BufferRef, BufferSlice, Error, Heap, Mapping, Pinned, Registrar, SharedBuf, Undo};
+use dmalane_queue::{
+    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Stats,
+    StopReason, Ticket,
+};
+
+/// Pins up to a limit.
+pub struct Bus(Arc<State>);
+
+pub struct State {
+    pub limit: u64,
+    /// Whether it tells the limit.
+    pub tells: bool,
+    pinned: AtomicU64,
+    iovas: Mutex<RangeCache<Iova>>,
+}
+
+impl Undo for State {
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
+        self.pinned.fetch_sub(lease.span().len(), Ordering::Relaxed);
+        self.iovas.lock().unwrap().free(lease);
+        true
+    }
+
+    fn unpin(&self, _: &SgTable<PhysAddr>) {}
+}
+
+impl Bus {
+    pub fn new(limit: u64, tells: bool) -> Self {
+        let space = Span::new(Iova::new(1 << 20), 1 << 32).unwrap();
+        let iovas = Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K)));
+        Self(Arc::new(State { limit, tells, pinned: AtomicU64::new(0), iovas }))
+    }
+
+    /// Bytes that are mapped now.
+    pub fn pinned(&self) -> u64 {
+        self.0.pinned.load(Ordering::Relaxed)
+    }
+}
+
+impl Registrar for Bus {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        self.pin_range(buffer, 0..buffer.len())
+    }
+
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        let (wanted, pinned, limit) = (range.len() as u64, self.pinned(), self.0.limit);
+        if pinned + wanted > limit {
+            return Err(Error::PinLimit { wanted, pinned, limit });
+        }
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.0.clone()))
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        let len = pinned.range().len() as u64;
+        self.0.pinned.fetch_add(len, Ordering::Relaxed);
+        let lease = self.0.iovas.lock().unwrap().allocate(len, PageSize::SIZE_4K)?;
+        Ok(Mapping::new(pinned, lease, access))
+    }
+
+    fn pin_limit(&self) -> Option<u64> {
+        self.0.tells.then_some(self.0.limit)
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
+    }
+}
+
+pub fn pages(n: usize) -> SharedBuf {
+    AnonHeap::new().allocate(n * 4096).unwrap().share()
+}
+
+pub fn slice(len: usize) -> BufferSlice {
+    pages(len.div_ceil(4096).max(1)).into_part().split_at(len).unwrap().0
+}
+
+/// A read into new memory, told from others by its card address.
+pub fn numbered(number: u64) -> Operation {
+    Operation::read(slice(64), DeviceAddr::Card(CardAddr::new(number)))
+}
+
+pub fn number(operation: &Operation) -> u64 {
+    match &operation.work {
+        dmalane_queue::Work::Copy { at: DeviceAddr::Card(at), .. } => dmalane_addr::Address::bits(*at),
+        other => panic!("not one of `numbered`: {other:?}"),
+    }
+}
+
+/// What a [`Device`] got and what it shall do.
+#[derive(Default)]
+pub struct Orders {
+    /// Numbers of the operations in the order in which they came.
+    pub got: Vec<u64>,
+    /// Operations that end at the next polls.
+    pub end: usize,
+    /// All further ones are refused with this.
+    pub refuse: Option<Refusal>,
+    pub flushed: usize,
+    pub armed: bool,
+}
+
+/// A queue that ends its operations in order, when told to.
+pub struct Device {
+    pub orders: Arc<Mutex<Orders>>,
+    flying: Vec<(Ticket, Operation)>,
+    capacity: usize,
+    stopped: Option<StopReason>,
+    timeout: Option<Duration>,
+}
+
+impl Device {
+    pub fn new(capacity: usize) -> (Self, Arc<Mutex<Orders>>) {
+        let orders = Arc::<Mutex<Orders>>::default();
+        (Self { orders: orders.clone(), flying: Vec::new(), capacity, stopped: None, timeout: None }, orders)
+    }
+}
+
+impl Queue for Device {
+    type Addr = DeviceAddr;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: self.capacity, max_len: 1 << 16 }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP
+    }
+
+    fn in_flight(&self) -> usize {
+        self.flying.len()
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let mut orders = self.orders.lock().unwrap();
+        let reason = match &orders.refuse {
+            Some(reason) => reason.clone(),
+            None if self.flying.len() >= self.capacity => Refusal::Full,
+            None => {
+                orders.got.push(number(&operation));
+                let ticket = Ticket::new(1000 + orders.got.len() as u64);
+                self.flying.push((ticket, operation));
+                return Ok(ticket);
+            }
+        };
+        Err(Refused { operation, reason })
+    }
+
+    fn flush(&mut self) {
+        self.orders.lock().unwrap().flushed += 1;
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        let mut orders = self.orders.lock().unwrap();
+        let n = if self.stopped.is_some() { self.flying.len() } else { orders.end.min(self.flying.len()) };
+        orders.end = orders.end.saturating_sub(n);
+        for (ticket, operation) in self.flying.drain(..n) {
+            let result = self.stopped.clone().map_or(Ok(()), |why| Err(OpError::Stopped(why)));
+            done.push(Completion { ticket, operation, result, bytes: 64 });
+        }
+        n
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, _: Duration) -> usize {
+        self.poll(done)
+    }
+
+    fn halted(&self) -> Option<StopReason> {
+        self.stopped.clone()
+    }
+
+    fn stop(&mut self, reason: StopReason) {
+        self.stopped = Some(reason);
+    }
+
+    fn restart(&mut self) -> bool {
+        self.flying.is_empty() && self.stopped.take().is_some()
+    }
+
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled {
+        match self.flying.iter().position(|(of, _)| *of == ticket) {
+            // The first is what the device works on.
+            Some(0) => Cancelled::Asked,
+            Some(place) => Cancelled::TakenBack(self.flying.remove(place).1),
+            None => Cancelled::Unknown,
+        }
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+        self.timeout = timeout;
+        true
+    }
+
+    fn stats(&self) -> Option<Stats> {
+        let submitted = self.orders.lock().unwrap().got.len() as u64;
+        Some(Stats { submitted, full: 5, cancelled: 7, ..Stats::default() })
+    }
+
+    fn arm(&mut self) -> bool {
+        self.orders.lock().unwrap().armed
+    }
+}

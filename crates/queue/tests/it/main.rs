@@ -1,0 +1,6 @@
+//! The integration tests of this crate, linked once.
+
+mod fakes;
+mod operation;
+mod registry;
+mod shared;

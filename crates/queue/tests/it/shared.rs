@@ -1,0 +1,298 @@
+//! Handles of one queue: whose turn it is, whose completion it is, and what is left when a handle goes.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use dmalane_queue::{Cancelled, Class, OpError, Queue, Refusal, SharedOptions, SharedQueue, StopReason, Ticket};
+
+use crate::fakes::{Device, number, numbered};
+
+fn options(inside: usize, total: usize) -> SharedOptions {
+    SharedOptions { inside, total, drop_timeout: Duration::from_millis(200) }
+}
+
+/// Ends everything one by one and gives the order in which the device got it.
+fn order(shared: &SharedQueue<Device>, orders: &std::sync::Mutex<crate::fakes::Orders>) -> Vec<u64> {
+    for _ in 0..1000 {
+        orders.lock().unwrap().end = 1;
+        shared.poll();
+    }
+    assert_eq!(shared.in_flight(), 0);
+    orders.lock().unwrap().got.clone()
+}
+
+#[test]
+fn urgent_operations_go_first_and_every_sixteenth_goes_to_the_rest() {
+    let (device, orders) = Device::new(8);
+    let shared = SharedQueue::new(device, options(1, 1000));
+    let [mut low, mut normal, mut high] = [Class::Low, Class::Normal, Class::High].map(|class| shared.handle(class));
+    for i in 0..3 {
+        let _ = low.submit(numbered(2000 + i)).unwrap();
+    }
+    for i in 0..20 {
+        let _ = normal.submit(numbered(1000 + i)).unwrap();
+    }
+    for i in 0..40 {
+        let _ = high.submit(numbered(i)).unwrap();
+    }
+    let got = order(&shared, &orders);
+    // Two rounds of fifteen urgent ones and one of the least urgent; then the rest.
+    let mut expected: Vec<u64> = (0..15).chain([2000]).chain(15..30).chain([2001]).chain(30..40).collect();
+    expected.extend((1000..1005).chain([2002]).chain(1005..1020));
+    assert_eq!(got, expected);
+    for (handle, count) in [(&mut high, 40), (&mut normal, 20), (&mut low, 3)] {
+        let mut done = Vec::new();
+        assert_eq!((handle.poll(&mut done), handle.in_flight()), (count, 0));
+    }
+}
+
+#[test]
+fn each_handle_gets_its_own_completions() {
+    let (device, orders) = Device::new(8);
+    let shared = SharedQueue::new(device, options(8, 1000));
+    let (mut one, mut two) = (shared.handle(Class::Normal), shared.handle(Class::Normal));
+    let tickets: Vec<Ticket> = (0..6u64)
+        .map(|i| if i % 2 == 0 { one.submit(numbered(i)).unwrap() } else { two.submit(numbered(i)).unwrap() })
+        .collect();
+    assert_eq!((one.in_flight(), two.in_flight(), shared.in_flight()), (3, 3, 6));
+    one.flush();
+    assert!(orders.lock().unwrap().flushed > 0 && orders.lock().unwrap().got.len() == 6);
+    orders.lock().unwrap().end = 6;
+    let mut done = Vec::new();
+    assert_eq!((one.poll(&mut done), two.in_flight()), (3, 3));
+    for (completion, i) in done.iter().zip([0, 2, 4]) {
+        assert_eq!((completion.ticket, number(&completion.operation)), (tickets[i], i as u64));
+        assert_eq!((completion.bytes, &completion.result), (64, &Ok(())));
+    }
+    assert_eq!((two.wait(&mut done, Duration::ZERO), done.len(), shared.in_flight()), (3, 6, 0));
+    assert_eq!((one.abilities(), one.limits().capacity, one.limits().max_len), (two.abilities(), 1000, 1 << 16));
+}
+
+#[test]
+fn the_queue_gets_no_more_than_it_may_and_handles_no_more_than_all() {
+    let (device, orders) = Device::new(4);
+    let shared = SharedQueue::new(device, options(2, 5));
+    let mut handle = shared.handle(Class::Normal);
+    for i in 0..5 {
+        let _ = handle.submit(numbered(i)).unwrap();
+    }
+    let refused = handle.submit(numbered(5)).unwrap_err();
+    assert_eq!((refused.reason, number(&refused.operation)), (Refusal::Full, 5));
+    shared.poll();
+    assert_eq!(orders.lock().unwrap().got, [0, 1], "two are inside");
+    let stats = handle.stats().unwrap();
+    assert_eq!((stats.submitted, stats.full, stats.cancelled), (2, 6, 7));
+    assert!(matches!(handle.submit(numbered(5)).unwrap_err().reason, Refusal::Full));
+    let long = dmalane_queue::Operation::read(crate::fakes::slice(1 << 17), dmalane_addr::CardAddr::new(0).into());
+    assert!(matches!(handle.submit(long).unwrap_err().reason, Refusal::TooLong { .. }));
+    order(&shared, &orders);
+    // A device smaller than what is allowed inside.
+    let (device, orders) = Device::new(1);
+    let shared = SharedQueue::new(device, options(8, 5));
+    let mut handle = shared.handle(Class::Normal);
+    for i in 0..3 {
+        let _ = handle.submit(numbered(i)).unwrap();
+    }
+    shared.poll();
+    assert_eq!(orders.lock().unwrap().got, [0]);
+    assert_eq!(order(&shared, &orders), [0, 1, 2]);
+}
+
+#[test]
+fn a_refusal_of_the_device_ends_the_operation() {
+    let (device, orders) = Device::new(4);
+    let shared = SharedQueue::new(device, options(4, 8));
+    let mut handle = shared.handle(Class::Normal);
+    let ticket = handle.submit(numbered(0)).unwrap();
+    orders.lock().unwrap().refuse = Some(Refusal::Full);
+    assert_eq!(shared.poll(), 0);
+    assert_eq!((handle.in_flight(), shared.in_flight()), (1, 1), "full: tried again later");
+    orders.lock().unwrap().refuse = Some(Refusal::NotRegistered);
+    let mut done = Vec::new();
+    handle.wait(&mut done, Duration::ZERO);
+    assert_eq!(done[0].ticket, ticket);
+    assert_eq!((&done[0].result, done[0].bytes), (&Err(OpError::Refused(Refusal::NotRegistered)), 0));
+    assert_eq!((handle.in_flight(), shared.in_flight()), (0, 0));
+}
+
+#[test]
+fn what_is_cancelled_comes_back_or_ends() {
+    let (device, orders) = Device::new(2);
+    let shared = SharedQueue::new(device, options(2, 8));
+    let (mut handle, mut other) = (shared.handle(Class::Normal), shared.handle(Class::Normal));
+    let tickets: Vec<Ticket> = (0..4).map(|i| handle.submit(numbered(i)).unwrap()).collect();
+    shared.poll();
+    assert!(matches!(other.cancel(tickets[3]), Cancelled::Unknown), "another's");
+    assert!(matches!(handle.cancel(tickets[3]), Cancelled::TakenBack(o) if number(&o) == 3), "not yet given");
+    assert!(matches!(handle.cancel(tickets[3]), Cancelled::Unknown), "gone");
+    assert!(matches!(other.cancel(tickets[1]), Cancelled::Unknown));
+    assert!(matches!(handle.cancel(tickets[1]), Cancelled::TakenBack(o) if number(&o) == 1), "from the device");
+    assert!(matches!(handle.cancel(tickets[0]), Cancelled::Asked));
+    assert_eq!((handle.in_flight(), shared.in_flight()), (2, 2));
+    assert_eq!(handle.stats().unwrap().cancelled, 8, "seven of the device, and one that it never had");
+    orders.lock().unwrap().end = 9;
+    shared.poll();
+    assert!(matches!(handle.cancel(tickets[0]), Cancelled::TooLate), "it has ended");
+    assert_eq!(order(&shared, &orders), [0, 1, 2]);
+    let mut done = Vec::new();
+    handle.poll(&mut done);
+    assert_eq!(done.iter().map(|c| number(&c.operation)).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
+fn a_stop_is_for_all_handles_until_a_restart() {
+    let (device, orders) = Device::new(2);
+    let shared = SharedQueue::new(device, options(2, 8));
+    let (mut one, mut two) = (shared.handle(Class::High), shared.handle(Class::Low));
+    let _ = one.submit(numbered(0)).unwrap();
+    let why = StopReason::Requested("for a test".into());
+    shared.poll();
+    two.stop(why.clone());
+    assert_eq!((one.halted(), two.halted()), (Some(why.clone()), Some(why.clone())));
+    assert_eq!(one.submit(numbered(1)).unwrap_err().reason, Refusal::Stopped(why.clone()));
+    assert!(!one.restart(), "an operation is in flight");
+    let mut done = Vec::new();
+    one.wait(&mut done, Duration::ZERO);
+    assert_eq!(done[0].result, Err(OpError::Stopped(why)));
+    assert!(one.restart() && one.halted().is_none() && two.halted().is_none());
+    let _ = two.submit(numbered(2)).unwrap();
+    assert_eq!(order(&shared, &orders), [0, 2]);
+    assert!(one.set_timeout(None));
+}
+
+#[test]
+fn a_dropped_handle_waits_and_a_detached_one_does_not() {
+    let (device, orders) = Device::new(2);
+    let shared = SharedQueue::new(device, options(2, 8));
+    let mut handle = shared.handle(Class::Normal);
+    for i in 0..3 {
+        let _ = handle.submit(numbered(i)).unwrap();
+    }
+    orders.lock().unwrap().end = 3;
+    drop(handle);
+    assert_eq!((shared.in_flight(), orders.lock().unwrap().got.len()), (0, 3), "it waited");
+
+    let mut handle = shared.handle(Class::Normal);
+    let _ = handle.submit(numbered(3)).unwrap();
+    let began = Instant::now();
+    drop(handle); // nothing ends
+    assert!(began.elapsed() >= Duration::from_millis(200) && began.elapsed() < Duration::from_secs(5));
+    assert_eq!(shared.in_flight(), 1, "it goes on without its handle");
+
+    let mut handle = shared.handle(Class::Normal);
+    let _ = handle.submit(numbered(4)).unwrap();
+    let began = Instant::now();
+    handle.detach();
+    assert!(began.elapsed() < Duration::from_millis(150));
+    // Its place is not given to another handle before its operation has ended.
+    let mut next = shared.handle(Class::Normal);
+    let _ = next.submit(numbered(5)).unwrap();
+    orders.lock().unwrap().end = 2;
+    shared.poll();
+    let mut done = Vec::new();
+    assert_eq!((next.poll(&mut done), next.in_flight()), (0, 1));
+    orders.lock().unwrap().end = 1;
+    assert_eq!((next.wait(&mut done, Duration::from_secs(1)), number(&done[0].operation)), (1, 5));
+    assert_eq!(shared.in_flight(), 0);
+    assert!(next.shared().in_flight() == 0);
+}
+
+#[test]
+fn a_detached_handle_leaves_its_place_once() {
+    let (device, orders) = Device::new(2);
+    let shared = SharedQueue::new(device, options(2, 8));
+    shared.handle(Class::Normal).detach(); // with nothing in flight
+    let (mut one, mut two) = (shared.handle(Class::Normal), shared.handle(Class::Normal));
+    let _ = one.submit(numbered(1)).unwrap();
+    let _ = two.submit(numbered(2)).unwrap();
+    orders.lock().unwrap().end = 2;
+    let mut done = Vec::new();
+    assert_eq!(one.wait(&mut done, Duration::from_secs(1)), 1, "two handles share one place");
+    assert_eq!(number(&done[0].operation), 1);
+    assert_eq!((two.poll(&mut done), number(&done[1].operation)), (1, 2));
+}
+
+#[test]
+fn a_wait_ends_in_time() {
+    let (device, orders) = Device::new(2);
+    let shared = SharedQueue::new(device, options(2, 8));
+    let mut handle = shared.handle(Class::Normal);
+    let mut done = Vec::new();
+    assert_eq!(handle.wait(&mut done, Duration::from_secs(60)), 0, "nothing to wait for");
+    let _ = handle.submit(numbered(0)).unwrap();
+    let began = Instant::now();
+    assert_eq!(handle.wait(&mut done, Duration::from_millis(20)), 0);
+    assert!(began.elapsed() >= Duration::from_millis(20));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            orders.lock().unwrap().end = 1;
+        });
+        assert_eq!(handle.wait(&mut done, Duration::from_secs(60)), 1);
+    });
+    // With an event there is something to wait for only while nothing has ended.
+    orders.lock().unwrap().armed = true;
+    let _ = handle.submit(numbered(1)).unwrap();
+    assert!(handle.arm() && handle.event().is_none());
+    orders.lock().unwrap().end = 1;
+    shared.poll();
+    assert!(!handle.arm(), "its completion is there");
+    handle.poll(&mut done);
+    assert!(handle.arm());
+    orders.lock().unwrap().armed = false;
+    assert!(!handle.arm());
+}
+
+#[derive(Default)]
+struct Woken(AtomicUsize);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_task_sleeps_only_where_somebody_else_polls() {
+    let (device, orders) = Device::new(2);
+    let shared = SharedQueue::new(device, options(2, 8));
+    let mut handle = shared.handle(Class::Normal);
+    let woken = Arc::<Woken>::default();
+    let waker = Waker::from(woken.clone());
+    let mut context = Context::from_waker(&waker);
+    let times = || woken.0.load(Ordering::Relaxed);
+    assert!(matches!(pin!(handle.next()).poll(&mut context), Poll::Ready(None)), "nothing in flight");
+    let _ = handle.submit(numbered(0)).unwrap();
+    assert!(pin!(handle.next()).poll(&mut context).is_pending());
+    assert_eq!(times(), 1, "it asks to be polled again");
+    shared.set_driven(true);
+    assert!(pin!(handle.next()).poll(&mut context).is_pending());
+    assert_eq!(times(), 1, "it sleeps");
+    orders.lock().unwrap().end = 1;
+    assert_eq!((shared.poll(), times()), (1, 2), "woken by who polls");
+    match pin!(handle.next()).poll(&mut context) {
+        Poll::Ready(Some(completion)) => assert_eq!(number(&completion.operation), 0),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(handle.in_flight(), 0);
+    // Who no longer drives wakes those who sleep.
+    let _ = handle.submit(numbered(1)).unwrap();
+    assert!(pin!(handle.next()).poll(&mut context).is_pending());
+    assert_eq!(times(), 2);
+    shared.set_driven(false);
+    assert_eq!(times(), 3);
+    orders.lock().unwrap().end = 1;
+    assert!(pin!(handle.next()).poll(&mut context).is_ready());
+}
+
+#[test]
+#[should_panic(expected = "for itself")]
+fn a_queue_in_use_is_not_shared() {
+    let (mut device, _) = Device::new(2);
+    let _ = device.submit(numbered(0)).unwrap();
+    SharedQueue::new(device, SharedOptions::default());
+}

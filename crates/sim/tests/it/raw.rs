@@ -1,0 +1,227 @@
+//! The card by its registers and rings alone, as the specification of them says.
+
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, Iova, Span};
+use dmalane_card::regs::{self, BAR_REGISTERS};
+use dmalane_card::{Card, CardTables, Descriptor, Status, Task};
+use dmalane_dma::{AnonHeap, Heap, Mmio, SharedBuf};
+use dmalane_iopt::{PageTable, X86_64_4Level};
+use dmalane_queue::{DeviceAddr, Direction, Operation, Registered, run};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+
+const MIB: u64 = 1 << 20;
+const ENTRIES: u32 = 16;
+const COMPLETIONS: usize = 4096;
+
+fn bus() -> Arc<SoftBus> {
+    let host = SoftHost::new(HostConfig::default()).unwrap();
+    let config = CardConfig { ddr: 8 * MIB, hbm: 8 * MIB, channels: 1, workers: Workers::Inline };
+    Arc::new(SoftBus::new(host, config).unwrap())
+}
+
+/// One channel, started on a ring of its own.
+struct Raw {
+    bus: Arc<SoftBus>,
+    ring: SharedBuf,
+    data: SharedBuf,
+    registered: [Registered; 2],
+    written: u32,
+}
+
+impl Raw {
+    fn new() -> Self {
+        let bus = bus();
+        let buffer = |len| {
+            let buf = AnonHeap::new().allocate(len).unwrap().share();
+            let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+            (buf, via)
+        };
+        let ((ring, ring_map), (data, data_map)) = (buffer(8192), buffer(64 << 10));
+        let this = Self { bus, ring, data, registered: [ring_map, data_map], written: 0 };
+        let base = this.registered[0].mapping().span().first().bits() as u32;
+        this.set(regs::CH_RING_LOG2, ENTRIES.ilog2());
+        this.set(regs::CH_RING, base);
+        this.set(regs::CH_COMPLETIONS, base + COMPLETIONS as u32);
+        this.set(regs::CH_CONTROL, 1);
+        this.work();
+        this
+    }
+
+    fn set(&self, register: u64, value: u32) {
+        self.bus.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
+    }
+
+    fn get(&self, register: u64) -> u32 {
+        self.bus.read32(BAR_REGISTERS, regs::channel(0, register)).unwrap()
+    }
+
+    fn work(&self) {
+        while self.bus.progress() {}
+    }
+
+    fn data_at(&self, offset: u64) -> Iova {
+        Iova::new(self.registered[1].mapping().span().first().bits() + offset)
+    }
+
+    fn write(&mut self, words: [u64; 4]) {
+        let slot = (self.written % ENTRIES) as usize;
+        for (i, word) in words.into_iter().enumerate() {
+            self.ring.view().store_u64(slot * 32 + i * 8, word).unwrap();
+        }
+        self.written += 1;
+    }
+
+    fn push(&mut self, task: Task, chained: bool) {
+        let cookie = self.written;
+        self.write(Descriptor { chained, cookie, ..task.into() }.encode());
+    }
+
+    /// Rings the doorbell for all that was written and gives the status of the last `count`.
+    fn statuses(&self, count: u32) -> Vec<u8> {
+        self.set(regs::CH_DOORBELL, self.written);
+        self.work();
+        let status = |number: u32| {
+            let slot = (number % ENTRIES) as usize;
+            (self.ring.view().load_u64(COMPLETIONS + slot * 16 + 8).unwrap() >> 32) as u8
+        };
+        (self.written - count..self.written).map(status).collect()
+    }
+
+    fn card_bytes(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.bus.memory().read(CardAddr::new(at), &mut bytes).unwrap();
+        bytes
+    }
+}
+
+fn at(bits: u64) -> DeviceAddr {
+    DeviceAddr::Card(CardAddr::new(bits))
+}
+
+#[test]
+fn a_doorbell_that_goes_back_halts_the_channel() {
+    for back in [1, 2, 3] {
+        let mut raw = Raw::new();
+        for _ in 0..3 {
+            raw.push(Task::Fence, false);
+        }
+        assert_eq!(raw.statuses(3), [Status::Ok.code(); 3]);
+        assert_eq!(raw.get(regs::CH_HEAD), 3);
+        raw.set(regs::CH_DOORBELL, 3 - back);
+        raw.work();
+        let halted = (raw.get(regs::CH_STATUS), raw.get(regs::CH_ERROR));
+        assert_eq!(halted, (regs::STATUS_HALTED, 2), "back by {back}");
+        assert_eq!(raw.get(regs::CH_HEAD), 3, "nothing is done again");
+    }
+}
+
+#[test]
+fn a_full_ring_is_done_and_one_more_halts() {
+    let mut raw = Raw::new();
+    for _ in 0..ENTRIES {
+        raw.push(Task::Fence, false);
+    }
+    assert_eq!(raw.statuses(ENTRIES), vec![Status::Ok.code(); ENTRIES as usize]);
+    raw.set(regs::CH_DOORBELL, 2 * ENTRIES + 1);
+    raw.work();
+    assert_eq!((raw.get(regs::CH_STATUS), raw.get(regs::CH_ERROR)), (regs::STATUS_HALTED, 2));
+}
+
+/// An operation that runs off the end of card memory fails before its first byte, on either side.
+#[test]
+fn a_range_that_ends_outside_moves_nothing() {
+    let end = 8 * MIB;
+    let mut raw = Raw::new();
+    raw.data.view().fill(0x77);
+    let host = raw.data_at(0);
+    let (from_host, to_host) = (Direction::FromHost, Direction::ToHost);
+    let tasks = [
+        Task::Copy { direction: from_host, card: at(end - 4096), host, len: 8192 },
+        Task::Copy { direction: to_host, card: at(end - 4096), host, len: 8192 },
+        Task::Within { from: at(0), to: at(end - 4096), len: 8192 },
+        Task::Within { from: at(end - 4096), to: at(0), len: 8192 },
+        Task::Fill { pattern: 0x5555, card: at(end - 4096), len: 8192 },
+        Task::Compare { card: at(end - 4096), host, len: 8192 },
+    ];
+    raw.bus.memory().write(CardAddr::new(end - 4096), &[0x11; 4096]).unwrap();
+    raw.bus.memory().write(CardAddr::new(0), &[0x22; 4096]).unwrap();
+    for task in tasks {
+        raw.push(task, false);
+        assert_eq!(raw.statuses(1), [Status::NoCardMemory.code()], "{task:?}");
+        assert_eq!(raw.card_bytes(end - 4096, 4096), vec![0x11; 4096], "{task:?}");
+        assert_eq!(raw.card_bytes(0, 4096), vec![0x22; 4096], "{task:?}");
+        let mut host = vec![0; 8192];
+        raw.data.view().read(&mut host);
+        assert_eq!(host, vec![0x77; 8192], "{task:?}");
+    }
+    // Of rows, the last one counts.
+    raw.push(Task::Shape { near_pitch: 16, far_pitch: 2048, rows: 3 }, true);
+    raw.push(Task::Copy { direction: from_host, card: at(end - 4096), host: raw.data_at(0), len: 16 }, false);
+    assert_eq!(raw.statuses(1), [Status::NoCardMemory.code()]);
+    assert_eq!(raw.card_bytes(end - 4096, 4096), vec![0x11; 4096]);
+    raw.push(Task::Shape { near_pitch: 16, far_pitch: 2048, rows: 2 }, true);
+    raw.push(Task::Copy { direction: from_host, card: at(end - 4096), host: raw.data_at(0), len: 16 }, false);
+    assert_eq!(raw.statuses(2), [Status::Ok.code(); 2]);
+    assert_eq!(raw.card_bytes(end - 2048, 17), [&[0x77; 16][..], &[0x11]].concat());
+}
+
+/// A shape is for the next descriptor alone, also when that one cannot be carried out, or not even read.
+#[test]
+fn the_shape_of_a_failed_operation_is_forgotten() {
+    let mut raw = Raw::new();
+    raw.data.view().fill(0x44);
+    let shape = Task::Shape { near_pitch: 64, far_pitch: 128, rows: 4 };
+    let plain = |raw: &Raw| Task::Copy { direction: Direction::FromHost, card: at(0), host: raw.data_at(0), len: 32 };
+    let failing: [fn(&Raw) -> [u64; 4]; 3] = [
+        |_| [0xff, 0, 0, 32], // no such opcode
+        |raw| {
+            let (host, card) = (raw.data_at(0), at(u64::MAX - 4096));
+            Descriptor::from(Task::Copy { direction: Direction::FromHost, card, host, len: 32 }).encode()
+        },
+        |_| Descriptor::from(Task::Fence).encode(), // has no rows
+    ];
+    for words in failing {
+        raw.bus.memory().write(CardAddr::new(0), &[0; 1024]).unwrap();
+        raw.push(shape, true);
+        let words = words(&raw);
+        raw.write(words);
+        let task = plain(&raw);
+        raw.push(task, false);
+        let statuses = raw.statuses(3);
+        assert_eq!((statuses[0], statuses[2]), (Status::Ok.code(), Status::Ok.code()), "{statuses:?}");
+        assert_ne!(statuses[1], Status::Ok.code());
+        assert_eq!(raw.card_bytes(0, 1024), [vec![0x44; 32], vec![0; 992]].concat(), "one row and no more");
+    }
+}
+
+#[test]
+fn a_new_root_forgets_the_translations_of_the_old_one() {
+    let bus = bus();
+    let card = Card::open_with_rings(bus.clone(), &AnonHeap::new(), 16).unwrap();
+    let mut channel = card.queue(0).unwrap();
+    let tables = |first| card.tables(Span::new(CardAddr::new(first), MIB).unwrap()).unwrap();
+    let mut roots = Vec::new();
+    let va = DeviceVa::new(0x7000_0000);
+    for (first, to) in [(6 * MIB, MIB), (7 * MIB, 2 * MIB)] {
+        let mut mmu: PageTable<X86_64_4Level, DeviceVa, CardAddr, CardTables<SoftBus>> =
+            PageTable::new(tables(first)).unwrap();
+        mmu.map(va, CardAddr::new(to), 4096, Access::RW).unwrap();
+        roots.push(mmu);
+    }
+    for (round, mmu) in roots.iter().enumerate() {
+        // Only the two registers: nothing asks for an invalidation.
+        card.set_mmu_root(mmu.root()).unwrap();
+        let buf = AnonHeap::new().allocate(4096).unwrap().share();
+        buf.view().fill(round as u8 + 1);
+        let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
+        let write = Operation::write((buf.into_part(), via), DeviceAddr::Va(va));
+        run(&mut channel, write, std::time::Duration::from_secs(1)).unwrap();
+    }
+    let byte = |at| {
+        let mut byte = [0];
+        bus.memory().read(CardAddr::new(at), &mut byte).unwrap();
+        byte[0]
+    };
+    assert_eq!((byte(MIB), byte(2 * MIB)), (1, 2));
+}
