@@ -142,7 +142,11 @@ impl Halves {
 
 /// The links that can be emulated, by name: `half-egress-14` and so on.
 pub fn emulations() -> Vec<(String, Link)> {
-    assumptions::all().into_iter().map(|a| (a.name.replace(' ', "-"), slower(&a.link))).collect()
+    assumptions::all()
+        .into_iter()
+        .chain(assumptions::v80())
+        .map(|a| (a.name.replace(' ', "-"), slower(&a.link)))
+        .collect()
 }
 
 /// The same link with each of its rates divided by [`SLOWER`].

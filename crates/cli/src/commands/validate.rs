@@ -16,6 +16,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::file::{FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane::load::Output;
 use dmalane::sim::Workers;
+use dmalane::slash::SlashOptions;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target,
     ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
@@ -375,7 +376,6 @@ impl Validate {
         let card = [
             ("--emulate", self.emulate.is_some()),
             ("--fit", self.fit),
-            ("--ring-size", self.ring_size.is_some()),
             ("--ddr-only", self.ddr_only),
             ("--hbm-only", self.hbm_only),
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
@@ -389,16 +389,22 @@ impl Validate {
         ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         let takes = |option| self.device.kind().options.contains(&option);
-        if let Some(option) = given(&card).filter(|_| !takes("ring")) {
+        if let Some(option) = given(&card).filter(|_| !takes("ring") && !takes("slash")) {
             return Err(Failure::usage(format!("{option} is for a card, and {} is none", self.device)));
         }
         if let Some(option) = given(&file).filter(|_| !takes("file")) {
             return Err(Failure::usage(format!("{option} is for a file: -d file:PATH")));
         }
-        if let Some(index) = self.ring_size_index {
-            let entries = "--ring-size sets the entries of a card's rings";
-            return Err(Failure::usage(format!("{} has no table of ring sizes, so no entry {index}", self.device))
-                .hint(if takes("ring") { entries } else { "leave --ring-size-index out" }));
+        let sizes = [
+            ("--ring-size", self.ring_size.is_some(), "ring", "a card with rings of any size"),
+            ("--ring-size-index", self.ring_size_index.is_some(), "slash", "a device with a table of ring sizes"),
+        ];
+        if let Some((option, .., what)) = sizes.iter().find(|(_, given, needs, _)| *given && !takes(needs)) {
+            let failure = Failure::usage(format!("{option} is for {what}, and {} is none", self.device));
+            return Err(match sizes.iter().find(|(.., needs, _)| takes(needs)) {
+                Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
+                None => failure,
+            });
         }
         if self.emulate.is_some() && !takes("workers") {
             return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
@@ -427,6 +433,7 @@ impl Validate {
             card_hbm: self.card_hbm.map(Size::bytes),
             workers: self.workers.then_some(Workers::PerChannel),
             file: takes("file").then_some(file),
+            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into() }),
             ..OpenOptions::default()
         }
     }

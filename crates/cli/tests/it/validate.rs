@@ -171,6 +171,21 @@ fn options_of_v80_smi_mean_the_same() {
 }
 
 #[test]
+fn a_v80_takes_the_options_of_its_own_tool() {
+    let words = ["--ddr-only", "--raw-transfer-test", "--ring-size-index", "11", "--mm-channel", "0,1,0,1", "-j", "2"];
+    let on = |device: &str, words: &[&str]| run(&[&["-d", device, "--buffer-size", "4KiB"], words].concat());
+    if !PathBuf::from("/dev/slash_qdma_ctl99").exists() {
+        // Everything is understood; only the card is missing.
+        let output = on("slash:99", &words);
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("cannot open slash:99"), "{said}");
+    }
+    let output = on("slash:99", &["--ring-size", "16"]);
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("slash:99 takes --ring-size-index"), "{said}");
+}
+
+#[test]
 fn both_units_are_printed_and_named() {
     let table = ok(&["--pages", "4k", "--ddr-only", "--mb"]);
     let (_, units) = table.split_once("MB/s of 2^20 bytes (v80-smi), then MB/s of 10^6 bytes").expect(&table);
@@ -348,7 +363,10 @@ fn a_bad_command_line_is_explained() {
         (&["--offset", "32KiB"], "less than a buffer, so buffers would overlap"),
         (&["--starting-offset", "1"], "not a multiple of 4KiB"),
         (&["--channel-allocation", "paired", "--channel-region-stride", "0"], "not a multiple of 4 KiB above 0"),
-        (&["--ring-size-index", "11"], "soft has no table of ring sizes, so no entry 11"),
+        (
+            &["--ring-size-index", "11"],
+            "--ring-size-index is for a device with a table of ring sizes, and soft is none",
+        ),
         (&["--ring-size-index", "16"], "not a whole number from 0 to 15"),
         (&["--bandwidth-iterations", "1", "--duration", "1"], "cannot be used with"),
         (&["--bandwidth-duration", "-1"], "not a number of seconds above 0"),

@@ -9,7 +9,7 @@ use std::time::Duration;
 use dmalane_addr::CardAddr;
 use dmalane_queue::Direction;
 
-use super::{Copy, Demand, Half, Limit, Link, Streams};
+use super::{Copy, Demand, Half, Limit, Link, Memory, Streams};
 
 /// A link, and what it assumes.
 pub struct Assumption {
@@ -28,7 +28,7 @@ const CHANNEL: f64 = 12.0 * GB;
 const LATENCY: Duration = Duration::from_micros(2);
 
 fn streams(channel: Option<usize>, half: Option<Half>, direction: Option<Direction>) -> Streams {
-    Streams { channel, half, direction }
+    Streams { channel, half, direction, ..Streams::ALL }
 }
 
 /// Two channels with limits for each direction, made by `channel`; reads from a half of HBM limited to `half_egress`.
@@ -74,6 +74,43 @@ pub fn toggling(period: Duration) -> Assumption {
         }
     };
     Assumption { name: "toggling 12 and 6", link: link(14.0 * GB, channel, None), equal: false }
+}
+
+/// Four links of which each gives the V80's reported rates, as `v80-smi validate` places its buffers and chooses
+/// channels: 23 GB/s to and from DDR and to HBM, 12 GB/s from HBM, 23 GB/s to both memories, 23 GB/s in both
+/// directions.
+///
+/// - *v80 placement*: 11.5 GB/s for each channel and direction, 12 GB/s from each half of HBM. All of the reported
+///   limits come from placement: buffers in one half, reads on one channel, writes on the other.
+/// - *v80 half*: 12 GB/s for each channel and direction, 12 GB/s from each half of HBM, 23 GB/s together.
+/// - *v80 hbm*: the same, but 12 GB/s from all of HBM.
+/// - *v80 channel*: 12 GB/s from the card and 23 GB/s to it for each channel, 23 GB/s together; its HBM is slow to read
+///   where one channel reads it.
+pub fn v80() -> Vec<Assumption> {
+    let [read, write] = [Direction::ToHost, Direction::FromHost];
+    let channels = |rates: [f64; 2]| -> Vec<Limit> {
+        let of = |c: usize, d: Direction, rate| {
+            Limit::constant(format!("channel {c} {d:?}"), streams(Some(c), None, Some(d)), rate * GB)
+        };
+        (0..2).flat_map(|c| [of(c, read, rates[0]), of(c, write, rates[1])]).collect()
+    };
+    let halves = || {
+        let of = |half| Limit::constant(format!("{half:?} egress"), streams(None, Some(half), Some(read)), 12.0 * GB);
+        Memory::Hbm.halves().map(of)
+    };
+    let hbm = Streams { memory: Some(Memory::Hbm), direction: Some(read), ..Streams::ALL };
+    let hbm = Limit::constant("HBM egress", hbm, 12.0 * GB);
+    let shared = || Limit::constant("shared", Streams::ALL, 23.0 * GB);
+    let of = |name, parts: [Vec<Limit>; 2]| {
+        let link = Link::new(2, parts.concat(), LATENCY).expect("constants that make sense");
+        Assumption { name, link, equal: true }
+    };
+    vec![
+        of("v80 placement", [channels([11.5, 11.5]), halves().to_vec()]),
+        of("v80 half", [channels([12.0, 12.0]), [&halves()[..], &[shared()]].concat()]),
+        of("v80 hbm", [channels([12.0, 12.0]), vec![hbm, shared()]]),
+        of("v80 channel", [channels([12.0, 23.0]), vec![shared()]]),
+    ]
 }
 
 /// Transfers to try on a link.

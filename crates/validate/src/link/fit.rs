@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use dmalane_queue::Direction;
 
+pub use super::Memory;
 use super::{Half, Limit, Link, ModelError, Stream, Streams};
 use crate::Directions;
 
@@ -21,15 +22,6 @@ pub struct Measured {
     pub flows: Vec<(Stream, f64)>,
 }
 
-/// A memory of the card.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Memory {
-    /// DDR.
-    Ddr,
-    /// HBM.
-    Hbm,
-}
-
 /// A kind of limit.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Cause {
@@ -37,6 +29,8 @@ pub enum Cause {
     Channel(Directions),
     /// A limit on each half of a memory.
     Half(Memory, Directions),
+    /// A limit on a memory as a whole.
+    Memory(Memory, Directions),
     /// A limit on everything together in a direction.
     Shared(Directions),
 }
@@ -54,31 +48,13 @@ impl Directions {
     }
 }
 
-impl Memory {
-    const ALL: [Self; 2] = [Self::Ddr, Self::Hbm];
-
-    /// The memory that a half belongs to.
-    pub fn of(half: Half) -> Self {
-        match half {
-            Half::Ddr0 | Half::Ddr1 => Self::Ddr,
-            Half::Hbm0 | Half::Hbm1 => Self::Hbm,
-        }
-    }
-
-    fn halves(self) -> [Half; 2] {
-        match self {
-            Self::Ddr => [Half::Ddr0, Half::Ddr1],
-            Self::Hbm => [Half::Hbm0, Half::Hbm1],
-        }
-    }
-}
-
 impl Cause {
     /// Every kind.
     pub fn all() -> Vec<Self> {
         let per_directions = |directions| {
-            let halves = Memory::ALL.map(|m| Self::Half(m, directions));
-            [Self::Channel(directions), halves[0], halves[1], Self::Shared(directions)]
+            let memories = Memory::ALL.into_iter();
+            let of_memory = memories.flat_map(move |m| [Self::Half(m, directions), Self::Memory(m, directions)]);
+            [Self::Channel(directions), Self::Shared(directions)].into_iter().chain(of_memory)
         };
         Directions::ALL.into_iter().flat_map(per_directions).collect()
     }
@@ -87,13 +63,16 @@ impl Cause {
     fn members(self, channels: usize) -> Vec<Streams> {
         match self {
             Self::Channel(directions) => (0..channels)
-                .map(|c| Streams { channel: Some(c), half: None, direction: directions.direction() })
+                .map(|c| Streams { channel: Some(c), direction: directions.direction(), ..Streams::ALL })
                 .collect(),
             Self::Half(memory, directions) => memory
                 .halves()
                 .into_iter()
-                .map(|h| Streams { channel: None, half: Some(h), direction: directions.direction() })
+                .map(|h| Streams { half: Some(h), direction: directions.direction(), ..Streams::ALL })
                 .collect(),
+            Self::Memory(memory, directions) => {
+                vec![Streams { memory: Some(memory), direction: directions.direction(), ..Streams::ALL }]
+            }
             Self::Shared(directions) => vec![Streams { direction: directions.direction(), ..Streams::ALL }],
         }
     }
@@ -111,6 +90,7 @@ impl fmt::Display for Cause {
             Self::Half(m, w) => {
                 write!(f, "what each half of {} moves, {}", format!("{m:?}").to_uppercase(), directions(w))
             }
+            Self::Memory(m, w) => write!(f, "what {} moves, {}", format!("{m:?}").to_uppercase(), directions(w)),
             Self::Shared(w) => write!(f, "what all channels share, {}", directions(w)),
         }
     }
@@ -200,12 +180,15 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
         kinds.iter().enumerate().map(bit).sum::<usize>()
     };
     let held: Vec<usize> = flows.iter().map(holds).collect();
-    let mut sets: Vec<usize> = (0..1usize << kinds.len()).collect();
-    sets.sort_by_key(|set| set.count_ones());
     let explains = |set: &usize| held.iter().all(|h| h & set != 0);
-    // Where no set does, something kept the streams of a measurement slower than any limit.
-    let size = sets.iter().find(|set| explains(set)).map_or(0, |set| set.count_ones());
-    let sets: Vec<usize> = sets.into_iter().filter(|set| set.count_ones() == size && explains(set)).collect();
+    // The fewest kinds that explain everything. Where none do, something kept the streams of a measurement slower than
+    // any limit.
+    let of_size = |size: u32| subsets(kinds.len() as u32, size).filter(explains).collect::<Vec<_>>();
+    let sizes = 0..=kinds.len() as u32;
+    let sets = match held.contains(&0) {
+        true => Vec::new(),
+        false => sizes.map(of_size).find(|sets| !sets.is_empty()).unwrap_or_default(),
+    };
     let causes = |set: usize| (0..kinds.len()).filter(move |k| set >> k & 1 == 1).map(|k| kinds[k].cause);
     let first = sets.first().copied().unwrap_or(0);
     let limits = kinds.iter().enumerate().filter(|(k, _)| first >> k & 1 == 1).flat_map(|(_, kind)| kind.limits());
@@ -247,6 +230,19 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
         explanations: sets.iter().map(|s| causes(*s).collect()).collect(),
         answers,
     }
+}
+
+/// The sets of `size` of `bits` bits (fewer than 64), from the least number on: each is the next larger number with as
+/// many bits (Gosper; Knuth, "The Art of Computer Programming" 7.1.3).
+fn subsets(bits: u32, size: u32) -> impl Iterator<Item = usize> {
+    let next = move |set: &usize| {
+        let low = set & set.wrapping_neg();
+        let carried = set.checked_add(low)?;
+        // The empty set is the only one of its size.
+        let rest = (set ^ carried).checked_div(low)? >> 2;
+        Some(carried | rest).filter(|next| *next < 1 << bits)
+    };
+    std::iter::successors(Some((1usize << size) - 1).filter(|first| *first < 1 << bits), next)
 }
 
 /// A kind of limit with what each of its members can carry.

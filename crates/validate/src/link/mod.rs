@@ -37,7 +37,7 @@ mod sim;
 mod slow;
 mod throttle;
 
-pub use model::{Half, Limit, Link, ModelError, Stream, Streams};
+pub use model::{Half, Limit, Link, Memory, ModelError, Stream, Streams};
 pub use optimum::{Demand, Unsolved, best_rate, shortest};
 pub use sim::{Copy, Rig, RigRun, Sim, SimQueue};
 pub use slow::Slow;

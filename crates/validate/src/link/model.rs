@@ -62,6 +62,36 @@ impl Half {
     }
 }
 
+/// A memory of the card.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Memory {
+    /// DDR.
+    Ddr,
+    /// HBM.
+    Hbm,
+}
+
+impl Memory {
+    /// Both of them.
+    pub const ALL: [Self; 2] = [Self::Ddr, Self::Hbm];
+
+    /// The memory that a half belongs to.
+    pub fn of(half: Half) -> Self {
+        match half {
+            Half::Ddr0 | Half::Ddr1 => Self::Ddr,
+            Half::Hbm0 | Half::Hbm1 => Self::Hbm,
+        }
+    }
+
+    /// Its halves.
+    pub fn halves(self) -> [Half; 2] {
+        match self {
+            Self::Ddr => [Half::Ddr0, Half::Ddr1],
+            Self::Hbm => [Half::Hbm0, Half::Hbm1],
+        }
+    }
+}
+
 /// The resources of a stream of bytes: one channel, one half of a memory, one direction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Stream {
@@ -80,18 +110,21 @@ pub struct Streams {
     pub channel: Option<usize>,
     /// Only this half.
     pub half: Option<Half>,
+    /// Only this memory.
+    pub memory: Option<Memory>,
     /// Only this direction.
     pub direction: Option<Direction>,
 }
 
 impl Streams {
     /// All of them.
-    pub const ALL: Self = Self { channel: None, half: None, direction: None };
+    pub const ALL: Self = Self { channel: None, half: None, memory: None, direction: None };
 
     /// True when the stream is one of these.
     pub fn contain(&self, s: &Stream) -> bool {
         self.channel.is_none_or(|c| c == s.channel)
             && self.half.is_none_or(|h| h == s.half)
+            && self.memory.is_none_or(|m| m == Memory::of(s.half))
             && self.direction.is_none_or(|d| d == s.direction)
     }
 }

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
+use dmalane_validate::link::Limit;
 use dmalane_validate::link::fit::{Answer, Cause, Memory, Question};
-use dmalane_validate::{Directions as Side, FitSettings, Target, fit_link};
+use dmalane_validate::{Directions as Side, FitSettings, Target, emulations, fit_link};
 
 /// The answers that the fit must give for the assumptions of the policy study. A busy machine may need several tries.
-fn limits_are_named(cases: [(&str, [Vec<Cause>; 3]); 2]) {
+fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
     for (name, causes) in cases {
         let card = CardConfig { ddr: 64 << 20, hbm: 64 << 20, ..CardConfig::default() };
         let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
@@ -36,13 +37,25 @@ fn limits_are_named(cases: [(&str, [Vec<Cause>; 3]); 2]) {
                 }
             });
             println!("{said}");
-            expected
+            expected && capacities_are_right(name, &found.fit.limits)
         });
         match noisy && !right {
             true => println!("SKIPPED: this machine is too busy to measure {name}: {said}"),
             false => assert!(right, "{said}"),
         }
     }
+}
+
+/// Limits that were planted and found have their capacity, to 10 %: 5 % for rates that count as equal, and what a
+/// throttle that lets late threads catch up adds.
+fn capacities_are_right(name: &str, found: &[Limit]) -> bool {
+    let Some((_, link)) = emulations().into_iter().find(|(known, _)| known == name) else { return true };
+    found.iter().all(|limit| {
+        let planted = link.limits().iter().find(|planted| planted.streams == limit.streams);
+        let error = planted.map_or(0.0, |planted| limit.capacity[0].1 / planted.capacity[0].1 - 1.0);
+        println!("{name}: {}: {:+.1} %", limit.name, error * 100.0);
+        error.abs() < 0.1
+    })
 }
 
 fn channels() -> Vec<Cause> {
@@ -60,15 +73,20 @@ fn the_limits_of_emulated_cards_are_named() {
     let shared = vec![Cause::Shared(Side::Both)];
     limits_are_named([
         ("half-egress-14", [vec![], channels(), slow_to_read()]),
-        ("shared-23", [shared.clone(), shared, slow_to_read()]),
+        ("shared-23", [shared.clone(), shared.clone(), slow_to_read()]),
+        ("v80-hbm", [shared.clone(), shared, vec![Cause::Memory(Memory::Hbm, Side::Read)]]),
     ]);
 }
 
 #[test]
 #[ignore = "half a minute more; scripts/nightly runs it"]
 fn the_limits_of_more_emulated_cards_are_named() {
+    let shared = vec![Cause::Shared(Side::Both)];
     limits_are_named([
         ("half-egress-24", [vec![], channels(), vec![]]),
         ("contended-to-6", [vec![], channels(), slow_to_read()]),
+        ("v80-placement", [vec![], channels(), slow_to_read()]),
+        ("v80-half", [shared.clone(), shared.clone(), slow_to_read()]),
+        ("v80-channel", [shared.clone(), shared, vec![Cause::Channel(Side::Read)]]),
     ]);
 }
