@@ -53,6 +53,14 @@ pub trait AddressSpace: Send {
         Err(SpaceError::NoBatches)
     }
 
+    /// Waits until everything that was bound is seen by programs on the device.
+    ///
+    /// # Errors
+    /// [`SpaceError::Driver`].
+    fn settle(&mut self) -> Result<(), SpaceError> {
+        Ok(())
+    }
+
     /// How a queue reaches what is bound at `va`; in a [flat](AddressSpaceKind::Flat) space by its card address.
     fn at(&self, va: DeviceVa) -> DeviceAddr {
         DeviceAddr::Va(va)

@@ -142,12 +142,6 @@ impl VulkanDevice {
         &self.parts.gpu
     }
 
-    /// Waits until everything is bound.
-    #[cfg(test)]
-    pub(crate) fn settle(&self) {
-        self.parts.sparse.as_ref().expect("sparse binding").settle();
-    }
-
     /// The buffer behind an allocated card address.
     #[cfg(test)]
     pub(crate) fn buffer_at(&self, at: CardAddr) -> Option<Arc<crate::gpu::Buffer>> {

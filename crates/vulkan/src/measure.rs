@@ -226,7 +226,7 @@ fn measure_binds() {
                 .collect();
             let begun = Instant::now();
             whole.chunks(batch).for_each(|part| device.address_space().apply(part).unwrap());
-            device.settle();
+            device.address_space().settle().unwrap();
             binding.push(per(begun));
             let begun = Instant::now();
             device.address_space().unbind(range).unwrap();

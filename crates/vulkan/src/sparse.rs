@@ -157,12 +157,6 @@ impl SparseMap {
         (!reached).then(|| (self.timeline.clone(), last))
     }
 
-    #[cfg(test)]
-    pub fn settle(&self) {
-        let last = self.lock().last;
-        self.wait(last).unwrap();
-    }
-
     /// Calls `each` with what is bound in a range: the offset in the buffer, the card address behind it, bytes.
     ///
     /// # Errors
@@ -311,6 +305,11 @@ impl AddressSpace for SparseSpace {
         drop(state);
         self.observer.see(requests);
         Ok(())
+    }
+
+    fn settle(&mut self) -> Result<(), SpaceError> {
+        let last = self.map.lock().last;
+        self.map.wait(last).map_err(driver)
     }
 
     fn observer(&mut self) -> Option<&mut Observer> {

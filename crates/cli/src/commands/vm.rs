@@ -1,5 +1,6 @@
-//! `dmalane vm`: device virtual memory without a device.
+//! `dmalane vm`: device virtual memory, without a device or with one.
 
+mod on_device;
 mod report;
 
 use std::fs::File;
@@ -8,11 +9,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
+use dmalane::DeviceSpec;
+use dmalane::OpenOptions;
 use dmalane::iopt::{Format, FormatId, UnknownFormat, with_format};
 use dmalane::vm::Error as VmError;
 use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
 use super::iopt::format;
+use crate::device;
 use crate::failure::Failure;
 use crate::output;
 use report::Report;
@@ -29,6 +33,7 @@ Examples:
   dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
   dmalane vm replay binds.jsonl --format riscv-sv39 --times
+  dmalane vm replay binds.jsonl -d soft --json
 
 A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-trace.md):
   {\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}
@@ -38,7 +43,7 @@ A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-t
 
 Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
 
-/// Bind and unbind in device virtual memory, without a device.
+/// Bind and unbind in device virtual memory, without a device or in the address space of one.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Vm {
@@ -68,6 +73,17 @@ struct Replay {
     /// Print how long the first bind, the other binds and the unbinds took, without reading the trace
     #[arg(long)]
     times: bool,
+
+    /// Replay in the address space of this device, and print how long its binds and unbinds took: one by one, each
+    /// waited for, in batches, and beside them the same in page tables of this program. Buffers get memory of the
+    /// device; a page of the trace is a page of the device, which may be larger
+    #[arg(short, long, value_name = "DEVICE", value_parser = device::Name, hide_possible_values = true)]
+    device: Option<DeviceSpec>,
+
+    /// Operations of a batch, with --device
+    #[arg(long, value_name = "N", default_value_t = 4096, requires = "device",
+        value_parser = clap::value_parser!(u32).range(1..=262_144))]
+    batch: u32,
 
     /// Print the result as JSON
     #[arg(long)]
@@ -105,6 +121,15 @@ impl Replay {
             TraceError::Vm(VmError::New { .. }) => wrong(e).hint(shorter(format)),
             e => wrong(e),
         })?;
+        if let Some(spec) = &self.device {
+            let operations = on_device::Operations::read(&mut lines, &name)?;
+            let options = OpenOptions::default();
+            let device = options.device(spec).map_err(|e| device::cannot_open(&e, &options))?;
+            let mut tables = || with_format!(format, F => header.vm::<F>()).map_err(wrong);
+            let device = (device, self.batch as usize);
+            on_device::run(&operations, &name, device, (format.name(), &mut tables), self.json)?;
+            return Ok(ExitCode::SUCCESS);
+        }
         let mut replay = trace::Replay::new(vm);
 
         let mut report = Report::new(&name, format, replay.vm(), self.json);

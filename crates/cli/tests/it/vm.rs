@@ -261,9 +261,86 @@ fn every_field_is_documented() {
     assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
     keys(&place.json("vm replay trace.jsonl --times").1, &mut words);
     assert!(words.contains(&"ns_per_operation".to_owned()));
+    keys(&place.json("vm replay trace.jsonl --device soft").1, &mut words);
+    assert!(words.contains(&"tables_batched".to_owned()));
     for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
         assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
     }
+}
+
+/// A trace of pages of 16 KiB that are bound and unbound one by one, with some lines of other kinds.
+fn pages(count: u64) -> Place {
+    let mut lines = vec![HEADER.to_owned(), BO.to_owned()];
+    let bo = format!(r#"{{"op":"bo","id":7,"segments":[{{"pa":0,"len":{}}}]}}"#, count << 14);
+    lines.push(bo);
+    for page in 0..count {
+        let (va, offset) = ((page + 1) << 14, (count - 1 - page) << 14);
+        lines.push(format!(r#"{{"op":"bind","va":{va},"bo":7,"offset":{offset},"len":16384,"access":"rw"}}"#));
+    }
+    lines.push(r#"{"op":"destroy","id":7}"#.to_owned());
+    lines.push(r#"{"op":"null","va":"0x40000000","len":16384}"#.to_owned());
+    lines.push(r#"{"op":"bind","va":"0x7000000000","bo":1,"offset":0,"len":"0x40000","access":"r"}"#.to_owned());
+    lines.push(r#"{"op":"batch","ops":[{"op":"prefetch","va":16384,"len":16384}]}"#.to_owned());
+    (0..count).for_each(|page| {
+        lines.push(format!(r#"{{"op":"unbind","va":{},"len":16384}}"#, (page + 1) << 14));
+    });
+    lines.push(r#"{"op":"unbind","va":0,"len":"0x8000000000"}"#.to_owned());
+    Place::with(&lines.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+#[test]
+fn a_replay_in_the_address_space_of_a_device() {
+    let place = pages(100);
+    let (status, json) = place.json("vm replay trace.jsonl -d soft --batch 64");
+    let device = &json["device"];
+    assert_eq!((status, &json["format"], &device["kind"]), (0, &"agx-uat".into(), &"x86-64-4level".into()));
+    assert_eq!((&device["page_bytes"], &device["scale"], &device["batch"]), (&4096.into(), &1.into(), &64.into()));
+    // Both buffers; the range near 0 and the one far away; the last line covers both.
+    assert_eq!((&device["bos"], &device["ranges"], &device["skipped"]), (&2.into(), &2.into(), &1.into()));
+    assert_eq!((&device["operations"], &device["refused"]), (&(100 + 1 + 1 + 100 + 2).into(), &0.into()));
+    assert_eq!(device["bytes"], (100u64 << 14) + (256 << 10));
+    for way in ["one_by_one", "waited", "batched", "tables_one_by_one", "tables_batched"] {
+        let times = &device["times"][way];
+        let counts =
+            ["first_bind", "other_binds", "unbinds", "others"].map(|class| times[class]["operations"].as_u64());
+        let unbinds = if way.starts_with("tables") { 101 } else { 102 };
+        assert_eq!(counts, [1, 100, unbinds, 1].map(Some), "{way}");
+        assert!(times["other_binds"]["ns"].as_u64().unwrap() > 0);
+    }
+    let (status, text, _) = place.run("vm replay trace.jsonl -d soft --times");
+    assert!(status == 0 && text.contains("one by one, each waited for"), "{text}");
+
+    for (lines, line, says) in [
+        (&[HEADER, BO, BIND][..], "-d ram:64MiB", "binds nothing: its addresses are those of its memory"),
+        (&[HEADER, BO], "-d soft", "the trace binds nothing"),
+        (&[HEADER, BIND], "-d soft", "line 2: there is no buffer object 1"),
+        (&[HEADER, BO, "x"], "-d soft", "line 3: not an object"),
+        (
+            &[HEADER, BO, &BIND.replace("0xc000", "0xc00000")],
+            "-d soft",
+            "1 of 1 operations refused, the first in line 3",
+        ),
+        (&[HEADER, &BO.replace("0x40000", "0x4000000000000"), BIND], "-d soft", "no memory for the trace's buffers"),
+        (&[HEADER, BO, BIND], "-d floppy", "floppy"),
+        (&[HEADER, BO, BIND], "--batch 3", "--device"),
+    ] {
+        let output = Place::with(lines).command(&format!("vm replay trace.jsonl {line}")).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && stderr.contains(says), "{line}: {stderr}");
+    }
+}
+
+#[test]
+fn a_replay_on_a_gpu() {
+    let (status, text, stderr) = pages(100).run("vm replay trace.jsonl -d vulkan:0 --json");
+    if status == 1 && (stderr.contains("binds nothing") || stderr.contains("cannot open vulkan:0")) {
+        println!("SKIPPED: {stderr}");
+        return;
+    }
+    assert_eq!((status, stderr.as_str()), (0, ""));
+    let json: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(json["device"]["kind"], "sparse binding");
+    assert_eq!(json["device"]["times"]["batched"]["other_binds"]["operations"], 100);
 }
 
 #[test]

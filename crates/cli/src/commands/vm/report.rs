@@ -62,8 +62,9 @@ struct Run {
     leaf: u64,
 }
 
+/// Times as JSON has them.
 #[derive(Serialize)]
-struct TimesJson {
+pub struct TimesJson {
     first_bind: TimedJson,
     other_binds: TimedJson,
     unbinds: TimedJson,
@@ -79,7 +80,8 @@ struct TimedJson {
 }
 
 impl TimesJson {
-    fn of(times: &Times) -> Self {
+    /// The same times.
+    pub fn of(times: &Times) -> Self {
         let timed = |timed: &Timed| {
             let (ns_per_operation, mops) = each_of(timed).unzip();
             TimedJson { operations: timed.operations, ns: timed.took.as_nanos(), ns_per_operation, mops }
@@ -94,7 +96,7 @@ impl TimesJson {
 }
 
 /// Nanoseconds for each operation, and million operations in a second; none where there were none.
-fn each_of(timed: &Timed) -> Option<(f64, f64)> {
+pub fn each_of(timed: &Timed) -> Option<(f64, f64)> {
     let ns = timed.took.as_secs_f64() * 1e9 / timed.operations as f64;
     (timed.operations > 0 && ns > 0.0).then_some((ns, 1e3 / ns))
 }
@@ -256,7 +258,7 @@ impl Report {
 }
 
 /// The message of an error with those of its causes.
-fn chain(error: &dyn std::error::Error) -> String {
+pub fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {

@@ -1,0 +1,408 @@
+//! A replay through the address space of a device, beside the bind manager's own tables.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt::Write;
+use std::io::{BufRead, Error as IoError};
+use std::sync::Arc;
+use std::time::Instant;
+
+use dmalane::addr::{Address, DeviceVa, SgIndex, SgTable, Span};
+use dmalane::device::{AddressSpace, AddressSpaceKind, Device, DeviceMemory, Placement, SpaceError};
+use dmalane::vm::trace::{Lines, Times, TraceOperation};
+use dmalane::vm::{AnyVm, BindRequest, Bo};
+use serde::Serialize;
+
+use super::report::{TimesJson, chain, each_of};
+use crate::failure::Failure;
+use crate::output::{self, plain};
+use crate::size;
+
+/// Most operations that are kept.
+const MAX_OPERATIONS: usize = 1 << 22;
+/// What lies closer together than this is in one range of the device.
+const GAP: u64 = 2 << 20;
+
+/// The operations of a trace, those of its batches one by one. They are kept, because where they lie must be known
+/// before the first is applied.
+#[derive(Default)]
+pub struct Operations {
+    requests: Vec<(u64, BindRequest)>,
+    bos: BTreeMap<u64, SgTable<dmalane::addr::CardAddr>>,
+    whole: BTreeMap<u64, Arc<Bo>>,
+    /// The number of each buffer object, which ids are not: they are used again.
+    next: u64,
+    skipped: u64,
+}
+
+impl Operations {
+    /// Reads all operations of a trace.
+    pub fn read<R: BufRead>(lines: &mut Lines<R>, name: &str) -> Result<Self, Failure> {
+        let mut this = Self::default();
+        let cut = |e: IoError| Failure::because(format!("{name} cannot be read to its end"), &e);
+        loop {
+            let parsed = match lines.next().map_err(cut)? {
+                None => return Ok(this),
+                Some(dmalane::vm::trace::Line::Bytes(bytes)) if bytes.trim_ascii().is_empty() => continue,
+                Some(line) => TraceOperation::parse(line),
+            };
+            let at = lines.number();
+            let bad = |e: &dyn Error| Failure::new(format!("{name}: line {at}: {}", plain(&chain(e))));
+            match parsed.map_err(|(_, e)| bad(&e))? {
+                TraceOperation::Batch(all) | TraceOperation::Reserved(all) => {
+                    all.into_iter().try_for_each(|one| this.add(at, one))
+                }
+                one => this.add(at, one),
+            }
+            .map_err(|what| Failure::new(format!("{name}: line {at}: {what}")))?;
+            if this.requests.len() > MAX_OPERATIONS {
+                return Err(Failure::new(format!("{name} has more than {MAX_OPERATIONS} operations"))
+                    .hint("without -d a trace may be of any length"));
+            }
+        }
+    }
+
+    fn add(&mut self, line: u64, operation: TraceOperation) -> Result<(), String> {
+        let find = |bo: u64| self.whole.get(&bo).cloned().ok_or_else(|| format!("there is no buffer object {bo}"));
+        let span = |va, len| Span::new(va, len).ok_or_else(|| format!("no range is {len} bytes from {va} on"));
+        let request = match operation {
+            TraceOperation::Bo { id, segments, more } => {
+                let table = self.bos.entry(id).or_default();
+                for segment in segments {
+                    let wrong = || format!("buffer object {id}: a segment of {} bytes", segment.len);
+                    table.push(segment.addr, segment.len).filter(|()| segment.len > 0).ok_or_else(wrong)?;
+                }
+                if !more {
+                    let table = self.bos.remove(&id).unwrap_or_default();
+                    let index = SgIndex::from_table(&table).map_err(|e| e.to_string())?;
+                    self.next += 1;
+                    self.whole.insert(id, Arc::new(Bo::new(self.next, index)));
+                }
+                return Ok(());
+            }
+            TraceOperation::Destroy { id } => {
+                self.whole.remove(&id);
+                return Ok(());
+            }
+            TraceOperation::Bind { va, bo, offset, len, access } => {
+                span(va, len)?;
+                BindRequest::Bind { va, bo: find(bo)?, offset, len, access }
+            }
+            TraceOperation::Unbind { va, len } => BindRequest::Unbind(span(va, len)?),
+            TraceOperation::Prefetch { va, len } => BindRequest::Prefetch(span(va, len)?),
+            // No driver's address space has these.
+            _ => {
+                self.skipped += 1;
+                return Ok(());
+            }
+        };
+        self.requests.push((line, request));
+        Ok(())
+    }
+
+    /// Spans of all binds, those that are close to each other joined.
+    fn ranges(&self) -> Vec<Span<DeviceVa>> {
+        let mut spans: Vec<(u64, u64)> = Vec::new();
+        for (_, request) in &self.requests {
+            if let BindRequest::Bind { va, len, .. } = request {
+                spans.push((va.bits(), va.bits() + (len - 1)));
+            }
+        }
+        spans.sort_unstable();
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for (first, last) in spans {
+            match joined.last_mut() {
+                Some(before) if first.saturating_sub(before.1) <= GAP => before.1 = before.1.max(last),
+                _ => joined.push((first, last)),
+            }
+        }
+        joined.into_iter().filter_map(|(first, last)| Span::new(DeviceVa::new(first), last - first + 1)).collect()
+    }
+}
+
+/// A range of the trace, and where it is on the device.
+struct Window {
+    trace: Span<DeviceVa>,
+    device: Span<DeviceVa>,
+}
+
+/// The requests of a trace as the device gets them: at its addresses, of its memory, in its pages.
+struct Translated {
+    /// Keeps what was allocated.
+    _memory: DeviceMemory,
+    windows: Vec<Window>,
+    requests: Vec<(u64, BindRequest)>,
+    bos: u64,
+    bytes: u64,
+}
+
+/// The trace's pages, each as `scale` bytes for one.
+fn translate(operations: &Operations, device: &mut dyn Device, scale: u64) -> Result<Translated, Failure> {
+    let too_large = || Failure::new("the trace reaches beyond 64 bits in the device's pages");
+    let space_failed = |e: SpaceError| Failure::because("the device has no addresses for the trace", &e);
+    let times = |n: u64| n.checked_mul(scale).ok_or_else(too_large);
+    let mut memory = device.memory();
+    let mut on_device: BTreeMap<u64, Arc<Bo>> = BTreeMap::new();
+    let (mut bytes, mut first_table) = (0, None);
+    for (_, request) in &operations.requests {
+        let BindRequest::Bind { bo, .. } = request else { continue };
+        if on_device.contains_key(&bo.id()) {
+            continue;
+        }
+        let len = times(bo.len())?;
+        let table = memory.allocate(len, &Placement::Default);
+        let table = table.map_err(|e| Failure::because("the device has no memory for the trace's buffers", &e))?;
+        let index = SgIndex::from_table(&table).map_err(|e| Failure::because("too many segments", &e))?;
+        on_device.insert(bo.id(), Arc::new(Bo::new(bo.id(), index)));
+        bytes += len;
+        first_table.get_or_insert(table);
+    }
+    let table = first_table.ok_or_else(|| Failure::new("the trace binds nothing"))?;
+    let space = device.address_space();
+    let reserve = |trace: Span<DeviceVa>| {
+        let device = space.reserve(&table, times(trace.len())?).map_err(space_failed)?;
+        Ok(Window { trace, device })
+    };
+    let windows = operations.ranges().into_iter().map(reserve).collect::<Result<Vec<_>, Failure>>()?;
+    // What of a span lies in windows; binds lie in one.
+    let place = |span: Span<DeviceVa>| {
+        let behind = windows.partition_point(|w| w.trace.last() < span.first());
+        windows[behind..].iter().take_while(move |w| w.trace.first() <= span.last()).filter_map(move |w| {
+            let first = span.first().max(w.trace.first());
+            let last = span.last().min(w.trace.last());
+            let at = w.device.first().checked_add((first.bits() - w.trace.first().bits()) * scale)?;
+            Span::new(at, (last.bits() - first.bits() + 1) * scale)
+        })
+    };
+    let mut requests = Vec::with_capacity(operations.requests.len());
+    for (line, request) in &operations.requests {
+        match request {
+            BindRequest::Bind { va, bo, offset, len, access } => {
+                let at = Span::new(*va, *len).and_then(|span| place(span).next());
+                let (Some(at), Some(bo)) = (at, on_device.get(&bo.id()).cloned()) else { continue };
+                let (va, offset, len) = (at.first(), times(*offset)?, at.len());
+                requests.push((*line, BindRequest::Bind { va, bo, offset, len, access: *access }));
+            }
+            BindRequest::Unbind(span) => {
+                requests.extend(place(*span).map(|span| (*line, BindRequest::Unbind(span))));
+            }
+            BindRequest::Prefetch(span) => {
+                requests.extend(place(*span).map(|span| (*line, BindRequest::Prefetch(span))));
+            }
+            _ => {}
+        }
+    }
+    Ok(Translated { _memory: memory, windows, requests, bos: on_device.len() as u64, bytes })
+}
+
+/// The times of one way to apply the operations.
+#[derive(Serialize)]
+struct Ways {
+    one_by_one: TimesJson,
+    waited: TimesJson,
+    batched: TimesJson,
+    tables_one_by_one: TimesJson,
+    tables_batched: TimesJson,
+}
+
+#[derive(Serialize)]
+struct DeviceJson {
+    name: String,
+    kind: &'static str,
+    page_bytes: u64,
+    scale: u64,
+    ranges: usize,
+    bos: u64,
+    bytes: u64,
+    batch: usize,
+    operations: usize,
+    refused: usize,
+    skipped: u64,
+    times: Ways,
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    schema: u32,
+    command: &'static str,
+    trace: &'a str,
+    format: &'static str,
+    device: DeviceJson,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Class {
+    Bind,
+    Unbind,
+    Other,
+}
+
+fn class(request: &BindRequest) -> Class {
+    match request {
+        BindRequest::Bind { .. } => Class::Bind,
+        BindRequest::Unbind(_) => Class::Unbind,
+        _ => Class::Other,
+    }
+}
+
+/// Applies requests of one class together, up to `batch` of them, and takes the time. `apply` says how many it applied.
+fn measure(
+    requests: &[BindRequest],
+    batch: usize,
+    apply: &mut dyn FnMut(&[BindRequest]) -> Result<usize, Failure>,
+) -> Result<Times, Failure> {
+    let mut times = Times::default();
+    let mut rest = requests;
+    while let Some(first) = rest.first() {
+        let kind = class(first);
+        let is_first = kind == Class::Bind && times.first_bind.operations == 0;
+        let most = if is_first { 1 } else { batch };
+        let n = rest.iter().take(most).take_while(|r| class(r) == kind).count();
+        let (group, behind) = rest.split_at(n);
+        rest = behind;
+        let start = Instant::now();
+        let done = apply(group)?;
+        let took = start.elapsed();
+        let timed = match kind {
+            Class::Bind if is_first => &mut times.first_bind,
+            Class::Bind => &mut times.other_binds,
+            Class::Unbind => &mut times.unbinds,
+            Class::Other => &mut times.others,
+        };
+        if done > 0 {
+            timed.operations += done as u64;
+            timed.took += took;
+        }
+    }
+    Ok(times)
+}
+
+/// Unbinds all, between two ways.
+fn clear(space: &mut dyn AddressSpace, windows: &[Window]) -> Result<(), Failure> {
+    let all: Vec<_> = windows.iter().map(|w| BindRequest::Unbind(w.device)).collect();
+    space.apply(&all).and_then(|()| space.settle()).map_err(|e| Failure::because("cannot unbind", &e))
+}
+
+/// Makes an empty VM in tables of this program.
+type MakeTables<'a> = dyn FnMut() -> Result<Box<dyn AnyVm + Send>, Failure> + 'a;
+
+/// Applies all operations one by one, each waited for, in batches, and the same in our tables. Prints the times.
+pub fn run(
+    operations: &Operations,
+    name: &str,
+    (mut device, batch): (Box<dyn Device>, usize),
+    (format, tables): (&'static str, &mut MakeTables<'_>),
+    json: bool,
+) -> Result<(), Failure> {
+    let title = device.info().name;
+    let kind = match device.address_space().kind() {
+        AddressSpaceKind::Flat => {
+            return Err(Failure::new(format!("{title} binds nothing: its addresses are those of its memory")));
+        }
+        AddressSpaceKind::PageTables { format } => format,
+        AddressSpaceKind::Driver { name } => name,
+    };
+    let (page, granule) = (device.address_space().page().bytes(), tables()?.granule().bytes());
+    let scale = (page / granule).max(1);
+    let translated = translate(operations, &mut *device, scale)?;
+    let space = device.address_space();
+
+    // The first way finds out what the device refuses; the others leave it out.
+    let (mut at, mut bad, mut first_refused) = (0, vec![false; translated.requests.len()], None);
+    let all: Vec<_> = translated.requests.iter().map(|(_, request)| request.clone()).collect();
+    let fatal = |e: &SpaceError| matches!(e, SpaceError::Invalidate(_));
+    let failed = |e: SpaceError| Failure::because("the device failed", &e);
+    let one_by_one = measure(&all, 1, &mut |group| {
+        let result = space.apply(group);
+        at += 1;
+        match result {
+            Ok(()) if at == all.len() => space.settle().map(|()| 1).map_err(failed),
+            Ok(()) => Ok(1),
+            Err(e) if fatal(&e) => Err(failed(e)),
+            Err(e) => {
+                bad[at - 1] = true;
+                first_refused.get_or_insert_with(|| (translated.requests[at - 1].0, chain(&e)));
+                Ok(0)
+            }
+        }
+    })?;
+    let good: Vec<_> = all.iter().zip(&bad).filter(|(_, bad)| !**bad).map(|(request, _)| request.clone()).collect();
+    let refused = all.len() - good.len();
+    let mut on_device = |batch: usize, waits: bool| {
+        clear(space, &translated.windows)?;
+        let mut left = good.len();
+        measure(&good, batch, &mut |group| {
+            space.apply(group).map_err(failed)?;
+            left -= group.len();
+            if waits || left == 0 {
+                space.settle().map_err(failed)?;
+            }
+            Ok(group.len())
+        })
+    };
+    let waited = on_device(1, true)?;
+    let batched = on_device(batch, true)?;
+    clear(space, &translated.windows)?;
+
+    let original: Vec<_> = operations.requests.iter().map(|(_, request)| request.clone()).collect();
+    let mut in_tables = |batch: usize| {
+        let mut vm = tables()?;
+        measure(&original, batch, &mut |group| match vm.apply(group.to_vec(), false) {
+            Ok(committed) => {
+                vm.invalidated(committed);
+                Ok(group.len())
+            }
+            Err(_) => Ok(0),
+        })
+    };
+    let (tables_one_by_one, tables_batched) = (in_tables(1)?, in_tables(batch)?);
+
+    if json {
+        let [one_by_one, waited, batched, tables_one_by_one, tables_batched] =
+            [one_by_one, waited, batched, tables_one_by_one, tables_batched].map(|times| TimesJson::of(&times));
+        let times = Ways { one_by_one, waited, batched, tables_one_by_one, tables_batched };
+        let Translated { windows, bos, bytes, .. } = &translated;
+        let device = DeviceJson {
+            name: title,
+            kind,
+            page_bytes: page,
+            scale,
+            ranges: windows.len(),
+            bos: *bos,
+            bytes: *bytes,
+            batch,
+            operations: all.len(),
+            refused,
+            skipped: operations.skipped,
+            times,
+        };
+        output::print_json(&Json { schema: 1, command: "vm replay", trace: name, format, device })?;
+    } else {
+        let mut text = format!("{}: {kind}, pages of {}", plain(&title), size::binary(page));
+        if scale > 1 {
+            let _ = write!(text, " (each stands for {} of the trace)", size::binary(granule));
+        }
+        let _ = writeln!(text, "\n{} operations, {refused} refused, {} skipped", all.len(), operations.skipped);
+        let _ = writeln!(text, "{:<34}{:>14}{:>14}{:>14}", "ns per operation", "first bind", "other binds", "unbinds");
+        for (what, times) in [
+            ("one by one".to_owned(), &one_by_one),
+            ("one by one, each waited for".to_owned(), &waited),
+            (format!("in batches of {batch}"), &batched),
+            (format!("{format} tables, one by one"), &tables_one_by_one),
+            (format!("{format} tables, in batches"), &tables_batched),
+        ] {
+            let cells = [&times.first_bind, &times.other_binds, &times.unbinds]
+                .map(|timed| each_of(timed).map_or_else(|| "-".to_owned(), |(ns, _)| format!("{ns:.1}")));
+            let _ = writeln!(text, "{what:<34}{:>14}{:>14}{:>14}", cells[0], cells[1], cells[2]);
+        }
+        output::print(&text)?;
+    }
+    match first_refused {
+        None => Ok(()),
+        Some((line, why)) => Err(Failure::new(format!(
+            "{name}: {refused} of {} operations refused, the first in line {line}: {}",
+            all.len(),
+            plain(&why)
+        ))),
+    }
+}
