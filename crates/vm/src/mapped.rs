@@ -85,7 +85,8 @@ pub(crate) fn mapping<F: Format, T: Tables>(
 ) -> ControlFlow<()> {
     let mut last: Option<Mapped> = None;
     let mut last_bo: Option<Arc<Bo>> = None;
-    for binding in vm.bindings_from(span.first().bits() >> F::GRANULE.log2()) {
+    let page = |at: DeviceVa| at.bits() >> F::GRANULE.log2();
+    for binding in vm.bindings_within(page(span.first()), page(span.last())) {
         let Some(part) = binding.span.intersect(&span) else { break };
         // Two buffers may have one id.
         if last_bo.as_ref().map(Arc::as_ptr) != binding.bo().map(Arc::as_ptr) {

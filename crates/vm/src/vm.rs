@@ -771,7 +771,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// All bindings by ascending address.
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {
-        self.bindings_from(0)
+        self.bindings_within(0, u64::MAX)
     }
 
     /// The binding at an address, with all that continues it. The first call after a change examines what has changed
@@ -783,13 +783,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Some(self.binding(first, last, record))
     }
 
-    /// Bindings from a page on; what of the first lies before the page may be missing.
-    pub(crate) fn bindings_from(&self, mut page: u64) -> impl Iterator<Item = Binding> {
+    /// Bindings of pages from `page` to `end`; what of the first lies before, and of the last behind, may be missing:
+    /// a binding may have millions of records.
+    pub(crate) fn bindings_within(&self, mut page: u64, end: u64) -> impl Iterator<Item = Binding> {
         core::iter::from_fn(move || {
-            let extent = self.records.next(page)?;
+            let extent = self.records.next(page).filter(|extent| extent.first <= end)?;
             let first = extent.first;
             page = first + extent.pages;
-            while let Some(next) = self.records.next(page)
+            while page <= end
+                && let Some(next) = self.records.next(page)
                 && next.first == page
                 && next.record == extent.record.advance(page - first)
                 && !self.records.is_fence(page)
