@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, NoIommu, Region};
-use dmalane_dma::Registrar;
+use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
 use crate::queue::CudaQueue;
 use crate::space::MapSpace;
-use crate::sys::{Attribute, Context, Driver, Registered, Window};
+use crate::sys::{Attribute, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
 use crate::{Binds, Error, GpuName, Which};
 
@@ -116,9 +116,13 @@ impl CudaDevice {
         let span = Span::new(CardAddr::new(window.at()), window.len());
         let span = span.ok_or_else(|| Error::Memory("the GPU has no free memory".to_owned()))?;
         let region = Region { granule, ..Region::new("vram", span) };
-        let registrar = registrar(&context, gpu.host_register);
+        let refused = match gpu.host_register {
+            true => registration_refused(&context)?,
+            false => Some("the GPU does not support cuMemHostRegister".to_owned()),
+        };
+        let registrar = registrar(&context, refused.is_none());
         let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
-        let notes = notes(&gpu, name.binds, granule, driver.has_batches());
+        let notes = notes(&gpu, name.binds, granule, driver.has_batches(), refused.as_deref());
         let window = Arc::new(window);
         Ok(Self { queue, space, registrar, window, context, gpu, region: [region], chunks, notes })
     }
@@ -183,7 +187,22 @@ fn half_of(context: &Arc<Context>, free: u64) -> Result<Window, Error> {
     }
 }
 
-/// Pins host memory where the GPU can; else the driver copies through memory of its own.
+/// Why the driver does not register host memory here, although the GPU could: containers and virtual machines may lack
+/// what it needs.
+fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error> {
+    const NOT_PERMITTED: u32 = 800;
+    const NOT_SUPPORTED: u32 = 801;
+    let Ok(page) = AnonHeap::starting_at(PageKind::Base).allocate(PAGE as usize) else { return Ok(None) };
+    let page = page.share();
+    match Registered::new(context, &page.reference(), 0..page.len()) {
+        Ok(_) => Ok(None),
+        Err(e) if [NOT_PERMITTED, NOT_SUPPORTED].contains(&e.code()) => Ok(Some(e.to_string())),
+        Err(e) => Err(e),
+    }
+}
+
+/// Pins host memory where the GPU can. Else there is a heap of memory that the driver has pinned; other memory it
+/// copies through memory of its own.
 fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
     let context = context.clone();
     match pins {
@@ -191,15 +210,22 @@ fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
             Ok(registered) => Ok(Box::new(registered)),
             Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
         }),
-        false => NoIommu::new(),
+        false => {
+            NoIommu::preferring(Arc::new(DriverHeap::new("cuMemHostAlloc", move |len| {
+                match PinnedMemory::allocate(&context, len) {
+                    Ok(memory) => Ok(Box::new(memory)),
+                    Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
+                }
+            })))
+        }
     }
 }
 
-fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool) -> Vec<String> {
+fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {
     let (major, minor) = gpu.driver;
-    let host = match gpu.host_register {
-        true => "host memory is pinned by cuMemHostRegister",
-        false => "host memory is not pinned, since the GPU does not support cuMemHostRegister: the driver copies it",
+    let host = match refused {
+        None => "host memory is pinned by cuMemHostRegister".to_owned(),
+        Some(why) => format!("host memory is pinned by cuMemHostAlloc; the driver copies other memory: {why}"),
     };
     let memory = match (gpu.virtual_memory, binds) {
         (false, _) => "memory: one allocation of cuMemAlloc, since the GPU has no virtual memory; flat".to_owned(),
@@ -214,7 +240,7 @@ fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool) -> Vec<Strin
     };
     vec![
         format!("{}, PCI {}, CUDA {major}.{minor}, {} copy engines", gpu.uuid, gpu.pci, gpu.copy_engines),
-        host.to_owned(),
+        host,
         memory,
         format!("a stream for each direction; {copies}"),
     ]

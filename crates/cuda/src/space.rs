@@ -17,9 +17,94 @@ pub(crate) struct MapSpace {
     observer: Observer,
 }
 
+/// What a page shows: the address of its memory, and whether it may be written; `None` where nothing is bound.
+type Shown = Option<(u64, bool)>;
+
 impl MapSpace {
     pub(crate) fn new(context: Arc<Context>, page: PageSize) -> Self {
         Self { context, page, reserved: BTreeMap::new(), observer: Observer::default() }
+    }
+
+    /// The reserved range that a span lies in.
+    fn window(&self, span: &Span<DeviceVa>) -> Option<&Window> {
+        let window = self.reserved.range(..=span.first()).next_back().map(|(_, window)| window);
+        window.filter(|w| span.last().bits() - w.at() < w.len())
+    }
+
+    /// The memory of a bind, in whole pages: addresses and lengths.
+    fn runs_of(&self, bind: &Bind<'_>) -> Result<Vec<(u64, u64)>, SpaceError> {
+        let Bind { va, bo, offset, len, .. } = *bind;
+        let end = offset.checked_add(len);
+        let runs = end.and_then(|end| bo.sg().runs(offset..end)).into_iter().flatten();
+        let from: Vec<(u64, u64)> = runs.map(|run| (run.addr.bits(), run.len)).collect();
+        let short = from.iter().map(|(_, len)| len).sum::<u64>() != len;
+        let odd = from.iter().flat_map(|(at, len)| [at, len]).chain([&va.bits()]).any(|n| n % self.page.bytes() != 0);
+        if short || odd || len == 0 {
+            let what = format!("{len} bytes from {offset} of the buffer at {va} are not pages of {}", self.page);
+            return Err(driver(crate::Error::Memory(what)));
+        }
+        Ok(from)
+    }
+
+    /// The pages that requests change, with what they show in the end.
+    fn plan(&self, requests: &[BindRequest]) -> Result<BTreeMap<u64, Shown>, SpaceError> {
+        let page = self.page.bytes();
+        let each = |first: u64, len: u64| (0..len / page).map(move |i| first + i * page);
+        let mut pages = BTreeMap::new();
+        for request in requests {
+            match request {
+                BindRequest::Bind { va, bo, offset, len, access } => {
+                    let span = Span::new(*va, *len).ok_or(SpaceError::Exhausted(*len))?;
+                    self.window(&span).ok_or(SpaceError::NotReserved(span))?;
+                    let from = self.runs_of(&Bind { va: *va, bo, offset: *offset, len: *len, access: *access })?;
+                    let memory = from.into_iter().flat_map(|(first, len)| each(first, len));
+                    let writable = access.contains(Access::WRITE);
+                    pages.extend(each(va.bits(), *len).zip(memory.map(|at| Some((at, writable)))));
+                }
+                BindRequest::Unbind(span) => {
+                    self.window(span).ok_or(SpaceError::NotReserved(*span))?;
+                    if !span.is_aligned(self.page) {
+                        let what = format!("{span} is not pages of {}", self.page);
+                        return Err(driver(crate::Error::Memory(what)));
+                    }
+                    pages.extend(each(span.first().bits(), span.len()).map(|at| (at, None)));
+                }
+                BindRequest::Prefetch(_) => {}
+                _ => return Err(SpaceError::NoBatches),
+            }
+        }
+        Ok(pages)
+    }
+
+    /// Pages one behind the other in one window, of which `alike` says that they belong together.
+    fn groups<'a>(
+        &'a self,
+        pages: &'a BTreeMap<u64, Shown>,
+        alike: impl Fn(&Shown, &Shown) -> bool,
+    ) -> Vec<(&'a Window, u64, Vec<Shown>)> {
+        let page = self.page.bytes();
+        let mut groups: Vec<(&Window, u64, Vec<Shown>)> = Vec::new();
+        for (at, shown) in pages {
+            let last = groups.last_mut().filter(|(window, first, group)| {
+                let next = first + group.len() as u64 * page;
+                next == *at && next - window.at() < window.len() && alike(&group[0], shown)
+            });
+            match (last, self.window(&Span::inclusive(DeviceVa::new(*at), DeviceVa::new(*at)).expect("in order"))) {
+                (Some((.., group)), _) => group.push(*shown),
+                (None, Some(window)) => groups.push((window, *at, vec![*shown])),
+                (None, None) => {} // each was found in a window before
+            }
+        }
+        groups
+    }
+
+    /// Unmaps what is mapped at any of these pages.
+    fn unmap(&self, pages: &BTreeMap<u64, Shown>) -> Result<(), SpaceError> {
+        for (window, at, group) in self.groups(pages, |_, _| true) {
+            let gone = window.unmap(at, group.len() as u64 * self.page.bytes());
+            gone.map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
+        }
+        Ok(())
     }
 }
 
@@ -45,19 +130,10 @@ impl AddressSpace for MapSpace {
     }
 
     fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        let Bind { va, bo, offset, len, access } = *bind;
+        let Bind { va, len, access, .. } = *bind;
         let span = Span::new(va, len).ok_or(SpaceError::Exhausted(len))?;
-        let window = self.reserved.range(..=va).next_back().map(|(_, window)| window);
-        let window = window.filter(|w| span.last().bits() - w.at() < w.len()).ok_or(SpaceError::NotReserved(span))?;
-        let end = offset.checked_add(len);
-        let runs = end.and_then(|end| bo.sg().runs(offset..end)).into_iter().flatten();
-        let from: Vec<(u64, u64)> = runs.map(|run| (run.addr.bits(), run.len)).collect();
-        let short = from.iter().map(|(_, len)| len).sum::<u64>() != len;
-        let odd = from.iter().flat_map(|(at, len)| [at, len]).chain([&va.bits()]).any(|n| n % self.page.bytes() != 0);
-        if short || odd || len == 0 {
-            let what = format!("{len} bytes from {offset} of the buffer at {va} are not pages of {}", self.page);
-            return Err(driver(crate::Error::Memory(what)));
-        }
+        let window = self.window(&span).ok_or(SpaceError::NotReserved(span))?;
+        let from = self.runs_of(bind)?;
         window.map_again(va.bits(), &from, access.contains(Access::WRITE)).map_err(driver)?;
         self.observer.see(&[bind.request()]);
         Ok(())
@@ -69,6 +145,25 @@ impl AddressSpace for MapSpace {
         window.unmap(range.first().bits(), range.len()).map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
         self.reserved.remove(&range.first());
         self.observer.see(&[BindRequest::Unbind(range)]);
+        Ok(())
+    }
+
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        let pages = self.plan(requests)?;
+        self.unmap(&pages)?;
+        let page = self.page.bytes();
+        // Rights are set for a whole group at once.
+        let alike = |a: &Shown, b: &Shown| a.map(|(_, writable)| writable) == b.map(|(_, writable)| writable);
+        for (window, at, group) in self.groups(&pages, alike) {
+            let Some((_, writable)) = group[0] else { continue };
+            let from: Vec<_> = group.iter().flatten().map(|(memory, _)| (*memory, page)).collect();
+            if let Err(e) = window.map_again(at, &from, writable) {
+                // Nothing is bound where some of it may be.
+                self.unmap(&pages)?;
+                return Err(driver(e));
+            }
+        }
+        self.observer.see(requests);
         Ok(())
     }
 

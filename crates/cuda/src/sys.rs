@@ -9,13 +9,14 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ushort, c_void};
+use std::num::NonZeroUsize;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use dmalane_addr::{CardAddr, DeviceVa};
-use dmalane_dma::BufferRef;
+use dmalane_dma::{BufferRef, DriverMemory};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
 use libloading::Library;
 
@@ -151,6 +152,8 @@ calls! {
         free = "cuMemFree_v2" (Pointer);
         host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
         host_unregister = "cuMemHostUnregister" (*mut c_void);
+        host_alloc = "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
+        host_free = "cuMemFreeHost" (*mut c_void);
         to_device = "cuMemcpyHtoDAsync_v2" (Pointer, *const c_void, usize, Handle);
         to_host = "cuMemcpyDtoHAsync_v2" (*mut c_void, Pointer, usize, Handle);
         within = "cuMemcpyDtoDAsync_v2" (Pointer, Pointer, usize, Handle);
@@ -571,8 +574,16 @@ impl Context {
     /// When a stream does not say that it has ended: then the memory stays mapped, though nothing new begins to use it.
     fn unmap(&self, at: u64, len: u64) -> Result<(), Error> {
         let (driver, _current) = (self.driver, self.current_to_undo()?);
+        let end = at.saturating_add(len);
+        let mut mapped = self.mapped_mut();
+        cut(&mut mapped, at);
+        cut(&mut mapped, end);
+        if mapped.range(at..end).next().is_none() {
+            return Ok(());
+        }
         // From here on nothing begins to use it; what has begun ends.
-        self.mapped_mut().range_mut(at..at.saturating_add(len)).for_each(|(_, range)| range.closed = true);
+        mapped.range_mut(at..end).for_each(|(_, range)| range.closed = true);
+        drop(mapped);
         self.settle()?;
         let mut mapped = self.mapped_mut();
         let inside: Vec<u64> = mapped.range(at..at.saturating_add(len)).map(|(first, _)| *first).collect();
@@ -627,6 +638,20 @@ fn kind(at: DeviceAddr) -> (RangeKind, u64) {
         DeviceAddr::Card(at) => (RangeKind::Memory, at.bits()),
         DeviceAddr::Va(at) => (RangeKind::Bound, at.bits()),
     }
+}
+
+/// Makes two ranges of one that is bound across `at`. Each of its pages was mapped by a call of its own, so each can be
+/// unmapped alone.
+fn cut(mapped: &mut Mapped, at: u64) {
+    let Some((first, range)) = mapped.range_mut(..at).next_back() else { return };
+    let before = at - first;
+    if range.kind != RangeKind::Bound || before >= range.len {
+        return;
+    }
+    let (len, kind) = (range.len - before, RangeKind::Bound);
+    let behind = Range { len, kind, writable: range.writable, handles: Vec::new(), chunk: 0, closed: range.closed };
+    range.len = before;
+    mapped.insert(at, behind);
 }
 
 fn overlaps(mapped: &Mapped, at: u64, len: u64) -> bool {
@@ -791,6 +816,55 @@ impl Drop for Registered {
         {
             // Nothing is left to be done about an error: operations that use the memory hold it.
             let _ = call!(driver.host_unregister(self.at as *mut c_void));
+        }
+    }
+}
+
+/// Host memory that the driver has allocated, pinned for all contexts.
+pub(crate) struct PinnedMemory {
+    context: Arc<Context>,
+    start: NonNull<u8>,
+    len: NonZeroUsize,
+}
+
+impl PinnedMemory {
+    /// Allocates whole pages.
+    pub(crate) fn allocate(context: &Arc<Context>, len: usize) -> Result<Self, Error> {
+        let (driver, _current) = (context.driver, context.current()?);
+        let mut at = ptr::null_mut();
+        // 1: CU_MEMHOSTALLOC_PORTABLE, pinned for all contexts.
+        context.note(call!(driver.host_alloc(&raw mut at, len, 1)))?;
+        match (NonNull::new(at.cast::<u8>()), NonZeroUsize::new(len)) {
+            (Some(start), Some(len)) if start.addr().get().is_multiple_of(4096) && len.get().is_multiple_of(4096) => {
+                Ok(Self { context: context.clone(), start, len })
+            }
+            _ => {
+                let _ = call!(driver.host_free(at));
+                Err(Error::Memory(format!("the driver's host memory of {len} bytes at {at:p} is not whole pages")))
+            }
+        }
+    }
+}
+
+// SAFETY: it is plain memory, not tied to a thread; the context is made current by whom uses it.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: it gives only its address.
+unsafe impl Sync for PinnedMemory {}
+
+// SAFETY: the memory is mapped until it is freed, which is the drop of this. The kernel initialises what it gives to
+// the driver. Start and length were checked to be whole pages and do not change.
+unsafe impl DriverMemory for PinnedMemory {
+    fn span(&self) -> (NonNull<u8>, NonZeroUsize) {
+        (self.start, self.len)
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        let driver = self.context.driver;
+        if let Ok(_current) = self.context.current_to_undo() {
+            // Nothing is left to be done about an error: operations that use the memory hold it.
+            let _ = call!(driver.host_free(self.start.as_ptr().cast()));
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{BufferRef, Error, Mapping, Pinned, Registrar, Undo};
+use dmalane_dma::{AnonHeap, BufferRef, Error, Heap, Mapping, PageKind, Pinned, Registrar, Undo};
 
 /// Registers memory for a device whose bytes are moved by this processor or by the kernel: nothing is pinned, unless a
 /// [driver](NoIommu::calling) does that.
@@ -23,6 +23,7 @@ struct Names {
     /// Grows whenever a name is given up.
     given_up: AtomicU64,
     register: Option<Box<Register>>,
+    heap: Option<Arc<dyn Heap>>,
 }
 
 /// Registers a range of a buffer with a driver; dropping the result undoes that.
@@ -41,7 +42,12 @@ const SPACE: u64 = 1 << 56;
 impl NoIommu {
     /// A registrar of its own: registrations of another one are not known here.
     pub fn new() -> Self {
-        Self::with(None)
+        Self::with(None, None)
+    }
+
+    /// The same for a device that moves the memory of a heap faster than other memory.
+    pub fn preferring(heap: Arc<dyn Heap>) -> Self {
+        Self::with(None, Some(heap))
     }
 
     /// The same for a device whose driver registers host memory. `register` is called with each range that is mapped;
@@ -49,14 +55,14 @@ impl NoIommu {
     pub fn calling(
         register: impl Fn(&BufferRef, Range<usize>) -> Result<Box<dyn Any + Send>, Error> + Send + Sync + 'static,
     ) -> Self {
-        Self::with(Some(Box::new(register)))
+        Self::with(Some(Box::new(register)), None)
     }
 
-    fn with(register: Option<Box<Register>>) -> Self {
+    fn with(register: Option<Box<Register>>, heap: Option<Arc<dyn Heap>>) -> Self {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
         let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
         let state = State { iovas, next: 0, live: BTreeMap::new() };
-        Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0), register }))
+        Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0), register, heap }))
     }
 
     /// A number that changes whenever a registration was undone.
@@ -132,6 +138,11 @@ impl Registrar for NoIommu {
 
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.0)
+    }
+
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        let other = || -> Arc<dyn Heap> { Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at)) };
+        self.0.heap.clone().unwrap_or_else(other)
     }
 }
 

@@ -5,6 +5,7 @@
 //! their duty with the real driver, too).
 #![allow(unsafe_code)]
 
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_uint, c_void};
 use std::os::fd::IntoRawFd;
@@ -380,6 +381,38 @@ functions! {
             }
             state.registered.insert(at, len);
             Ok(())
+        })
+    }
+    fn cuMemHostAlloc(to: *mut usize, len: usize, flags: c_uint) {
+        with_context("cuMemHostAlloc", |state| {
+            let layout = Layout::from_size_align(len, 4096).map_err(|_| INVALID_VALUE)?;
+            if len == 0 || flags != 1 {
+                return Err(INVALID_VALUE);
+            }
+            // SAFETY: the layout is not empty.
+            let at = unsafe { alloc_zeroed(layout) }.expose_provenance();
+            if at == 0 {
+                return Err(OUT_OF_MEMORY);
+            }
+            state.pinned.insert(at, len);
+            put(to, at)
+        })
+    }
+    fn cuMemFreeHost(at: usize) {
+        undo("cuMemFreeHost", |state| match state.pinned.remove(&at) {
+            Some(len) => {
+                if state.is_busy(Place::Host(at), len as u64) {
+                    state.violation(format!("host memory at {at:#x} was freed while a stream used it"));
+                }
+                let layout = Layout::from_size_align(len, 4096).map_err(|_| INVALID_VALUE)?;
+                // SAFETY: it was allocated with this layout, and is freed once, since it was in the list.
+                unsafe { dealloc(std::ptr::with_exposed_provenance_mut(at), layout) };
+                Ok(())
+            }
+            None => {
+                state.violation(format!("{at:#x} was freed and is no host memory of the driver"));
+                Err(INVALID_VALUE)
+            }
         })
     }
     fn cuMemHostUnregister(at: usize) {

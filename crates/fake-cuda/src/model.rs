@@ -133,6 +133,8 @@ pub(crate) struct State {
     pub reserved: BTreeMap<u64, u64>,
     pub mapped: BTreeMap<u64, Mapping>,
     pub registered: BTreeMap<usize, usize>,
+    /// Host memory of the driver.
+    pub pinned: BTreeMap<usize, usize>,
     pub streams: BTreeMap<u64, Stream>,
     /// The stream and the job after which each event has come; `None` before it was recorded.
     pub events: BTreeMap<u64, Option<(u64, u64)>>,
@@ -287,8 +289,10 @@ impl State {
                 None
             }
             Place::Host(at) if self.settings.host_register => {
-                let found = self.registered.range(..=at).next_back();
-                let inside = found.is_some_and(|(first, has)| at as u64 + len <= (*first + *has) as u64);
+                let inside = [&self.registered, &self.pinned].into_iter().any(|known| {
+                    let found = known.range(..=at).next_back();
+                    found.is_some_and(|(first, has)| at as u64 + len <= (*first + *has) as u64)
+                });
                 (!inside).then(|| format!("host memory at {at:#x} is not registered"))
             }
             Place::Host(_) => None,
@@ -315,6 +319,7 @@ impl State {
             ("reservations", self.reserved.len()),
             ("mappings", self.mapped.len()),
             ("registrations", self.registered.len()),
+            ("host allocations", self.pinned.len()),
             ("streams", self.streams.values().filter(|s| !s.destroyed).count()),
             ("events", self.events.len()),
         ];

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, SgIndex, SgTable};
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_cuda::{GpuName, gpus};
 use dmalane_device::{AddressSpaceKind, Bind, Device};
 use dmalane_fake_cuda::{Fake, Seen};
-use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Shape, StopReason, drain};
-use dmalane_vm::Bo;
+use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::gpu::{Gpu, named};
 
@@ -17,6 +17,7 @@ const TIDY: &[&str] = &[
     "cuDevicePrimaryCtxRelease_v2",
     "cuEventDestroy_v2",
     "cuMemAddressFree",
+    "cuMemFreeHost",
     "cuMemFree_v2",
     "cuMemHostUnregister",
     "cuMemRelease",
@@ -82,6 +83,15 @@ fn everything(name: &GpuName) -> Result<(), String> {
     if gpu.read(0, at(1000), 3)? != bytes[1000..1003] && gpu.read(0, at(400_000), 1000)? != bytes[400_000..401_000] {
         return Err("other bytes".to_owned());
     }
+    // Memory of the heap that the device prefers.
+    let mut buf = gpu.registrar.heap(None).allocate(5000).map_err(|e| text(&e))?;
+    buf[..5000].copy_from_slice(&bytes[..5000]);
+    let buf = buf.share();
+    let via = Registered::new(&*gpu.registrar, &buf, Access::RW).map_err(|e| text(&e))?;
+    gpu.run(0, Operation::write((buf.into_part(), via), at(0)))?;
+    if gpu.read(1, at(0), 5000)? != bytes[..5000] {
+        return Err("other bytes of the heap".to_owned());
+    }
     if name.binds != dmalane_cuda::Binds::Flat {
         bound(&mut gpu, &table)?;
     }
@@ -101,6 +111,29 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
     assert!(space.bind(&bind).is_err(), "something is bound there");
     let at = space.at(range.first());
     gpu.read(0, at, 5000)?;
+    // The pages change places, then the second is taken away.
+    let space = gpu.device.address_space();
+    let page = |i: u64| Span::new(DeviceVa::new(range.first().bits() + (i << 21)), 2 << 20).unwrap();
+    let swap = |i: u64| {
+        let (va, offset) = (page(i).first(), (1 - i) << 21);
+        BindRequest::Bind { va, bo: bo.clone(), offset, len: 2 << 20, access: Access::RW }
+    };
+    let batch = [swap(0), swap(1), BindRequest::Prefetch(page(0)), BindRequest::Unbind(page(1))];
+    space.apply(&batch).map_err(|e| e.to_string())?;
+    let third = Span::new(DeviceVa::new(range.first().bits() + (4 << 20)), 2 << 20).unwrap();
+    let odd = Span::new(DeviceVa::new(range.first().bits() + 4096), 4096).unwrap();
+    for refused in
+        [BindRequest::Unbind(third), BindRequest::Unbind(odd), BindRequest::Null { va: range.first(), len: 1 }]
+    {
+        assert!(space.apply(&[swap(1), refused]).is_err());
+    }
+    gpu.read(0, at, 5000)?;
+    let second = gpu.device.address_space().at(page(1).first());
+    match gpu.read(0, second, 5000) {
+        Ok(_) => panic!("nothing is bound there, nor was it by a batch that is refused"),
+        Err(e) if e.contains("MMU") => {}
+        Err(e) => return Err(e),
+    }
     let unbound = gpu.device.address_space().unbind(range);
     unbound.map_err(|e| e.to_string())
 }
@@ -110,8 +143,9 @@ fn every_call_fails_once() {
     let fake = Fake::turn();
     // The name of the function is in the error, unless its failure only means that something is not there.
     let (mut clear, mut missed) = (0, 0);
-    for (binds, virtual_memory) in [("", 1), (",vmm", 1), ("", 0)] {
+    for (binds, virtual_memory, register) in [("", 1, 1), (",vmm", 1, 1), ("", 0, 1), ("", 1, 0)] {
         fake.set("virtual-memory", virtual_memory);
+        fake.set("host-register", register);
         let name = named(&fake, binds);
         everything(&name).unwrap();
         let Seen { leaks, violations, calls } = fake.seen();
@@ -155,6 +189,35 @@ fn every_call_fails_once() {
         fake.assert_clean("at the end");
     }
     assert!(clear > 100 && missed < 40, "{clear} errors, {missed} calls were not made");
+}
+
+#[test]
+fn where_registration_is_refused_the_driver_allocates_host_memory() {
+    let fake = Fake::turn();
+    fake.fail("cuMemHostRegister_v2", 1, 801);
+    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let notes = gpu.device.info().notes.join("; ");
+    assert!(notes.contains("pinned by cuMemHostAlloc") && notes.contains("cuMemHostRegister"), "{notes}");
+    let heap = gpu.registrar.heap(None);
+    assert_eq!(heap.name(), "cuMemHostAlloc");
+    let (table, span) = gpu.allocate(2 << 20).unwrap();
+    let mut buf = heap.allocate(5000).unwrap();
+    assert!(buf.iter().all(|b| *b == 0) && buf.len() == 8192);
+    buf.fill(7);
+    let buf = buf.share();
+    let via = Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap();
+    let at = DeviceAddr::Card(span.first());
+    let back = gpu.run(0, Operation::write((buf.into_part(), via), at)).unwrap();
+    let back = gpu.run(0, Operation::read(back.into_host().pop().unwrap(), at)).unwrap();
+    assert_eq!(dmalane_queue::conformance::host_bytes(&back), [7; 8192]);
+    assert_eq!(heap.stats().live, 8192);
+    drop(back);
+    assert_eq!((heap.stats().live, fake.calls("cuMemHostAlloc"), fake.calls("cuMemFreeHost")), (0, 1, 1));
+    fake.fail("cuMemHostAlloc", 1, 2);
+    assert!(heap.allocate(5000).unwrap_err().to_string().contains("cuMemHostAlloc"));
+    gpu.memory.free(table.segments()).unwrap();
+    drop((gpu, heap));
+    fake.assert_clean("with host memory of the driver");
 }
 
 #[test]
