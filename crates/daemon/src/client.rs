@@ -283,8 +283,9 @@ fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
 /// A function of a daemon's card. It implements [`Mmio`], so [`dmalane_card::Card`] drives it like a card in this
 /// process. Clones are handles to the same function.
 ///
-/// Buffers are memfds, from [`Client::buffer`] or from a [`mem::MemfdHeap`]. The connection ends when the last handle
-/// and the last mapping are dropped; then the daemon stops the queues and releases all resources of the client.
+/// Buffers are memfds of this process, from [`Client::buffer`] or from a [`mem::MemfdHeap`]. The
+/// connection ends when the last handle and the last mapping are dropped; then the daemon stops the queues and releases
+/// all resources of the client.
 #[derive(Clone)]
 pub struct Client(Arc<Inner>);
 
@@ -306,8 +307,6 @@ struct Inner {
     status_reads: AtomicU32,
     /// The IOVAs that the daemon has assigned.
     iovas: Mutex<RangeCache<Iova>>,
-    /// Buffers that the daemon allocated and that may still be in use, each with its number.
-    allocated: Mutex<Vec<(u64, BufferRef)>>,
 }
 
 impl Client {
@@ -346,7 +345,6 @@ impl Client {
             gone: OnceLock::new(),
             status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
-            allocated: Mutex::default(),
         })))
     }
 
@@ -404,20 +402,13 @@ impl Client {
         self.0.gone.get().cloned()
     }
 
-    /// Has the daemon allocate a zeroed buffer of at least `len` bytes, which counts against this client's limits. It
-    /// can be mapped like any other. Once the last reference to it is dropped, the next request returns it to the
-    /// daemon. Its contents are lost when the connection ends.
+    /// A zeroed buffer of at least `len` bytes that the card can reach. The memory belongs to this process, also in the
+    /// kernel's accounts. It counts against the limits of this client while it is mapped.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; the errors of the connection.
-    pub fn buffer(&self, len: usize) -> Result<SharedBuf, ClientError> {
-        self.0.sweep();
-        let (answer, fds): (PairAnswer, _) = self.0.ask_for(&ClientRequest::Buffer { len: len as u64 }, &[])?;
-        let bad = || ClientError::BadAnswer { path: self.0.options.path.clone(), what: "an invalid buffer" };
-        let fd = fds.into_iter().next().ok_or_else(bad)?;
-        let buf = SharedBuf::import(fd).ok().filter(|buf| buf.len() >= len).ok_or_else(bad)?;
-        lock(&self.0.allocated).push((answer.first.get(), buf.reference()));
-        Ok(buf)
+    /// Those of [`MemfdHeap`].
+    pub fn buffer(&self, len: usize) -> Result<SharedBuf, mem::Error> {
+        Ok(MemfdHeap::importable(None).allocate(len)?.share())
     }
 }
 
@@ -458,18 +449,6 @@ impl Inner {
         }
     }
 
-    /// Returns buffers without references to the daemon.
-    fn sweep(&self) {
-        let mut allocated = lock(&self.allocated);
-        let dropped: Vec<u64> = allocated.iter().filter(|(_, memory)| memory.is_last()).map(|(id, _)| *id).collect();
-        allocated.retain(|(id, _)| !dropped.contains(id));
-        drop(allocated);
-        for id in dropped {
-            // After a failure the buffer still counts against the limit, and a later request reports that.
-            let _ = self.ask(&ClientRequest::Close { id }, &[]);
-        }
-    }
-
     /// The queue whose register is at this offset, and the register's offset within the queue's block.
     #[inline]
     fn queue(&self, bar: u8, offset: u64) -> Option<(usize, u64)> {
@@ -503,7 +482,6 @@ impl Registrar for Client {
     }
 
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
-        self.0.sweep();
         if list.iter().any(|pinned| !pinned.is_from(&self.0)) {
             return Err(mem::Error::ForeignPin);
         }
@@ -663,7 +641,6 @@ impl Undo for Inner {
             }
         }
         lock(&self.iovas).free(lease);
-        self.sweep();
         true
     }
 

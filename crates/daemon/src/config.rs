@@ -44,6 +44,11 @@ pub struct Config {
     pub user_ddr: Option<u64>,
     /// Bytes of HBM for all clients of one user; `None` as for `user_ddr`.
     pub user_hbm: Option<u64>,
+    /// Most bytes of memory for all clients: card memory that was touched, and buffers while they are mapped. `None`
+    /// for no limit.
+    pub memory: Option<u64>,
+    /// The same for all clients of one user; `None` for three quarters of `memory`.
+    pub user_memory: Option<u64>,
     /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
     pub uids: Vec<u32>,
     /// Primary groups whose members may connect, by number.
@@ -72,6 +77,8 @@ impl Default for Config {
             user_clients: None,
             user_ddr: None,
             user_hbm: None,
+            memory: None,
+            user_memory: None,
             uids: Vec::new(),
             gids: Vec::new(),
             spin: Duration::from_micros(100),
@@ -138,6 +145,10 @@ settings! {
     UserClients, "clients of a user", "must be 1 to the number of clients";
     /// [`Config::user_ddr`].
     UserDdr, "DDR of a user", "must be at least the limit of one client and at most the card's memory";
+    /// [`Config::memory`].
+    Memory, "memory", "must be at least 16 MiB";
+    /// [`Config::user_memory`].
+    UserMemory, "memory of a user", "must be at least 8 MiB, and at most that of all";
     /// [`Config::user_hbm`].
     UserHbm, "HBM of a user", "must be at least the limit of one client and at most the card's memory";
 }
@@ -154,6 +165,7 @@ impl Config {
         };
         let user_clients = self.user_clients.unwrap_or(1);
         let (user_ddr, user_hbm) = (self.user_ddr.unwrap_or(ddr), self.user_hbm.unwrap_or(hbm));
+        let (all_memory, user_memory) = self.memory_limits();
         let settings = [
             (Setting::ClientDdr, ddr, memory(ddr, self.ddr, 2 << 20)),
             (Setting::ClientHbm, hbm, memory(hbm, self.hbm, 4 << 20)),
@@ -163,6 +175,8 @@ impl Config {
             (Setting::Clients, self.clients as u64, (1..=1024).contains(&self.clients)),
             (Setting::UserClients, user_clients as u64, (1..=self.clients).contains(&user_clients)),
             (Setting::UserDdr, user_ddr, (ddr..=self.ddr).contains(&user_ddr)),
+            (Setting::Memory, all_memory, all_memory >= 16 << 20),
+            (Setting::UserMemory, user_memory, (8 << 20..=all_memory).contains(&user_memory)),
             (Setting::UserHbm, user_hbm, (hbm..=self.hbm).contains(&user_hbm)),
         ];
         match settings.into_iter().find(|(.., good)| !good) {
@@ -198,6 +212,12 @@ impl Config {
     /// Most clients of one user.
     pub(crate) fn clients_per_user(&self) -> usize {
         self.user_clients.unwrap_or(self.clients - self.clients / 4)
+    }
+
+    /// Most bytes of memory in all, and of one user.
+    pub(crate) fn memory_limits(&self) -> (u64, u64) {
+        let all = self.memory.unwrap_or(u64::MAX);
+        (all, self.user_memory.unwrap_or(if all == u64::MAX { all } else { all - all / 4 }))
     }
 
     /// Most DDR and HBM of one user.
@@ -301,6 +321,9 @@ mod tests {
         assert_eq!(check(|c| c.limits.buffers = 0).unwrap_err().setting, Setting::ClientBuffers);
         assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().setting, Setting::ClientBytes);
         assert_eq!(check(|c| c.clients = 0).unwrap_err().setting, Setting::Clients);
+        assert_eq!(check(|c| c.memory = Some(1 << 20)).unwrap_err().setting, Setting::Memory);
+        let wrong = |c: &mut Config| (c.memory, c.user_memory) = (Some(1 << 30), Some(2 << 30));
+        assert_eq!(check(wrong).unwrap_err().setting, Setting::UserMemory);
         assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().setting, Setting::UserClients);
         assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().setting, Setting::UserDdr);
         assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().setting, Setting::UserHbm);

@@ -16,6 +16,7 @@ use dmalane_dma::{Heap, Mapping, MemfdHeap, PageKind, Registrar, SharedBuf};
 use rustix::fs::{FallocateFlags, SealFlags};
 use zerocopy::IntoBytes;
 
+use crate::account::{Account, Charge};
 use crate::config::{Budget, Config};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
@@ -27,6 +28,9 @@ use crate::worker::RunQueue;
 
 /// Bytes of a buffer that are populated at once.
 const POPULATED_AT_ONCE: usize = 8 << 20;
+
+/// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
+const MAPPED_PER_BYTE: u64 = 64;
 
 /// Credentials of the client, from the kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,6 +44,7 @@ pub(crate) struct Peer {
 pub(crate) struct ServerState {
     pub config: Config,
     pub budget: Arc<Budget>,
+    pub account: Arc<Account>,
     pub run_queue: Arc<RunQueue>,
     pub deferred_close: DeferredClose,
 }
@@ -72,6 +77,8 @@ struct Buffer {
     maps: usize,
     /// The number of a buffer that the daemon allocated.
     id: Option<u64>,
+    /// After the buffer, which is freed first.
+    _charge: Charge,
 }
 
 impl Drop for Buffer {
@@ -90,6 +97,8 @@ struct Mapped {
     /// Unmaps on drop.
     _mapping: Mapping,
     keys: Vec<Key>,
+    /// For page tables and what else the daemon notes of each page.
+    _charge: Charge,
 }
 
 /// Resources of a client.
@@ -338,7 +347,7 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
-        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.uid, &state.budget)
+        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.uid, (&state.budget, &state.account))
             .map_err(|NoFunction(code, text)| Refused(code, text))?;
         let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot create a function: {e}"));
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
@@ -378,9 +387,15 @@ impl Connection {
         Ok(())
     }
 
+    /// Charges memory to the user.
+    fn charge(&self, state: &ServerState, bytes: u64) -> Result<Charge, Refused> {
+        Charge::new(&state.account, self.peer.uid, bytes).map_err(|text| Refused(Code::Quota, text))
+    }
+
     fn create_buffer(&mut self, state: &ServerState, len: u64) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
         let len = len.max(1).checked_next_multiple_of(4096).unwrap_or(u64::MAX);
         self.check_quota(state, len)?;
+        let charge = self.charge(state, len)?;
         let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot allocate a buffer: {e}"));
         // No reserved huge pages: `SharedBuf::import` refuses them.
         let heap = MemfdHeap::starting_at(PageKind::Transparent);
@@ -394,7 +409,7 @@ impl Connection {
         let len = buf.len() as u64;
         self.bytes += len;
         self.allocated.insert(id, key);
-        self.buffers.insert(key, Buffer { buf, maps: 0, id: Some(id) });
+        self.buffers.insert(key, Buffer { buf, maps: 0, id: Some(id), _charge: charge });
         let answer = PairAnswer { first: id.into(), len: len.into() };
         Ok((answer.as_bytes().to_vec(), vec![fd]))
     }
@@ -451,17 +466,18 @@ impl Connection {
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);
             }
+            let charge = self.charge(state, all / MAPPED_PER_BYTE)?;
             let mapping = host.map_list(pinned, access).map_err(failed)?;
-            Ok((mapping, keys))
+            Ok((mapping, keys, charge))
         });
-        let answer = mapped.map(|(mapping, keys)| {
+        let answer = mapped.map(|(mapping, keys, charge)| {
             for key in &keys {
                 if let Some(buffer) = self.buffers.get_mut(key) {
                     buffer.maps += 1;
                 }
             }
             let span = mapping.span();
-            self.mappings.insert(span.first().bits(), Mapped { _mapping: mapping, keys });
+            self.mappings.insert(span.first().bits(), Mapped { _mapping: mapping, keys, _charge: charge });
             PairAnswer { first: span.first().bits().into(), len: span.len().into() }
         });
         for key in taken {
@@ -484,8 +500,9 @@ impl Connection {
                 // The memfd is sealed against shrinking only: it may have grown since.
                 let len = buf.len() as u64;
                 self.check_quota(state, len)?;
+                let charge = self.charge(state, len)?;
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { buf, maps: 1, id: None });
+                self.buffers.insert(key, Buffer { buf, maps: 1, id: None, _charge: charge });
             }
             taken.push(key);
         }

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_sim::{CardConfig, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
+use dmalane_sim::{CardConfig, CardMemory, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
+use crate::account::{Account, Charge};
 use crate::config::{Budget, ClientLimits};
 use crate::page::Page;
 use crate::socket;
@@ -17,6 +18,9 @@ use crate::wire::Code;
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
 const MIN_COST: i64 = 64 << 10;
+
+/// Memory that a function takes before anything is touched or mapped.
+const BASE_BYTES: u64 = 1 << 20;
 
 /// Registers, queues, an MMU, card memory and an IOMMU domain for one client.
 ///
@@ -31,9 +35,15 @@ pub(crate) struct Function {
     calls: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
-    /// The user whose budget is charged.
-    uid: u32,
+    share: Share,
+}
+
+/// Card memory of a user; given back on drop.
+pub(crate) struct Share {
     budget: Arc<Budget>,
+    uid: u32,
+    ddr: u64,
+    hbm: u64,
 }
 
 /// Why a function could not be created.
@@ -48,11 +58,12 @@ impl Function {
         hbm: u64,
         queues: u32,
         uid: u32,
-        budget: &Arc<Budget>,
+        (budget, account): (&Arc<Budget>, &Arc<Account>),
     ) -> Result<(Self, Vec<OwnedFd>), NoFunction> {
         let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
+        let charge = Charge::new(account, uid, BASE_BYTES).map_err(|text| NoFunction(Code::Quota, text))?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let config = CardConfig { ddr, hbm, channels: queues, workers: Workers::Inline };
         let page = Page::new().map_err(|e| failed(&e))?;
@@ -66,17 +77,20 @@ impl Function {
         }
         let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
         let theirs = std::iter::once(kick.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
-        let card = SoftCard::new(config, || host.port(), |_| {}).map_err(|e| match e {
+        let refused = |e| match e {
             dmalane_sim::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
             e => failed(&e),
-        })?;
+        };
+        let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
+        let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
         budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
-        Ok((Self { card, host, page, kick, calls, ddr, hbm, uid, budget: budget.clone() }, theirs))
+        let share = Share { budget: budget.clone(), uid, ddr, hbm };
+        Ok((Self { card, host, page, kick, calls, ddr, hbm, share }, theirs))
     }
 
     /// The user who is charged for the work of the queues.
     pub(crate) fn user(&self) -> u32 {
-        self.uid
+        self.share.uid
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -138,10 +152,15 @@ impl Function {
     }
 
     /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
-    /// worker's.
-    pub(crate) fn release(function: Arc<Self>) {
+    /// worker's. Returns what is to be given back together with the place of the client.
+    pub(crate) fn release(mut function: Arc<Self>) -> Option<Share> {
         let start = Instant::now();
-        while Arc::strong_count(&function) > 1 && start.elapsed() < Duration::from_secs(5) {
+        loop {
+            match Arc::try_unwrap(function) {
+                Ok(function) => return Some(function.share),
+                Err(shared) if start.elapsed() < Duration::from_secs(5) => function = shared,
+                Err(_) => return None,
+            }
             std::thread::sleep(Duration::from_micros(100));
         }
     }
@@ -166,7 +185,7 @@ impl Function {
     }
 }
 
-impl Drop for Function {
+impl Drop for Share {
     fn drop(&mut self) {
         self.budget.give(self.uid, self.ddr, self.hbm);
     }

@@ -10,6 +10,7 @@ use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
+use crate::account::Account;
 use crate::config::{Budget, ClientLimits, Config};
 use crate::connection::{Connection, Handled, Peer, ServerState};
 use crate::deferred_close::DeferredClose;
@@ -34,6 +35,7 @@ fn fixed() -> Fixed {
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
     let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
     let budget = Arc::new(Budget::new(&config));
+    let account = Arc::new(Account::new(u64::MAX, u64::MAX));
     let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
@@ -42,7 +44,7 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        state: ServerState { config, budget, run_queue, deferred_close: DeferredClose::default() },
+        state: ServerState { config, budget, account, run_queue, deferred_close: DeferredClose::default() },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
     }
@@ -163,6 +165,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }
+    assert_eq!(state.account.in_use(), 0, "memory leaked");
     assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory leaked");
 }
 

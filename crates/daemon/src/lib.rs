@@ -46,6 +46,7 @@
 /// Default path of the daemon's socket.
 pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 
+mod account;
 mod client;
 mod config;
 mod connection;

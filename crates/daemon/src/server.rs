@@ -21,10 +21,11 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use zerocopy::IntoBytes;
 
+use crate::account::Account;
 use crate::config::{BadConfig, Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, Peer, ServerState};
 use crate::deferred_close::DeferredClose;
-use crate::function::Function;
+use crate::function::{Function, Share};
 use crate::pool::Pool;
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
@@ -318,8 +319,8 @@ struct Closing {
 enum Done {
     /// The request of a client was handled.
     Handled(Box<Connection>, Handled),
-    /// A disconnected client's resources were released.
-    Released(u64),
+    /// A disconnected client's resources were released, but for its share of the card.
+    Released(u64, Option<Share>),
 }
 
 /// A daemon.
@@ -347,10 +348,18 @@ impl Server {
         config.check()?;
         let run_queue = Arc::new(RunQueue::new()?);
         let budget = Arc::new(Budget::new(&config));
+        let (all, user) = config.memory_limits();
+        let account = Arc::new(Account::new(all, user));
         let (run, spin) = (run_queue.clone(), config.spin);
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
         Ok(Self {
-            state: Arc::new(ServerState { config, budget, run_queue, deferred_close: DeferredClose::default() }),
+            state: Arc::new(ServerState {
+                config,
+                budget,
+                account,
+                run_queue,
+                deferred_close: DeferredClose::default(),
+            }),
             pool: Pool::new()?,
             connections: BTreeMap::new(),
             closing: BTreeMap::new(),
@@ -607,18 +616,22 @@ impl Server {
                         self.close(id, why, keep_memory);
                     }
                 }
-                Done::Released(id) => {
-                    let Some(closing) = self.closing.remove(&id) else { continue };
-                    // The socket is closed last, after mappings and buffers.
-                    let Closing { entry, why, releasing, .. } = closing;
-                    self.disconnect(entry.peer.uid, entry.socket, entry.carries);
-                    if entry.counted {
-                        self.totals.released += 1;
-                        let (released, after) = releasing.unwrap_or_default();
-                        (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
-                    }
+                Done::Released(id, share) => {
+                    drop(share);
+                    self.released(id);
                 }
             }
+        }
+    }
+
+    /// Ends the connection of a client whose resources were released: the socket is closed last.
+    fn released(&mut self, id: u64) {
+        let Some(Closing { entry, why, releasing, .. }) = self.closing.remove(&id) else { return };
+        self.disconnect(entry.peer.uid, entry.socket, entry.carries);
+        if entry.counted {
+            self.totals.released += 1;
+            let (released, after) = releasing.unwrap_or_default();
+            (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
         }
     }
 
@@ -709,6 +722,7 @@ impl Server {
 
     /// Has the pool release the resources of disconnected clients whose queues have stopped.
     fn release(&mut self) {
+        let mut empty = Vec::new();
         for (id, closing) in &mut self.closing {
             let Some(connection) = &closing.entry.connection else { continue };
             let after = closing.since.elapsed();
@@ -722,19 +736,24 @@ impl Server {
                     self.state.run_queue.remove(function);
                 }
                 let id = *id;
+                if function.is_none() && closing.releasing.is_some_and(|(resources, _)| resources == Default::default())
+                {
+                    empty.push(id);
+                    continue;
+                }
                 self.pool.put(closing.entry.peer.uid, move || {
                     // Mappings and buffers before the function, which must not end with the worker's reference to it.
                     drop(connection);
-                    if let Some(function) = function {
-                        Function::release(function);
-                    }
-                    Done::Released(id)
+                    Done::Released(id, function.and_then(Function::release))
                 });
             } else if !closing.quarantined && after > self.state.config.stop_timeout {
                 closing.quarantined = true;
                 self.totals.quarantined += 1;
                 (self.log)(&ServerEvent::Quarantined { client: *id, resources: connection.resources() });
             }
+        }
+        for id in empty {
+            self.released(id);
         }
     }
 }

@@ -296,7 +296,6 @@ fn a_daemon_is_killed_and_started_again() {
         let buf = whole.unwrap().into_whole().unwrap();
         let error = Registered::new(&client, &buf, Access::RW).map(drop).unwrap_err();
         assert!(is_disconnected(&error), "{error}");
-        assert!(matches!(client.buffer(1), Err(ClientError::Disconnected(_))));
         assert!(matches!(client.reconnect(), Err(ClientError::Connect { .. })), "no daemon is running");
         let start = Instant::now();
         drop((queue, via));
@@ -371,15 +370,11 @@ fn dropped_objects_are_released_in_the_daemon() {
     assert_eq!((now.buffers, now.mappings, now.bytes, now.errors), (2, 4, 2 * MIB as u64, 0));
     drop((via, both));
     let now = row(&daemon);
-    assert_eq!((now.buffers, now.mappings, now.bytes), (2, 2, 2 * MIB as u64));
+    assert_eq!((now.buffers, now.mappings, now.bytes), (1, 2, MIB as u64));
     drop(ranges);
     let now = row(&daemon);
-    assert_eq!((now.buffers, now.mappings, now.bytes), (1, 0, MIB as u64));
+    assert_eq!((now.buffers, now.mappings, now.bytes), (0, 0, 0));
     drop(buf);
-    drop(client.buffer(4096).unwrap());
-    drop(client.buffer(4096).unwrap());
-    let now = row(&daemon);
-    assert_eq!((now.buffers, now.bytes), (1, 4096), "unreferenced buffers were returned");
     drop((client, own));
     daemon.wait_until_empty();
     settles_at((files, mappings));
@@ -437,12 +432,16 @@ fn limits_are_enforced() {
     daemon.wait_for("card memory is released", |r| r.ddr.0 == 64 << 20);
     let second = daemon.connect();
     // Buffers.
-    assert!(matches!(first.buffer(17 << 20), Err(ClientError::Refused { .. })));
-    let large = first.buffer(16 << 20).unwrap();
-    assert!(matches!(first.buffer(1), Err(ClientError::Refused { .. })));
+    let map = |len| {
+        let buf = first.buffer(len).unwrap();
+        Registered::new(&first, &buf, Access::RW)
+    };
+    assert!(map(17 << 20).is_err());
+    let large = map(16 << 20).unwrap();
+    assert!(map(1).is_err());
     drop(large);
-    let many: Vec<_> = (0..8).map(|_| first.buffer(4096).unwrap()).collect();
-    assert!(matches!(first.buffer(1), Err(ClientError::Refused { .. })));
+    let many: Vec<_> = (0..8).map(|_| map(4096).unwrap()).collect();
+    assert!(map(1).is_err());
     drop(many);
     // Clients.
     let third = dmalane_daemon::Client::connect(ClientOptions { ddr: 2 << 20, hbm: 4 << 20, ..daemon.options() });
@@ -542,4 +541,64 @@ fn connecting_to_a_daemon_that_never_accepts_times_out() {
     let timeout = Duration::from_millis(200);
     let refused = Client::connect(ClientOptions { timeout, ..ClientOptions::new(&path) }).err();
     assert!(matches!(refused, Some(ClientError::Timeout { after, .. }) if after == timeout), "{refused:?}");
+}
+
+#[test]
+fn card_memory_of_a_client_is_zeros_whoever_had_it_before() {
+    let limits = ClientLimits { ddr: 32 << 20, hbm: 32 << 20, ..ClientLimits::default() };
+    // All of the card for one client at a time, so that the next one gets what this one had.
+    let daemon = Daemon::start(Config { ddr: 32 << 20, hbm: 32 << 20, limits, ..Config::default() });
+    for round in 0..3u8 {
+        let mut driven = Driven::new(daemon.connect(), 32 * MIB);
+        driven.part.as_mut().unwrap().write(0, &[0xee; 64 << 10]).unwrap();
+        driven.copy(Direction::ToHost).unwrap();
+        let mut got = vec![1; 32 * MIB];
+        driven.part.as_ref().unwrap().read(0, &mut got).unwrap();
+        assert!(got.iter().all(|b| *b == 0), "round {round}");
+        got.fill(0x80 | round);
+        driven.part.as_mut().unwrap().write(0, &got).unwrap();
+        driven.copy(Direction::FromHost).unwrap();
+        drop(driven);
+        daemon.wait_until_empty();
+    }
+    daemon.end_empty();
+}
+
+#[test]
+fn memory_is_limited_for_users_and_for_all() {
+    let limits = ClientLimits { ddr: 64 << 20, ..ClientLimits::default() };
+    let daemon =
+        Daemon::start(Config { memory: Some(48 << 20), user_memory: Some(32 << 20), limits, ..Config::default() });
+    let (files, mappings) = (open_files(), memfd_mappings());
+    let mut driven = Driven::new(daemon.connect(), 8 * MIB);
+    // Another client of the same user.
+    let second = daemon.connect();
+    let large = second.buffer(24 * MIB).unwrap();
+    let refused = Registered::new(&second, &large, Access::RW).map(drop).unwrap_err().to_string();
+    assert!(refused.contains("(--user-memory)") && refused.contains("of 33554432"), "{refused}");
+    drop((large, second));
+    // Card memory counts when it is touched, and buffers no longer after they were unmapped.
+    driven.copy(Direction::FromHost).unwrap();
+    let more = driven.client.buffer(16 * MIB).unwrap();
+    let refused = Registered::new(&driven.client, &more, Access::RW).map(drop).unwrap_err().to_string();
+    assert!(refused.contains("(--user-memory)"), "{refused}");
+    // What is over the limit on the card is an error of one operation.
+    let mut failed = 0;
+    for i in 1..6u64 {
+        let (part, at) = (driven.part.take().unwrap(), driven.at(i * 8 * MIB as u64));
+        let operation = Operation::copy(Direction::FromHost, (part, driven.via.clone()), at);
+        let _ticket = driven.queue.submit(operation).unwrap();
+        let mut ended = Vec::new();
+        while ended.is_empty() {
+            driven.queue.wait(&mut ended, LONG);
+        }
+        let Completion { operation, result, .. } = ended.remove(0);
+        driven.part = Some(operation.into_slice().unwrap());
+        failed += u32::from(result.is_err());
+    }
+    assert!((3..=4).contains(&failed), "{failed}");
+    drop((driven, more));
+    daemon.wait_until_empty();
+    settles_at((files, mappings));
+    daemon.end_empty();
 }

@@ -426,6 +426,19 @@ mod tests {
     }
 
     #[test]
+    fn shared_memory_is_not_dumped() {
+        let (buffers, _fd) = SharedBuf::sparse_ranges("dumped", &[0..0x1000, 0x2000..0x3000]).unwrap();
+        let made = crate::MemfdHeap::new().allocate(4096).unwrap().share();
+        let imported = SharedBuf::import(made.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        for buf in [&buffers[0], &imported] {
+            let start = format!("{:x}-", buf.view().as_ptr().addr());
+            let flags = maps.split_once(&start).and_then(|(_, rest)| rest.split_once("VmFlags:")).unwrap().1;
+            assert!(flags.lines().next().unwrap().contains(" dd"), "{flags:.80}");
+        }
+    }
+
+    #[test]
     fn buffers_of_one_memory_lie_where_the_memfd_has_them() {
         let (buffers, fd) = SharedBuf::sparse_ranges("test", &[0x1000..0x3000, 1 << 38..(1 << 38) + 0x1000]).unwrap();
         assert_eq!(buffers.iter().map(SharedBuf::len).collect::<Vec<_>>(), [0x2000, 0x1000]);

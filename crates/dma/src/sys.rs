@@ -168,6 +168,8 @@ impl Region {
             let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, range.start) }?;
             let region = Self::whole(base.cast(), len, None)?;
             region.exported.store(true, Ordering::Relaxed);
+            // What users keep on a card does not belong into a core file. A kernel that refuses only dumps more.
+            let _ = region.advise(0, len, Advice::LinuxDontDump);
             Ok(region)
         };
         let mapped = ranges.iter().map(map).collect::<io::Result<_>>()?;
@@ -211,6 +213,8 @@ impl Region {
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
         let region = Self::whole(base.cast(), len, Some(fd))?;
         region.exported.store(exported, Ordering::Relaxed);
+        // As above: the memory of other processes.
+        let _ = region.advise(0, len, Advice::LinuxDontDump);
         Ok(region)
     }
 

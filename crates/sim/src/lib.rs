@@ -48,5 +48,5 @@ pub use bus::SoftBus;
 pub use device::{CardConfig, SoftCard, Workers};
 pub use error::{CardSetting, Error};
 pub use host::{DevicePort, HeldPort, HostConfig, HostStats, SoftHost};
-pub use memory::CardMemory;
+pub use memory::{Allowance, CardMemory};
 pub use queue::Stepped;

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dmalane_addr::{Address, CardAddr, Span};
@@ -13,6 +14,14 @@ use crate::{CardSetting, Error};
 pub(crate) const BLOCK: u64 = 2 << 20;
 /// Where HBM starts: 256 GiB, as on the Alveo V80. DDR starts at 0.
 pub(crate) const HBM_BASE: u64 = 1 << 38;
+
+/// Who is asked before card memory is made present.
+pub trait Allowance: Send + Sync {
+    /// Takes this many bytes; false when they cannot be had.
+    fn take(&self, bytes: u64) -> bool;
+    /// Gives back bytes that were taken and then not needed.
+    fn give(&self, bytes: u64);
+}
 
 /// DDR and HBM of a card. Memory that was never touched costs nothing and reads as zeros.
 pub struct CardMemory {
@@ -51,6 +60,14 @@ impl CardMemory {
         let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each range") };
         let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
         Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })
+    }
+
+    /// The same, where `allowance` is asked before memory is made present.
+    #[must_use]
+    pub fn with_allowance(mut self, allowance: Arc<dyn Allowance>) -> Self {
+        self.ddr.allowance = Some(allowance.clone());
+        self.hbm.allowance = Some(allowance);
+        self
     }
 
     /// The memfd that is the memory, byte for byte at its card address, for another process to map; and which bytes of
@@ -217,6 +234,7 @@ struct Bank {
     /// One bit per block: it is present.
     present: Box<[AtomicU64]>,
     touched: AtomicU64,
+    allowance: Option<Arc<dyn Allowance>>,
 }
 
 /// The addresses of a bank.
@@ -229,7 +247,13 @@ fn bank(setting: CardSetting, base: u64, len: u64, multiple: u64) -> Result<Span
 impl Bank {
     fn new(span: Span<CardAddr>, buf: SharedBuf) -> Self {
         let words = (span.len() / BLOCK).div_ceil(64);
-        Self { span, buf, present: (0..words).map(|_| AtomicU64::new(0)).collect(), touched: AtomicU64::new(0) }
+        Self {
+            span,
+            buf,
+            present: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            touched: AtomicU64::new(0),
+            allowance: None,
+        }
     }
 
     #[inline]
@@ -262,13 +286,25 @@ impl Bank {
         if self.is_present(block) {
             return Ok(());
         }
+        let no_memory =
+            |source| Error::NoMemory { at: CardAddr::new(self.span.first().bits() + block * BLOCK), source };
+        if self.allowance.as_ref().is_some_and(|allowance| !allowance.take(BLOCK)) {
+            return Err(no_memory(std::io::Error::new(std::io::ErrorKind::QuotaExceeded, "the limit of memory")));
+        }
+        let give = || {
+            if let Some(allowance) = &self.allowance {
+                allowance.give(BLOCK);
+            }
+        };
         // Two channels may come here at once; the second call finds the pages and changes nothing.
-        self.buf.populate((block * BLOCK) as usize, BLOCK as usize).map_err(|source| Error::NoMemory {
-            at: CardAddr::new(self.span.first().bits() + block * BLOCK),
-            source,
+        self.buf.populate((block * BLOCK) as usize, BLOCK as usize).map_err(|source| {
+            give();
+            no_memory(source)
         })?;
         let bit = 1 << (block % 64);
-        if self.present[(block / 64) as usize].fetch_or(bit, Ordering::Release) & bit == 0 {
+        if self.present[(block / 64) as usize].fetch_or(bit, Ordering::Release) & bit != 0 {
+            give();
+        } else {
             self.touched.fetch_add(BLOCK, Ordering::Relaxed);
             *made += BLOCK;
         }

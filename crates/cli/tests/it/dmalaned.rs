@@ -5,7 +5,10 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use dmalane::addr::Access;
 use dmalane::daemon::{Client, ClientOptions};
+use dmalane::dma::SharedBuf;
+use dmalane::queue::Registered;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -88,7 +91,8 @@ fn it_serves_until_it_is_told_to_end() {
     let child = child.unwrap();
     let client = wait_for(&path);
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-    let _buf = client.buffer(1 << 20).unwrap();
+    let buf = client.buffer(1 << 20).unwrap();
+    let _mapped = Registered::new(&client, &buf, Access::RW).unwrap();
     // Another one cannot have the place.
     let second = run(&["--socket", socket]);
     assert_eq!(second.status.code(), Some(1));
@@ -277,4 +281,84 @@ fn the_files_of_the_package_are_there() {
     }
     drop(client);
     end(child, Signal::TERM);
+}
+
+#[test]
+fn the_unit_leaves_little_exposed() {
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/dmalaned.service");
+    let mut analyse = Command::new("systemd-analyze");
+    let Ok(output) = analyse.args(["security", "--offline=true", "--threshold=10"]).arg(&unit).output() else {
+        return println!("SKIPPED: no systemd-analyze");
+    };
+    if text(&output.stderr).contains("unrecognized option") {
+        return println!("SKIPPED: this systemd-analyze does not work offline");
+    }
+    // The threshold is in tenths.
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    let unit = std::fs::read_to_string(unit).unwrap();
+    for line in ["LimitCORE=0", "MemoryMax=", "OOMPolicy=", "TasksMax=", "IPAddressDeny=any"] {
+        assert!(unit.contains(line), "{line}");
+    }
+    assert!(!unit.contains("\nPrivateUsers="), "all users would be one");
+}
+
+/// A control group with a limit of memory, where this process may make one.
+struct Group(std::path::PathBuf);
+
+impl Group {
+    fn new(bytes: u64) -> Option<Self> {
+        let name = format!("dmalane-test-{}", std::process::id());
+        for (root, file) in [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")] {
+            let group = Self(Path::new(root).join(&name));
+            // Not every folder there is a hierarchy of groups.
+            if Path::new(root).join("cgroup.procs").exists()
+                && std::fs::create_dir(&group.0).is_ok()
+                && std::fs::write(group.0.join(file), bytes.to_string()).is_ok()
+            {
+                return Some(group);
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let start = Instant::now();
+        while std::fs::remove_dir(&self.0).is_err_and(|e| e.raw_os_error() == Some(16)) {
+            assert!(start.elapsed() < Duration::from_secs(10), "the control group is busy");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+#[test]
+fn a_daemon_with_little_memory_refuses_before_it_is_killed() {
+    let Some(group) = Group::new(300 << 20) else {
+        return println!("SKIPPED: no control group can be made");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let script = "echo $$ > \"$2\"/cgroup.procs && exec \"$0\" --socket \"$1\" --mode 600 --clients 64";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).args([&path, &group.0]).stderr(Stdio::piped());
+    let mut child = shell.spawn().unwrap();
+    let clients: Vec<Client> = (0..24).map(|_| wait_for(&path)).collect();
+    let (mut mapped, mut refused) = (Vec::new(), Vec::new());
+    for client in clients.iter().cycle().take(3 * clients.len()) {
+        // Without pages: who touches them first is charged for them, which is the daemon.
+        let buf = SharedBuf::sparse("test", 40 << 20).unwrap();
+        match Registered::new(client, &buf, Access::RW) {
+            Ok(via) => mapped.push(via),
+            Err(e) => refused.push(e.to_string()),
+        }
+    }
+    assert!((3..=6).contains(&mapped.len()), "{}", mapped.len());
+    assert!(refused.iter().all(|why| why.contains("--memory")), "{refused:?}");
+    let large = SharedBuf::sparse("test", 400 << 20).unwrap();
+    assert!(Registered::new(&clients[0], &large, Access::RW).is_err());
+    assert!(child.try_wait().unwrap().is_none(), "the daemon was killed");
+    drop((mapped, clients));
+    assert_eq!(end(child, Signal::TERM).status.code(), Some(0));
+    drop(group);
 }

@@ -57,6 +57,15 @@ pub struct Serve {
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_hbm: Option<Size>,
 
+    /// Memory of this machine for all clients: card memory that was touched, and buffers while they are mapped
+    /// [default: 64MiB less than the limit of the control group, if it has one]
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
+    memory: Option<Size>,
+
+    /// The same for all clients of one user [default: three quarters; all, where only one user may connect]
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
+    user_memory: Option<Size>,
+
     /// DDR for one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_ddr: Size,
@@ -100,7 +109,13 @@ impl Serve {
         // Only one user can connect: the mode admits the owner alone, or the list has one user.
         let inherited = system::inherited_socket()?;
         let alone = (inherited.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
+        let memory = self.memory.map(Size::bytes).or_else(|| {
+            // What the daemon itself takes; in a small group, half of it.
+            system::memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
+        });
         let config = Config {
+            memory,
+            user_memory: self.user_memory.map(Size::bytes).or(memory.filter(|_| alone)),
             user_clients: self.user_clients.or(alone.then_some(clients)),
             user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
             user_hbm: self.user_hbm.or(alone.then_some(hbm)).map(Size::bytes),
