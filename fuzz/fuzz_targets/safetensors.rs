@@ -4,7 +4,7 @@
 #![no_main]
 
 use dmalane_addr::Address;
-use dmalane_load::container::safetensors::{header_len, parse_header};
+use dmalane_load::container::safetensors::{MAX_DIMS, header_len, parse_header};
 use dmalane_load::{Layout, Model};
 use libfuzzer_sys::fuzz_target;
 use safetensors::SafeTensors;
@@ -13,6 +13,9 @@ fuzz_target!(|file: &[u8]| {
     let parsed = parse(file);
     let reference = SafeTensors::read_metadata(file);
     let (Some(model), Ok((header, metadata))) = (&parsed, &reference) else {
+        if beyond_limits(file) && parsed.is_none() {
+            return;
+        }
         assert_eq!(parsed.is_some(), reference.is_ok(), "ours: {parsed:?}, the library: {reference:?}");
         return;
     };
@@ -49,6 +52,14 @@ fuzz_target!(|file: &[u8]| {
     }
     assert!(layout.bo_len >= model.tensors.iter().map(|t| t.len).sum());
 });
+
+/// What the loader refuses and the library does not: shapes of many dimensions, and a type that is an object.
+fn beyond_limits(file: &[u8]) -> bool {
+    let text: Vec<u8> = file.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect();
+    let has = |needle: &[u8]| text.windows(needle.len()).any(|window| window == needle);
+    let longest = text.split(|byte| matches!(byte, b'[' | b']')).map(|list| list.split(|byte| *byte == b',').count());
+    has(br#""dtype":{"#) || longest.max().unwrap_or(0) > MAX_DIMS
+}
 
 /// The file as the loader reads it: the length field first, then the header alone.
 fn parse(file: &[u8]) -> Option<Model> {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::safetensors::MAX_HEADER;
+use super::safetensors::{MAX_HEADER, MAX_PAIRS};
 use super::{Container, ContainerFile, FormatError, Model, Tensor};
 use crate::Error;
 
@@ -148,6 +148,9 @@ impl<R: BufRead> Header<R> {
         // The least: a tensor is the length of its name, dimensions, type and offset; a pair that of its key, and a
         // type and a value.
         let (tensors, pairs) = (self.count(24)?, self.count(13)?);
+        if pairs > MAX_PAIRS as u64 {
+            return bad(format!("{pairs} pairs of metadata, more than {MAX_PAIRS}"));
+        }
         let (mut alignment, mut metadata) = (ALIGNMENT, Vec::new());
         for _ in 0..pairs {
             let key = self.text()?;
@@ -161,7 +164,11 @@ impl<R: BufRead> Header<R> {
         if alignment == 0 || alignment % 8 != 0 {
             return bad("general.alignment is not a multiple of 8");
         }
-        let described = (0..tensors).map(|_| self.tensor()).collect::<Result<Vec<_>, _>>()?;
+        // As many as the file has bytes for.
+        let mut described = Vec::with_capacity(tensors as usize);
+        for _ in 0..tensors {
+            described.push(self.tensor()?);
+        }
         let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad("general.alignment wraps") };
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
         metadata.sort();
@@ -310,11 +317,11 @@ fn place(
     if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
         return Err(FormatError::Gguf { reason: format!("two tensors are called {:?}", twice[0]) });
     }
-    let ends: Vec<Option<u64>> =
-        described.iter().skip(1).map(|d| start.checked_add(d.offset)).chain([Some(file)]).collect();
+    drop(names);
     let mut tensors = Vec::with_capacity(described.len());
-    let mut end_before = start;
-    for (Described { name, dtype, shape, offset, at }, next) in described.into_iter().zip(ends) {
+    let (mut end_before, mut described) = (start, described.into_iter());
+    while let Some(Described { name, dtype, shape, offset, at }) = described.next() {
+        let next = described.as_slice().first().map_or(Some(file), |next| start.checked_add(next.offset));
         let wrong = |reason: String| FormatError::Tensor { tensor: name.clone(), at: FileOffset::new(at), reason };
         let overflow = || wrong("its size does not fit 64 bits".to_owned());
         let first = start.checked_add(offset).ok_or_else(overflow)?;

@@ -1,11 +1,13 @@
 //! A model of several files: a directory, or an index of shards.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::fmt;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
 use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::FormatError;
 use super::safetensors::MAX_HEADER;
@@ -18,7 +20,35 @@ const INDEX: &str = ".safetensors.index.json";
 /// Format: <https://huggingface.co/docs/safetensors/main/en/metadata_parsing#sharded-model>.
 #[derive(Deserialize)]
 struct Index {
-    weight_map: BTreeMap<String, String>,
+    #[serde(deserialize_with = "values")]
+    weight_map: BTreeSet<String>,
+}
+
+/// Files of a model, at most.
+const MAX_FILES: usize = 10_000;
+
+/// The values of a map of texts: the names of its tensors are not needed, and may be many.
+fn values<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<String>, D::Error> {
+    struct Values;
+    impl<'de> Visitor<'de> for Values {
+        type Value = BTreeSet<String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a map of names to files")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<BTreeSet<String>, A::Error> {
+            let mut files = BTreeSet::new();
+            while let Some((_, file)) = map.next_entry::<IgnoredAny, String>()? {
+                files.insert(file);
+                if files.len() > MAX_FILES {
+                    return Err(A::Error::custom(format!("more than {MAX_FILES} files")));
+                }
+            }
+            Ok(files)
+        }
+    }
+    deserializer.deserialize_map(Values)
 }
 
 /// The files of a model, in the order of their names: those that an index (`*.safetensors.index.json`) lists; for a
@@ -78,8 +108,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, Error> {
     if text.len() as u64 > MAX_HEADER {
         return Err(bad(format!("it has more than the {MAX_HEADER} bytes that are allowed")));
     }
-    let Index { weight_map } = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
-    let names: BTreeSet<String> = weight_map.into_values().collect();
+    let Index { weight_map: names } = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
     if names.is_empty() {
         return Err(bad("it lists no files".to_owned()));
     }
@@ -97,6 +126,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeMap;
 
     fn write(folder: &Path, names: &[&str]) {
         names.iter().for_each(|name| fs::write(folder.join(name), "x").unwrap());
