@@ -14,6 +14,7 @@ from . import errors
 from ._frameworks import converter as _converter
 from ._native import Buffer, Device, DeviceTensor, Files, Registration, Tensor, __version__
 from ._native import alloc_and_read as _alloc_and_read
+from ._native import save_file as _save_file
 from .errors import *  # noqa: F403
 
 Progress = Callable[[int, int], object]
@@ -308,6 +309,42 @@ def _copy(target: Any, tensor: Tensor, raw_bytes: Callable[[Any], memoryview]) -
     memoryview(target).cast("B")[:] = memoryview(tensor)
 
 
+def save_file(
+    tensors: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Writes a safetensors file of arrays, tensors of PyTorch or `Tensor`s, byte for byte as `safetensors` writes it.
+
+    It appears whole or not at all, and in place of a file that exists only with `overwrite`. Blocks go past the page
+    cache where the file system allows. Returns its `bytes`, and whether they went past the cache (`direct`).
+    """
+    from ._frameworks import describe, raw_bytes
+
+    described = [(name, *describe(name, value), raw_bytes(value)) for name, value in tensors.items()]
+    size, direct = _save_file(os.fspath(path), described, dict(metadata) if metadata is not None else None, overwrite)
+    return {"bytes": size, "direct": direct}
+
+
+def validate(spec: str, *options: str) -> dict[str, Any]:
+    """Checks a device's data and measures its speed: the JSON object of `dmalane validate --json -d SPEC OPTIONS...`.
+
+    The content of the device's memory is overwritten. Raises `DeviceError` if it cannot be measured.
+    """
+    import json
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "dmalane", "validate", "-d", spec, "--json", *options]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+    except ValueError:
+        raise DeviceError(done.stderr.strip() or f"exit status {done.returncode}") from None  # noqa: F405
+
+
 def alloc_and_read(
     path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, direct: bool | None = None
 ) -> Buffer:
@@ -332,5 +369,7 @@ __all__ = [
     "open",
     "parse_size",
     "safe_open",
+    "save_file",
+    "validate",
     *errors.__all__,
 ]

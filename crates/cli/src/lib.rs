@@ -1,10 +1,19 @@
-//! Shared parts of the programs `dmalane` and `dmalaned`: start, failures, output, numbers and sizes.
+//! The program `dmalane` as a function, and what it shares with `dmalaned`: failures, output, numbers, sizes.
 #![forbid(unsafe_code)]
 
+mod commands;
 pub mod config;
+mod device;
+mod entry;
 pub mod failure;
 pub mod layout;
+mod model;
 pub mod number;
 pub mod output;
+mod probe;
 pub mod program;
+mod progress;
+mod range;
+mod source;
 pub use dmalane::size;
+pub use entry::run;

@@ -1,70 +1,7 @@
 //! The dmalane command line.
 
-mod commands;
-mod device;
-mod model;
-mod probe;
-mod progress;
-mod range;
-mod source;
-
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
-use dmalane_cli::program::{self, Completions, Man};
-use dmalane_cli::{completion_examples, failure, layout, number, output, size};
-
-const EXAMPLES: &str = "\
-Examples:
-  dmalane load --sample 1GiB --verify -v  make a file, load it, and show where the time goes
-  dmalane load model.safetensors          load a model
-  dmalane read model.safetensors -v       only read it into memory, and say how
-  dmalane validate                        check a device's data and measure its speed
-  dmalane doctor                          check what this machine lacks
-
-Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
-Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.
-
-Options can stand in ~/.config/dmalane.toml, in a table for each command ([load]), and in environment
-variables (DMALANE_LOAD_CHUNK for `load --chunk`, DMALANE_CHUNK for every command).
-
-Exit status:
-  0  success
-  1  the job failed: a bad file, a mismatch, a machine that cannot do it
-  2  usage error";
-
-/// Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
-#[derive(Parser)]
-#[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100)]
-struct Dmalane {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
-enum Command {
-    #[command(flatten)]
-    Command(commands::Command),
-    #[command(after_help = completion_examples!("dmalane"))]
-    Completions(Completions),
-    #[command(hide = true)]
-    Man(Man),
-}
-
 fn main() -> ExitCode {
-    program::start(true, |dmalane: Dmalane| match dmalane.command {
-        Command::Command(command) => command.run(),
-        Command::Completions(completions) => completions.run::<Dmalane>(),
-        Command::Man(man) => man.run::<Dmalane>(),
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_command_line_is_consistent() {
-        <Dmalane as clap::CommandFactory>::command().debug_assert();
-    }
+    dmalane_cli::run(std::env::args_os().collect())
 }

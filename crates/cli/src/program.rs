@@ -12,10 +12,14 @@ use clap_complete::Shell;
 use crate::failure::{Failure, USAGE};
 use crate::{config, output};
 
-/// Parses the command line of this process as `P` and runs it; reports what fails. `configured` programs take options
-/// from the configuration file and the environment too.
-pub fn start<P: Parser>(configured: bool, run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
-    let result = match parse::<P>(configured) {
+/// Parses a command line, the program's name first, as `P` and runs it; reports what fails. `configured` programs take
+/// options from the configuration file and the environment too.
+pub fn start<P: Parser>(
+    configured: bool,
+    words: Vec<OsString>,
+    run: impl FnOnce(P) -> Result<ExitCode, Failure>,
+) -> ExitCode {
+    let result = match parse::<P>(configured, words) {
         Ok(Ok(program)) => run(program),
         Ok(Err(error)) => not_run::<P>(&error),
         Err(failure) => Err(failure),
@@ -23,8 +27,7 @@ pub fn start<P: Parser>(configured: bool, run: impl FnOnce(P) -> Result<ExitCode
     result.unwrap_or_else(|failure| failure.report(P::command().get_name()))
 }
 
-fn parse<P: Parser>(configured: bool) -> Result<Result<P, clap::Error>, Failure> {
-    let mut words: Vec<OsString> = std::env::args_os().collect();
+fn parse<P: Parser>(configured: bool, mut words: Vec<OsString>) -> Result<Result<P, clap::Error>, Failure> {
     if configured {
         let matches = match P::command().try_get_matches_from(&words) {
             Ok(matches) => matches,

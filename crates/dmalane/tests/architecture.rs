@@ -86,7 +86,7 @@ const CRATES: &[Crate] = &[
     .tests_use(&["fake-cuda"]),
     Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]),
     Crate::std("cli", &["dmalane"]),
-    Crate::std("python", &["dmalane"]),
+    Crate::std("python", &["dmalane", "cli"]),
 ];
 
 /// The files that may use `unsafe`. A new one needs a reason in its first lines and a full review.

@@ -14,6 +14,7 @@ mod clock;
 pub mod container;
 
 mod device;
+mod direct;
 mod error;
 pub mod fill;
 mod input;

@@ -12,6 +12,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 use crate::Error;
+use crate::direct::DirectWriter;
 
 /// A file to write. It appears whole or not at all, under its name, when all of it is written.
 ///
@@ -78,6 +79,22 @@ impl Output {
         let mut saving = self.begin()?;
         let written = saving.file().write_all(bytes);
         written.and_then(|()| saving.finish()).map_err(|source| self.refusal(source))
+    }
+
+    /// Writes the file by a function, past the page cache where the file system takes that. Returns whether it did.
+    ///
+    /// # Errors
+    /// As of [`Output::write`], and what `write` returns.
+    pub fn write_direct(&self, write: impl FnOnce(&mut (dyn Write + Send)) -> io::Result<()>) -> Result<bool, Error> {
+        let mut saving = self.begin()?;
+        let written = || {
+            let mut out = DirectWriter::new(saving.file())?;
+            write(&mut out)?;
+            out.finish()
+        };
+        let direct = written().map_err(|source| self.refusal(source))?;
+        saving.finish().map_err(|source| self.refusal(source))?;
+        Ok(direct)
     }
 
     /// Begins to write it.

@@ -44,7 +44,7 @@ impl Failure {
         self.text("path", path.display().to_string())
     }
 
-    fn io(self, source: &std::io::Error) -> Self {
+    pub(crate) fn io(self, source: &std::io::Error) -> Self {
         match source.raw_os_error() {
             Some(errno) => self.number("errno", u64::from(errno.unsigned_abs())),
             None => self,

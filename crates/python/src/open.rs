@@ -13,7 +13,7 @@ use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::Mode;
 use dmalane::load::container::model_files;
 use dmalane::load::fill::{Extent, Job};
-use dmalane::load::{Error as LoadError, Input, Model};
+use dmalane::load::{Container, Error as LoadError, Input, Model};
 use dmalane::{Read, ReadFiles, ReadOptions, ReadSource};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -55,6 +55,11 @@ impl Source {
         let file = File::open(&path).map_err(|e| failed("open it", e))?;
         let meta = file.metadata().map_err(|e| failed("read its size", e))?;
         let model = Input { path: path.clone(), file, queue: (), more: Vec::new(), select: None }.model()?;
+        let by_columns = |(key, value): &(String, String)| key == "fortran_order" && value == "True";
+        if model.container == Container::Npy && model.metadata.iter().flatten().any(by_columns) {
+            let message = format!("{}: its array is stored by columns, which numpy.load reads", path.display());
+            return Err(Failure::new("FormatError", message).text("path", path.display().to_string()));
+        }
         Ok(Self { path, identity: identity(&meta), model })
     }
 
@@ -100,11 +105,8 @@ impl Plan {
             let next = match (align, plan.extents.last()) {
                 (Some(align), _) => plan.len.checked_next_multiple_of(align)?,
                 (None, Some(last)) if last.at.bits() + last.len == at && plan.len.is_multiple_of(element) => plan.len,
-                (None, _) if at.is_multiple_of(element) => {
-                    let start = plan.len + (at.wrapping_sub(plan.len) & (PAGE - 1));
-                    // As in the file, from the first one on too.
-                    start
-                }
+                // As in the file, from the first one on too.
+                (None, _) if at.is_multiple_of(element) => plan.len + (at.wrapping_sub(plan.len) & (PAGE - 1)),
                 (None, _) => plan.len.checked_next_multiple_of(LINE)?,
             };
             plan.places.push(next);

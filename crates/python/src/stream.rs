@@ -185,8 +185,16 @@ impl Stream {
     fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Tensor>> {
         self.inner.open()?;
         while self.ready.is_empty() {
-            let Some(batch) = self.next_batch(py)? else { return Ok(None) };
-            let Batch { file, tensors, plan, block } = batch?;
+            let batch = match self.next_batch(py) {
+                Ok(Some(batch)) => batch?,
+                Ok(None) => return Ok(None),
+                Err(error) => {
+                    // What nobody waits for must not take the memory that comes back.
+                    self.progress.cancel();
+                    return Err(error);
+                }
+            };
+            let Batch { file, tensors, plan, block } = batch;
             for (tensor, place) in self.inner.files[file].model.tensors[tensors].iter().zip(&plan.places) {
                 self.ready.push_back(Tensor::new(tensor, shape_of(tensor), block.clone(), *place, tensor.len));
             }

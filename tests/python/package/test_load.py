@@ -225,6 +225,10 @@ def test_gguf_numpy_and_raw_files(tmp_path):
     assert isinstance(quantized, dmalane.Tensor) and quantized.dtype == "Q8_0" and quantized.nbytes == 68
     np.save(tmp_path / "array.npy", array)
     assert np.array_equal(dmalane.load_file(tmp_path / "array.npy")["array"], array)
+    np.save(tmp_path / "columns.npy", np.asfortranarray(array))
+    with pytest.raises(dmalane.FormatError, match="by columns"):
+        dmalane.load_file(tmp_path / "columns.npy")
+    assert loaded["plain"].shape == (2, 32)
     (tmp_path / "blob.bin").write_bytes(b"some bytes")
     assert dmalane.load_file(tmp_path / "blob.bin")["blob.bin"].tobytes() == b"some bytes"
 

@@ -69,7 +69,7 @@ impl Doctor {
         let report = report(&probe, &self.path)?;
         if let Some(to) = &bundle {
             let secrets = Secrets::of(&probe, std::env::home_dir().as_deref());
-            let text = bundle::text(&probe, &checks(&report), &dmalane_cli::config::safe_settings(), &secrets);
+            let text = bundle::text(&probe, &checks(&report), &crate::config::safe_settings(), &secrets);
             to.write(text.as_bytes()).map_err(|e| cannot(to.path(), &e))?;
             let (path, lines) = (plain(&to.path().to_string_lossy()), text.lines().count());
             output::print(&wrap(&format!("Wrote {path}, {lines} lines. Read it before you send it."), 2))?;

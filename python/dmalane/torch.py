@@ -1,0 +1,43 @@
+"""`safetensors.torch.load_file` and `load_model`, with the same signatures."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import load_file as _load_file
+from . import safe_open as _safe_open
+from . import save_file as _save_file
+
+
+def load_file(filename: str | os.PathLike[str], device: str | int | Any = "cpu") -> dict[str, Any]:
+    """Loads a file into tensors of PyTorch, which own their memory. On another device than the CPU, each is moved there
+    as soon as it has been read, so that host memory holds a few at a time."""
+    import torch
+
+    target = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    if target.type == "cpu":
+        return _load_file(filename, framework="pt")
+    with _safe_open(filename, framework="pt", device=str(target)) as f:
+        return dict(f.tensors())
+
+
+def save_file(
+    tensors: dict[str, Any], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes tensors of PyTorch, as `safetensors.torch.save_file` does, in place of the file if there is one. The file
+    appears whole or not at all."""
+    seen: dict[tuple[int, int], str] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"tensor {name!r} is not contiguous: call .contiguous() first")
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            continue
+        key = (tensor.untyped_storage().data_ptr(), tensor.data_ptr())
+        if key in seen:
+            raise RuntimeError(f"tensors {seen[key]!r} and {name!r} share memory, which a file cannot say")
+        seen[key] = name
+    _save_file(tensors, filename, metadata, overwrite=True)
+
+
+__all__ = ["load_file", "save_file"]

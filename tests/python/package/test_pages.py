@@ -1,0 +1,31 @@
+"""The code of the documentation."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dmalane
+
+pytest.importorskip("numpy")
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@pytest.mark.parametrize("page", ["how-to/python.md", "reference/python.md"])
+def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / page).read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert blocks
+    names = {}
+    for block in blocks:
+        # Padded, so that a failure names the line of the page.
+        lines = "\n" * (text.count("\n", 0, block.start()) + 1)
+        exec(compile(lines + block[1], page, "exec"), names)
+
+
+def test_the_reference_names_everything_public():
+    text = (DOCS / "reference/python.md").read_text()
+    for name in dmalane.__all__:
+        assert f"`{name}" in text or name in ("Slice", "__version__", "errors", "parse_size", "Error"), name

@@ -1,0 +1,118 @@
+"""Saving, the program from the package, and the package itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+from models import random_tensors, write_model
+
+import dmalane
+
+
+def test_files_are_those_of_the_format_s_library(tmp_path):
+    from safetensors.numpy import save_file
+
+    chance = np.random.default_rng(1)
+    arrays = {
+        f"{t}.{n}": chance.integers(0, 2, shape).astype(t)
+        for t in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "bool", "c8")
+        for n, shape in (("a", (3, 5)), ("scalar", ()), ("empty", (0, 3)), ("long", (300_000,)))
+    }
+    for i, metadata in enumerate((None, {"one": "1"})):
+        ours, theirs = tmp_path / f"ours{i}", tmp_path / f"theirs{i}"
+        save_file(arrays, theirs, metadata)
+        saved = dmalane.save_file(arrays, ours, metadata)
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert saved["bytes"] == theirs.stat().st_size
+
+
+def test_every_type_survives_a_round_trip(tmp_path, model):
+    path, tensors = model
+    for framework in ("numpy", "bytes"):
+        saved = tmp_path / f"{framework}.safetensors"
+        dmalane.save_file(dmalane.load_file(path, framework=framework), saved)
+        theirs = dict(safetensors.deserialize(saved.read_bytes()))
+        assert {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in theirs.items()} == {
+            n: (dtype, shape, data) for n, (dtype, shape, data) in tensors.items()
+        }
+
+
+def test_a_view_is_saved_as_it_looks(tmp_path):
+    array = np.arange(24, dtype=np.int32).reshape(4, 6)
+    dmalane.save_file({"t": array.T, "part": array[1:3, ::2]}, tmp_path / "m.safetensors")
+    loaded = dmalane.load_file(tmp_path / "m.safetensors")
+    assert np.array_equal(loaded["t"], array.T) and np.array_equal(loaded["part"], array[1:3, ::2])
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [2], b"ab")})
+    before = path.read_bytes()
+    with pytest.raises(dmalane.FileError, match="exists") as error:
+        dmalane.save_file({"b": np.zeros(3)}, path)
+    assert error.value.path == str(path)
+    for bad in ({"x": np.zeros(3, "datetime64[s]")}, {"x": object()}, {"x": np.zeros(2, ">i4")}):
+        with pytest.raises(TypeError):
+            dmalane.save_file(bad, path, overwrite=True)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.safetensors"]
+    loaded = dmalane.load_file(path)
+    assert dmalane.save_file({"b": np.ones(3)}, path, overwrite=True)["bytes"] == path.stat().st_size
+    assert loaded["a"].tobytes() == b"ab", "what was loaded does not depend on the file"
+    assert dmalane.load_file(path)["b"].tolist() == [1, 1, 1]
+    link = tmp_path / "missing" / "m.safetensors"
+    with pytest.raises(dmalane.FileError):
+        dmalane.save_file({"b": np.ones(3)}, link)
+
+
+def program(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "dmalane", *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_program_is_in_the_package(tmp_path):
+    assert program("--version").stdout == f"dmalane {dmalane.__version__}\n"
+    path = write_model(tmp_path / "m.safetensors", random_tensors())
+    done = program("load", path, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["bytes"] == path.stat().st_size
+    missing = program("load", tmp_path / "missing")
+    assert missing.returncode == 1 and missing.stderr.startswith("dmalane: ")
+    assert program("nonsense").returncode == 2
+    script = Path(sys.executable).parent / "dmalane"
+    if script.exists():
+        done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"dmalane {dmalane.__version__}\n"
+
+
+def test_validate_measures_a_device():
+    report = dmalane.validate("ram:64MiB", "--buffer-size", "1MiB", "--duration", "0.01", "--threads", "1")
+    assert report["command"] == "validate"
+    with pytest.raises(dmalane.DeviceError):
+        dmalane.validate("nonsense")
+
+
+def test_stubs_name_what_there_is():
+    import ast
+
+    import dmalane._native as native
+
+    stub = ast.parse((Path(dmalane.__file__).parent / "_native.pyi").read_text())
+    named = {}
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef):
+            named[node.name] = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            named[node.name] = None
+        elif isinstance(node, ast.AnnAssign):
+            named[node.target.id] = None
+    public = {name for name in vars(native) if not name.startswith("__") or name == "__version__"}
+    assert public == set(named)
+    for name, members in named.items():
+        if members is not None:
+            own = {member for member in vars(getattr(native, name)) if not member.startswith("__")}
+            assert own == {member for member in members if not member.startswith("__")}, name
+    assert all(hasattr(dmalane, name) for name in dmalane.__all__)
