@@ -3,7 +3,7 @@
 use std::ops::Index;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
@@ -79,6 +79,8 @@ pub struct OpenDevice {
     abandoned: u64,
     next_bo: u64,
     pub(crate) resident: Resident,
+    /// Stops a load when it is set.
+    pub(crate) stop: Option<Arc<AtomicBool>>,
 }
 
 /// The largest footprint seen.
@@ -263,6 +265,7 @@ impl OpenDevice {
             abandoned: 0,
             next_bo: 1,
             resident: Resident::default(),
+            stop: None,
         })
     }
 
@@ -314,6 +317,12 @@ impl OpenDevice {
     /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
         self.device.counters()
+    }
+
+    /// Makes loads fail from now on, that under way too, as soon as `stop` is true; `None` for loads that only end by
+    /// themselves.
+    pub fn stop_when(&mut self, stop: Option<Arc<AtomicBool>>) {
+        self.stop = stop;
     }
 
     /// Writes `bytes` to the device at `at`, and returns when they are there.

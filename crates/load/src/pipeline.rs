@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
@@ -125,14 +126,16 @@ impl OpenDevice {
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
         let (mut binds, mut transfers, mut failed) = (Clocks::recording("binds", epoch), 0, None);
         let whole_files = self.binds_whole_files();
-        let Self { queue, device, info, staging, timeout, checksum, resident, .. } = self;
+        let Self { queue, device, info, staging, timeout, checksum, resident, stop, .. } = self;
+        let stop = stop.clone();
         staging.prepare(lens.iter().copied().max().unwrap_or(0));
         let space = device.address_space();
         let placed = &*files;
         let mut watch = |event: Event| match event {
             Event::Arrived { len, .. } => {
                 progress(len);
-                ControlFlow::Continue(())
+                let stopped = stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
+                if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             }
             Event::OnDevice { buffer, offset, len } => {
                 transfers += 1;

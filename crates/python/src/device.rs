@@ -90,7 +90,11 @@ impl Device {
         let total = files.iter().filter_map(|file| file.metadata().ok()).map(|meta| meta.len()).sum();
         let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
             let load = Load::files(&files).placement(placement).verify(verify).progress(|bytes| progress.add(bytes));
-            load.onto(&mut lock(&self.device))
+            let mut device = lock(&self.device);
+            device.stop_when(Some(progress.stop()));
+            let loaded = load.onto(&mut device);
+            device.stop_when(None);
+            loaded
         });
         // Of a load that was interrupted nothing is kept.
         let loaded = loaded?.map_err(Failure::from)?;

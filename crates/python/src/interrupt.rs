@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::panic::resume_unwind;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -17,7 +18,7 @@ const INLINE: u64 = 1 << 20;
 /// What the worker tells, and is told.
 #[derive(Default)]
 pub(crate) struct Progress {
-    cancelled: AtomicBool,
+    cancelled: Arc<AtomicBool>,
     done: AtomicU64,
 }
 
@@ -32,6 +33,11 @@ impl Progress {
             self.add(*len);
         }
         if self.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    /// What is set when the work is to stop.
+    pub(crate) fn stop(&self) -> Arc<AtomicBool> {
+        self.cancelled.clone()
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {

@@ -252,6 +252,7 @@ def test_ctrl_c_ends_a_load(tmp_path):
         "dmalane.load_file(sys.argv[1])",
         "next(dmalane.safe_open(sys.argv[1]).tensors())",
         "dmalane.safe_open(sys.argv[1]).get_tensor('t')",
+        "dmalane.load_file(sys.argv[1], device='ram:4GiB')",
     ):
         command = [sys.executable, "-c", textwrap.dedent(program.format(call)), str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -329,6 +329,20 @@ def test_a_device_holds_the_tensors_until_they_die(model):
         dmalane.load_file(path, device="nonsense")
 
 
+def test_a_load_that_was_stopped_leaves_nothing_on_the_device(large):
+    device = dmalane.open("soft")
+    free = device.info()["free_bytes"]
+
+    def stop(done, total):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        dmalane.load_file(large, device=device, progress=stop)
+    gc.collect()
+    assert device.info()["free_bytes"] == free
+    assert len(dmalane.load_file(large, device=device)) == 24
+
+
 def test_device_memory():
     device = dmalane.open("soft")
     a, b = device.alloc(1 << 20), device.alloc(1 << 20)
