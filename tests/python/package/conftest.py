@@ -1,12 +1,9 @@
-"""The package, and model files for its tests."""
+"""Model files for the tests of the package."""
 
 import os
 
 import pytest
-
-pytest.importorskip("dmalane", reason="the package dmalane is not installed: scripts/check python builds it")
-
-from models import random_tensors, write_model  # noqa: E402
+from models import random_tensors, write_model
 
 
 @pytest.fixture
