@@ -50,6 +50,11 @@ pub trait Registrar: Send + Sync {
     /// True when this registrar created the mapping. IOVAs of another registrar are meaningless here.
     fn owns(&self, mapping: &Mapping) -> bool;
 
+    /// True when it registers only buffers of its own heap: the device reaches no other host memory.
+    fn only_own_heap(&self) -> bool {
+        false
+    }
+
     /// A heap whose memory this device can reach, with pages of at most the kind `best`; `None` for the default.
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
         Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at))

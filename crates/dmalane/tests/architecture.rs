@@ -85,7 +85,7 @@ const CRATES: &[Crate] = &[
     )
     .tests_use(&["fake-cuda"]),
     Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]),
-    Crate::std("cli", &["dmalane"]),
+    Crate::std("cli", &["dmalane"]).tests_use(&["slash"]),
     Crate::std("python", &["dmalane", "cli"]),
 ];
 
@@ -93,6 +93,7 @@ const CRATES: &[Crate] = &[
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
     "crates/capi/src/abi.rs",
+    "crates/cli/tests/it/supervisor.rs",
     "crates/cuda/src/sys.rs",
     "crates/dma/src/processor.rs",
     "crates/dma/src/slice.rs",

@@ -161,6 +161,10 @@ impl Registrar for OwnBuffers {
         self.names.owns(mapping)
     }
 
+    fn only_own_heap(&self) -> bool {
+        true
+    }
+
     /// The driver's pages are single ones, whatever is asked for.
     fn heap(&self, _: Option<PageKind>) -> Arc<dyn Heap> {
         self.heap.clone()

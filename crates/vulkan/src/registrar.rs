@@ -208,6 +208,10 @@ impl Registrar for Importer {
         mapping.pinned().is_from(&self.0)
     }
 
+    fn only_own_heap(&self) -> bool {
+        self.0.gpu.import_align().is_none()
+    }
+
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
         if self.0.gpu.import_align().is_some() {
             return Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at));

@@ -206,6 +206,8 @@ struct Run {
     segments: Option<u64>,
     /// Device mappings of the buffers; `None` if none were asked for.
     mappings: Option<usize>,
+    /// The heap of the device, where it reaches no other memory.
+    heap: Option<Arc<dyn dmalane::dma::Heap>>,
 }
 
 /// A file that was read.
@@ -220,7 +222,7 @@ impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(&self.files)?;
-        let picked = self.pick_heap()?;
+        let mut picked = self.pick_heap()?;
         let sources = self.sources()?;
         let manifest = model::manifest(self.manifest.as_deref())?;
         let receiver = self.export.receiver()?;
@@ -228,7 +230,10 @@ impl Read {
         for _ in 0..self.repeat {
             // Every run gets new memory, without that of the run before.
             buffers.clear();
-            let (run, filled) = self.once(&*picked.heap, &sources, &manifest)?;
+            let (mut run, filled) = self.once(&*picked.heap, &sources, &manifest)?;
+            if let Some(heap) = run.heap.take() {
+                picked = Picked { heap, passed_over: Vec::new() };
+            }
             runs.push(run);
             buffers = filled;
         }
@@ -291,7 +296,8 @@ impl Read {
             }
         };
         let options = ReadOptions { cuts: expected.cuts(), ..self.options() };
-        let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(heap, sources, options, &bar)?;
+        let Done { read: ReadFiles { filled, methods }, mapped, target, heap } =
+            self.read(heap, sources, options, &bar)?;
         bar.finish();
         expected.check(filled.buffers.iter().map(FilledBuf::digests)).map_err(differs)?;
         if let Some(mut target) = target.filter(|_| self.verify) {
@@ -311,6 +317,7 @@ impl Read {
                 })
                 .collect(),
             report: filled.report,
+            heap,
         };
         Ok((run, filled.buffers))
     }
@@ -381,7 +388,12 @@ impl Read {
                 return Err(beyond(&only.path, range, None));
             }
             let filled = Filled { buffers: vec![buffer], mappings: Vec::new(), report };
-            return Ok(Done { read: ReadFiles { filled, methods: vec![method] }, mapped: false, target: None });
+            return Ok(Done {
+                read: ReadFiles { filled, methods: vec![method] },
+                mapped: false,
+                target: None,
+                heap: None,
+            });
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
@@ -405,6 +417,9 @@ impl Read {
             Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), self.overwrite, &job.buffers)?),
             None => None,
         };
+        let registrar = target.as_ref().map(|target| target.device.registrar());
+        let own = registrar.filter(|r| matches!(self.heap, Heap::Auto) && r.only_own_heap());
+        let own = own.map(|r| r.heap(Some(self.pages)));
         let host: SoftHost;
         let mut read = dmalane::Read::sources(sources.iter().map(again).collect::<Result<Vec<_>, _>>()?)
             .job(job)
@@ -417,8 +432,8 @@ impl Read {
                 .map_err(|e| Failure::because("no software host", &e))?;
             read = read.mapped(&host, Access::READ);
         }
-        let read = read.into_memory(heap).map_err(failure)?;
-        Ok(Done { read, mapped: self.map || target.is_some(), target })
+        let read = read.into_memory(own.as_deref().unwrap_or(heap)).map_err(failure)?;
+        Ok(Done { read, mapped: self.map || target.is_some(), target, heap: own })
     }
 }
 
@@ -427,6 +442,8 @@ struct Done {
     read: ReadFiles,
     /// The buffers were mapped for a device.
     mapped: bool,
+    /// As in [`Run`].
+    heap: Option<Arc<dyn dmalane::dma::Heap>>,
     /// The device that has it.
     target: Option<Target>,
 }

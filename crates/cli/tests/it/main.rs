@@ -9,6 +9,8 @@ mod iopt;
 mod manifest;
 mod outputs;
 mod refused;
+mod slash;
+mod supervisor;
 mod timeline;
 mod validate;
 mod vm;

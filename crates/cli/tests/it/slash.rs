@@ -1,0 +1,148 @@
+//! The shipped program and a V80: unmodified and without privileges, under a supervisor that answers for the driver.
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use dmalane_slash::model::{Counts, Fault, Model, Version};
+use dmalane_slash::{DDR, HBM, Request};
+use serde_json::Value;
+
+use crate::supervisor;
+
+const MIB: u64 = 1 << 20;
+
+/// A file without repetitions within a page, of this many bytes.
+fn file(name: &str, len: u64) -> PathBuf {
+    use std::io::Write;
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let mut file = std::io::BufWriter::new(std::fs::File::create(&path).unwrap());
+    for at in (0..len).step_by(4096) {
+        file.write_all(&page(at)[..(len - at).min(4096) as usize]).unwrap();
+    }
+    drop(file);
+    path
+}
+
+/// The bytes of the file at a multiple of 4 KiB.
+fn page(at: u64) -> [u8; 4096] {
+    let mut page = [0; 4096];
+    for (i, word) in page.chunks_exact_mut(8).enumerate() {
+        let mixed = (at + i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        word.copy_from_slice(&(mixed ^ mixed >> 29).to_le_bytes());
+    }
+    page
+}
+
+/// Compares the card with the file.
+fn assert_there(model: &Model, first: u64, len: u64, what: &str) {
+    let mut some = vec![0; MIB as usize];
+    for at in (0..len).step_by(MIB as usize) {
+        let some = &mut some[..(len - at).min(MIB) as usize];
+        model.peek(first + at, some);
+        for (i, there) in some.chunks(4096).enumerate() {
+            let at = at + 4096 * i as u64;
+            assert!(there == &page(at)[..there.len()], "{what}: byte {at}");
+        }
+    }
+}
+
+fn dmalane(model: &Model, args: &[&str]) -> Option<Output> {
+    supervisor::run(model, Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args))
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Loads a raw file to each placement, and checks bytes and counts.
+fn load_everywhere(name: &str, len: u64) {
+    let path = file(name, len);
+    // Its start on the card, or none for across the border of the halves; and the channels that the placement names.
+    let half = HBM.0 + HBM.1 / 2;
+    let cases: [(&str, Option<u64>, &[u32]); 4] = [
+        ("ddr", Some(DDR.0), &[1, 2]),
+        ("hbm0", Some(HBM.0), &[1]),
+        ("hbm1", Some(half), &[2]),
+        ("hbm", None, &[1, 2]),
+    ];
+    for (placement, first, channels) in cases {
+        let model = Model::new(Version::KNOWN).unwrap();
+        let args = ["load", path.to_str().unwrap(), "-d", "slash:0", "--placement", placement, "--json"];
+        let Some(output) = dmalane(&model, &args) else { return };
+        assert!(output.status.success(), "{placement}: {}", text(&output));
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let at = json["files"][0]["tensors"][0]["device_va"].as_u64().unwrap();
+        let there = first.map_or(at < half && at + len > half, |first| at == first);
+        assert!(there, "{placement}: {at:#x}, halves meet at {half:#x}");
+        assert_there(&model, at, len, placement);
+        let Counts { calls, channels: moved, small, buffers } = model.counts();
+        let (transfers, all): (u64, u64) = (calls[Request::Transfer.name()], calls.values().sum());
+        println!("{placement}: {all} calls, {transfers} transfers, {moved:?} bytes, {buffers:?} buffers");
+        // Each byte went to the card once, out of the buffers into which the file was read, and none through a page of
+        // the queues, which is where the program would copy it to.
+        assert_eq!((moved.values().sum::<u64>(), small), (len, 0), "{placement}");
+        // The policy moves work to the channel that the supervisor happens to serve first.
+        assert!(channels.iter().all(|c| moved.get(c).is_some_and(|bytes| *bytes >= MIB)), "{placement}: {moved:?}");
+        // A call moves a slot of 2 MiB, or a channel's half of it; besides, what opens and closes the card.
+        assert!(transfers <= len / MIB + 8, "{placement}: {transfers} transfers of {} MiB", len / MIB);
+        assert!(all - transfers <= 20, "{placement}: {calls:?}");
+        assert!(buffers.1 <= 8, "{placement}: {buffers:?}");
+        assert_eq!(model.pairs(), 0, "{placement}: queue pairs were deleted");
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_file_is_loaded_to_each_memory_without_a_copy() {
+    load_everywhere("slash-small", 64 * MIB + 12_345);
+}
+
+#[test]
+#[ignore = "1 GiB for each placement: scripts/nightly"]
+fn a_gibibyte_is_loaded_to_each_memory_without_a_copy() {
+    load_everywhere("slash-large", 1 << 30);
+}
+
+#[test]
+fn read_and_validate_use_both_channels() {
+    let (model, len) = (Model::new(Version::KNOWN).unwrap(), 5 * MIB + 7);
+    let path = file("slash-read", len);
+    let Some(output) = dmalane(&model, &["read", path.to_str().unwrap(), "-d", "slash:0", "--json"]) else { return };
+    assert!(output.status.success(), "{}", text(&output));
+    assert_there(&model, DDR.0, len, "read");
+    let model = Model::new(Version::KNOWN).unwrap();
+    let args = ["validate", "-d", "slash:0", "--buffer-size", "1MiB", "--iterations", "2", "--ring-size-index", "3"];
+    let output = dmalane(&model, &args).unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let moved = model.counts().channels;
+    assert!(moved.len() == 2 && model.pairs() == 0, "{moved:?}");
+    // A version that is not known.
+    let old = Model::new(Version { info: 60, ..Version::KNOWN }).unwrap();
+    let output = dmalane(&old, &["read", path.to_str().unwrap(), "-d", "slash:0"]).unwrap();
+    let error = text(&output);
+    assert!(output.status.code() == Some(1) && error.contains("INFO has 60 bytes"), "{error}");
+}
+
+#[test]
+fn a_card_that_stops_answering_is_told_and_its_queues_are_stopped() {
+    let path = file("slash-fails", 32 * MIB);
+    for (fault, says) in [
+        (Fault::Fails(libc::ETIME), "TRANSFER failed: "),
+        (Fault::Short, "bytes answered with "),
+        (Fault::Gone, "the queue cannot be stopped"),
+    ] {
+        let model = Model::new(Version::KNOWN).unwrap();
+        let mut left = 5;
+        model.fail(move |request| {
+            left -= i32::from(request == Request::Transfer);
+            (left == 0 && request == Request::Transfer).then_some(fault)
+        });
+        let args = ["load", path.to_str().unwrap(), "-d", "slash:0"];
+        let Some(output) = dmalane(&model, &args) else { return };
+        let error = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{fault:?}: {error}");
+        assert!(error.contains(says) && !error.contains("panicked"), "{fault:?}: {error}");
+        assert!(!model.goes_on(), "{fault:?}: the queue pair was stopped");
+        assert_eq!(model.pairs() == 0, fault != Fault::Gone, "{fault:?}");
+    }
+}
