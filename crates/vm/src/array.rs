@@ -261,9 +261,11 @@ impl core::error::Error for ArrayError {
     }
 }
 
-/// The operations of an array, one by one.
+/// The operations of an array that are left.
 struct Operations<'a> {
+    /// As many strides.
     bytes: &'a [u8],
+    /// At least the size of an operation.
     stride: usize,
 }
 
@@ -271,7 +273,7 @@ impl<'a> Operations<'a> {
     fn new(bytes: &'a [u8], stride: usize, count: usize) -> Result<Self, ArrayError> {
         let whole = |reason| ArrayError { index: None, reason };
         if count == 0 {
-            return Ok(Self { bytes: &[], stride: 1 });
+            return Ok(Self { bytes: &[], stride });
         }
         if stride < ArrayOperation::BYTES {
             return Err(whole(Reason::Stride { stride }));
@@ -281,15 +283,25 @@ impl<'a> Operations<'a> {
         Ok(Self { bytes, stride })
     }
 
+    /// The next operation and what is behind its fields; [`pass`](Self::pass) goes on to the one after it.
     #[inline]
-    fn each(&self) -> impl Iterator<Item = Result<&'a ArrayOperation, Reason>> {
-        let stride = self.stride;
-        self.bytes.chunks_exact(stride).map(move |bytes| {
-            let (operation, tail) = ArrayOperation::ref_from_prefix(bytes).map_err(|_| Reason::Stride { stride })?;
-            match tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
-                Some((i, &value)) => Err(Reason::UnknownField { at: ArrayOperation::BYTES + i, value }),
-                None => Ok(operation),
-            }
+    fn peek(&self) -> Option<(&'a ArrayOperation, &'a [u8])> {
+        let (operation, _) = ArrayOperation::ref_from_prefix(self.bytes).ok()?;
+        Some((operation, self.bytes.get(ArrayOperation::BYTES..self.stride)?))
+    }
+
+    #[inline]
+    fn pass(&mut self) {
+        self.bytes = self.bytes.get(self.stride..).unwrap_or_default();
+    }
+
+    #[inline]
+    fn next(&mut self) -> Option<Result<&'a ArrayOperation, Reason>> {
+        let (operation, tail) = self.peek()?;
+        self.pass();
+        Some(match tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
+            Some((i, &value)) => Err(Reason::UnknownField { at: ArrayOperation::BYTES + i, value }),
+            None => Ok(operation),
         })
     }
 }
@@ -306,10 +318,13 @@ pub fn requests(
     granule: PageSize,
     handles: &Handles,
 ) -> Result<Vec<BindRequest>, ArrayError> {
-    let operations = Operations::new(bytes, stride, count)?;
-    let of = |operation: Result<&ArrayOperation, Reason>| operation?.request(granule, handles);
-    let each = operations.each().enumerate();
-    each.map(|(index, op)| of(op).map_err(|reason| ArrayError { index: Some(index), reason })).collect()
+    let mut operations = Operations::new(bytes, stride, count)?;
+    let mut requests = Vec::new();
+    while let Some(operation) = operations.next() {
+        let request = operation.and_then(|operation| operation.request(granule, handles));
+        requests.push(request.map_err(|reason| ArrayError { index: Some(requests.len()), reason })?);
+    }
+    Ok(requests)
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
@@ -350,16 +365,41 @@ impl<F: Format, T: Tables> Vm<F, T> {
         handles: &Handles,
         reserved: bool,
     ) -> Result<Plan<'_, F, T>, ArrayError> {
-        let operations = Operations::new(bytes, stride, count)?;
+        let mut operations = Operations::new(bytes, stride, count)?;
         let (plan, mut batch) = self.begin_plan(reserved); // takes back what follows, should it fail
-        let mut index = 0;
-        for (i, operation) in operations.each().enumerate() {
-            index = i;
+        let failed = |left: usize, reason| {
+            let index = count.saturating_sub(1 + left / stride.max(1));
+            ArrayError { index: Some(index), reason }.of_all()
+        };
+        while let Some(operation) = operations.next() {
             let planned = operation.and_then(|operation| plan.vm.plan_operation(operation, handles, &mut batch));
-            planned.map_err(|reason| ArrayError { index: Some(index), reason }.of_all())?;
+            planned.map_err(|reason| failed(operations.bytes.len(), reason))?;
+            plan.vm.plan_more_unbinds(&mut operations, &batch);
         }
-        plan.vm.reserve(&batch).map_err(|error| ArrayError { index: Some(index), reason: error.into() }.of_all())?;
+        plan.vm.reserve(&batch).map_err(|error| failed(0, error.into()))?;
         Ok(plan)
+    }
+
+    /// Passes the next operations while they unbind what follows the last one, so that its step only grows.
+    #[inline]
+    fn plan_more_unbinds(&mut self, operations: &mut Operations<'_>, batch: &Batch) {
+        let Some((mut last, end)) = self.growing_unbind(batch) else { return };
+        let (log2, mask) = (F::GRANULE.log2(), F::GRANULE.bytes() - 1);
+        while let Some((operation, tail)) = operations.peek()
+            && operation.flags.get() == ArrayOperation::UNBIND
+            && operation.handle.get() == 0
+            && operation.offset.get() == 0
+            && operation.addr.get() == (last + 1) << log2
+            && let pages = operation.range.get() >> log2
+            && operation.range.get() & mask == 0
+            && 1 <= pages
+            && pages <= end - last
+            && tail.iter().all(|byte| *byte == 0)
+        {
+            last += pages;
+            operations.pass();
+        }
+        self.grow_unbind(last);
     }
 
     /// Plans one operation. Those of which there are many go the short way.

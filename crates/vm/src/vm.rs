@@ -501,6 +501,24 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.add_step(Step::Unbind { first, last, end })
     }
 
+    /// The last page of the last step, and the page that it can grow to, if it unbinds and whatever it does then is
+    /// planned already.
+    #[inline]
+    pub(crate) fn growing_unbind(&self, batch: &Batch) -> Option<(u64, u64)> {
+        match self.scratch.steps.last() {
+            Some(&Step::Unbind { last, end, .. }) if batch.bound.is_none() && last < end => Some((last, end)),
+            _ => None,
+        }
+    }
+
+    /// Lets the last step go on to a page that [`growing_unbind`](Self::growing_unbind) permits.
+    #[inline]
+    pub(crate) fn grow_unbind(&mut self, to: u64) {
+        if let Some(Step::Unbind { last, .. }) = self.scratch.steps.last_mut() {
+            *last = to;
+        }
+    }
+
     /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
     #[cold]
     fn check_bo(&self, va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {

@@ -3,10 +3,10 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables};
 use dmalane_vm::array::{ArrayError, ArrayOperation, Reason};
-use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Source, Vm};
+use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Plan, Source, Vm};
 use zerocopy::IntoBytes;
 
 const PAGE: u64 = 16 << 10;
@@ -241,4 +241,57 @@ fn names_are_all_different() {
     let errors = [Error::Empty { va }, Error::Wraps { va, len: 1 }, Error::Failed];
     assert_eq!(errors.map(|e| e.name()), ["empty", "wraps", "vm_failed"]);
     assert_eq!(Errno::Inval.number(), 22);
+}
+
+proptest::proptest! {
+    /// Unbinds that continue each other are planned at once: with the same result as the requests one by one.
+    #[test]
+    fn unbinds_that_continue_each_other(
+        // How far the operation is from the end of the last one, its pages, and what it is.
+        steps in proptest::collection::vec((0u64..8, 0u64..6, 0u32..12), 1..400),
+        first in 24u64..2100,
+    ) {
+        let (mut vm, handles, bo, _) = setup();
+        let mut other = setup();
+        let all: Vec<_> = (0..70).map(|i| operation(RW, bo, 0, 64 * PAGE, (24 + i * 64) * PAGE)).collect();
+        for (vm, handles) in [(&mut vm, &handles), (&mut other.0, &other.1)] {
+            let committed = vm.plan_array(all.as_bytes(), STRIDE, all.len(), handles).unwrap().commit();
+            vm.invalidated(committed);
+        }
+        let mut at = first;
+        let ops: Vec<_> = steps
+            .iter()
+            .map(|&(gap, pages, kind)| {
+                at += gap.saturating_sub(6); // most often none
+                let (va, range) = (at * PAGE, pages.max(1) * PAGE);
+                at += pages.max(1);
+                match kind {
+                    0 => operation(ArrayOperation::BIND | RW, bo, 0, range, va - PAGE),
+                    1 if steps.len() > 300 => operation(ArrayOperation::UNBIND, 0, 0, range + 1, va),
+                    1 => operation(ArrayOperation::UNBIND, 0, 0, 2100 * PAGE, va),
+                    _ => operation(ArrayOperation::UNBIND, 0, 0, range, va),
+                }
+            })
+            .collect();
+        // One by one: an array of one operation takes no notice of the next.
+        let requests: Vec<_> = ops
+            .iter()
+            .map(|op| dmalane_vm::array::requests(op.as_bytes(), STRIDE, 1, PageSize::SIZE_16K, &other.1))
+            .map(|one| one.unwrap().remove(0))
+            .collect();
+        let by_array = vm.plan_array(ops.as_bytes(), STRIDE, ops.len(), &handles).map(Plan::commit);
+        let by_requests = other.0.plan(requests).map(Plan::commit).map_err(ArrayError::from);
+        match (by_array, by_requests) {
+            (Ok(a), Ok(b)) => {
+                proptest::prop_assert!(a.spans().eq(b.spans()));
+                proptest::prop_assert_eq!(a.unmapped_bytes(), b.unmapped_bytes());
+                proptest::prop_assert_eq!(a.tables().len(), b.tables().len());
+                vm.invalidated(a);
+                other.0.invalidated(b);
+            }
+            (a, b) => proptest::prop_assert_eq!(a.map(drop), b.map(drop)),
+        }
+        let seen = |vm: &Vm<_, _>| vm.bindings().map(|b| (b.span, b.offset(), b.access)).collect::<Vec<_>>();
+        proptest::prop_assert_eq!(seen(&vm), seen(&other.0));
+    }
 }
