@@ -1,7 +1,7 @@
 //! The extension module of the Python package `dmalane`: files into memory that Python objects own or borrow.
 //!
 //! The package (`python/dmalane`) is the interface for users, and converts to NumPy and PyTorch. This module has what
-//! needs the engine: [`memory`] is the only file with `unsafe`.
+//! needs the engine: `memory.rs` is the only file with `unsafe`.
 
 mod device;
 mod failure;
