@@ -13,6 +13,11 @@ use crate::failure::Failure;
 /// The name of standard input on the command line.
 const STDIN: &str = "-";
 
+/// Whether this is the name of standard input.
+pub fn is_stdin(path: &Path) -> bool {
+    path.as_os_str() == STDIN
+}
+
 /// Refuses to read standard input twice.
 pub fn check(paths: &[PathBuf]) -> Result<(), Failure> {
     match paths.iter().filter(|path| path.as_os_str() == STDIN).count() {
@@ -32,7 +37,7 @@ pub struct Source {
 impl Source {
     /// Opens a file; `-` is standard input.
     pub fn open(path: &Path) -> Result<Self, Failure> {
-        let stdin = path.as_os_str() == STDIN;
+        let stdin = is_stdin(path);
         let opened = match stdin {
             true => io::stdin().as_fd().try_clone_to_owned().map(File::from),
             false => open(path),

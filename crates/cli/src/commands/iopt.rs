@@ -8,7 +8,7 @@ mod spec;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use dmalane::iopt::FormatId;
 use dmalane::load::Error;
@@ -60,6 +60,7 @@ const DUMP_EXAMPLES: &str = "\
 Examples:
   dmalane iopt dump boot.bin --format arm64-s1-4k --root 0x80000000
   dmalane iopt dump ram.bin --base 0 --format x86-64-4level --root 0x1a3000 --json
+  zcat ram.bin.gz | dmalane iopt dump - --base 0 --format x86-64-4level --root 0x1a3000
 
 Exit status: 0 printed, 1 bad image, 2 usage error.";
 
@@ -94,7 +95,7 @@ struct Formats {
 #[derive(Args)]
 #[command(after_help = BUILD_EXAMPLES)]
 struct Build {
-    /// The mappings, as JSON
+    /// The mappings, as JSON; - for standard input
     #[arg(value_name = "SPEC")]
     spec: PathBuf,
 
@@ -103,7 +104,7 @@ struct Build {
     format: FormatId,
 
     /// The image to write
-    #[arg(short, long, value_name = "IMAGE")]
+    #[arg(short, long, value_name = "IMAGE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     output: PathBuf,
 
     #[command(flatten)]
@@ -140,7 +141,7 @@ struct Dump {
 
 #[derive(Args)]
 struct Source {
-    /// The image: page tables, written by `dmalane iopt build` or dumped from memory
+    /// The image: page tables, written by `dmalane iopt build` or dumped from memory; - for standard input
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
 

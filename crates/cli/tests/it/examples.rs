@@ -86,7 +86,7 @@ fn folder() -> tempfile::TempDir {
         printf '%s' '{\"schema\": 1, \"mappings\": [{\"va\": \"0x40000000\", \"pa\": 0, \"len\": \
         65536, \"access\": \"rw\"}]}' > boot.json
         dmalane iopt build boot.json --format x86-64-4level -o ram.bin --base 0x1a3000
-        head -c 1716224 /dev/zero > ram; cat ram.bin >> ram; mv ram ram.bin";
+        head -c 1716224 /dev/zero > ram; cat ram.bin >> ram; mv ram ram.bin; gzip -k ram.bin";
     let output = shell(make, folder.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     folder

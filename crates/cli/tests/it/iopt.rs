@@ -412,3 +412,24 @@ fn a_field_that_stands_there_twice() {
     let says = place.complains("build spec.json -f x86-64-4level -o image.bin", 1);
     assert!(says.contains("spec.json: the field \"va\" stands there twice at line 1"), "{says}");
 }
+
+#[test]
+fn standard_input_is_a_file_as_others() {
+    let place = Place::mappings(three());
+    let build = "--format x86-64-4level -o";
+    place.text(&format!("build spec.json {build} image"));
+    let piped = |line: &str, from: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        command.args(line.split_whitespace()).current_dir(place.0.path());
+        let output = command.stdin(std::fs::File::open(place.path(from)).unwrap()).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (status, _, said) = piped(&format!("iopt build - {build} again"), "spec.json");
+    assert_eq!(status, Some(0), "{said}");
+    let bytes = |name: &str| std::fs::read(place.path(name)).unwrap();
+    assert!(bytes("again") == bytes("image"));
+    let dump = "--format x86-64-4level --root 0x80000000";
+    let (status, dumped, said) = piped(&format!("iopt dump - {dump}"), "image");
+    assert_eq!((status, dumped), (Some(0), place.text(&format!("dump image {dump}"))), "{said}");
+    assert_eq!(piped(&format!("iopt build - {build} -"), "spec.json").0, Some(2), "stdout is for the report");
+}

@@ -1,6 +1,7 @@
 //! Table memory that is a file: written in one go, read back without trust.
 
 use std::fs;
+use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
@@ -9,6 +10,7 @@ use dmalane::iopt::{TableShape, Tables};
 
 use crate::failure::Failure;
 use crate::size;
+use crate::source::{self, Source};
 
 /// Tables one after the other from a base address on, in the order in which they were asked for. The first is the root.
 pub struct ImageTables {
@@ -115,14 +117,25 @@ impl Image {
     /// Reads the file whose first byte lies at `base`.
     pub fn read(path: &Path, base: u64) -> Result<Self, Failure> {
         let trouble = |e| Failure::because(format!("cannot read {}", path.display()), &e);
+        let too_large = || {
+            Failure::new(format!("{} is larger than {}", path.display(), size::binary(Self::MOST_BYTES)))
+                .hint("cut out the piece of memory that holds the tables")
+        };
+        if source::is_stdin(path) {
+            let mut bytes = Vec::new();
+            let read = Source::open(path)?.file.take(Self::MOST_BYTES + 1).read_to_end(&mut bytes);
+            return match read.map_err(trouble)? as u64 {
+                0..=Self::MOST_BYTES => Ok(Self { base, bytes }),
+                _ => Err(too_large()),
+            };
+        }
         // Asked by name, not by descriptor: to open a FIFO would wait for its writer.
         let metadata = fs::metadata(path).map_err(trouble)?;
         if !metadata.is_file() {
             return Err(Failure::new(format!("{} is not a regular file", path.display())));
         }
         if metadata.len() > Self::MOST_BYTES {
-            return Err(Failure::new(format!("{} is larger than {}", path.display(), size::binary(Self::MOST_BYTES)))
-                .hint("cut out the piece of memory that holds the tables"));
+            return Err(too_large());
         }
         let bytes = fs::read(path).map_err(trouble)?;
         Ok(Self { base, bytes })

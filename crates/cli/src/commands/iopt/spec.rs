@@ -11,6 +11,7 @@ use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 use crate::failure::Failure;
+use crate::source::{self, Source};
 
 /// One mapping of a specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,7 +29,8 @@ pub struct Mapping {
 /// Reads the specification in a file; with it come the file's metadata.
 pub fn read(path: &Path) -> Result<(Vec<Mapping>, Metadata), Failure> {
     let mut text = Vec::new();
-    let read = File::open(path).and_then(|mut file| file.read_to_end(&mut text).and_then(|_| file.metadata()));
+    let file = if source::is_stdin(path) { Ok(Source::open(path)?.file) } else { File::open(path) };
+    let read = file.and_then(|mut file| file.read_to_end(&mut text).and_then(|_| file.metadata()));
     let meta = read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
     Ok((parse(&text).map_err(|what| wrong(path, what))?, meta))
 }
