@@ -98,7 +98,8 @@ impl Original {
         holds_data(&self.file, at, len).map_err(ValidateError::Backup)
     }
 
-    /// Restores the file from the backup of a run that was killed, if there is one, and gives the backup's path.
+    /// Restores the file from the backup of a run that was killed, if there is one, and returns the backup's
+    /// path.
     ///
     /// # Errors
     /// [`ValidateError::Recover`]: the backup stays.
@@ -246,7 +247,7 @@ impl Backup {
         self.original.recover().map(drop)
     }
 
-    /// Leaves the file as it is, and gives the path of the backup, which stays: a call on a device that hangs would
+    /// Leaves the file as it is, and returns the path of the backup, which stays: a call on a device that hangs would
     /// hang as well.
     pub fn leave(mut self) -> PathBuf {
         self.done = true;

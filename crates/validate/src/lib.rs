@@ -1,7 +1,7 @@
 //! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
 //!
 //! A [`Target`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as
-//! [`ValidateSettings`] say and gives a [`ValidateReport`]. First every thread writes and reads back its buffers, all
+//! [`ValidateSettings`] say and returns a [`ValidateReport`]. First every thread writes and reads back its buffers, all
 //! of them before any is compared, so that threads that share addresses show. Then each figure is measured for a while
 //! and the bytes that it moved last are compared; where they are not right, the report has no figure. [`fit_link`]
 //! measures what tells the limits of a card apart, and fits a model to it.

@@ -101,7 +101,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Gives the queue what it takes; says whether it took anything.
+    /// Submits as much as the queue accepts; returns whether it accepted anything.
     pub fn feed(&mut self, queue: &mut DeviceQueue) -> Result<bool, ValidateError> {
         let mut any = false;
         while let Some(i) = self.todo.pop_front() {
@@ -143,7 +143,7 @@ impl Walk {
         stretch.map_or(CardAddr::new(0), |s| CardAddr::new(s.at.bits() + byte - s.offset))
     }
 
-    /// Takes a slice back, if it is one of this walk's. At the end of a pass counts it, and gives the registration up
+    /// Takes a slice back, if it is one of this walk's. At the end of a pass counts it, and drops the registration
     /// unless it is kept. Unless it `counts`, it is as if it had not been.
     pub fn take(
         &mut self,

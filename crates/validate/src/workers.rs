@@ -213,10 +213,10 @@ impl Worker {
                     (Stop::For(time), Some(after)) => (after..time).contains(&start.elapsed()),
                     _ => true,
                 };
-                let mut part = Some(host.slice);
+                let mut unclaimed = Some(host.slice);
                 for walk in walks.iter_mut() {
-                    let Some(this) = part.take() else { break };
-                    part = walk.take(ticket, this, (start, counts), job.registered).err();
+                    let Some(slice) = unclaimed.take() else { break };
+                    unclaimed = walk.take(ticket, slice, (start, counts), job.registered).err();
                 }
                 if let (Err(error), DeviceAddr::Card(at)) = (result, at) {
                     let what = if direction == Direction::ToHost { "reading" } else { "writing" };

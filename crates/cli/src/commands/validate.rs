@@ -259,7 +259,7 @@ impl Signals {
         Ok(this)
     }
 
-    /// Gives a failure the exit status of the signal that stopped the measurement, where one did.
+    /// Sets the exit status of a failure to that of the signal that stopped the measurement, where one did.
     fn mark(&self, failure: Failure) -> Failure {
         match self.which.load(Ordering::Relaxed) {
             0 => failure,

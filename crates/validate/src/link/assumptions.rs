@@ -76,7 +76,7 @@ pub fn toggling(period: Duration) -> Assumption {
     Assumption { name: "toggling 12 and 6", link: link(14.0 * GB, channel, None), equal: false }
 }
 
-/// Four links of which each gives the V80's reported rates, as `v80-smi validate` places its buffers and chooses
+/// Four links, each of which has the V80's reported rates, as `v80-smi validate` places its buffers and chooses
 /// channels: 23 GB/s to and from DDR and to HBM, 12 GB/s from HBM, 23 GB/s to both memories, 23 GB/s in both
 /// directions.
 ///
@@ -101,8 +101,8 @@ pub fn v80() -> Vec<Assumption> {
     let hbm = Streams { memory: Some(Memory::Hbm), direction: Some(read), ..Streams::ALL };
     let hbm = Limit::constant("HBM egress", hbm, 12.0 * GB);
     let shared = || Limit::constant("shared", Streams::ALL, 23.0 * GB);
-    let of = |name, parts: [Vec<Limit>; 2]| {
-        let link = Link::new(2, parts.concat(), LATENCY).expect("constants that make sense");
+    let of = |name, limits: [Vec<Limit>; 2]| {
+        let link = Link::new(2, limits.concat(), LATENCY).expect("constants that make sense");
         Assumption { name, link, equal: true }
     };
     vec![

@@ -384,7 +384,7 @@ pub fn plan(channels: usize) -> Vec<Vec<Stream>> {
     places.iter().flat_map(directions).collect()
 }
 
-/// The rates that a modelled link gives these streams, without noise.
+/// The rates of these streams on a modelled link, without noise.
 pub fn emulate(link: &Link, streams: &[Stream]) -> Measured {
     let rates = link.fair_shares(streams, Duration::ZERO);
     Measured { flows: streams.iter().copied().zip(rates).collect() }

@@ -172,7 +172,7 @@ impl World {
 
 /// A range of card memory as bytes per half.
 fn by_half(at: CardAddr, len: u64) -> VecDeque<(Option<Half>, f64)> {
-    let (mut at, mut left, mut pieces) = (Some(at), len, VecDeque::new());
+    let (mut at, mut left, mut fragments) = (Some(at), len, VecDeque::new());
     while left > 0 {
         let half = at.and_then(Half::of);
         // Bytes beyond the end of a half lie in the next one, or in none.
@@ -180,11 +180,11 @@ fn by_half(at: CardAddr, len: u64) -> VecDeque<(Option<Half>, f64)> {
             (Some(half), Some(a)) => left.min(half.span().last().bits() - a.bits() + 1),
             _ => left,
         };
-        pieces.push_back((half, n as f64));
+        fragments.push_back((half, n as f64));
         left -= n;
         at = at.and_then(|a| a.checked_add(n));
     }
-    pieces
+    fragments
 }
 
 impl Queue for SimQueue {

@@ -46,7 +46,7 @@ struct Shared<A> {
 }
 
 impl<Q: Queue> Slow<Q> {
-    /// Slows `queues` down to `link`. `half` gives the half of the memory that an address lies in.
+    /// Slows `queues` down to `link`. `half` returns the half of the memory that an address lies in.
     ///
     /// Late polls may catch up with a millisecond.
     ///

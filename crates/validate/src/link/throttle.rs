@@ -2,8 +2,9 @@
 //!
 //! Each limit of the link has a bucket that fills at its capacity. A copy takes its bytes from the buckets of all
 //! limits that it goes through at once, and goes ahead when what they owed before is paid: so copies of any size pass,
-//! in the order in which they asked, and over time no limit is exceeded. A copy asks before each piece, in real
-//! or in virtual time, one piece at a time for each stream; small pieces (64 KiB) give the smoothest shares.
+//! in the order in which they asked, and over time no limit is exceeded. A copy asks before each fragment, in real
+//! or in virtual time, one fragment at a time for each stream; small fragments (64 KiB) make the
+//! smoothest shares.
 
 use std::time::Duration;
 

@@ -30,7 +30,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
     let mut bytes: Vec<u8> = (0..len).map(|i| (i / 7 + i / 4096) as u8).collect();
     let buf = heap.allocate(len).unwrap().share();
     let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
-    let mut part = buf.into_part();
+    let mut slice = buf.into_part();
     let at = card.layout().ddr.first();
     // On a busy machine both channels may be looked at equally late; not again and again.
     let mut told_apart = [false; 2];
@@ -41,22 +41,22 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
         }
         if direction == Direction::FromHost {
             bytes.rotate_left(3);
-            part.write(0, &bytes).unwrap();
+            slice.write(0, &bytes).unwrap();
         } else {
             bytes.rotate_left(5);
             bus.memory().write(at, &bytes).unwrap();
         }
         let began = std::time::Instant::now();
-        let copy = Operation::copy(direction, (part, via.clone()), DeviceAddr::Card(at));
+        let copy = Operation::copy(direction, (slice, via.clone()), DeviceAddr::Card(at));
         let back = run(&mut split, copy, PATIENCE).unwrap();
         // Never faster than the link; but for what may be saved up, a millisecond each.
         let fastest = (len as f64 - 0.5e6) / 500e6;
         assert!(began.elapsed().as_secs_f64() > fastest, "{:?}", began.elapsed());
-        part = back.into_slice().unwrap();
+        slice = back.into_slice().unwrap();
         let mut got = vec![0; len];
         match direction {
             Direction::FromHost => bus.memory().read(at, &mut got).unwrap(),
-            Direction::ToHost => part.read(0, &mut got).unwrap(),
+            Direction::ToHost => slice.read(0, &mut got).unwrap(),
         }
         assert!(got == bytes, "{direction:?}");
         let rate = |c| split.policy().rate(c, direction).unwrap();

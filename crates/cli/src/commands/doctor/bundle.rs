@@ -252,7 +252,7 @@ fn log(probe: &Probe) -> Vec<String> {
     lines
 }
 
-/// The records of `/dev/kmsg`, a line each. It gives one for each read, and never ends.
+/// The records of `/dev/kmsg`, a line each. A read returns one, and there is no end.
 fn records(path: &Path) -> std::io::Result<String> {
     let mut file = fs::OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
     let (mut bytes, mut record) = (Vec::new(), vec![0; 8192]);

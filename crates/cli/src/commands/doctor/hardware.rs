@@ -130,7 +130,7 @@ fn switch_iommu_on(probe: &Probe) -> &'static str {
     }
 }
 
-/// The page sizes that vfio-pci gives a mapped BAR, as far as the kernel's configuration and version tell. Large pages
+/// The page sizes of a BAR that vfio-pci maps, as far as the kernel's configuration and version tell. Large pages
 /// came with Linux 6.12 (commit f9e54c3a2f5b, "vfio/pci: implement huge_fault support") and the options that say for
 /// which sizes the architecture has them; type 1 maps by them since 6.15.
 pub fn bar_pages(probe: &Probe) -> Check {
