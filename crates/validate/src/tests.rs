@@ -355,6 +355,30 @@ fn buffers_and_channels_are_those_of_v80_smi() {
 }
 
 #[test]
+fn both_directions_look_half_as_fast_where_each_has_one_channel() {
+    // As v80-smi's raw transfers have it: all reads on one channel, all writes on the other.
+    let target = soft(CardConfig::default(), Some("v80-placement"));
+    let settings = ValidateSettings {
+        threads: 2,
+        raw: true,
+        phases: vec![Phase::Ddr],
+        pages: vec![Pages::Small],
+        directions: vec![Directions::Both],
+        stop: Stop::For(Duration::from_millis(100)),
+        ..quick()
+    };
+    let share = |channels: &str| {
+        let report = check(&target, &ValidateSettings { channels: channels.parse().unwrap(), ..settings.clone() });
+        report.figures[0].total() / report.figures[0].reference.unwrap()
+    };
+    // A link never moves more than its limits, but for a millisecond of credit.
+    let auto = share("auto");
+    assert!(auto < 0.55, "{auto}");
+    // Threads that do not get to run move less, so a busy machine may need several tries.
+    assert!((0..8).any(|_| share("0,0,1,1") > 0.65), "each direction has both channels");
+}
+
+#[test]
 fn reads_and_writes_at_once_read_at_even_positions() {
     // The last pass of a figure reads at even positions alone, and writes at odd ones, before it reads these back.
     let mut target = soft(CardConfig::default(), None);
