@@ -157,7 +157,7 @@ impl Bench {
             return Err(format!("checksum {checksum:x} differs from the first load's").into());
         }
         if verify {
-            self.device.verify(&loaded, &inputs, &mut |_| {})?;
+            self.device.verify(&loaded, &mut inputs, &mut |_| {})?;
         }
         self.device.unload(loaded)?;
         Ok(seconds)

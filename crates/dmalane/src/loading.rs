@@ -88,7 +88,7 @@ impl<'a> Load<'a> {
         let mut inputs = self.paths.iter().map(open).collect::<Result<Vec<Input<FileQueue>>, _>>()?;
         let mut loaded = device.load(&mut inputs, &self.placement, &mut *self.progress)?;
         if self.verify {
-            match device.verify(&loaded, &inputs, &mut |_| {}) {
+            match device.verify(&loaded, &mut inputs, &mut |_| {}) {
                 Ok(wall) => loaded.report.verify_wall = wall,
                 Err(error) => {
                     // The reason for the failure matters more than a second one while cleaning up.

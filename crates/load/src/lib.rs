@@ -10,6 +10,7 @@
 //!
 //! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
+mod again;
 mod clock;
 pub mod container;
 

@@ -1,20 +1,16 @@
 //! Reading back through the device's own MMU: to compare, and to save.
 
-use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::QueueAddr;
+use dmalane_queue::{Queue, QueueAddr};
 
+use crate::again::Again;
 use crate::container::safetensors::header;
 use crate::{Container, Error, Input, Loaded, LoadedFile, OpenDevice, Output};
-
-/// Bytes of the file that are compared at a time.
-const BLOCK: usize = 256 << 10;
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
@@ -54,15 +50,15 @@ impl OpenDevice {
     /// Reads every tensor back and compares it with its file. Returns how long that took. `progress` is called
     /// with the number of bytes compared since the last call.
     ///
-    /// The file is read by plain buffered reads, not by its queue.
+    /// The file is read again by its queue, as fast as for the load, ahead of what the device gives back.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] names the first byte that differs; [`Error::File`]; [`Error::Transfer`];
+    /// [`Error::Mismatch`] names the first byte that differs; [`Error::Read`]; [`Error::Transfer`];
     /// [`Error::OtherInputs`] unless `inputs` are the files of `loaded` in the same order.
-    pub fn verify<S>(
+    pub fn verify<S: Queue<Addr = FileOffset>>(
         &mut self,
         loaded: &Loaded,
-        inputs: &[Input<S>],
+        inputs: &mut [Input<S>],
         progress: &mut dyn FnMut(u64),
     ) -> Result<Duration, Error> {
         let start = Instant::now();
@@ -72,27 +68,40 @@ impl OpenDevice {
                 inputs: inputs.iter().map(|i| i.path.clone()).collect(),
             });
         }
-        let mut block = vec![0; BLOCK];
         for (file, input) in loaded.files.iter().zip(inputs) {
-            for (index, tensor) in file.model.tensors.iter().enumerate() {
-                self.read_back(file, index, &mut |offset, view| {
-                    let from = tensor.at.bits() + offset;
-                    let differs = compare(&input.file, from, view, &mut block)
-                        .map_err(|e| input.error("read it again to compare", e))?;
-                    if let Some(n) = differs {
-                        return Err(Error::Mismatch {
-                            path: file.path.clone(),
-                            tensor: tensor.name.clone(),
-                            offset: offset + n,
-                            at: FileOffset::new(from + n),
-                        });
-                    }
-                    progress(view.len() as u64);
-                    Ok(())
-                })?;
-            }
+            self.check(file)?;
+            let (model, queue) = (&file.model, &mut input.queue);
+            let mut again = Again::new(queue, &file.path, model, &mut self.staging, self.timeout)?;
+            let result = self.compare(file, &mut again, progress);
+            again.finish(&mut self.staging);
+            result?;
         }
         Ok(start.elapsed())
+    }
+
+    /// Compares the tensors of one file.
+    fn compare<S: Queue<Addr = FileOffset>>(
+        &mut self,
+        file: &LoadedFile,
+        again: &mut Again<'_, S>,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), Error> {
+        for (index, tensor) in file.model.tensors.iter().enumerate() {
+            self.read_back(file, index, &mut |offset, view| {
+                let from = tensor.at.bits() + offset;
+                if let Some(n) = again.first_difference(from, view)? {
+                    return Err(Error::Mismatch {
+                        path: file.path.clone(),
+                        tensor: tensor.name.clone(),
+                        offset: offset + n,
+                        at: FileOffset::new(from + n),
+                    });
+                }
+                progress(view.len() as u64);
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 
     /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in
@@ -140,28 +149,4 @@ impl From<IoError> for Stopped {
     fn from(error: IoError) -> Self {
         Self::Read(error)
     }
-}
-
-/// The first byte of `view` that differs from the file at `from`.
-fn compare(file: &File, from: u64, view: VolatileSlice<'_>, block: &mut [u8]) -> io::Result<Option<u64>> {
-    let mut done = 0;
-    while done < view.len() {
-        let len = block.len().min(view.len() - done);
-        file.read_exact_at(&mut block[..len], from + done as u64)?;
-        let (mut at, mut differs) = (0, None);
-        if let Some(slice) = view.sub(done, len) {
-            slice.for_each_block(|bytes| {
-                let want = &block[at..at + bytes.len()];
-                if differs.is_none() && bytes != want {
-                    differs = bytes.iter().zip(want).position(|(a, b)| a != b).map(|n| (done + at + n) as u64);
-                }
-                at += bytes.len();
-            });
-        }
-        if differs.is_some() {
-            return Ok(differs);
-        }
-        done += len;
-    }
-    Ok(None)
 }

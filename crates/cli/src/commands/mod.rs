@@ -2,6 +2,7 @@
 
 mod bar_map;
 mod card;
+mod compare;
 mod devices;
 mod doctor;
 mod inspect;
@@ -46,6 +47,7 @@ commands! {
     inspect::Inspect,
     manifest::Manifest,
     verify::Verify,
+    compare::Compare,
     validate::Validate,
     doctor::Doctor,
     devices::Devices,

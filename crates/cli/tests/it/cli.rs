@@ -4,8 +4,20 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COMMANDS: [&str; 11] =
-    ["load", "read", "inspect", "manifest", "verify", "validate", "doctor", "devices", "iopt", "vm", "completions"];
+const COMMANDS: [&str; 12] = [
+    "load",
+    "read",
+    "inspect",
+    "manifest",
+    "verify",
+    "compare",
+    "validate",
+    "doctor",
+    "devices",
+    "iopt",
+    "vm",
+    "completions",
+];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
@@ -207,6 +219,8 @@ fn every_field_is_documented() {
     std::fs::write(folder.join("f"), vec![8; 3 << 20]).unwrap();
     let different = run(&["verify", &path, "--manifest", &manifest, "--json"]);
     keys(&serde_json::from_slice(&different.stdout).unwrap(), &mut words);
+    let compared = ["compare", &path, "--rounds", "1", "--only", "plain-read", "--only", "kvikio", "--json"];
+    keys(&json(&compared), &mut words);
     let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
     keys(&json(&quick), &mut words);
     match run(&["inspect", &path, "--json"]) {

@@ -30,6 +30,9 @@ const SHORTER: &[(&str, &str)] = &[
     ("--buffer-size 64MiB", "--buffer-size 64KiB"),
     ("--offset 64MiB", "--offset 64KiB"),
     ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
+    ("--rounds 11", "--rounds 1"),
+    ("dmalane compare model.safetensors", "dmalane compare --rounds 2 model.safetensors"),
+    ("--rounds 2 model.safetensors --rounds 3", "model.safetensors --rounds 1"),
 ];
 
 fn help(program: &str, words: &[String]) -> String {

@@ -2,6 +2,7 @@
 
 mod card;
 mod cli;
+mod compare;
 mod dmalaned;
 mod examples;
 mod export;

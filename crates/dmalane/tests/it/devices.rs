@@ -111,7 +111,7 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         let free = device.memory().free_bytes();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
-        device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
         let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
         device.save(&loaded.files[0], &dmalane::load::Output::new(&copy)).unwrap();
         let saved = std::fs::metadata(&copy).unwrap().len();

@@ -127,7 +127,7 @@ fn every_setting_delivers_every_byte() {
                 let mut progress = 0;
                 let loaded = soft.device.load(&mut inputs, placement, &mut |n| progress += n).unwrap();
                 assert_eq!((loaded.report.bytes, progress), (original.len() as u64, original.len() as u64));
-                soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+                soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
                 checksums.push(loaded.files[0].checksum);
 
                 let copy = folder.path().join("copy.safetensors");
@@ -167,7 +167,7 @@ fn a_wrong_byte_on_the_card_is_found() {
     let mut byte = [0];
     soft.bus.memory().read(place, &mut byte).unwrap();
     soft.bus.memory().write(place, &[byte[0] ^ 1]).unwrap();
-    match soft.device.verify(&loaded, &inputs, &mut |_| {}) {
+    match soft.device.verify(&loaded, &mut inputs, &mut |_| {}) {
         Err(Error::Mismatch { tensor, offset: at, .. }) => assert_eq!((tensor, at), (name, offset)),
         other => panic!("{other:?}"),
     }
@@ -181,7 +181,7 @@ fn tensors_are_bound_apart_and_read_only() {
     let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&a), open(&b), open(&raw)];
     let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
-    soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
     let mut spans: Vec<_> = loaded.files.iter().flat_map(|f| f.tensors()).filter_map(|t| t.va).collect();
     spans.sort_by_key(|s| s.first());
     assert!(spans.windows(2).all(|w| w[1].first().bits() - w[0].last().bits() > 16384 - 4096));
@@ -197,8 +197,8 @@ fn tensors_are_bound_apart_and_read_only() {
     let big = sample(folder.path(), "big.safetensors", 20 * MIB);
     let mut more = [open(&big)];
     let second = soft.device.load(&mut more, &Placement::HBM, &mut |_| {}).unwrap();
-    soft.device.verify(&second, &more, &mut |_| {}).unwrap();
-    soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    soft.device.verify(&second, &mut more, &mut |_| {}).unwrap();
+    soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn odd_files() {
         let mut inputs = [open(&path)];
         let loaded = soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap();
         assert_eq!(loaded.report.bytes, bytes.len() as u64, "{name}");
-        soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
         soft.device.unload(loaded).unwrap();
     }
 }
@@ -384,7 +384,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     // The device still works.
     let mut inputs = [open(&path)];
     let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
-    soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
 }
 
 /// The fault of a [`Faulty`] device.
@@ -578,7 +578,7 @@ fn a_device_that_is_slow_is_waited_for() {
     let transfers = loaded.report.transfers;
     assert!(transfers > 5 && begun.elapsed() > Duration::from_millis(100), "{transfers} transfers");
     faults.lock().unwrap().takes = Duration::ZERO;
-    device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
 }
 
 #[test]
@@ -603,12 +603,12 @@ fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
     let mut inputs = [open(&path)];
     let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     faults.lock().unwrap().refuses = true;
-    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Queue { .. })));
-    device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Queue { .. })));
+    device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
     faults.lock().unwrap().keeps = 1;
-    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Queue { .. })));
+    assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Queue { .. })));
     faults.lock().unwrap().releases = true;
-    device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
 }
 
 #[test]
@@ -618,9 +618,9 @@ fn what_was_not_loaded_here_is_refused() {
     let (mut a, mut b) = (Soft::open(config(MIB)), Soft::open(config(MIB)));
     let mut inputs = [open(&path)];
     let loaded = a.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
-    let no_inputs: [Input<FileQueue>; 0] = [];
-    assert!(matches!(a.device.verify(&loaded, &no_inputs, &mut |_| {}), Err(Error::OtherInputs { .. })));
-    assert!(matches!(b.device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::OtherDevice { .. })));
+    let mut no_inputs: [Input<FileQueue>; 0] = [];
+    assert!(matches!(a.device.verify(&loaded, &mut no_inputs, &mut |_| {}), Err(Error::OtherInputs { .. })));
+    assert!(matches!(b.device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::OtherDevice { .. })));
     assert!(matches!(b.device.unload(loaded), Err(Error::OtherDevice { .. })));
 }
 
@@ -633,7 +633,7 @@ fn a_hundred_thousand_tensors() {
     let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&path)];
     let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
-    soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
     assert_eq!(loaded.files[0].tensors().filter(|t| t.va.is_some()).count(), 50_000);
 }
 
@@ -652,10 +652,10 @@ fn any_heap_will_do() {
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
         let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
-        soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
         let rates = soft.device.reference_rates(&mut inputs).unwrap();
         assert!(rates.read > 0.0 && rates.copy > 0.0 && rates.first_touch > 0.0);
-        soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
     }
 }
 
@@ -675,9 +675,12 @@ fn cached_files_have_several_workers_and_need_not_be_hashed() {
         assert_eq!(inputs[0].more.len() + 1, processors.min(4));
         let loaded = soft.device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
         assert_eq!(loaded.files[0].checksum, checksum.then_some(want));
-        soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
-        let read: u64 = inputs[0].more.iter().chain([&inputs[0].queue]).map(|queue| queue.moved().buffered).sum();
-        assert_eq!(read, loaded.report.bytes);
+        let read = |inputs: &[Input<FileQueue>]| -> u64 {
+            inputs[0].more.iter().chain([&inputs[0].queue]).map(|queue| queue.moved().buffered).sum()
+        };
+        assert_eq!(read(&inputs), loaded.report.bytes);
+        soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
+        assert_eq!(read(&inputs), 2 * loaded.report.bytes, "verified as it was loaded");
         let hashed = loaded.report.stages.iter().any(|s| s.stage == dmalane::load::Stage::Checksum && s.bytes > 0);
         assert_eq!(hashed, checksum);
     }

@@ -23,7 +23,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
         let placement: Placement = placement.parse().unwrap();
         let loaded = device.load(&mut inputs, &placement, &mut |_| {}).unwrap();
         // By its own queues, and then behind their back.
-        device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
         let file = std::fs::read(&path).unwrap();
         for tensor in loaded.files[0].tensors() {
             // An empty tensor has no address.

@@ -114,7 +114,7 @@ impl Staging {
 
     /// The first `len` bytes of a free slot, or all of it if it has fewer, with its number and registration; `None`
     /// when none is free.
-    pub(super) fn take(
+    pub(crate) fn take(
         &mut self,
         len: u64,
         clocks: &mut Clocks,
@@ -137,7 +137,7 @@ impl Staging {
     }
 
     /// Takes a slice of a slot back; with the last one the slot is free.
-    pub(super) fn put_back(&mut self, slot: usize, slice: BufferSlice) {
+    pub(crate) fn put_back(&mut self, slot: usize, slice: BufferSlice) {
         let slot = &mut self.slots[slot];
         slot.returned_bytes += slice.len();
         slot.returned.push(slice);
