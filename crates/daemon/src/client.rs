@@ -16,6 +16,7 @@ use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_dma::{
     self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf, Undo,
 };
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -57,6 +58,21 @@ pub enum ClientError {
         path: PathBuf,
         /// Time that the client waited.
         after: Duration,
+    },
+    /// The socket belongs to another user than was expected.
+    #[error(
+        "the socket {} belongs to user {uid}, and not to {}: if that is right, say so (-d daemon:SOCKET,\
+         server-uid={uid}, dmalaned status --server-uid {uid})",
+        path.display(),
+        trusted.iter().map(u32::to_string).collect::<Vec<_>>().join(" or ")
+    )]
+    WrongServer {
+        /// The daemon's socket.
+        path: PathBuf,
+        /// The user that the daemon runs as.
+        uid: u32,
+        /// The users that were expected.
+        trusted: Vec<u32>,
     },
     /// The daemon refused a request.
     #[error("the daemon refused: {text}")]
@@ -120,13 +136,17 @@ pub struct ClientOptions {
     pub queues: u32,
     /// Longest time to wait for an answer.
     pub timeout: Duration,
+    /// Users to whom the socket may belong: who called listen(2), which is root under socket activation. Empty for all.
+    pub server_uids: Vec<u32>,
 }
 
 impl ClientOptions {
-    /// Options for the daemon at `path`: per-client limits for all resources, and a timeout of 10 s.
+    /// Options for the daemon at `path`, which must belong to root or the user of this process: per-client limits for
+    /// all resources, and a timeout of 10 s.
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref().to_owned();
-        Self { path, ddr: 0, hbm: 0, queues: 0, timeout: Duration::from_secs(10) }
+        let server_uids = vec![0, rustix::process::geteuid().as_raw()];
+        Self { path, ddr: 0, hbm: 0, queues: 0, timeout: Duration::from_secs(10), server_uids }
     }
 }
 
@@ -146,7 +166,9 @@ struct Handshake {
 }
 
 impl Transport {
-    fn connect(path: &Path, timeout: Duration) -> Result<Handshake, ClientError> {
+    fn connect(options: &ClientOptions) -> Result<Handshake, ClientError> {
+        let ClientOptions { path, timeout, server_uids: trusted, .. } = options;
+        let timeout = *timeout;
         let failed = |source| ClientError::Connect { path: path.to_owned(), source };
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let kind = SocketType::SEQPACKET;
@@ -160,6 +182,11 @@ impl Transport {
                 Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path.to_owned(), after: timeout }),
                 other => break other.map_err(failed)?,
             }
+        }
+        let server = getsockopt(&socket, PeerCredentials).map_err(|e| failed(Errno::from_raw_os_error(e as i32)))?;
+        if !trusted.is_empty() && !trusted.contains(&server.uid()) {
+            let trusted = trusted.clone();
+            return Err(ClientError::WrongServer { path: path.to_owned(), uid: server.uid(), trusted });
         }
         let mut transport = Self { socket, path: path.to_owned(), next: 1, timeout };
         let (hello, _): (HelloAnswer, _) =
@@ -316,7 +343,7 @@ impl Client {
     /// [`ClientError::Connect`]; [`ClientError::Refused`], with [`Code::Quota`] when the card has too little left; the
     /// other errors of the connection.
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
-        let Handshake { mut transport, limits, client } = Transport::connect(&options.path, options.timeout)?;
+        let Handshake { mut transport, limits, client } = Transport::connect(&options)?;
         let ClientOptions { ddr, hbm, queues, .. } = options;
         let (answer, fds): (OpenAnswer, _) = transport.ask_for(&ClientRequest::Open { ddr, hbm, queues }, &[])?;
         let queues = answer.queues.get();
@@ -720,7 +747,15 @@ pub struct ClientStatus {
 /// # Errors
 /// Those of [`Client::connect`].
 pub fn status(path: &Path) -> Result<DaemonStatus, ClientError> {
-    let Handshake { mut transport, .. } = Transport::connect(path, Duration::from_secs(10))?;
+    status_with(&ClientOptions::new(path))
+}
+
+/// As [`status`], with the path, timeout and users of these options.
+///
+/// # Errors
+/// As [`status`].
+pub fn status_with(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
+    let Handshake { mut transport, .. } = Transport::connect(options)?;
     let mut first = 0;
     let mut clients = Vec::new();
     loop {

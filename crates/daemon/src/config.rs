@@ -1,6 +1,7 @@
 //! The daemon's configuration, with the limits of clients and users.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -53,6 +54,11 @@ pub struct Config {
     pub uids: Vec<u32>,
     /// Primary groups whose members may connect, by number.
     pub gids: Vec<u32>,
+    /// Users, by number, who administer the daemon as root and its own user do: they see all clients in the status,
+    /// also when all client slots are taken. Others see the clients of their own user.
+    pub admins: Vec<u32>,
+    /// Subordinate users, which count as their owner ([`Config::subordinates_of`]).
+    pub subordinates: Vec<(Range<u32>, u32)>,
     /// Time that the worker spins before it sleeps.
     pub spin: Duration,
     /// Time within which the queues of a disconnected client must stop.
@@ -81,6 +87,8 @@ impl Default for Config {
             user_memory: None,
             uids: Vec::new(),
             gids: Vec::new(),
+            admins: Vec::new(),
+            subordinates: Vec::new(),
             spin: Duration::from_micros(100),
             stop_timeout: Duration::from_secs(5),
             hello_timeout: Duration::from_secs(5),
@@ -207,6 +215,34 @@ impl Config {
             );
         }
         warnings
+    }
+
+    /// Subordinate users with their owners, from the contents of `/etc/subuid` (subuid(5)) and, for owners that are
+    /// given by name, `/etc/passwd`. Lines that are not understood are left out.
+    pub fn subordinates_of(subuid: &str, passwd: &str) -> Vec<(Range<u32>, u32)> {
+        let number = |name: &str| {
+            let named = |line: &&str| line.split(':').next() == Some(name);
+            let found = passwd.lines().find(named).and_then(|line| line.split(':').nth(2)?.parse().ok());
+            found.or_else(|| name.parse().ok())
+        };
+        let line = |line: &str| {
+            let mut fields = line.trim().split(':');
+            let (owner, first, count) = (number(fields.next()?)?, fields.next()?, fields.next()?);
+            let first: u32 = first.parse().ok()?;
+            Some((first..first.checked_add(count.parse().ok()?)?, owner))
+        };
+        subuid.lines().filter_map(line).collect()
+    }
+
+    /// The user who is charged for what this one does.
+    pub(crate) fn user_of(&self, uid: u32) -> u32 {
+        let owner = self.subordinates.iter().find(|(range, _)| range.contains(&uid));
+        owner.map_or(uid, |(_, owner)| *owner)
+    }
+
+    /// True for those who administer the daemon.
+    pub(crate) fn is_admin(&self, uid: u32) -> bool {
+        uid == 0 || uid == rustix::process::geteuid().as_raw() || self.admins.contains(&uid)
     }
 
     /// Most clients of one user.
@@ -368,6 +404,17 @@ mod tests {
         assert!(few.contains(&format!("need {needed} descriptors, and this process may have {}", needed - 1)), "{few}");
         let [strict] = &config.warnings(None, Some("2\n"))[..] else { panic!("one") };
         assert!(strict.contains("--client-ddr"), "{strict}");
+    }
+
+    #[test]
+    fn subordinate_users_count_as_their_owner() {
+        let subuid = "alice:100000:65536\n1001:165536:10\nnobody-here:1:1\nbad\nalice:x:1\nalice:4294967295:9\n\n";
+        let passwd = "root:x:0:0::/root:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\n";
+        let subordinates = Config::subordinates_of(subuid, passwd);
+        assert_eq!(subordinates, [(100_000..165_536, 1000), (165_536..165_546, 1001)]);
+        let config = Config { subordinates, ..Config::default() };
+        let users = [0, 1000, 100_000, 165_535, 165_536, 165_546].map(|uid| config.user_of(uid));
+        assert_eq!(users, [0, 1000, 1000, 1000, 1001, 165_546]);
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub(crate) struct Peer {
     pub pid: u32,
     pub uid: u32,
     pub gid: u32,
+    /// The user who is charged: the owner of a subordinate user, or `uid`.
+    pub user: u32,
 }
 
 /// State that all connections share.
@@ -200,14 +202,14 @@ impl Connection {
         let (seqno, request) = match ClientRequest::decode(bytes) {
             Ok(decoded) => decoded,
             Err(MalformedRequest { seqno, unknown, why }) => {
-                state.deferred_close.put(self.peer.uid, fds);
+                state.deferred_close.put(self.peer.user, fds);
                 let code = if unknown { Code::Unknown } else { Code::Malformed };
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
         // Unsealed descriptors may be FUSE files of the client; even `fstat` can block on them.
         if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
-            state.deferred_close.put(self.peer.uid, fds);
+            state.deferred_close.put(self.peer.user, fds);
             return self.refuse(seqno, Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
         }
         if let ClientRequest::Status { first } = request
@@ -347,8 +349,9 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
-        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.uid, (&state.budget, &state.account))
-            .map_err(|NoFunction(code, text)| Refused(code, text))?;
+        let (function, calls) =
+            Function::new(limits, ddr, hbm, queues, self.peer.user, (&state.budget, &state.account))
+                .map_err(|NoFunction(code, text)| Refused(code, text))?;
         let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot create a function: {e}"));
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
         let function = Arc::new(function);
@@ -389,7 +392,7 @@ impl Connection {
 
     /// Charges memory to the user.
     fn charge(&self, state: &ServerState, bytes: u64) -> Result<Charge, Refused> {
-        Charge::new(&state.account, self.peer.uid, bytes).map_err(|text| Refused(Code::Quota, text))
+        Charge::new(&state.account, self.peer.user, bytes).map_err(|text| Refused(Code::Quota, text))
     }
 
     fn create_buffer(&mut self, state: &ServerState, len: u64) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {

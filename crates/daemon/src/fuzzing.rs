@@ -64,7 +64,7 @@ pub fn fuzz_messages(data: &[u8]) {
 
 fn run(fixed: &Fixed, mut input: Input<'_>) {
     let Fixed { state, memfds, wrong } = fixed;
-    let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, gid: 1 });
+    let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, gid: 1, user: 1 });
     if input.u8() & 1 == 0 {
         let hello = ClientRequest::Hello { min: 1, max: 1 }.encode(1);
         assert!(matches!(connection.handle(state, &hello, Vec::new()), Handled::Answer(_)));

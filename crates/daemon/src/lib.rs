@@ -61,7 +61,7 @@ mod socket;
 pub mod wire;
 mod worker;
 
-pub use client::{Client, ClientError, ClientOptions, ClientStatus, DaemonStatus, status};
+pub use client::{Client, ClientError, ClientOptions, ClientStatus, DaemonStatus, status, status_with};
 pub use config::{BadConfig, ClientLimits, Config, Setting};
 pub use connection::ClientResources;
 pub use server::{Listener, Server, ServerError, ServerEvent, Totals};

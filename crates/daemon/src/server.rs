@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -118,7 +118,7 @@ impl Listener {
             other => other.map_err(failed)?,
         }
         // Restore the bits that the umask cleared.
-        rustix::fs::chmod(path, mode).map_err(failed)?;
+        set_mode(path, mode).map_err(failed)?;
         // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
         let rights_off = socket::pass_rights(&socket, false);
         rustix::net::listen(&socket, 64).map_err(failed)?;
@@ -163,6 +163,16 @@ impl Drop for Listener {
     }
 }
 
+/// Sets the mode of a socket, through no symbolic link: somebody may have put one there in its place.
+fn set_mode(path: &Path, mode: Mode) -> Result<(), Errno> {
+    use rustix::fs::{OFlags, fstat, open};
+    let file = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::Socket {
+        return Err(Errno::EXIST);
+    }
+    rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), mode)
+}
+
 /// Counters of a daemon since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Totals {
@@ -204,6 +214,8 @@ pub enum ServerEvent {
     },
     /// This many further connections were refused without a log entry each.
     RefusedMore(u64),
+    /// This many further clients connected or disconnected without a log entry each.
+    More(u64),
     /// A client has disconnected, and its resources were released.
     Disconnected {
         /// Number of the client.
@@ -232,6 +244,7 @@ impl std::fmt::Display for ServerEvent {
             Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
             Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
             Self::RefusedMore(n) => write!(f, "refused {n} more connections within {LOG_WINDOW:?}"),
+            Self::More(n) => write!(f, "{n} more clients connected or disconnected within {LOG_WINDOW:?}"),
             Self::Disconnected { client, why, released, after } => {
                 let ClientResources { buffers, bytes, mappings, card } = released;
                 write!(
@@ -251,19 +264,22 @@ impl std::fmt::Display for ServerEvent {
     }
 }
 
-/// Limits the log entries about refused connections, so that repeated attempts do not flood the log.
+/// Clients that come and go are logged one by one so often within [`LOG_WINDOW`].
+const MAX_LOGGED_CLIENTS: u32 = 64;
+
+/// Limits the log entries of a kind, so that peers that come and go do not flood the log.
 #[derive(Default)]
-struct Refusals {
+struct LogLimit {
     since: Option<Instant>,
     logged: u32,
     suppressed: u64,
 }
 
-impl Refusals {
-    /// True when this refusal should be logged.
-    fn should_log(&mut self, now: Instant) -> bool {
+impl LogLimit {
+    /// True when this entry should be logged: one of the first `most` of the window.
+    fn should_log(&mut self, now: Instant, most: u32) -> bool {
         self.since.get_or_insert(now);
-        let log = self.logged < MAX_LOGGED_REFUSALS;
+        let log = self.logged < most;
         if log {
             self.logged += 1
         } else {
@@ -272,7 +288,7 @@ impl Refusals {
         log
     }
 
-    /// The number of refusals that were not logged, once the window has ended.
+    /// The number of entries that were not logged, once the window has ended.
     fn suppressed(&mut self, now: Instant) -> Option<u64> {
         self.since.filter(|since| now.duration_since(*since) >= LOG_WINDOW)?;
         Some(std::mem::take(self).suppressed).filter(|n| *n > 0)
@@ -331,7 +347,8 @@ pub struct Server {
     closing: BTreeMap<u64, Closing>,
     next: u64,
     totals: Totals,
-    refusals: Refusals,
+    refusals: LogLimit,
+    comings: LogLimit,
     started: Instant,
     /// Peers send descriptors only after their greeting (Linux 6.16).
     rights_off: bool,
@@ -365,7 +382,8 @@ impl Server {
             closing: BTreeMap::new(),
             next: 1,
             totals: Totals::default(),
-            refusals: Refusals::default(),
+            refusals: LogLimit::default(),
+            comings: LogLimit::default(),
             started: Instant::now(),
             rights_off: false,
             worker: Some(worker),
@@ -412,12 +430,12 @@ impl Server {
             // Of a busy connection, and of users with too many descriptors to close, only the end is noticed.
             let interest = |c: &Entry| match c.ended {
                 Some(_) => None,
-                None if c.connection.is_none() || deferred_close.is_full_of(c.peer.uid) => Some(Interest::End),
+                None if c.connection.is_none() || deferred_close.is_full_of(c.peer.user) => Some(Interest::End),
                 None => Some(Interest::Requests),
             };
             let clients: Vec<(u64, Interest)> =
                 self.connections.iter().filter_map(|(id, c)| Some((*id, interest(c)?))).collect();
-            let full = !can_accept || self.connections.values().any(|c| deferred_close.is_full_of(c.peer.uid));
+            let full = !can_accept || self.connections.values().any(|c| deferred_close.is_full_of(c.peer.user));
             let (stopped, incoming, ready) = {
                 let sockets = clients.iter().map(|(id, interest)| {
                     let flags = if *interest == Interest::End { PollFlags::empty() } else { PollFlags::IN };
@@ -456,6 +474,9 @@ impl Server {
             if let Some(suppressed) = self.refusals.suppressed(Instant::now()) {
                 (self.log)(&ServerEvent::RefusedMore(suppressed));
             }
+            if let Some(suppressed) = self.comings.suppressed(Instant::now()) {
+                (self.log)(&ServerEvent::More(suppressed));
+            }
             self.expire(&ready);
             for (id, interest) in ready {
                 match interest {
@@ -488,28 +509,29 @@ impl Server {
             }
         };
         let (uid, gid) = (credentials.uid(), credentials.gid());
-        let peer = Peer { pid: u32::try_from(credentials.pid()).unwrap_or(0), uid, gid };
+        let user = self.state.config.user_of(uid);
+        let peer = Peer { pid: u32::try_from(credentials.pid()).unwrap_or(0), uid, gid, user };
         let connected = self.connections.len() + self.closing.len();
         let status_only = if !self.state.config.admits(uid, gid) {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
         } else if connected >= self.state.config.clients {
             Some((Code::Quota, "the daemon has reached its limit of clients (--clients)"))
-        } else if self.connections_of_user(uid) >= self.state.config.clients_per_user() {
+        } else if self.connections_of_user(user) >= self.state.config.clients_per_user() {
             Some((Code::Quota, "this user has reached the limit of clients (--user-clients)"))
         } else {
             None
         };
         // The operator may always request the status.
-        let operator = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        let operator = self.state.config.is_admin(uid);
         if let Some((code, why)) = status_only
             && !(operator && connected < self.state.config.clients + OPERATOR_CONNECTIONS)
         {
             self.totals.refused += 1;
-            if self.refusals.should_log(Instant::now()) {
+            if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
                 (self.log)(&ServerEvent::Refused { pid: peer.pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
-            self.disconnect(uid, socket, !self.rights_off);
+            self.disconnect(user, socket, !self.rights_off);
             return Ok(());
         }
         let id = self.next;
@@ -532,16 +554,16 @@ impl Server {
     }
 
     /// Connections of a user, including those that are being closed.
-    fn connections_of_user(&self, uid: u32) -> usize {
+    fn connections_of_user(&self, user: u32) -> usize {
         let closing = self.closing.values().map(|c| &c.entry);
-        self.connections.values().chain(closing).filter(|c| c.peer.uid == uid).count()
+        self.connections.values().chain(closing).filter(|c| c.peer.user == user).count()
     }
 
     /// Ends a connection, with messages left unread, which may carry descriptors.
-    fn disconnect(&self, uid: u32, socket: OwnedFd, carries: bool) {
+    fn disconnect(&self, user: u32, socket: OwnedFd, carries: bool) {
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         if carries {
-            self.state.deferred_close.put(uid, [socket]);
+            self.state.deferred_close.put(user, [socket]);
         }
     }
 
@@ -573,7 +595,7 @@ impl Server {
         let mut fds = Vec::new();
         let received = socket::receive(&entry.socket, buffer, &mut fds);
         if !matches!(received, Ok(Received::Message(_))) {
-            self.state.deferred_close.put(entry.peer.uid, std::mem::take(&mut fds));
+            self.state.deferred_close.put(entry.peer.user, std::mem::take(&mut fds));
         }
         let handled = match received {
             Ok(Received::Message(n)) if connection.is_long(&buffer[..n]) => {
@@ -581,7 +603,7 @@ impl Server {
                 let Some(mut connection) = entry.connection.take() else { return };
                 entry.row = connection.row(false);
                 connection.deadline = Some(Instant::now() + state.config.map_timeout);
-                return self.pool.put(entry.peer.uid, move || {
+                return self.pool.put(entry.peer.user, move || {
                     let handled = connection.handle(&state, &bytes, fds);
                     Done::Handled(connection, handled)
                 });
@@ -627,11 +649,13 @@ impl Server {
     /// Ends the connection of a client whose resources were released: the socket is closed last.
     fn released(&mut self, id: u64) {
         let Some(Closing { entry, why, releasing, .. }) = self.closing.remove(&id) else { return };
-        self.disconnect(entry.peer.uid, entry.socket, entry.carries);
+        self.disconnect(entry.peer.user, entry.socket, entry.carries);
         if entry.counted {
             self.totals.released += 1;
             let (released, after) = releasing.unwrap_or_default();
-            (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
+            if self.comings.should_log(Instant::now(), MAX_LOGGED_CLIENTS) {
+                (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
+            }
         }
     }
 
@@ -642,7 +666,10 @@ impl Server {
         if !entry.counted && entry.connection.as_ref().is_some_and(|c| c.function.is_some()) {
             entry.counted = true;
             self.totals.served += 1;
-            (self.log)(&ServerEvent::Connected { client: id, pid: entry.peer.pid, uid: entry.peer.uid });
+            let event = ServerEvent::Connected { client: id, pid: entry.peer.pid, uid: entry.peer.uid };
+            if self.comings.should_log(Instant::now(), MAX_LOGGED_CLIENTS) {
+                (self.log)(&event);
+            }
         }
         let answer = match handled {
             Handled::Answer(answer) => answer,
@@ -650,7 +677,10 @@ impl Server {
                 self.totals.errors += 1;
                 answer
             }
-            Handled::Status { seqno, first } => self.status(seqno, first),
+            Handled::Status { seqno, first } => {
+                let peer = entry.peer;
+                self.status(seqno, first, peer)
+            }
         };
         let Some(Entry { socket, .. }) = self.connections.get(&id) else { return };
         let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
@@ -661,7 +691,9 @@ impl Server {
         }
     }
 
-    fn status(&self, seqno: u64, first: u64) -> Answer {
+    /// The answer to a status request of this peer. Who is no administrator sees the clients of its own user.
+    fn status(&self, seqno: u64, first: u64, peer: Peer) -> Answer {
+        let shown = |entry: &Entry| entry.peer.user == peer.user || self.state.config.is_admin(peer.uid);
         let row = |entry: &Entry, closing| {
             let mut row = entry.connection.as_ref().map_or(entry.row, |connection| connection.row(closing));
             row.closing = u32::from(closing).into();
@@ -669,7 +701,8 @@ impl Server {
         };
         let connections = self.connections.iter().map(|(id, entry)| (*id, entry, entry.ended.is_some()));
         let closing = self.closing.iter().map(|(id, c)| (*id, &c.entry, true));
-        let mut rows: Vec<(u64, &Entry, bool)> = connections.chain(closing).filter(|(id, ..)| *id >= first).collect();
+        let mut rows: Vec<(u64, &Entry, bool)> =
+            connections.chain(closing).filter(|(id, entry, _)| *id >= first && shown(entry)).collect();
         rows.sort_by_key(|(id, ..)| *id);
         let more = rows.len() > MAX_ROWS;
         rows.truncate(MAX_ROWS);
@@ -741,7 +774,7 @@ impl Server {
                     empty.push(id);
                     continue;
                 }
-                self.pool.put(closing.entry.peer.uid, move || {
+                self.pool.put(closing.entry.peer.user, move || {
                     // Mappings and buffers before the function, which must not end with the worker's reference to it.
                     drop(connection);
                     Done::Released(id, function.and_then(Function::release))
@@ -823,15 +856,30 @@ mod tests {
 
     #[test]
     fn repeated_refusals_do_not_flood_the_log() {
-        let mut refusals = Refusals::default();
+        let mut refusals = LogLimit::default();
         let start = Instant::now();
-        let logged = (0..1000).filter(|i| refusals.should_log(start + Duration::from_millis(*i))).count();
+        let logged =
+            (0..1000).filter(|i| refusals.should_log(start + Duration::from_millis(*i), MAX_LOGGED_REFUSALS)).count();
         assert_eq!(logged, MAX_LOGGED_REFUSALS as usize);
         assert_eq!(refusals.suppressed(start + LOG_WINDOW / 2), None);
         assert_eq!(refusals.suppressed(start + LOG_WINDOW), Some(1000 - u64::from(MAX_LOGGED_REFUSALS)));
         assert_eq!(refusals.suppressed(start + LOG_WINDOW), None);
-        assert!(refusals.should_log(start + LOG_WINDOW), "a new window");
+        assert!(refusals.should_log(start + LOG_WINDOW, MAX_LOGGED_REFUSALS), "a new window");
         assert_eq!(refusals.suppressed(start + 2 * LOG_WINDOW), None, "none were suppressed");
+    }
+
+    #[test]
+    fn the_mode_is_set_through_no_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let (victim, link) = (folder.path().join("victim"), folder.path().join("link"));
+        std::fs::write(&victim, "").unwrap();
+        let mode = || std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&victim).unwrap().permissions());
+        let before = mode();
+        std::os::unix::fs::symlink(&victim, &link).unwrap();
+        for path in [&victim, &link] {
+            assert_eq!(set_mode(path, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
+        }
+        assert_eq!(mode(), before);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 mod daemon;
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
@@ -11,13 +12,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use daemon::Daemon;
-use dmalane_addr::Access;
+use dmalane_addr::{Access, Address};
+use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::{ClientRequest, MAX_MESSAGE, MapSegment};
-use dmalane_daemon::{Client, ClientLimits, ClientOptions, Config, status};
+use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
+use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered, Shape};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
 
@@ -72,7 +76,7 @@ fn spawn(uid: u32, test: &str, daemon: &Daemon) -> Other {
     let id = uid.to_string();
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &id, "--regid", &id, "--clear-groups"]).arg(program);
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(SOCKET, &daemon.path);
+    command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]).env(SOCKET, &daemon.path);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap());
     Other(child, lines)
@@ -284,4 +288,206 @@ fn a_client_that_leaves_ends_what_it_asked_for() {
     let start = Instant::now();
     daemon.end_empty();
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+/// Opens functions until it has this many or is refused, and prints how many there are and how many the status shows.
+fn take(path: &Path, most: usize) -> ! {
+    let taken: Vec<OwnedFd> = (0..most).map_while(|_| opened(path)).collect();
+    println!("took {}", taken.len());
+    let shown = status(path).map_or(0, |status| status.clients.iter().filter(|c| c.queues > 0).count());
+    println!("sees {shown}");
+    park()
+}
+
+#[test]
+fn subordinate_users_share_the_limits_of_their_owner() {
+    if let Some(path) = other() {
+        take(&path, 16);
+    }
+    if !root() {
+        return;
+    }
+    let me = "subordinate_users_share_the_limits_of_their_owner";
+    let subordinates = vec![(100_000..100_010, 40_002)];
+    let daemon = Daemon::start(Config { clients: 16, user_clients: Some(5), subordinates, ..Config::default() });
+    open_to_all(&daemon);
+    // Two subordinate users and their owner together have the limit of one user; another user has its own.
+    let mut processes: Vec<Other> = Vec::new();
+    for (uid, took) in [(100_003, 5), (100_007, 0), (40_002, 0), (40_003, 5)] {
+        let mut process = spawn(uid, me, &daemon);
+        process.wait_for(&format!("took {took}"));
+        processes.push(process);
+    }
+    let all = daemon.status().clients;
+    assert_eq!(all.iter().filter(|c| c.queues > 0).count(), 10, "root sees all");
+    drop(processes);
+    daemon.wait_until_empty();
+}
+
+#[test]
+fn status_shows_the_clients_of_the_own_user() {
+    if let Some(path) = other() {
+        take(&path, 3);
+    }
+    if !root() {
+        return;
+    }
+    let me = "status_shows_the_clients_of_the_own_user";
+    for (admins, seen) in [(vec![], 3), (vec![HOSTILE], 5)] {
+        let daemon = Daemon::start(Config { admins, ..Config::default() });
+        open_to_all(&daemon);
+        let _mine = [daemon.connect(), daemon.connect()];
+        spawn(HOSTILE, me, &daemon).wait_for(&format!("sees {seen}"));
+    }
+}
+
+#[test]
+fn a_socket_of_another_user_is_not_trusted() {
+    let daemon = Daemon::start(Config::default());
+    let wrong = ClientOptions { server_uids: vec![54_321], ..daemon.options() };
+    let error = Client::connect(wrong.clone()).map(drop).unwrap_err();
+    assert!(matches!(error, ClientError::WrongServer { .. }) && error.to_string().contains("server-uid="), "{error}");
+    assert!(status_with(&wrong).is_err());
+    let any = ClientOptions { server_uids: Vec::new(), ..daemon.options() };
+    drop(Client::connect(any).unwrap());
+    drop(daemon.connect());
+    daemon.wait_until_empty();
+}
+
+/// A client with a queue and a buffer, in parts of equal length.
+struct Copies {
+    queue: CardQueue<Client>,
+    ready: Vec<Operation>,
+    _card: Card<Client>,
+}
+
+impl Copies {
+    fn new(client: Client, len: usize, parts: usize, shape: Option<Shape>) -> Self {
+        let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
+        let queue = card.queue(0).unwrap();
+        let buf = client.buffer(len * parts).unwrap();
+        let via = Registered::new(&client, &buf, Access::RW).unwrap();
+        let (mut ready, mut rest, mut at) = (Vec::new(), Some(buf.into_part()), card.layout().ddr.first());
+        for i in 0..parts {
+            let mut part = rest.take().unwrap();
+            if i + 1 < parts {
+                let (first, more) = part.split_at(len).unwrap();
+                (part, rest) = (first, Some(more));
+            }
+            let copy = Operation::copy(Direction::FromHost, (part, via.clone()), DeviceAddr::Card(at));
+            ready.push(if let Some(shape) = shape { copy.shaped(shape) } else { copy });
+            at = at.checked_add(len as u64).unwrap();
+        }
+        Self { queue, ready, _card: card }
+    }
+
+    /// Copies for so long; the time of each operation.
+    fn run(&mut self, time: Duration) -> Vec<Duration> {
+        let (start, mut took, mut ended) = (Instant::now(), Vec::new(), Vec::new());
+        let mut begun = VecDeque::new();
+        while start.elapsed() < time || self.queue.in_flight() > 0 {
+            while start.elapsed() < time
+                && let Some(operation) = self.ready.pop()
+            {
+                let _ticket = self.queue.submit(operation).unwrap();
+                begun.push_back(Instant::now());
+            }
+            self.queue.flush();
+            self.queue.wait(&mut ended, Duration::from_secs(20));
+            for completion in ended.drain(..) {
+                took.extend(begun.pop_front().map(|begun: Instant| begun.elapsed()));
+                self.ready.push(completion.operation);
+            }
+        }
+        took.sort();
+        took
+    }
+}
+
+/// 48 connections that touch card memory, map memory without pages, ask for the status, and copy.
+fn attack(path: &Path) -> ! {
+    let (touching, mapping, asking, copying) = (8, 16, 8, 16);
+    let small = |ddr| ClientOptions { ddr, hbm: 4 << 20, queues: 1, ..ClientOptions::new(path) };
+    std::thread::scope(|s| {
+        s.spawn(move || {
+            loop {
+                for _ in 0..touching {
+                    let Ok(client) = Client::connect(small(128 << 20)) else { continue };
+                    let shape = Shape { row: 1, rows: 64, host_pitch: 65, device_pitch: 2 << 20 };
+                    Copies::new(client, 4096, 1, Some(shape)).run(Duration::from_millis(1));
+                }
+            }
+        });
+        s.spawn(move || {
+            loop {
+                drop(map_much(path, mapping, 64 * MIB));
+            }
+        });
+        s.spawn(move || {
+            let sockets: Vec<OwnedFd> = (0..asking).filter_map(|_| opened(path)).collect();
+            for socket in sockets.iter().cycle() {
+                send(socket, &ClientRequest::Status { first: 0 }, &[]);
+                receive(socket);
+            }
+        });
+        s.spawn(move || {
+            let connect = || Client::connect(small(16 << 20)).unwrap();
+            let mut all: Vec<Copies> = (0..copying).map(|_| Copies::new(connect(), MIB, 4, None)).collect();
+            println!("attacking");
+            loop {
+                for copies in &mut all {
+                    copies.run(Duration::from_millis(1));
+                }
+            }
+        });
+    });
+    unreachable!()
+}
+
+/// Prints the figures of docs/bench/daemon.md: `cargo test --release -p dmalane-daemon --test users -- --ignored
+/// --nocapture`.
+#[test]
+#[ignore = "measures for half a minute"]
+fn figures_beside_a_hostile_user() {
+    if let Some(path) = other() {
+        attack(&path);
+    }
+    if !root() {
+        return;
+    }
+    let daemon = Daemon::start(Config { clients: 128, ..Config::default() });
+    open_to_all(&daemon);
+    let second = Duration::from_secs(2);
+    let (mut large, mut short) =
+        (Copies::new(daemon.connect(), MIB, 4, None), Copies::new(daemon.connect(), 4096, 1, None));
+    let mut measure = || {
+        let copied = large.run(second).len() as f64 * MIB as f64 / second.as_secs_f64() / 1e6;
+        let times = short.run(second);
+        let p99 = times[times.len() * 99 / 100].as_secs_f64() * 1e3;
+        let mut asked: Vec<f64> = (0..20).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).collect();
+        asked.sort_by(f64::total_cmp);
+        let load = timed(|| {
+            Copies::new(daemon.connect(), 8 * MIB, 1, None).run(Duration::from_micros(1));
+        });
+        (copied, p99, asked[19], load)
+    };
+    measure();
+    let alone = measure();
+    let me = "figures_beside_a_hostile_user";
+    let mut hostile = spawn(HOSTILE, me, &daemon);
+    hostile.wait_for("attacking");
+    let attacked = measure();
+    drop(hostile);
+    for (what, (copied, p99, asked, load)) in [("alone", alone), ("attacked", attacked)] {
+        println!(
+            "{what}: 1 MiB {copied:.0} MB/s; 4 KiB p99 {p99:.2} ms; status {asked:.2} ms at most; 8 MB {load:.1} ms"
+        );
+    }
+}
+
+/// Milliseconds.
+fn timed(run: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    run();
+    start.elapsed().as_secs_f64() * 1e3
 }

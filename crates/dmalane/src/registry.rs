@@ -45,7 +45,7 @@ type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
         options: SOFT, always_flat: false, check: nothing, list: list_soft, open: soft },
-    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET]", about: "a share of the card of a dmalaned",
+    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET[,server-uid=UID]]", about: "a share of the card of a dmalaned",
         options: DAEMON, always_flat: false, check: anything, list: list_daemon, open: daemon },
     DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a dmalane card (PCI ID 4c44:0001) bound to vfio-pci",
         options: CARD, always_flat: false, check: parse::<Bdf>, list: list_vfio, open: vfio },
@@ -189,11 +189,16 @@ fn list_soft(_: &Path) -> Vec<Listed> {
 }
 
 fn daemon(rest: &str, options: &OpenOptions) -> Opened {
-    let path = PathBuf::from(if rest.is_empty() { SOCKET } else { rest });
+    let (path, server) = match rest.rsplit_once(",server-uid=") {
+        Some((path, uid)) => (path, Some(uid.parse::<u32>()?)),
+        None => (rest, None),
+    };
+    let path = PathBuf::from(if path.is_empty() { SOCKET } else { path });
     let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.div_ceil(to).saturating_mul(to));
     let (ddr, hbm) = (whole(options.card_ddr, 2 << 20), whole(options.card_hbm, 4 << 20));
-    let client =
-        Client::connect(dmalane_daemon::ClientOptions { ddr, hbm, ..dmalane_daemon::ClientOptions::new(&path) })?;
+    let mut wanted = dmalane_daemon::ClientOptions { ddr, hbm, ..dmalane_daemon::ClientOptions::new(&path) };
+    wanted.server_uids.extend(server);
+    let client = Client::connect(wanted)?;
     let name = format!("the card daemon:{}", path.display());
     Ok(Box::new(CardDevice::open(Arc::new(client), used(&name, false, options))?))
 }

@@ -126,10 +126,10 @@ mod tests {
     #[test]
     fn what_is_wrong_names_the_syntax() {
         for (bad, why) in [
-            ("", "there are soft, daemon[:SOCKET]"),
+            ("", "there are soft, daemon[:SOCKET"),
             ("daemons", "ram:SIZE"),
             ("soft:1", "nothing follows"),
-            ("daemon:", "daemon[:SOCKET]: nothing follows the colon"),
+            ("daemon:", "daemon[:SOCKET[,server-uid=UID]]: nothing follows the colon"),
             ("vfio:", "vfio:BDF"),
             ("vfio:1", "vfio:BDF"),
             ("vfio-user", "vfio-user:SOCKET: a socket is missing"),

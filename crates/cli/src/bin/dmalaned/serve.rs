@@ -33,6 +33,10 @@ pub struct Serve {
     #[arg(long = "allow-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     gids: Vec<u32>,
 
+    /// Show all clients to this user (by number), as to root; others see their own; may be repeated
+    #[arg(long = "admin-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
+    admins: Vec<u32>,
+
     /// DDR size of the card, a multiple of 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
     ddr: Size,
@@ -125,6 +129,8 @@ impl Serve {
             clients,
             uids,
             gids,
+            admins: self.admins,
+            subordinates: system::subordinates(),
             spin: Duration::from_micros(spin),
             ..Config::default()
         };

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use dmalane::daemon::{ClientStatus, DaemonStatus, SOCKET, status};
+use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status_with};
 use dmalane_cli::failure::Failure;
+use dmalane_cli::number::within;
 use dmalane_cli::output;
 use dmalane_cli::size::Size;
 use serde::Serialize;
@@ -25,6 +26,10 @@ pub struct Status {
     /// The daemon's socket
     #[arg(long, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
+
+    /// Trust a daemon of this user (by number), besides root and oneself; may be repeated
+    #[arg(long = "server-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
+    server_uids: Vec<u32>,
 
     /// Print JSON
     #[arg(long)]
@@ -69,7 +74,9 @@ struct Client {
 impl Status {
     /// Queries the daemon and prints the answer.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let mut status = status(&self.socket)?;
+        let mut options = ClientOptions::new(&self.socket);
+        options.server_uids.extend(&self.server_uids);
+        let mut status = status_with(&options)?;
         // Leave out the connection of this query.
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
