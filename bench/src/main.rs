@@ -26,6 +26,7 @@ mod threads;
 mod transfer;
 mod vm_bind;
 mod vm_shapes;
+mod vulkan;
 
 use std::process::ExitCode;
 
@@ -82,6 +83,8 @@ enum Bench {
     Daemon(daemon::Options),
     /// Split policies over modelled links, beside the optimum
     Policy(policy::Options),
+    /// Copies and binds of a GPU through Vulkan, beside the same written by hand
+    Vulkan(vulkan::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -111,6 +114,7 @@ fn main() -> ExitCode {
         Bench::Transfer(options) => transfer::run(&options),
         Bench::Daemon(options) => daemon::run(&options),
         Bench::Policy(options) => policy::run(&options),
+        Bench::Vulkan(options) => vulkan::run(&options),
         Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {

@@ -137,13 +137,13 @@ impl VulkanDevice {
         found.ok().and(address)
     }
 
-    #[cfg(test)]
+    #[cfg(feature = "by-hand")]
     pub(crate) fn shared(&self) -> &Arc<Gpu> {
         &self.parts.gpu
     }
 
     /// The buffer behind an allocated card address.
-    #[cfg(test)]
+    #[cfg(feature = "by-hand")]
     pub(crate) fn buffer_at(&self, at: CardAddr) -> Option<Arc<crate::gpu::Buffer>> {
         let mut found = None;
         let there = self.parts.memory.areas().resolve(at, 1, |_, buffer, _, _, _| found = Some(buffer.clone()));

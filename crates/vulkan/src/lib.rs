@@ -6,6 +6,8 @@
 //!
 //! The loader is opened at run time: without one, or without a driver, [`VulkanDevice::open`] says how to get it.
 
+#[cfg(feature = "by-hand")]
+pub mod by_hand;
 mod channel;
 mod device;
 mod error;
@@ -13,8 +15,6 @@ mod fault;
 mod gpu;
 mod hazards;
 mod library;
-#[cfg(test)]
-mod measure;
 mod memory;
 mod queue;
 mod registrar;

@@ -110,7 +110,7 @@ impl Granule {
     }
 }
 
-#[cfg(test)]
+#[cfg(feature = "by-hand")]
 impl Granule {
     pub fn into_buffer(self) -> (Arc<Buffer>, PageSize) {
         (self.buffer, self.size)

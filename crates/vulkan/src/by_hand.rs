@@ -1,0 +1,129 @@
+//! The work of a queue and of an address space written by hand: what benches compare with.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ash::vk;
+use dmalane_addr::{CardAddr, PageSize};
+use dmalane_dma::BufferRef;
+use dmalane_queue::Direction;
+
+use crate::channel::Channel;
+use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
+use crate::sparse::Granule;
+use crate::{CallError, Error, VulkanDevice};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Commands and binds without a queue or an address space of this crate.
+pub struct ByHand {
+    gpu: Arc<Gpu>,
+    channel: Channel<()>,
+    /// A sparse buffer of its own; made when it is used first.
+    sparse: Option<(Arc<Buffer>, Timeline, u64)>,
+}
+
+/// Host memory that the GPU reaches.
+pub struct Imported(Arc<Buffer>);
+
+fn unsuitable(gpu: &Gpu, missing: &str) -> Error {
+    Error::Unsuitable { name: gpu.info().name.clone(), missing: missing.to_owned() }
+}
+
+fn timed_out(call: &'static str) -> Error {
+    CallError { call, result: vk::Result::TIMEOUT }.into()
+}
+
+impl ByHand {
+    /// On the first queue of a device.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn new(device: &VulkanDevice) -> Result<Self, Error> {
+        let gpu = device.shared().clone();
+        Ok(Self { channel: Channel::new(&gpu, 0)?, gpu, sparse: None })
+    }
+
+    /// Imports a buffer.
+    ///
+    /// # Errors
+    /// [`Error`], also where the driver cannot import.
+    pub fn import(&self, buffer: &BufferRef) -> Result<Imported, Error> {
+        Ok(Imported(self.gpu.import(buffer, 0, buffer.len())?))
+    }
+
+    /// Copies regions (offset in host memory, offset from `at`, bytes) in one command buffer, and waits.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Panics
+    /// For a region that is not within both sides.
+    pub fn copy(
+        &mut self,
+        device: &VulkanDevice,
+        direction: Direction,
+        host: &Imported,
+        at: CardAddr,
+        regions: impl Iterator<Item = (u64, u64, u64)>,
+    ) -> Result<(), Error> {
+        let memory = device.buffer_at(at).ok_or(Error::NotAllocated(at))?;
+        let mut recording = self.channel.begin()?;
+        let regions: Vec<_> = regions
+            .map(|(host, device, size)| match direction {
+                Direction::FromHost => vk::BufferCopy { src_offset: host, dst_offset: device, size },
+                Direction::ToHost => vk::BufferCopy { src_offset: device, dst_offset: host, size },
+            })
+            .collect();
+        match direction {
+            Direction::FromHost => self.channel.copy(&mut recording, &host.0, &memory, &regions),
+            Direction::ToHost => self.channel.copy(&mut recording, &memory, &host.0, &regions),
+        }
+        self.channel.show_host(&recording);
+        self.channel.submit(recording, None, ()).map_err(|((), e)| e)?;
+        let mut ended = false;
+        while !ended {
+            self.channel.wait(LONG)?;
+            self.channel.ended(|()| ended = true)?;
+        }
+        Ok(())
+    }
+
+    /// Binds pages of a sparse buffer by one `vkQueueBindSparse`: each the page, and the page from `at` on that it
+    /// gets, or none. [`ByHand::settle`] waits.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn bind(
+        &mut self,
+        device: &VulkanDevice,
+        page: PageSize,
+        at: CardAddr,
+        binds: impl Iterator<Item = (u64, Option<u64>)>,
+    ) -> Result<(), Error> {
+        if self.sparse.is_none() {
+            let (buffer, _) = Granule::of(&self.gpu)?.into_buffer();
+            self.sparse = Some((buffer, Timeline::new(&self.gpu)?, 0));
+        }
+        let (buffer, timeline, value) = self.sparse.as_mut().expect("made above");
+        let chunk = device.buffer_at(at).ok_or(Error::NotAllocated(at))?;
+        let memory = chunk.memory().ok_or_else(|| unsuitable(&self.gpu, "memory behind its buffers"))?;
+        let len = page.bytes();
+        let binds: Vec<_> = binds
+            .map(|(i, from)| SparseBind { at: i * len, len, memory: from.map(|from| (&**memory, from * len)) })
+            .collect();
+        *value += 1;
+        Ok(self.gpu.bind_sparse(buffer, &binds, timeline, *value)?)
+    }
+
+    /// Waits for all binds.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn settle(&self) -> Result<(), Error> {
+        match &self.sparse {
+            Some((_, timeline, value)) if !timeline.wait(*value, LONG)? => Err(timed_out("vkQueueBindSparse")),
+            _ => Ok(()),
+        }
+    }
+}
