@@ -185,6 +185,7 @@ impl Library {
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
+            dma_buf: has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME),
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
@@ -319,6 +320,8 @@ pub struct GpuInfo {
     pub api: (u32, u32, u32),
     /// The alignment in bytes of host memory that it can import; `None` where it cannot.
     pub host_import: Option<u64>,
+    /// The driver can import and export memory as dma-bufs (`VK_EXT_external_memory_dma_buf`).
+    pub dma_buf: bool,
     /// Bytes of address space for sparse buffers; `None` without sparse binding.
     pub sparse: Option<u64>,
     /// Shaders can use addresses of buffers.

@@ -377,12 +377,10 @@ fn mirror(
     if wanted > state.limit {
         return Err(driver(Error::TooManyBinds { wanted, limit: state.limit }));
     }
-    let bind = |p: &Binding| (p.at, p.len, p.buffer.memory().expect("device memory has memory").clone(), p.offset);
-    let backed: Vec<_> = bindings.iter().map(bind).collect();
-    let binds = backed.iter().map(|(at, len, memory, offset)| SparseBind {
-        at: *at,
-        len: *len,
-        memory: Some((&**memory, *offset)),
+    let binds = bindings.iter().map(|p| SparseBind {
+        at: p.at,
+        len: p.len,
+        memory: Some((&**p.buffer.memory().expect("device memory has memory"), p.offset)),
     });
     let unbinds = holes.iter().map(|(at, len)| SparseBind { at: *at, len: *len, memory: None });
     let all: Vec<_> = unbinds.chain(binds).collect();
