@@ -539,7 +539,9 @@ impl<Q: Queue> Drop for SharedHandle<Q> {
 
 impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SharedQueue({} in flight)", self.in_flight())
+        let front = self.front();
+        let handles = front.handles.len() - front.free.len();
+        write!(f, "SharedQueue({handles} handles, {} in flight)", front.in_flight)
     }
 }
 

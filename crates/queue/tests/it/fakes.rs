@@ -1,6 +1,8 @@
 //! A registrar that maps without a device, and a queue that ends operations when it is told to.
 
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -115,12 +117,23 @@ pub struct Device {
     capacity: usize,
     stopped: Option<StopReason>,
     timeout: Option<Duration>,
+    event: UnixStream,
 }
 
 impl Device {
     pub fn new(capacity: usize) -> (Self, Arc<Mutex<Orders>>) {
         let orders = Arc::<Mutex<Orders>>::default();
-        (Self { orders: orders.clone(), flying: Vec::new(), capacity, stopped: None, timeout: None }, orders)
+        (
+            Self {
+                orders: orders.clone(),
+                flying: Vec::new(),
+                capacity,
+                stopped: None,
+                timeout: None,
+                event: UnixStream::pair().unwrap().0,
+            },
+            orders,
+        )
     }
 }
 
@@ -202,6 +215,10 @@ impl Queue for Device {
     fn stats(&self) -> Option<Stats> {
         let submitted = self.orders.lock().unwrap().got.len() as u64;
         Some(Stats { submitted, full: 5, cancelled: 7, ..Stats::default() })
+    }
+
+    fn event(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.event.as_fd())
     }
 
     fn arm(&mut self) -> bool {

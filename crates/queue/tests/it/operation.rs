@@ -104,6 +104,17 @@ fn what_makes_no_sense_is_refused() {
 }
 
 #[test]
+fn a_shape_reaches_to_the_end_of_its_last_row() {
+    let extent = |row: u64, rows: u32, pitch: u64| Shape { row, rows, host_pitch: 0, device_pitch: 0 }.extent(pitch);
+    assert_eq!((extent(16, 3, 48), extent(16, 1, 48), extent(16, 3, 0)), (Some(112), Some(16), Some(16)));
+    assert_eq!((extent(0, 3, 48), extent(16, 0, 48)), (None, None), "no row");
+    assert_eq!((extent(1, 2, u64::MAX - 1), extent(2, 2, u64::MAX - 1)), (Some(u64::MAX), None));
+    assert_eq!(extent(1, 3, u64::MAX / 2 + 1), None);
+    let bytes = |row: u64, rows: u32| Shape { row, rows, host_pitch: 0, device_pitch: 0 }.bytes();
+    assert_eq!((bytes(16, 3), bytes(1 << 63, 1), bytes(1 << 63, 2)), (Some(48), Some(1 << 63), None));
+}
+
+#[test]
 fn what_a_queue_cannot_do_is_refused_by_name() {
     let limits = Limits { capacity: 1, max_len: 64 };
     let needs = [
