@@ -200,10 +200,14 @@ fn clients_are_killed_during_transfers() {
         });
         let mut random = Random(7);
         let (mut busy, start) = (0, Instant::now());
-        for _ in 0..kills {
+        for i in 0..kills {
             let (mut child, _lines) = spawn("clients_are_killed_during_transfers", &daemon.path);
-            std::thread::sleep(Duration::from_micros(random.below(4000)));
             let pid = child.id();
+            // Most while they move bytes, the others whenever it happens.
+            if i % 4 > 0 {
+                daemon.wait_for("a client moves bytes", |r| r.clients.iter().any(|c| c.pid == pid && c.moved > 0));
+            }
+            std::thread::sleep(Duration::from_micros(random.below(4000)));
             busy += u64::from(daemon.status().clients.iter().any(|c| c.pid == pid && c.moved > 0));
             child.kill().unwrap();
             child.wait().unwrap();
