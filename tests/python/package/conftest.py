@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from models import random_tensors, write_model
+from package.models import random_tensors, write_model
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
-from models import DTYPES, write_model
+from package.models import DTYPES, write_model
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 

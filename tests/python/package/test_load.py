@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import safetensors
-from models import random_tensors, write_model
+from package.models import random_tensors, write_model
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 

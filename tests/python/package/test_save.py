@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
-from models import random_tensors, write_model
+from package.models import random_tensors, write_model
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 

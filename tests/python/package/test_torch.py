@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from models import DTYPES  # noqa: E402
+from package.models import DTYPES  # noqa: E402
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 pytest.importorskip("dmalane.torch")
