@@ -42,7 +42,7 @@ struct Opened {
     ranges: BTreeMap<u64, (Span<DeviceVa>, u32)>,
     /// Copies in flight, by ticket.
     flying: BTreeMap<u64, Flying>,
-    /// What was polled and is not yet given to C.
+    /// Completions that were polled and are not yet given to C.
     done: Vec<Completion>,
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct MapSpace {
     observer: Observer,
 }
 
-/// What a page shows: the address of its memory, and whether it may be written; `None` where nothing is bound.
+/// The contents of a page: the address of its memory, and whether it may be written; `None` where nothing is bound.
 type Shown = Option<(u64, bool)>;
 
 impl MapSpace {

@@ -327,7 +327,7 @@ struct Closing {
     why: &'static str,
     since: Instant,
     quarantined: bool,
-    /// What is being released, once the queues have stopped, and the time that they took.
+    /// The resources that are being released, once the queues have stopped, and the time that they took.
     releasing: Option<(ClientResources, Duration)>,
 }
 

@@ -60,7 +60,7 @@ struct Turn {
     continues: bool,
 }
 
-/// What a turn did.
+/// The work of one turn.
 struct Served {
     cost: i64,
     /// False when there was nothing to do, and nothing is owed for what was done before.

@@ -168,7 +168,7 @@ impl Region {
             let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, range.start) }?;
             let region = Self::whole(base.cast(), len, None)?;
             region.exported.store(true, Ordering::Relaxed);
-            // What users keep on a card does not belong into a core file. A kernel that refuses only dumps more.
+            // Data that users keep on a card does not belong in a core file. A kernel that refuses only dumps more.
             let _ = region.advise(0, len, Advice::LinuxDontDump);
             Ok(region)
         };

@@ -33,7 +33,7 @@ struct Piece {
     at: u64,
     slot: usize,
     len: usize,
-    /// What is left of the slot.
+    /// The bytes that are left of the slot.
     rest: BufferSlice,
     state: State,
 }

@@ -65,11 +65,11 @@ impl fmt::Display for Stage {
 pub(crate) struct Clocks {
     clocks: [Clock; Stage::ALL.len()],
     recording: Option<Box<Recording>>,
-    /// What others recorded.
+    /// The records of other recorders.
     lanes: Vec<Lane>,
 }
 
-/// What one thread or device records.
+/// The records of one thread or device.
 #[derive(Debug)]
 struct Recording {
     /// Its own work, nothing of which overlaps.

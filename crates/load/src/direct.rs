@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 
 /// Bytes written at a time; a multiple of every block size.
 const BLOCK: usize = 4 << 20;
-/// What direct I/O wants offsets and lengths to be multiples of, at most.
+/// The largest alignment of offsets and lengths that direct I/O asks for.
 const ALIGN: usize = 4096;
 
 /// Writes an empty file from its start on: past the page cache where the file system takes that, and else through it.

@@ -35,7 +35,7 @@ const CHUNK: u64 = 16 << 20;
 /// Time to wait for reads in flight after a failure.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What a region of a file is.
+/// The kind of a region of a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Part {
     /// Everything before the first tensor; all of a file without tensors.
@@ -78,7 +78,7 @@ impl fmt::Display for Part {
 /// A region of a file, with its hashes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Region {
-    /// What it is.
+    /// Its kind.
     pub part: Part,
     /// File offset of its first byte.
     pub start: u64,
@@ -125,7 +125,7 @@ pub enum Difference {
     Changed {
         /// The file.
         file: String,
-        /// What the region is.
+        /// The kind of the region.
         part: Part,
         /// File offset of its first byte.
         start: u64,
@@ -329,13 +329,13 @@ impl Manifest {
         paths.map(|path| names.get(&*name(path)).copied()).collect()
     }
 
-    /// What to hash for files.
+    /// The ranges to hash for files.
     fn cuts(&self, files: &[Option<&ManifestFile>]) -> Cuts {
         let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
         Cuts { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
     }
 
-    /// What a reader of these files hashes meanwhile, and compares in the end. `bytes` are their lengths.
+    /// The ranges that a reader of these files hashes as it reads, and compares in the end. `bytes` are their lengths.
     ///
     /// # Errors
     /// [`Error::Differs`]: files of other lengths, or of names that the manifest does not have.
@@ -423,7 +423,7 @@ impl Manifest {
     }
 }
 
-/// What is hashed while files are read, and what that has to give.
+/// The ranges that are hashed while files are read, and the hashes that they must have.
 #[derive(Clone, Debug, Default)]
 pub struct Expected<'a> {
     cuts: Option<Arc<Cuts>>,

@@ -45,7 +45,7 @@ pub struct Report {
     pub resident_peak: u64,
     /// The same before the load began.
     pub resident_before: u64,
-    /// What was done when, if [`DriveOptions::timeline`](crate::DriveOptions::timeline) asked for it.
+    /// The timeline of the load, if [`DriveOptions::timeline`](crate::DriveOptions::timeline) asked for it.
     pub timeline: Option<Timeline>,
     /// Rates that the machine reaches at best, where they were measured.
     pub reference: Option<ReferenceRates>,

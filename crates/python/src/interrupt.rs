@@ -15,7 +15,7 @@ const EVERY: Duration = Duration::from_millis(40);
 /// Less than this is done before anybody could interrupt it, and starting a thread costs as much.
 const INLINE: u64 = 1 << 20;
 
-/// What the worker tells, and is told.
+/// The messages to and from the worker.
 #[derive(Default)]
 pub(crate) struct Progress {
     cancelled: Arc<AtomicBool>,
@@ -35,7 +35,7 @@ impl Progress {
         if self.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
-    /// What is set when the work is to stop.
+    /// The flag that is set when the work is to stop.
     pub(crate) fn stop(&self) -> Arc<AtomicBool> {
         self.cancelled.clone()
     }

@@ -132,7 +132,7 @@ impl Plan {
     }
 }
 
-/// What all Python objects of an open model share.
+/// The state that all Python objects of an open model share.
 pub(crate) struct Inner {
     pub(crate) files: Vec<Source>,
     /// File and tensor of each name.
@@ -361,7 +361,7 @@ impl Files {
         Ok(Stream::new(self.inner.clone()))
     }
 
-    /// What the reads did so far.
+    /// Returns a report of the reads so far.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let reads = self.inner.reads.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let dict = reads.to_dict(py)?;

@@ -7,7 +7,7 @@ use dmalane::load::{Report, StageReport};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// What reads did: the methods for the files, and times that add up over several jobs.
+/// A report of reads: the methods for the files, and times that add up over several jobs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Reads {
     pub(crate) fill: Option<FillReport>,
@@ -79,7 +79,7 @@ impl Reads {
     }
 }
 
-/// What a load onto a device did.
+/// A report of a load onto a device.
 pub(crate) fn of_load<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("bytes", report.bytes)?;

@@ -189,7 +189,7 @@ impl Stream {
                 Ok(Some(batch)) => batch?,
                 Ok(None) => return Ok(None),
                 Err(error) => {
-                    // What nobody waits for must not take the memory that comes back.
+                    // A read that nobody waits for must not take the memory that comes back.
                     self.progress.cancel();
                     return Err(error);
                 }

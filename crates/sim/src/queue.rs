@@ -172,7 +172,7 @@ struct Work<'a, H, F> {
     h2c: u64,
     c2h: u64,
     ok: u64,
-    /// What the step has cost so far.
+    /// The cost of the step so far.
     cost: u64,
     /// Page-table entries and bytes made present that the cost contains.
     charged: (u64, u64),
@@ -193,7 +193,7 @@ impl<H: HeldMem, F> Work<'_, H, F> {
         self.charged = now;
     }
 
-    /// What the step may still cost.
+    /// The cost that is left to the step.
     #[inline]
     fn left(&self) -> u64 {
         STEP_COST.saturating_sub(self.cost)

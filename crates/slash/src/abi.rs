@@ -48,7 +48,7 @@ pub const MAX_PARTS: usize = 2;
 #[cfg(feature = "model")]
 pub const MAX_PART: u64 = u32::MAX as u64;
 
-/// What is done to a queue pair.
+/// An operation on a queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PairOp {
     Start = 0,

@@ -18,7 +18,7 @@ use crate::kernel::{Handle, Kernel, Request};
 use crate::sys::Mapped;
 use crate::{Error, error};
 
-/// What the card may still use, because its queue could not be stopped. Never dropped.
+/// Memory that the card may still use, because its queue could not be stopped. Never dropped.
 static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 /// Bytes of that.
 static KEPT_BYTES: AtomicU64 = AtomicU64::new(0);

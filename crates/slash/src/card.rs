@@ -32,7 +32,7 @@ impl Card {
         Self { buffers: Arc::new(Buffers::new(&kernel, &node)), kernel, node }
     }
 
-    /// What the driver says; an unknown version is refused.
+    /// Asks the driver what it is; an unknown version is refused.
     pub(crate) fn info(&self) -> Result<Info, Error> {
         let mut words = [0; abi::INFO_WORDS];
         let call = self.kernel.call(&self.node, Request::Info, &mut words);
@@ -48,7 +48,7 @@ impl Card {
         let bytes: Vec<u8> = words[first..first + count].iter().flat_map(|w| w.to_ne_bytes()).collect();
         let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
         let text = String::from_utf8_lossy(&bytes[..end]).into_owned();
-        // What comes from the driver is printed.
+        // The text comes from the driver and is printed.
         let pci = Some(text).filter(|t| !t.is_empty() && t.chars().all(|c| c.is_ascii_graphic()));
         Ok(Info { size, caps, pci })
     }

@@ -165,7 +165,7 @@ impl SlashDevice {
         Ok(Self { queues, counters, info, notes, regions, registrar, space: FlatSpace::new() })
     }
 
-    /// What the driver says of itself and of the card.
+    /// The driver's description of itself and of the card.
     pub fn driver(&self) -> &Info {
         &self.info
     }

@@ -25,7 +25,7 @@ pub enum Error {
          and buffers that the driver allocates (since June 2026)"
     )]
     Version {
-        /// What was found.
+        /// The version that was found.
         found: String,
     },
     /// A call failed.

@@ -27,7 +27,7 @@ const PAIRS: u32 = 256;
 /// Bytes of the host's page in the model.
 const PAGE: u64 = 4096;
 
-/// What goes wrong with a call.
+/// The way in which a call fails.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     /// The call fails with this error number. A transfer has moved some of its bytes then, and goes on.
@@ -288,7 +288,7 @@ impl Model {
         if size < least {
             return Err(EINVAL);
         }
-        // What the caller's structure has and ours does not is cleared, what is missing is zero.
+        // Fields that only the caller's structure has are cleared, fields that it lacks are zero.
         let ours = match request {
             Request::Info => state.version.info as usize,
             other => other.bytes(),

@@ -106,7 +106,7 @@ struct Outcome {
 /// A loader with its results.
 struct Compared {
     name: String,
-    /// What it said when its bytes were hashed; else why it cannot run.
+    /// Its answer when its bytes were hashed, or the reason why it cannot run.
     first: Result<Sample, String>,
     /// Its bytes are those of the files.
     right: bool,

@@ -159,9 +159,9 @@ fn serve(listener: &OwnedFd, model: &Model) {
     }
 }
 
-/// What a system call returns.
+/// The result of a system call.
 enum Reply {
-    /// What the kernel says.
+    /// The kernel's own answer.
     Kernel,
     Number(u64),
     Error(i32),

@@ -124,7 +124,7 @@ pub const MAX_DIMS: usize = 64;
 /// Pairs of metadata, at most.
 pub const MAX_PAIRS: usize = 10_000;
 
-/// What a header says, without types and shapes.
+/// The contents of a header, without types and shapes.
 #[derive(Default)]
 struct Entries {
     /// In the order of the header.
@@ -570,7 +570,7 @@ mod tests {
         }
     }
 
-    /// What the format's own library accepts, and nothing else.
+    /// We accept what the format's own library accepts, and nothing else.
     #[test]
     fn accepts_what_the_format_s_own_library_accepts() {
         let agrees = |header: &[u8], data: usize| {

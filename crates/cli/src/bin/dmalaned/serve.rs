@@ -114,7 +114,7 @@ impl Serve {
         let inherited = system::inherited_socket()?;
         let alone = (inherited.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
         let memory = self.memory.map(Size::bytes).or_else(|| {
-            // What the daemon itself takes; in a small group, half of it.
+            // The daemon itself takes 64 MiB; in a small group, half of the limit.
             system::memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
         });
         let config = Config {

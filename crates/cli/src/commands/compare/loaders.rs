@@ -34,14 +34,14 @@ const NAP: Duration = Duration::from_millis(20);
 pub struct Loader {
     pub name: String,
     program: OsString,
-    /// What comes before the files, with and without hashing.
+    /// The arguments before the files: with hashing, and timed without.
     hashing: Vec<OsString>,
     timed: Vec<OsString>,
-    /// What a program that is not there means.
+    /// The message for a program that is not installed.
     hint: &'static str,
 }
 
-/// What a loader took, as it prints it.
+/// The times and memory of a load, as the loader prints them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Sample {
     /// The version of the library.

@@ -23,7 +23,7 @@ pub const NAMES: [&str; 6] = ["dmalane", "dmalane-memfd", "dmalane-direct", "dma
 /// Bytes that are hashed or copied at a time; for `cat` what coreutils' cat reads at a time.
 const STEP: usize = 128 << 10;
 
-/// What a loader has loaded.
+/// The bytes that a loader has loaded.
 enum Loaded {
     Filled(Vec<FilledBuf>),
     Plain(Vec<Vec<u8>>),

@@ -6,7 +6,7 @@ use crate::probe::Probe;
 
 /// Names to remove; addresses, UUIDs, serial numbers and names below home directories are found by their form.
 pub struct Secrets {
-    /// What is removed, and the text that takes its place. Longer ones come first.
+    /// Each secret, and the text that takes its place. Longer ones come first.
     names: Vec<(String, &'static str)>,
 }
 

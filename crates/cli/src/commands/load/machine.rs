@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::size::binary;
 
-/// What was run, and where: names and values.
+/// The command and the machine: names and values.
 pub struct Machine(Vec<(&'static str, String)>);
 
 impl Machine {

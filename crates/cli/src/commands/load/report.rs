@@ -348,7 +348,7 @@ pub(super) fn csv(o: &Outcome) -> String {
     out + &csv_line(["load".to_owned(), wall.clone(), wall, "1".to_owned(), bytes, number(rate), none])
 }
 
-/// What was loaded how fast, without a line end, and the line that names the bottleneck.
+/// The line with size and rate, without a line end, and the line that names the bottleneck.
 pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
     let answer = format!(

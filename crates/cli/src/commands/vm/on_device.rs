@@ -20,7 +20,7 @@ use crate::size;
 
 /// Most operations that are kept.
 const MAX_OPERATIONS: usize = 1 << 22;
-/// What lies closer together than this is in one range of the device.
+/// Binds that lie closer together than this share one range of the device.
 const GAP: u64 = 2 << 20;
 
 /// The operations of a trace, those of its batches one by one. They are kept, because where they lie must be known
@@ -164,7 +164,7 @@ fn translate(operations: &Operations, device: &mut dyn Device, scale: u64) -> Re
         Ok(Window { trace, device })
     };
     let windows = operations.ranges().into_iter().map(reserve).collect::<Result<Vec<_>, Failure>>()?;
-    // What of a span lies in windows; binds lie in one.
+    // The parts of a span that lie in windows; binds lie in one.
     let place = |span: Span<DeviceVa>| {
         let behind = windows.partition_point(|w| w.trace.last() < span.first());
         windows[behind..].iter().take_while(move |w| w.trace.first() <= span.last()).filter_map(move |w| {
