@@ -524,7 +524,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
     }
 
     fn in_flight(&self) -> usize {
-        self.flying.len() - self.taken_back.len()
+        self.state.in_flight()
     }
 
     #[inline]
@@ -539,22 +539,17 @@ impl<B: Mmio> Queue for CardQueue<B> {
                     self.write(&operation);
                     (slots, operation.bytes())
                 }
-                Err(reason) => {
-                    self.state.refused(&reason);
-                    return Err(Refused { operation, reason });
-                }
+                Err(reason) => return Err(self.state.refuse(operation, reason)),
             },
         };
-        if self.flying.is_empty() {
-            self.state.moved();
-        }
+        let ticket = self.state.accept();
         let number = self.flying.push(operation, bytes);
         if slots > 1 {
             self.long.push_back((number, slots));
         }
         self.tail += u64::from(slots);
-        self.state.submitted(number);
-        Ok(Ticket::new(number))
+        debug_assert_eq!(ticket.number(), number);
+        Ok(ticket)
     }
 
     #[inline]
@@ -625,7 +620,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
             self.taken_back.insert(number);
-            self.state.taken_back(number);
+            self.state.taken_back(ticket);
             return Cancelled::TakenBack(operation);
         }
         if let Err(place) = self.cancels.binary_search(&number) {

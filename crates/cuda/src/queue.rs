@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use dmalane_device::NoIommu;
 use dmalane_queue::{
     Abilities, Cancelled, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr, QueueState,
-    Refusal, Refused, Stats, StopReason, Ticket, Work,
+    Refused, Stats, StopReason, Ticket, Waiting, Work,
 };
 
 use crate::Error;
@@ -39,8 +39,7 @@ pub(crate) struct CudaQueue {
     registrar: NoIommu,
     limits: Limits,
     longest_pitch: u64,
-    waiting: VecDeque<(Ticket, Operation)>,
-    next: u64,
+    waiting: Waiting,
     state: QueueState,
     steps: Vec<Step>,
 }
@@ -102,19 +101,10 @@ impl CudaQueue {
             registrar,
             limits: Limits { capacity: CAPACITY, max_len },
             longest_pitch: u64::try_from(longest).unwrap_or(0),
-            waiting: VecDeque::new(),
-            next: 0,
+            waiting: Waiting::new(),
             state: QueueState::default(),
             steps: Vec::new(),
         })
-    }
-
-    /// Why an operation cannot be taken.
-    fn refusal(&self, operation: &Operation) -> Result<(), Refusal> {
-        self.state.check_running()?;
-        operation.admit(Abilities::COPY_ENGINE, self.limits)?;
-        operation.check_registered(&self.registrar)?;
-        if self.in_flight() >= self.limits.capacity { Err(Refusal::Full) } else { Ok(()) }
     }
 
     /// Stops when the context is broken.
@@ -174,19 +164,12 @@ impl Queue for CudaQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.waiting.len() + self.begun.len()
+        self.state.in_flight()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        if let Err(reason) = self.refusal(&operation) {
-            self.state.refused(&reason);
-            return Err(Refused { operation, reason });
-        }
-        let ticket = Ticket::new(self.next);
-        self.state.submitted(self.next);
-        self.next += 1;
-        self.waiting.push_back((ticket, operation));
-        Ok(ticket)
+        let registered = |operation: &Operation| operation.check_registered(&self.registrar);
+        self.state.submit(operation, Abilities::COPY_ENGINE, self.limits, registered, &mut self.waiting)
     }
 
     fn flush(&mut self) {
@@ -249,25 +232,13 @@ impl Queue for CudaQueue {
     }
 
     fn restart(&mut self) -> bool {
-        let restarts = !self.state.is_running() && self.in_flight() == 0;
-        let restarts = restarts && self.streams.iter().all(|stream| stream.broken().is_none());
-        if restarts {
-            self.state.restart();
-        }
-        restarts
+        self.streams.iter().all(|stream| stream.broken().is_none()) && self.state.restart()
     }
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<DeviceAddr> {
-        match self.waiting.iter().position(|(waiting, _)| *waiting == ticket) {
-            Some(at) => match self.waiting.remove(at) {
-                Some((_, operation)) => {
-                    self.state.taken_back(ticket.number());
-                    Cancelled::TakenBack(operation)
-                }
-                None => Cancelled::Unknown,
-            },
-            None if self.begun.iter().any(|begun| begun.number == ticket.number()) => Cancelled::TooLate,
-            None => Cancelled::Unknown,
+        match self.state.cancel(ticket, &mut self.waiting) {
+            Cancelled::TooLate if self.begun.iter().all(|begun| begun.number != ticket.number()) => Cancelled::Unknown,
+            cancelled => cancelled,
         }
     }
 

@@ -33,6 +33,7 @@ mod cache;
 mod cut;
 mod device;
 mod error;
+mod op;
 mod options;
 mod queue;
 mod ring;

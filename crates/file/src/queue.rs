@@ -1,20 +1,17 @@
 //! A file as a queue: operations are cut into kernel reads, and end when all of theirs have.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::BufferSlice;
-use dmalane_queue::{
-    Abilities, CacheHint, Completion, HostSlice, Limits, OpError, Operation, Queue, Refusal, Refused, Registered,
-    Ticket, Work,
-};
+use dmalane_queue::{Abilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket, wait_with};
 use rustix::io::Errno;
 
 use crate::cache::PAGE;
-use crate::ring::{self, Ask, Read, Ring};
+use crate::op::{self, Op};
+use crate::ring::{self, Ask, Request, Ring};
 use crate::source::{FUSE, NONBLOCKING, Source, is_fuse};
 use crate::{Error, How, Io, Mode, Options, cut};
 
@@ -45,29 +42,14 @@ pub struct FileQueue {
     how: How,
     moved: Moved,
     ring: Option<Ring>,
-    ops: HashMap<u64, Op>,
-    /// Operations that are not cut to their end yet, in the order of their submission.
-    uncut: VecDeque<u64>,
+    ops: VecDeque<Op<FileOffset>>,
+    /// The number of the first operation that may not be cut to its end yet.
+    uncut: u64,
     /// Reads that stopped short, to be issued again.
-    again: VecDeque<Read>,
-    next: u64,
+    again: VecDeque<Request>,
+    state: QueueState,
     /// Blocks that are cached are copied from the page cache; asked for each, until the kernel does not say.
     ask_cache: bool,
-}
-
-struct Op {
-    at: FileOffset,
-    via: Option<Registered>,
-    cache: CacheHint,
-    end: u64,
-    /// The bytes that are not cut into reads yet.
-    rest: Option<BufferSlice>,
-    /// The fragments of the others, in order; `None` while one is being read.
-    fragments: Vec<Option<BufferSlice>>,
-    /// Fragments that are being read.
-    reading: usize,
-    /// The failure that lies first in the file, and where.
-    failed: Option<(u64, OpError)>,
 }
 
 impl FileQueue {
@@ -117,10 +99,10 @@ impl FileQueue {
             how,
             moved: Moved::default(),
             ring,
-            ops: HashMap::new(),
-            uncut: VecDeque::new(),
+            ops: VecDeque::new(),
+            uncut: 0,
             again: VecDeque::new(),
-            next: 0,
+            state: QueueState::default(),
             ask_cache: false,
         })
     }
@@ -185,19 +167,18 @@ impl FileQueue {
     }
 
     /// The next kernel read to issue.
-    fn next_read(&mut self) -> Option<Read> {
+    fn next_read(&mut self) -> Option<Request> {
         if let Some(read) = self.again.pop_front() {
             return Some(read);
         }
         loop {
-            let id = *self.uncut.front()?;
-            // An operation that failed is not read on, and may be over.
-            let op = self.ops.get_mut(&id).filter(|op| op.failed.is_none());
-            let Some((rest, end)) = op.and_then(|op| op.rest.take().map(|rest| (rest, op.end))) else {
-                self.uncut.pop_front();
+            let i = self.ops.partition_point(|op| op.ticket.number() < self.uncut);
+            let op = self.ops.get(i)?;
+            // An operation that failed is not read on.
+            let Some((rest, at)) = op.rest() else {
+                self.uncut = op.ticket.number() + 1;
                 continue;
             };
-            let at = end - rest.len() as u64;
             let (addr, align) = (rest.view().as_ptr().addr(), self.source.direct.as_ref().map(|(_, align)| *align));
             let (len, mut direct) = cut::first(addr, at, rest.len(), self.options.block, align);
             let ask = match direct && self.is_cached(at, len) {
@@ -205,14 +186,9 @@ impl FileQueue {
                 false => Ask::Read,
             };
             direct &= ask == Ask::Read;
-            let (slice, rest) = rest.split_at(len).expect("a cut lies within the rest");
-            let op = self.ops.get_mut(&id)?;
-            op.rest = Some(rest).filter(|rest| !rest.is_empty());
-            op.reading += 1;
-            op.fragments.push(None);
             let past_cache = self.source.direct.as_ref().filter(|_| direct);
             let file = past_cache.map_or(&self.source.buffered, |(file, _)| file).clone();
-            return Some(Read { ask, op: id, index: op.fragments.len() - 1, direct, file, slice, at, done: 0 });
+            return self.ops[i].cut(len, ask, file, direct);
         }
     }
 
@@ -255,7 +231,7 @@ impl FileQueue {
     }
 
     /// Interprets a result: the fragment is done, continues, or failed.
-    fn settle(&mut self, mut read: Read, result: i32, done: &mut Vec<Completion<FileOffset>>) {
+    fn settle(&mut self, mut read: Request, result: i32, done: &mut Vec<Completion<FileOffset>>) {
         let next = read.next();
         if result > 0 {
             let n = (result as usize).min(read.rest().len());
@@ -274,10 +250,10 @@ impl FileQueue {
             return self.again_buffered(read);
         }
         if result == 0 {
-            let end = self.ops.get(&read.op).map_or(next, |op| op.end);
+            let end = op::find(&self.ops, read.op).map_or(next, |i| self.ops[i].end);
             let at = self.source.end_before(next);
             let error = OpError::EndOfFile { at, missing: end - at.bits() };
-            return self.give_back(read, Some((next, error)), done);
+            return self.give_back(read, Some(error), done);
         }
         match Errno::from_raw_os_error(-result) {
             // ECANCELED: the thread that issued the read has exited.
@@ -296,38 +272,26 @@ impl FileQueue {
             }
             errno => {
                 let error = OpError::Io { at: FileOffset::new(next), errno: errno.raw_os_error() };
-                self.give_back(read, Some((next, error)), done);
+                self.give_back(read, Some(error), done);
             }
         }
     }
 
-    fn again_buffered(&mut self, read: Read) {
-        self.again.push_back(Read { direct: false, file: self.source.buffered.clone(), ..read });
+    fn again_buffered(&mut self, read: Request) {
+        self.again.push_back(Request { direct: false, file: self.source.buffered.clone(), ..read });
     }
 
     /// Returns a fragment to its operation, which has ended when it was the last.
-    fn give_back(&mut self, read: Read, failed: Option<(u64, OpError)>, done: &mut Vec<Completion<FileOffset>>) {
-        let op = self.ops.get_mut(&read.op).expect("an operation outlives its fragments");
-        op.fragments[read.index] = Some(read.slice);
-        op.reading -= 1;
-        if let Some((at, _)) = &failed
-            && op.failed.as_ref().is_none_or(|(first, _)| at < first)
+    fn give_back(&mut self, read: Request, failed: Option<OpError>, done: &mut Vec<Completion<FileOffset>>) {
+        let i = op::find(&self.ops, read.op).expect("an operation outlives its requests");
+        self.ops[i].give_back(read, failed);
+        if self.ops[i].has_ended()
+            && let Some(op) = self.ops.remove(i)
         {
-            op.failed = failed;
+            let completion = op.into_completion(Ok(()));
+            self.state.ended(&completion);
+            done.push(completion);
         }
-        if op.reading > 0 || op.rest.is_some() && op.failed.is_none() {
-            return;
-        }
-        let op = self.ops.remove(&read.op).expect("just found");
-        let slices = op.fragments.into_iter().flatten().chain(op.rest);
-        let slice = slices.reduce(|a, b| a.join(b).expect("fragments in order")).expect("at least one fragment");
-        let (len, first) = (slice.len() as u64, op.at.bits());
-        let (result, bytes) = match op.failed {
-            None => (Ok(()), len),
-            Some((at, error)) => (Err(error), at - first),
-        };
-        let operation = Operation::read(HostSlice { slice, via: op.via }, op.at).hint(op.cache);
-        done.push(Completion { ticket: Ticket::new(read.op), operation, result, bytes });
     }
 
     fn make_ring(&mut self) {
@@ -360,33 +324,13 @@ impl Queue for FileQueue {
     }
 
     fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        let refuse = |operation, reason| Err(Refused { operation, reason });
-        if let Err(reason) = operation.admit(self.abilities(), self.limits()) {
-            return refuse(operation, reason);
+        if let Err(reason) = self.state.check(&operation, self.abilities(), self.limits(), op::check_end) {
+            return Err(self.state.refuse(operation, reason));
         }
-        // The kernel counts file offsets with a sign.
-        let end = |at: FileOffset, len: u64| at.bits().checked_add(len).filter(|end| *end <= i64::MAX as u64);
-        match operation {
-            operation if self.ops.len() >= self.options.depth => refuse(operation, Refusal::Full),
-            Operation { work: Work::Copy { host: HostSlice { slice, via }, at, direction }, shape, cache } => {
-                let Some(end) = end(at, slice.len() as u64) else {
-                    let work = Work::Copy { host: HostSlice { slice, via }, at, direction };
-                    return refuse(Operation { work, shape, cache }, Refusal::PastTheTop);
-                };
-                self.make_ring();
-                let id = self.next;
-                self.next += 1;
-                let rest = Some(slice);
-                let op = Op { at, via, cache, end, rest, fragments: Vec::new(), reading: 0, failed: None };
-                self.ops.insert(id, op);
-                self.uncut.push_back(id);
-                Ok(Ticket::new(id))
-            }
-            operation => {
-                let reason = Refusal::Unsupported(operation.needs());
-                refuse(operation, reason)
-            }
-        }
+        self.make_ring();
+        let ticket = self.state.accept();
+        self.ops.push_back(Op::new(ticket, operation));
+        Ok(ticket)
     }
 
     /// Does nothing: reads are begun by [`Queue::poll`], each batch by one system call.
@@ -403,19 +347,13 @@ impl Queue for FileQueue {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            let ended = self.poll(done);
-            let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if ended > 0 || self.ops.is_empty() || left.is_zero() {
-                return ended;
-            }
+        wait_with(self, done, timeout, |this, left| {
             // Sleep only when the kernel has all that it can be given.
-            let fed = self.again.is_empty() && self.uncut.is_empty();
-            if self.ring.as_ref().is_some_and(|ring| ring.busy() > 0 && (fed || ring.is_full())) {
-                self.enter(Some(left));
+            let fed = this.again.is_empty() && this.ops.iter().all(|op| op.rest().is_none());
+            if this.ring.as_ref().is_some_and(|ring| ring.busy() > 0 && (fed || ring.is_full())) {
+                this.enter(Some(left));
             }
-        }
+        })
     }
 }
 

@@ -70,16 +70,13 @@ impl Ask {
     }
 }
 
-/// The requests of a [`FileQueue`](crate::FileQueue), which only reads.
-pub(crate) type Read = Request;
-
 /// One kernel read or write: `slice` is to be filled or written out from `at` on, and its first `done` bytes are.
 pub(crate) struct Request {
     /// Which of both.
     pub ask: Ask,
-    /// Which operation it is a piece of.
+    /// The number of the operation that it is a fragment of.
     pub op: u64,
-    /// Which piece.
+    /// Which of its fragments.
     pub index: usize,
     /// Whether `file` is the descriptor for direct I/O.
     pub direct: bool,
@@ -102,7 +99,7 @@ impl Request {
 }
 
 /// Reads with `pread`, once. The result is as in a completion: bytes, or a negative error number.
-pub(crate) fn pread(read: &mut Read) -> i32 {
+pub(crate) fn pread(read: &mut Request) -> i32 {
     pread_into(&read.file, read.rest(), read.next())
 }
 

@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_queue::{Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work};
+use dmalane_queue::{
+    Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work, wait_with,
+};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
@@ -131,15 +133,9 @@ impl Queue for StreamQueue {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            let ended = self.poll(done);
-            let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if ended > 0 || self.ops.is_empty() || left.is_zero() {
-                return ended;
-            }
-            self.ready(left);
-        }
+        wait_with(self, done, timeout, |this, left| {
+            this.ready(left);
+        })
     }
 }
 

@@ -49,6 +49,6 @@ pub use registered::Registered;
 pub use registry::{Registry, RegistryError, RegistryLimits, RegistryStats};
 pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};
 pub use split::{Clock, Split, WallClock};
-pub use state::QueueState;
+pub use state::{QueueState, Waiting};
 pub use stats::{Latency, Stats};
-pub use wait::{HaltWatch, RELEASE_TIMEOUT, RunError, StallWatch, drain, run};
+pub use wait::{HaltWatch, RELEASE_TIMEOUT, RunError, StallWatch, drain, run, wait_with};

@@ -7,7 +7,7 @@ use dmalane_dma::BufferSlice;
 
 use crate::{
     Abilities, CacheHint, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy, Queue,
-    QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work,
+    QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work, wait_with,
 };
 
 /// The clock of a [`Split`], for the rates that its policy measures.
@@ -317,23 +317,17 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            let n = self.collect(done);
-            let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if n > 0 || self.copies.is_empty() || left.is_zero() {
-                return n;
-            }
+        wait_with(self, done, timeout, |this, left| {
             // There is no sleep on several queues at once: sleep briefly on each in turn, or as long as allowed on the
             // only one.
-            let n = self.queues.len();
-            let busy = |i: &usize| self.queues[*i].in_flight() > 0;
-            let Some(i) = (0..n).map(|k| (self.nap + k) % n).find(busy) else { continue };
+            let n = this.queues.len();
+            let busy = |i: &usize| this.queues[*i].in_flight() > 0;
+            let Some(i) = (0..n).map(|k| (this.nap + k) % n).find(busy) else { return };
             let alone = (0..n).filter(busy).count() == 1;
-            self.nap = (i + 1) % n;
-            self.queues[i].wait(&mut self.scratch, if alone { left } else { left.min(NAP) });
-            self.absorb(i);
-        }
+            this.nap = (i + 1) % n;
+            this.queues[i].wait(&mut this.scratch, if alone { left } else { left.min(NAP) });
+            this.absorb(i);
+        })
     }
 
     /// Halted when one queue has, since every copy may need it; but not while another one still has operations to end.

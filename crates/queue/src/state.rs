@@ -1,15 +1,28 @@
 //! The state that every queue keeps besides its operations.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::stats::Sampler;
-use crate::{Completion, OpError, Refusal, Stats, StopReason};
+use crate::{
+    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, QueueAddr, Refusal, Refused, Stats,
+    StopReason, Ticket,
+};
 
-/// For implementations of [`Queue`](crate::Queue): counters, the timeout, and why the queue has stopped.
+/// The longest sleep of a wait: the timeout is checked in between.
+const NAP: Duration = Duration::from_millis(100);
+
+/// Operations that a queue has accepted and not begun, oldest first.
+pub type Waiting<A = DeviceAddr> = VecDeque<(Ticket, Operation<A>)>;
+
+/// For implementations of [`Queue`](crate::Queue): the numbers of tickets, counters, the timeout, and why the queue has
+/// stopped.
 #[derive(Debug, Default)]
 pub struct QueueState {
     stats: Stats,
     sampler: Sampler,
+    /// Accepted and not given back.
+    in_flight: usize,
     stopped: Option<StopReason>,
     timeout: Option<Duration>,
     /// Since when nothing has ended; `None` until somebody asks.
@@ -26,6 +39,12 @@ impl QueueState {
     /// Why the queue has stopped.
     pub fn stopped(&self) -> Option<&StopReason> {
         self.stopped.as_ref()
+    }
+
+    /// Operations that were accepted and not given back.
+    #[inline]
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
     }
 
     /// Refuses an operation for a queue that has stopped.
@@ -46,9 +65,13 @@ impl QueueState {
         running
     }
 
-    /// The queue runs again.
-    pub fn restart(&mut self) {
-        (self.stopped, self.quiet_since) = (None, None);
+    /// Lets a queue that has stopped run again; false while it has not, or operations are in flight.
+    pub fn restart(&mut self) -> bool {
+        let restarts = !self.is_running() && self.in_flight == 0;
+        if restarts {
+            (self.stopped, self.quiet_since) = (None, None);
+        }
+        restarts
     }
 
     /// [`Queue::set_timeout`](crate::Queue::set_timeout).
@@ -56,34 +79,97 @@ impl QueueState {
         (self.timeout, self.quiet_since) = (timeout, None);
     }
 
-    /// An operation has moved on, or the first one was submitted: the timeout starts over.
+    /// An operation has moved on: the timeout starts over.
     #[inline]
     pub fn moved(&mut self) {
         self.quiet_since = None;
     }
 
-    /// The reason to stop once nothing has moved for the timeout. For a queue with operations in flight.
+    /// The reason to stop, once nothing has moved for the timeout although operations are in flight.
     pub fn timed_out(&mut self) -> Option<StopReason> {
-        let timeout = self.timeout.filter(|_| self.stopped.is_none())?;
+        let timeout = self.timeout.filter(|_| self.stopped.is_none() && self.in_flight > 0)?;
         let since = *self.quiet_since.get_or_insert_with(Instant::now);
         (since.elapsed() >= timeout).then_some(StopReason::Timeout(timeout))
     }
 
-    /// The time until [`QueueState::timed_out`]; `None` where it is not known.
-    pub fn until_timeout(&self) -> Option<Duration> {
-        Some(self.timeout?.saturating_sub(self.quiet_since?.elapsed()))
+    /// The time that a wait may sleep before the next poll: at most `left`, and not past the moment of the timeout.
+    pub fn nap(&self, left: Duration) -> Duration {
+        let until_timeout = self
+            .timeout
+            .zip(self.quiet_since)
+            .map(|(timeout, since)| timeout.saturating_sub(since.elapsed()).max(Duration::from_millis(1)));
+        left.min(NAP).min(until_timeout.unwrap_or(NAP))
     }
 
-    /// Counts an operation that was accepted.
+    /// Checks whether the queue can accept an operation now, which `more` checks too.
+    ///
+    /// # Errors
+    /// [`Refusal::Stopped`], those of [`Operation::admit`] and of `more`, [`Refusal::Full`].
+    pub fn check<A: QueueAddr>(
+        &self,
+        operation: &Operation<A>,
+        abilities: Abilities,
+        limits: Limits,
+        more: impl FnOnce(&Operation<A>) -> Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
+        self.check_running()?;
+        operation.admit(abilities, limits)?;
+        more(operation)?;
+        if self.in_flight >= limits.capacity { Err(Refusal::Full) } else { Ok(()) }
+    }
+
+    /// Counts an operation that was checked, and names it.
     #[inline]
-    pub fn submitted(&mut self, number: u64) {
+    pub fn accept(&mut self) -> Ticket {
+        let number = self.stats.submitted;
+        if self.in_flight == 0 {
+            self.moved();
+        }
+        self.in_flight += 1;
         self.stats.submitted += 1;
         self.sampler.begun(number);
+        Ticket::new(number)
     }
 
-    /// Counts an operation that was refused.
-    pub fn refused(&mut self, reason: &Refusal) {
-        self.stats.full += u64::from(*reason == Refusal::Full);
+    /// Counts an operation that is refused, and gives it back.
+    pub fn refuse<A: QueueAddr>(&mut self, operation: Operation<A>, reason: Refusal) -> Refused<A> {
+        self.stats.full += u64::from(reason == Refusal::Full);
+        Refused { operation, reason }
+    }
+
+    /// [`Queue::submit`](crate::Queue::submit): [checks](QueueState::check) an operation and puts it at the end of a
+    /// list.
+    ///
+    /// # Errors
+    /// The refusal, with the operation.
+    pub fn submit<A: QueueAddr>(
+        &mut self,
+        operation: Operation<A>,
+        abilities: Abilities,
+        limits: Limits,
+        more: impl FnOnce(&Operation<A>) -> Result<(), Refusal>,
+        into: &mut Waiting<A>,
+    ) -> Result<Ticket, Refused<A>> {
+        if let Err(reason) = self.check(&operation, abilities, limits, more) {
+            return Err(self.refuse(operation, reason));
+        }
+        let ticket = self.accept();
+        into.push_back((ticket, operation));
+        Ok(ticket)
+    }
+
+    /// [`Queue::cancel`](crate::Queue::cancel) of a queue that cannot end what it has begun: takes an operation out of
+    /// the list of those that were not. [`Cancelled::TooLate`] may also stand for one that has ended, while others are
+    /// in flight.
+    pub fn cancel<A>(&mut self, ticket: Ticket, from: &mut Waiting<A>) -> Cancelled<A> {
+        if let Some(at) = from.iter().position(|(waiting, _)| *waiting == ticket)
+            && let Some((_, operation)) = from.remove(at)
+        {
+            self.taken_back(ticket);
+            return Cancelled::TakenBack(operation);
+        }
+        let maybe = ticket.number() < self.stats.submitted && self.in_flight > 0;
+        if maybe { Cancelled::TooLate } else { Cancelled::Unknown }
     }
 
     /// Counts a flush with something to submit.
@@ -95,6 +181,7 @@ impl QueueState {
     /// Counts an operation that has ended.
     #[inline]
     pub fn ended<A>(&mut self, completion: &Completion<A>) {
+        self.in_flight -= 1;
         match &completion.result {
             Ok(()) => self.stats.ok += 1,
             Err(error) => {
@@ -107,9 +194,10 @@ impl QueueState {
     }
 
     /// Counts an operation that was taken back.
-    pub fn taken_back(&mut self, number: u64) {
+    pub fn taken_back(&mut self, ticket: Ticket) {
+        self.in_flight -= 1;
         self.stats.cancelled += 1;
-        self.sampler.ended(number, &mut self.stats.latency);
+        self.sampler.ended(ticket.number(), &mut self.stats.latency);
     }
 
     /// The counters.
@@ -140,9 +228,11 @@ mod tests {
         assert_eq!(state.timed_out(), None, "no timeout");
         let timeout = Duration::from_millis(2);
         state.set_timeout(Some(timeout));
-        assert_eq!((state.until_timeout(), state.timed_out()), (None, None));
+        assert_eq!(state.timed_out(), None, "nothing is in flight");
+        let _ticket = state.accept();
+        assert_eq!((state.nap(Duration::MAX), state.timed_out()), (NAP, None));
         std::thread::sleep(2 * timeout);
-        assert_eq!(state.until_timeout(), Some(Duration::ZERO));
+        assert_eq!(state.nap(Duration::MAX), Duration::from_millis(1));
         assert_eq!(state.timed_out(), Some(StopReason::Timeout(timeout)));
         state.moved();
         assert_eq!(state.timed_out(), None);

@@ -126,6 +126,25 @@ pub fn drain<Q: Queue + ?Sized>(queue: &mut Q, timeout: Duration) -> Vec<Complet
     done
 }
 
+/// For implementations of [`Queue::wait`]: polls until an operation has ended, none is in flight, or `timeout` has
+/// passed. In between `sleep` waits, at most the time that it is given.
+pub fn wait_with<Q: Queue + ?Sized>(
+    queue: &mut Q,
+    done: &mut Vec<Completion<Q::Addr>>,
+    timeout: Duration,
+    mut sleep: impl FnMut(&mut Q, Duration),
+) -> usize {
+    let deadline = Instant::now().checked_add(timeout);
+    loop {
+        let ended = queue.poll(done);
+        let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
+        if ended > 0 || queue.in_flight() == 0 || left.is_zero() {
+            return ended;
+        }
+        sleep(queue, left);
+    }
+}
+
 /// A queue for tests that ends operations only on request.
 #[cfg(test)]
 pub(crate) mod fake {

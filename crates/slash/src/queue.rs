@@ -1,14 +1,13 @@
 //! A queue pair as a queue, with a thread that waits in the driver's blocking call.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refusal, Refused,
-    Stats, StopReason, Ticket,
+    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused, Stats,
+    StopReason, Ticket, Waiting, wait_with,
 };
 
 use crate::Error;
@@ -18,8 +17,6 @@ use crate::worker::{Counters, MAX_LEN, Planner, Shared, Worker};
 
 /// Operations in flight, at most.
 const CAPACITY: usize = 256;
-/// The longest sleep of a wait.
-const NAP: Duration = Duration::from_millis(100);
 /// Time that a drop waits for the driver, which gives up on a transfer after 10 s.
 const PATIENCE: Duration = Duration::from_secs(15);
 const ABILITIES: Abilities = Abilities::FROM_HOST
@@ -35,10 +32,7 @@ pub(crate) struct SlashQueue {
     pair: Arc<Pair>,
     registrar: Arc<OwnBuffers>,
     /// Submitted and not flushed.
-    waiting: VecDeque<(Ticket, Operation)>,
-    /// Accepted and not given back.
-    in_flight: usize,
-    next: u64,
+    waiting: Waiting,
     state: QueueState,
     thread: Option<thread::JoinHandle<()>>,
     /// Stops the queue pair after a timeout.
@@ -57,26 +51,13 @@ impl SlashQueue {
         let worker = Worker { shared: shared.clone(), counters: counters.clone(), pair: pair.clone(), plans, pages };
         let named = thread::Builder::new().name(format!("dmalane-slash-{}", pair.index));
         let thread = Some(named.spawn(move || worker.run()).map_err(Error::Thread)?);
-        let (waiting, state) = (VecDeque::new(), QueueState::default());
-        Ok(Self { shared, counters, pair, registrar, waiting, in_flight: 0, next: 0, state, thread, stopper: None })
+        let (waiting, state) = (Waiting::new(), QueueState::default());
+        Ok(Self { shared, counters, pair, registrar, waiting, state, thread, stopper: None })
     }
 
     /// The counters of the thread.
     pub(crate) fn counters(&self) -> &Arc<Counters> {
         &self.counters
-    }
-
-    fn check(&self, operation: &Operation) -> Result<(), Refusal> {
-        self.state.check_running()?;
-        operation.admit(ABILITIES, self.limits())?;
-        operation.check_registered(&*self.registrar)?;
-        if self.in_flight >= CAPACITY { Err(Refusal::Full) } else { Ok(()) }
-    }
-
-    fn end(&mut self, completion: Completion, done: &mut Vec<Completion>) {
-        self.state.ended(&completion);
-        self.in_flight -= 1;
-        done.push(completion);
     }
 
     /// Stops, with what the thread has not begun given back at the next poll.
@@ -99,23 +80,13 @@ impl Queue for SlashQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.in_flight
+        self.state.in_flight()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        if let Err(reason) = self.check(&operation) {
-            self.state.refused(&reason);
-            return Err(Refused { operation, reason });
-        }
-        let ticket = Ticket::new(self.next);
-        self.next += 1;
-        if self.in_flight == 0 {
-            self.state.moved();
-        }
-        self.in_flight += 1;
-        self.state.submitted(ticket.number());
-        self.waiting.push_back((ticket, operation));
-        Ok(ticket)
+        let (limits, registrar) = (self.limits(), &*self.registrar);
+        let registered = |operation: &Operation| operation.check_registered(registrar);
+        self.state.submit(operation, ABILITIES, limits, registered, &mut self.waiting)
     }
 
     fn flush(&mut self) {
@@ -149,11 +120,10 @@ impl Queue for SlashQueue {
             self.state.moved();
         }
         for completion in ended {
-            self.end(completion, done);
+            self.state.ended(&completion);
+            done.push(completion);
         }
-        if self.in_flight > 0
-            && let Some(reason) = self.state.timed_out()
-        {
+        if let Some(reason) = self.state.timed_out() {
             self.halt(reason);
             // The driver waits without a limit for all parts of a call but the last. Stopping the queue pair ends them,
             // but may block itself.
@@ -164,22 +134,14 @@ impl Queue for SlashQueue {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            let ended = self.poll(done);
-            let left = deadline.map_or(NAP, |d| d.saturating_duration_since(Instant::now()));
-            if ended > 0 || self.in_flight == 0 || left.is_zero() {
-                return ended;
-            }
-            // Not past the moment of the timeout.
-            let until = self.state.until_timeout().map_or(NAP, |time| time.max(Duration::from_millis(1)));
-            let nap = left.min(NAP).min(until);
-            if self.shared.lock().stuck {
+        wait_with(self, done, timeout, |this, left| {
+            let nap = this.state.nap(left);
+            if this.shared.lock().stuck {
                 thread::sleep(nap);
             } else {
-                self.shared.wait(nap);
+                this.shared.wait(nap);
             }
-        }
+        })
     }
 
     fn halted(&self) -> Option<StopReason> {
@@ -192,32 +154,17 @@ impl Queue for SlashQueue {
 
     fn restart(&mut self) -> bool {
         let stopping = self.stopper.as_ref().is_some_and(|thread| !thread.is_finished());
-        if self.state.is_running() || self.in_flight > 0 || stopping || self.pair.start().is_err() {
+        if self.state.is_running() || self.in_flight() > 0 || stopping || self.pair.start().is_err() {
             return false;
         }
         self.shared.lock().halted = None;
-        self.state.restart();
-        true
+        self.state.restart()
     }
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
-        let mut shared = self.shared.lock();
-        let lists = [&mut self.waiting, &mut shared.todo];
-        let take = |list: &mut VecDeque<(Ticket, Operation)>| {
-            let at = list.iter().position(|(waiting, _)| *waiting == ticket)?;
-            list.remove(at)
-        };
-        let taken = lists.into_iter().find_map(take);
-        let older = ticket.number() < self.next;
-        drop(shared);
-        match taken {
-            Some((_, operation)) => {
-                self.in_flight -= 1;
-                self.state.taken_back(ticket.number());
-                Cancelled::TakenBack(operation)
-            }
-            None if older && self.in_flight > 0 => Cancelled::TooLate,
-            None => Cancelled::Unknown,
+        match self.state.cancel(ticket, &mut self.waiting) {
+            Cancelled::TooLate => self.state.cancel(ticket, &mut self.shared.lock().todo),
+            taken_back_or_unknown => taken_back_or_unknown,
         }
     }
 
@@ -246,6 +193,6 @@ impl Drop for SlashQueue {
 impl std::fmt::Debug for SlashQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let calls = self.counters.calls.load(Ordering::Relaxed);
-        write!(f, "SlashQueue({} in flight, {calls} calls)", self.in_flight)
+        write!(f, "SlashQueue({} in flight, {calls} calls)", self.in_flight())
     }
 }

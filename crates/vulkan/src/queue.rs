@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ash::vk;
 use dmalane_addr::CardAddr;
 use dmalane_queue::{
     Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, QueueAddr,
-    QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Work,
+    QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::channel::{Channel, Recording};
@@ -44,11 +44,9 @@ pub(crate) struct GpuQueue {
     /// The runs of the operation that is being written down.
     host_runs: Vec<Run>,
     device_runs: Vec<Run>,
-    waiting: VecDeque<(Ticket, Operation)>,
+    waiting: Waiting,
     /// Ended without the GPU, after everything in flight.
     late: VecDeque<Completion>,
-    in_flight: usize,
-    next: u64,
     state: QueueState,
     /// The GPU is lost: nothing starts the queue again.
     lost: bool,
@@ -353,10 +351,8 @@ impl GpuQueue {
             scratch,
             host_runs: Vec::new(),
             device_runs: Vec::new(),
-            waiting: VecDeque::new(),
+            waiting: Waiting::new(),
             late: VecDeque::new(),
-            in_flight: 0,
-            next: 0,
             state: QueueState::default(),
             lost: false,
         })
@@ -461,17 +457,7 @@ impl GpuQueue {
             }
             self.state.ended(end);
         }
-        let ended = done.len() - before;
-        self.in_flight -= ended;
-        ended
-    }
-
-    /// Checks whether an operation can be accepted.
-    fn check(&self, operation: &Operation) -> Result<(), Refusal> {
-        self.state.check_running()?;
-        operation.admit(Abilities::COPY_ENGINE, self.limits())?;
-        operation.check_registered(&self.parts.importer)?;
-        if self.in_flight >= CAPACITY { Err(Refusal::Full) } else { Ok(()) }
+        done.len() - before
     }
 }
 
@@ -493,19 +479,13 @@ impl Queue for GpuQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.in_flight
+        self.state.in_flight()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        if let Err(reason) = self.check(&operation) {
-            self.state.refused(&reason);
-            return Err(Refused { operation, reason });
-        }
-        let ticket = Ticket::new(self.next);
-        self.next += 1;
-        self.in_flight += 1;
-        self.state.submitted(ticket.number());
-        self.waiting.push_back((ticket, operation));
+        let registered = |operation: &Operation| operation.check_registered(&self.parts.importer);
+        let (abilities, limits) = (self.abilities(), self.limits());
+        let ticket = self.state.submit(operation, abilities, limits, registered, &mut self.waiting)?;
         // Submitted while the caller prepares more.
         if self.waiting.len() >= EAGER && self.channel.in_flight() < BUSY {
             self.ring();
@@ -525,19 +505,13 @@ impl Queue for GpuQueue {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
-        let begun = Instant::now();
-        loop {
-            let ended = self.poll(done);
-            let left = timeout.saturating_sub(begun.elapsed());
-            if ended > 0 || self.in_flight == 0 || left.is_zero() {
-                return ended;
-            }
-            if let Err(e) = self.channel.wait(left) {
+        wait_with(self, done, timeout, |this, left| {
+            if let Err(e) = this.channel.wait(left) {
                 // The next poll finds out what has become of the operations.
-                self.halt(&e);
-                self.channel.give_up(|load| self.late.extend(load.into_iter().map(stopped_by(&e))));
+                this.halt(&e);
+                this.channel.give_up(|load| this.late.extend(load.into_iter().map(stopped_by(&e))));
             }
-        }
+        })
     }
 
     fn halted(&self) -> Option<StopReason> {
@@ -550,22 +524,11 @@ impl Queue for GpuQueue {
     }
 
     fn restart(&mut self) -> bool {
-        let restarts = self.in_flight == 0 && !self.state.is_running() && !self.lost;
-        if restarts {
-            self.state.restart();
-        }
-        restarts
+        !self.lost && self.state.restart()
     }
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<DeviceAddr> {
-        if let Some(at) = self.waiting.iter().position(|(t, _)| *t == ticket)
-            && let Some((_, operation)) = self.waiting.remove(at)
-        {
-            self.in_flight -= 1;
-            self.state.taken_back(ticket.number());
-            return Cancelled::TakenBack(operation);
-        }
-        if ticket.number() < self.next && self.in_flight > 0 { Cancelled::TooLate } else { Cancelled::Unknown }
+        self.state.cancel(ticket, &mut self.waiting)
     }
 
     fn stats(&self) -> Option<Stats> {
@@ -575,6 +538,6 @@ impl Queue for GpuQueue {
 
 impl std::fmt::Debug for GpuQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "GpuQueue({} in flight)", self.in_flight)
+        write!(f, "GpuQueue({} in flight)", self.in_flight())
     }
 }

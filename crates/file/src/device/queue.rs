@@ -3,23 +3,20 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::BufferSlice;
 use dmalane_queue::{
-    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue,
-    QueueAddr, QueueState, Refusal, Refused, Registered, Stats, StopReason, Ticket, Work,
+    Abilities, Cancelled, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr, QueueState,
+    Refusal, Refused, Stats, StopReason, Ticket, Work, wait_with,
 };
 use rustix::io::Errno;
 
 use super::backend::{IoBackend, Mover};
 use super::probe::Count;
 use super::{FileDeviceHow, Opened};
+use crate::op::{self, Op};
 use crate::ring::{Ask, Request};
-
-/// The longest sleep in a wait: the timeout is checked in between.
-const NAP: Duration = Duration::from_millis(100);
 
 /// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
@@ -35,83 +32,22 @@ pub struct FileDeviceQueue {
     /// Movers that failed, until the kernel has returned their requests.
     retired: Vec<Mover>,
     how: FileDeviceHow,
-    ops: VecDeque<Op>,
+    ops: VecDeque<Op<DeviceAddr>>,
     /// Requests to be made again, of operations that have begun.
     again: VecDeque<Request>,
-    /// The number of the next operation, and of the first that was not flushed.
-    next: u64,
+    /// The number of the first operation that was not flushed.
     flushed: u64,
     state: QueueState,
 }
 
-struct Op {
-    number: u64,
-    work: Kind,
-    cache: CacheHint,
-    /// The bytes that are not cut into requests yet.
-    rest: Option<BufferSlice>,
-    /// The others, in order.
-    fragments: Vec<Fragment>,
-    out: usize,
-    begun: bool,
-    /// The failure that lies first, and where.
-    failed: Option<(u64, OpError)>,
-    /// It has ended, and waits for those before it.
-    ended: bool,
-}
-
-enum Kind {
-    Copy { direction: Direction, via: Option<Registered>, at: DeviceAddr, first: u64, end: u64 },
-    Fence,
-}
-
-struct Fragment {
-    /// `None` while a request has it.
-    slice: Option<BufferSlice>,
-    len: usize,
-    done: usize,
-}
-
-impl Op {
-    /// True when one may not begin before the other has ended.
-    fn conflicts(&self, other: &Self) -> bool {
-        let (Kind::Copy { direction: a, first, end, .. }, Kind::Copy { direction: b, first: f, end: e, .. }) =
-            (&self.work, &other.work)
-        else {
-            return true; // a fence
-        };
-        (*a == Direction::FromHost || *b == Direction::FromHost) && first < e && f < end
-    }
-
-    /// Bytes, counted from the front, that are known to be done.
-    fn bytes(&self) -> u64 {
-        let mut bytes = 0;
-        for fragment in &self.fragments {
-            bytes += fragment.done as u64;
-            if fragment.done < fragment.len {
-                break;
-            }
-        }
-        bytes
-    }
-
-    fn into_completion(self, result: Result<(), OpError>) -> Completion {
-        let bytes = self.bytes();
-        let ticket = Ticket::new(self.number);
-        Completion { ticket, operation: self.into_operation(), result, bytes }
-    }
-
-    fn into_operation(self) -> Operation {
-        let work = match self.work {
-            Kind::Fence => Work::Fence,
-            Kind::Copy { direction, via, at, .. } => {
-                let slices = self.fragments.into_iter().filter_map(|fragment| fragment.slice).chain(self.rest);
-                let slice = slices.reduce(|a, b| a.join(b).expect("fragments in order"));
-                Work::Copy { direction, host: HostSlice { slice: slice.expect("at least one fragment"), via }, at }
-            }
-        };
-        Operation { work, shape: None, cache: self.cache }
-    }
+/// True when one may not begin before the other has ended.
+fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
+    let both = [a, b].map(|op| match &op.operation().work {
+        Work::Copy { direction, at, .. } => Some((*direction == Direction::FromHost, at.bits(), op.end)),
+        _ => None, // a fence
+    });
+    let [Some((a_writes, a_first, a_end)), Some((b_writes, b_first, b_end))] = both else { return true };
+    (a_writes || b_writes) && a_first < b_end && b_first < a_end
 }
 
 impl FileDeviceQueue {
@@ -123,7 +59,6 @@ impl FileDeviceQueue {
             retired: Vec::new(),
             ops: VecDeque::new(),
             again: VecDeque::new(),
-            next: 0,
             flushed: 0,
             state: QueueState::default(),
         }
@@ -136,29 +71,19 @@ impl FileDeviceQueue {
         how
     }
 
-    /// Checks whether an operation can be accepted.
+    /// Checks what is special to files: registration, range, alignment.
     fn check(&self, operation: &Operation) -> Result<(), Refusal> {
-        self.state.check_running()?;
-        operation.admit(self.abilities(), self.limits())?;
-        if let Work::Copy { direction, host, at } = &operation.work {
-            if host.via.is_some() {
-                host.check(&self.device.registrar, direction.host_access())?;
-            }
-            let first = at.bits();
-            // The kernel counts file offsets with a sign.
-            if first.checked_add(host.slice.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
-                return Err(Refusal::PastTheTop);
-            }
-            if let Some(align) = self.device.align
-                && !align.allows(host.slice.view().as_ptr().addr(), first, host.slice.len())
-            {
-                return Err(Refusal::Misaligned { align: align.memory.max(align.offset) as u64 });
-            }
+        op::check_end(operation)?;
+        let Work::Copy { direction, host, at } = &operation.work else { return Ok(()) };
+        if host.via.is_some() {
+            host.check(&self.device.registrar, direction.host_access())?;
         }
-        if self.ops.len() >= self.device.options.depth {
-            return Err(Refusal::Full);
+        match self.device.align {
+            Some(align) if !align.allows(host.slice.view().as_ptr().addr(), at.bits(), host.slice.len()) => {
+                Err(Refusal::Misaligned { align: align.memory.max(align.offset) as u64 })
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Gives the kernel as much as it takes of what may begin.
@@ -172,7 +97,7 @@ impl FileDeviceQueue {
             self.push(request);
         }
         for i in 0..self.ops.len() {
-            if !running || self.mover.is_full() || self.ops[i].number >= self.flushed {
+            if !running || self.mover.is_full() || self.ops[i].ticket.number() >= self.flushed {
                 break;
             }
             self.begin(i);
@@ -185,64 +110,53 @@ impl FileDeviceQueue {
     /// Begins an operation, or goes on cutting it into requests.
     fn begin(&mut self, i: usize) {
         let op = &self.ops[i];
-        if op.ended || op.failed.is_some() || op.begun && op.rest.is_none() {
+        if op.begun && op.rest().is_none() {
             return;
         }
-        if !op.begun && self.ops.range(..i).any(|before| !before.ended && op.conflicts(before)) {
+        if !op.begun && self.ops.range(..i).any(|before| !before.has_ended() && conflict(op, before)) {
             return;
         }
         let (device, op) = (&self.device, &mut self.ops[i]);
-        let Kind::Copy { direction, at, first, end, .. } = &op.work else {
-            (op.begun, op.ended) = (true, true);
+        let Work::Copy { direction, at, .. } = op.operation().work else {
+            op.begun = true; // a fence
             return;
         };
         if !op.begun {
             op.begun = true;
             // A file never grows, and an operation past the end of the device moves nothing.
+            let first = at.bits();
             let error = match (at, device.len) {
-                (DeviceAddr::Va(va), _) => Some(OpError::MmuFault(*va)),
-                (_, Some(len)) if *end > len => {
-                    let at = len.max(*first);
-                    Some(OpError::EndOfFile { at: FileOffset::new(at), missing: end - at })
+                (DeviceAddr::Va(va), _) => Some(OpError::MmuFault(va)),
+                (_, Some(len)) if op.end > len => {
+                    let at = len.max(first);
+                    Some(OpError::EndOfFile { at: FileOffset::new(at), missing: op.end - at })
                 }
                 _ => None,
             };
             if let Some(error) = error {
-                (op.failed, op.ended) = (Some((*first, error)), true);
+                op.failed = Some((first, error));
                 return;
             }
         }
-        let (direction, end) = (*direction, *end);
+        let (ask, file) = match direction {
+            Direction::ToHost => (Ask::Read, &device.c2h),
+            Direction::FromHost => (Ask::Write, &device.h2c),
+        };
+        let options = &device.options;
         while !self.mover.is_full() {
-            let op = &mut self.ops[i];
-            let Some(mut rest) = op.rest.take() else { return };
-            let (at, len) = (end - rest.len() as u64, rest.len().min(device.options.block));
-            let slice = rest.split_off_front(len).expect("no more than there is");
-            op.rest = Some(rest).filter(|rest| !rest.is_empty());
-            op.fragments.push(Fragment { slice: None, len, done: 0 });
-            op.out += 1;
-            let (ask, file) = match direction {
-                Direction::ToHost => (Ask::Read, &device.c2h),
-                Direction::FromHost => (Ask::Write, &device.h2c),
-            };
-            let (op, index) = (op.number, op.fragments.len() - 1);
-            let file = file.clone();
-            let request = Request { ask, op, index, direct: device.options.direct, file, slice, at, done: 0 };
-            let via = self.ops[i].via();
-            let pushed = self.mover.push(request, via.map(|via| (via, &device.registrar)));
+            let Some((rest, _)) = op.rest() else { return };
+            let len = rest.len().min(options.block);
+            let request = op.cut(len, ask, file.clone(), options.direct).expect("no more than there is");
+            let pushed = self.mover.push(request, op.via().map(|via| (via, &device.registrar)));
             self.again.extend(pushed.err());
         }
     }
 
     fn push(&mut self, request: Request) {
-        let via = self.find(request.op).and_then(|i| self.ops[i].via());
+        let via = op::find(&self.ops, request.op).and_then(|i| self.ops[i].via());
         if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.registrar))) {
             self.again.push_front(request);
         }
-    }
-
-    fn find(&self, number: u64) -> Option<usize> {
-        self.ops.binary_search_by_key(&number, |op| op.number).ok()
     }
 
     /// Falls back to threads when the kernel refuses to enter its ring.
@@ -281,7 +195,7 @@ impl FileDeviceQueue {
     fn settle(&mut self, mut request: Request, result: i32, count: Count) {
         let (next, asked) = (request.next(), request.rest().len());
         let at = FileOffset::new(next);
-        let end = self.find(request.op).map_or(next, |i| self.ops[i].end());
+        let end = op::find(&self.ops, request.op).map_or(next, |i| self.ops[i].end);
         let moved = match result {
             n if n < 0 => {
                 let error = match Errno::from_raw_os_error(-n) {
@@ -291,7 +205,7 @@ impl FileDeviceQueue {
                 };
                 return match error {
                     None if self.state.is_running() => self.again.push_back(request),
-                    error => self.give_back(request, error.map(|e| (next, e))),
+                    error => self.give_back(request, error),
                 };
             }
             n if n as usize == asked => asked,
@@ -300,11 +214,11 @@ impl FileDeviceQueue {
             1 if count == Count::Requests => asked,
             n if count == Count::Requests || n as usize > asked => {
                 let error = OpError::BadCount { at, asked: asked as u64, got: n as u64 };
-                return self.give_back(request, Some((next, error)));
+                return self.give_back(request, Some(error));
             }
             0 => {
                 let error = OpError::EndOfFile { at, missing: end.saturating_sub(next) };
-                return self.give_back(request, Some((next, error)));
+                return self.give_back(request, Some(error));
             }
             n => n as usize,
         };
@@ -317,30 +231,19 @@ impl FileDeviceQueue {
     }
 
     /// Returns a fragment to its operation.
-    fn give_back(&mut self, request: Request, failed: Option<(u64, OpError)>) {
-        let Some(i) = self.find(request.op) else { return };
+    fn give_back(&mut self, request: Request, failed: Option<OpError>) {
+        let Some(i) = op::find(&self.ops, request.op) else { return };
         self.state.moved();
-        let op = &mut self.ops[i];
-        let fragment = &mut op.fragments[request.index];
-        (fragment.done, fragment.slice) = (request.done, Some(request.slice));
-        op.out -= 1;
-        if let Some((at, _)) = &failed
-            && op.failed.as_ref().is_none_or(|(first, _)| at < first)
-        {
-            op.failed = failed;
-        }
-        op.ended =
-            op.out == 0 && (op.failed.is_some() || op.rest.is_none() && op.fragments.iter().all(|f| f.done == f.len));
+        self.ops[i].give_back(request, failed);
     }
 
     /// Delivers the operations that have ended: in order, but when stopping all that the kernel has released.
     fn deliver(&mut self, done: &mut Vec<Completion>) {
         let Some(reason) = self.state.stopped() else {
-            while self.ops.front().is_some_and(|op| op.ended)
+            while self.ops.front().is_some_and(Op::has_ended)
                 && let Some(op) = self.ops.pop_front()
             {
-                let result = op.failed.clone().map_or(Ok(()), |(_, error)| Err(error));
-                self.end(op, result, done);
+                self.end(op.into_completion(Ok(())), done);
             }
             return;
         };
@@ -348,17 +251,12 @@ impl FileDeviceQueue {
         let (ended, stay): (Vec<_>, Vec<_>) = self.ops.drain(..).partition(|op| op.out == 0);
         self.ops.extend(stay);
         for op in ended {
-            let result = match &op.failed {
-                Some((_, error)) => Err(error.clone()),
-                None if op.ended => Ok(()),
-                None => Err(stopped.clone()),
-            };
-            self.end(op, result, done);
+            let result = if op.has_ended() { Ok(()) } else { Err(stopped.clone()) };
+            self.end(op.into_completion(result), done);
         }
     }
 
-    fn end(&mut self, op: Op, result: Result<(), OpError>, done: &mut Vec<Completion>) {
-        let completion = op.into_completion(result);
+    fn end(&mut self, completion: Completion, done: &mut Vec<Completion>) {
         self.state.ended(&completion);
         done.push(completion);
     }
@@ -368,22 +266,6 @@ impl FileDeviceQueue {
         if self.state.stop(reason) {
             let back: Vec<Request> = self.again.drain(..).chain(self.mover.cancel_all()).collect();
             back.into_iter().for_each(|request| self.give_back(request, None));
-        }
-    }
-}
-
-impl Op {
-    fn via(&self) -> Option<&Registered> {
-        match &self.work {
-            Kind::Copy { via, .. } => via.as_ref(),
-            Kind::Fence => None,
-        }
-    }
-
-    fn end(&self) -> u64 {
-        match &self.work {
-            Kind::Copy { end, .. } => *end,
-            Kind::Fence => 0,
         }
     }
 }
@@ -405,33 +287,19 @@ impl Queue for FileDeviceQueue {
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        if let Err(reason) = self.check(&operation) {
-            self.state.refused(&reason);
-            return Err(Refused { operation, reason });
+        let check = |operation: &Operation| self.check(operation);
+        if let Err(reason) = self.state.check(&operation, self.abilities(), self.limits(), check) {
+            return Err(self.state.refuse(operation, reason));
         }
-        let (work, rest) = match operation.work {
-            Work::Copy { direction, host: HostSlice { slice, via }, at } => {
-                let first = at.bits();
-                (Kind::Copy { direction, via, at, first, end: first + slice.len() as u64 }, Some(slice))
-            }
-            // `check` lets nothing else pass.
-            _ => (Kind::Fence, None),
-        };
-        let number = self.next;
-        self.next += 1;
-        if self.ops.is_empty() {
-            self.state.moved();
-        }
-        let (fragments, cache) = (Vec::new(), operation.cache);
-        let (out, begun, failed, ended) = (0, false, None, false);
-        self.ops.push_back(Op { number, work, cache, rest, fragments, out, begun, failed, ended });
-        self.state.submitted(number);
-        Ok(Ticket::new(number))
+        let ticket = self.state.accept();
+        self.ops.push_back(Op::new(ticket, operation));
+        Ok(ticket)
     }
 
     fn flush(&mut self) {
-        if self.flushed != self.next && self.state.is_running() {
-            self.flushed = self.next;
+        let next = self.state.stats().submitted;
+        if self.flushed != next && self.state.is_running() {
+            self.flushed = next;
             self.state.flushed();
             self.feed();
         }
@@ -444,9 +312,7 @@ impl Queue for FileDeviceQueue {
         self.feed();
         self.reap();
         self.deliver(done);
-        if !self.ops.is_empty()
-            && let Some(reason) = self.state.timed_out()
-        {
+        if let Some(reason) = self.state.timed_out() {
             self.halt(reason);
             self.deliver(done);
         }
@@ -454,34 +320,27 @@ impl Queue for FileDeviceQueue {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            let ended = self.poll(done);
-            let left = deadline.map_or(NAP, |d| d.saturating_duration_since(Instant::now()));
-            if ended > 0 || self.ops.is_empty() || left.is_zero() {
-                return ended;
-            }
-            // Not past the moment of the timeout.
-            let until_timeout = self.state.until_timeout().map_or(NAP, |time| time.max(Duration::from_millis(1)));
-            let nap = left.min(NAP).min(until_timeout);
+        wait_with(self, done, timeout, |this, left| {
+            let nap = this.state.nap(left);
             // Requests of movers that failed are polled for more often.
-            let nap = if self.retired.is_empty() { nap } else { nap.min(Duration::from_millis(1)) };
-            if self.mover.busy() == 0 {
-                std::thread::sleep(nap.min(Duration::from_millis(1)));
-            } else if let Err(why) = self.mover.enter(Some(nap)) {
-                self.fall_back(&why);
+            let often = Duration::from_millis(1);
+            let nap = if this.retired.is_empty() { nap } else { nap.min(often) };
+            if this.mover.busy() == 0 {
+                std::thread::sleep(nap.min(often));
+            } else if let Err(why) = this.mover.enter(Some(nap)) {
+                this.fall_back(&why);
             }
-        }
+        })
     }
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
-        let Some(i) = self.find(ticket.number()) else { return Cancelled::Unknown };
+        let Some(i) = op::find(&self.ops, ticket.number()) else { return Cancelled::Unknown };
         if self.ops[i].begun {
             return Cancelled::TooLate;
         }
         match self.ops.remove(i) {
             Some(op) => {
-                self.state.taken_back(op.number);
+                self.state.taken_back(ticket);
                 Cancelled::TakenBack(op.into_operation())
             }
             None => Cancelled::Unknown,
@@ -502,12 +361,11 @@ impl Queue for FileDeviceQueue {
     }
 
     fn restart(&mut self) -> bool {
-        if self.state.is_running() || !self.ops.is_empty() {
-            return false;
+        let restarts = self.state.restart();
+        if restarts {
+            self.flushed = self.state.stats().submitted;
         }
-        self.state.restart();
-        self.flushed = self.next;
-        true
+        restarts
     }
 
     fn stats(&self) -> Option<Stats> {

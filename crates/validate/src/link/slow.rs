@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_queue::{
     Abilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, StopReason, Ticket, Work,
+    wait_with,
 };
 
 use super::{Half, Link, Stream, Throttle};
@@ -147,20 +148,14 @@ impl<Q: Queue> Queue for Slow<Q> {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            let n = self.poll(done);
-            let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if n > 0 || self.in_flight() == 0 || left.is_zero() {
-                return n;
-            }
-            let until_end = self.next_end().map_or(left, |end| end.saturating_sub(self.shared.began.elapsed()));
-            if self.inner.in_flight() > 0 {
-                self.inner.wait(&mut self.scratch, left.min(until_end));
+        wait_with(self, done, timeout, |this, left| {
+            let until_end = this.next_end().map_or(left, |end| end.saturating_sub(this.shared.began.elapsed()));
+            if this.inner.in_flight() > 0 {
+                this.inner.wait(&mut this.scratch, left.min(until_end));
             } else {
                 std::thread::sleep(left.min(until_end));
             }
-        }
+        })
     }
 
     fn halted(&self) -> Option<StopReason> {
