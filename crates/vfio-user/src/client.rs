@@ -299,6 +299,15 @@ impl UserBus {
         self.window(region).map_or(&[], |window| &window.areas)
     }
 
+    /// The device's process may be wrong about what it has, so nobody asks it for more than it described.
+    fn check_range(&self, region: u32, offset: u64, len: usize) -> Result<(), Error> {
+        let has = self.region_len(region);
+        match offset.checked_add(len as u64) {
+            Some(end) if end <= has => Ok(()),
+            _ => Err(Error::BeyondRegion { region, has, offset, len }),
+        }
+    }
+
     fn window(&self, region: u32) -> Option<&Window> {
         let window = self.regions.get(region as usize)?.window.as_ref();
         window.filter(|_| self.decodes.load(Ordering::Relaxed))
@@ -322,9 +331,10 @@ impl UserBus {
     /// Reads part of a region.
     ///
     /// # Errors
-    /// [`Error::Refused`] when the device has no such bytes, or its command register disables the BARs;
+    /// [`Error::BeyondRegion`]; [`Error::Refused`] when the device's command register disables the BARs;
     /// [`Error::Unanswered`], [`Error::Protocol`].
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        self.check_range(region, offset, into.len())?;
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
             slice.read(into);
             return Ok(());
@@ -335,7 +345,7 @@ impl UserBus {
             let answer = self.inner.ask(Command::RegionRead, body, &[])?;
             let data = answer.get(16..).filter(|data| data.len() == chunk.len());
             chunk.copy_from_slice(data.ok_or(ProtocolError::ReadLength)?);
-            at = at.saturating_add(chunk.len() as u64);
+            at += chunk.len() as u64;
         }
         Ok(())
     }
@@ -345,6 +355,7 @@ impl UserBus {
     /// # Errors
     /// As [`UserBus::read_region`].
     pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
+        self.check_range(region, offset, from.len())?;
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, from.len())) {
             store(&slice, offset, from);
             return Ok(());
@@ -353,7 +364,7 @@ impl UserBus {
         for chunk in from.chunks(MAX_DATA) {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32).bytes(chunk);
             self.inner.ask(Command::RegionWrite, body, &[])?;
-            at = at.saturating_add(chunk.len() as u64);
+            at += chunk.len() as u64;
         }
         let command = COMMAND.checked_sub(offset).and_then(|at| from.get(at as usize));
         if let Some(command) = command.filter(|_| region == CONFIG) {
@@ -391,6 +402,7 @@ fn no_register(bar: u8, offset: u64, bytes: usize) -> dma::Error {
 /// An access that the device refused is `no_register`; other errors are of the connection.
 fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
     match &error {
+        Error::BeyondRegion { .. } => no_register,
         Error::Refused { source, .. } if matches!(source.raw_os_error(), Some(libc::EINVAL | libc::EIO)) => no_register,
         _ => error.into(),
     }

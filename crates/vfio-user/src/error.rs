@@ -39,6 +39,18 @@ pub enum Error {
         /// The error of the answer.
         source: io::Error,
     },
+    /// The region has no such bytes, as its description says.
+    #[error("region {region} has {has} bytes: {len} bytes at {offset:#x} are beyond its end")]
+    BeyondRegion {
+        /// The region.
+        region: u32,
+        /// Its length in bytes.
+        has: u64,
+        /// Where the access begins.
+        offset: u64,
+        /// Bytes of the access.
+        len: usize,
+    },
     /// The device's process broke the protocol.
     #[error("the device's process {0}")]
     Protocol(#[from] ProtocolError),
