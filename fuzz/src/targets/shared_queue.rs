@@ -1,15 +1,13 @@
 //! Handles of one shared queue in random order: every operation comes back once, to its own handle, with its bytes.
-#![no_main]
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use dmalane_dma::fuzzing::Input;
-use dmalane_fuzz::{Script, ScriptQueue, copy};
+use crate::script::{Script, ScriptQueue, copy};
 use dmalane_queue::{
     Cancelled, Class, Completion, Operation, Queue, SharedHandle, SharedOptions, SharedQueue, StopReason,
 };
-use libfuzzer_sys::fuzz_target;
 
 const HANDLES: usize = 4;
 const CALLS: usize = 200;
@@ -35,7 +33,8 @@ fn place(operation: &Operation) -> (usize, usize) {
     operation.hosts().first().map_or((0, 0), |h| (h.slice.view().as_ptr().addr(), h.slice.len()))
 }
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     let (head, decisions) = data.split_at(data.len() / 2);
     let input = &mut Input::new(head);
     let capacity = usize::from(input.u8() % 8) + 1;
@@ -125,4 +124,4 @@ fuzz_target!(|data: &[u8]| {
         shared.poll();
     }
     assert_eq!(shared.in_flight(), 0, "of detached handles");
-});
+}

@@ -1,12 +1,12 @@
 //! Page tables of every format against a list of extents: map, unmap, lookup, runs, and the walk that a device does.
-#![no_main]
 
 use std::collections::BTreeMap;
 
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{Arm64S1_4k, Error, FaultKind, Format, HeapTables, PageTable, TableEstimate, X86_64_4Level, walk};
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use arbitrary::Arbitrary;
+
+use crate::structured;
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
 enum Op {
@@ -44,10 +44,12 @@ struct Input {
     ops: Vec<Op>,
 }
 
-fuzz_target!(|input: Input| {
+/// Runs the target on one input.
+pub fn target(bytes: &[u8]) {
+    let Some(input) = structured::<Input>(bytes) else { return };
     run::<Arm64S1_4k>(&input);
     run::<X86_64_4Level>(&input);
-});
+}
 
 const PAGE: u64 = 4096;
 /// Pages in a leaf of each size.

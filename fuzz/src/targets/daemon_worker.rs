@@ -1,5 +1,4 @@
 //! A client that changes rings, registers and mappings while the daemon's worker runs them: no memory but its own.
-#![no_main]
 
 use std::cell::OnceCell;
 use std::os::fd::AsFd;
@@ -10,8 +9,7 @@ use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_daemon::{Client, ClientLimits, ClientOptions, Config, Listener, Server};
 use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
-use dmalane_fuzz::socket_path;
-use libfuzzer_sys::fuzz_target;
+use crate::socket_path;
 
 const OPERATIONS: usize = 120;
 const RING: usize = 64 << 10;
@@ -61,7 +59,10 @@ fn is_all(buf: &SharedBuf, byte: u8) -> bool {
     same
 }
 
-fuzz_target!(|data: &[u8]| FIXED.with(|cell| run(cell.get_or_init(fixed), &mut Input::new(data))));
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
+    FIXED.with(|cell| run(cell.get_or_init(fixed), &mut Input::new(data)));
+}
 
 fn run(fixed: &Fixed, input: &mut Input<'_>) {
     // The one of the run before may still be on its way out.

@@ -1,5 +1,4 @@
 //! Arrays of binds as bytes: planned as they are and as requests, they do the same; what is refused changes nothing.
-#![no_main]
 
 use std::sync::Arc;
 
@@ -8,15 +7,15 @@ use dmalane_dma::fuzzing::Input;
 use dmalane_iopt::{AgxUat, Format, HeapTables, X86_64_4Level};
 use dmalane_vm::array::{ArrayOperation, requests};
 use dmalane_vm::{BindRequest, Bo, Handles, Vm};
-use libfuzzer_sys::fuzz_target;
 
 const PAGES: u64 = 2048;
 const ARRAYS: usize = 12;
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     run::<X86_64_4Level>(data);
     run::<AgxUat>(data);
-});
+}
 
 fn run<F: Format>(data: &[u8]) {
     let input = &mut Input::new(data);

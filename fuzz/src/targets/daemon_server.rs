@@ -1,5 +1,4 @@
 //! A whole daemon with hostile clients at its socket: it answers others all the time, and keeps nothing of theirs.
-#![no_main]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -10,8 +9,7 @@ use dmalane_daemon::wire::{ClientRequest, MAX_MESSAGE, MapSegment};
 use dmalane_daemon::{ClientLimits, Config, Listener, Server, status};
 use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
-use dmalane_fuzz::{send, socket_path};
-use libfuzzer_sys::fuzz_target;
+use crate::{send, socket_path};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 
 const CLIENTS: usize = 4;
@@ -44,7 +42,8 @@ fn fixed() -> &'static Fixed {
     })
 }
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     let fixed = fixed();
     let input = &mut Input::new(data);
     let mut clients: [Option<OwnedFd>; CLIENTS] = Default::default();
@@ -121,7 +120,7 @@ fuzz_target!(|data: &[u8]| {
         assert!(began.elapsed() < TIMEOUT && now.quarantined == 0, "kept for nobody: {now:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
-});
+}
 
 fn connected(path: &std::path::Path) -> OwnedFd {
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("a socket");

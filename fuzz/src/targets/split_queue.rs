@@ -1,21 +1,20 @@
 //! Copies split over queues that fail, refuse and stop: each ends once, whole, and what it says was moved was moved.
-#![no_main]
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_dma::fuzzing::Input;
-use dmalane_fuzz::{Script, ScriptQueue, TARGET, copy};
+use crate::script::{Script, ScriptQueue, TARGET, copy};
 use dmalane_queue::{
     AddressPolicy, Area, BalancePolicy, Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Policy,
     Queue, Route, Split, StopReason, Work,
 };
-use libfuzzer_sys::fuzz_target;
 
 const CALLS: usize = 60;
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     let (head, decisions) = data.split_at(data.len() / 2);
     let input = &mut Input::new(head);
     let script = Script::new(decisions);
@@ -81,7 +80,7 @@ fuzz_target!(|data: &[u8]| {
     }
     assert!(waiting.is_empty(), "{} copies never end", waiting.len());
     assert!(split.queues().iter().all(|queue| queue.in_flight() == 0));
-});
+}
 
 type Place = (usize, usize);
 

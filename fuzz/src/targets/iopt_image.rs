@@ -1,9 +1,9 @@
 //! Any bytes as page tables of every format: a walk ends after as many loads as there are levels.
-#![no_main]
 
 use dmalane_iopt::{Format, formats, walk, walk_privileged};
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use arbitrary::Arbitrary;
+
+use crate::structured;
 
 #[derive(Arbitrary, Debug)]
 struct Image {
@@ -34,7 +34,9 @@ impl Image {
     }
 }
 
-fuzz_target!(|image: Image| {
+/// Runs the target on one input.
+pub fn target(bytes: &[u8]) {
+    let Some(image) = structured::<Image>(bytes) else { return };
     let memory = image.memory();
     macro_rules! each {
         ($($name:ident: $format:ty;)*) => {
@@ -42,7 +44,7 @@ fuzz_target!(|image: Image| {
         };
     }
     formats!(each);
-});
+}
 
 fn run<F: Format>(image: &Image, memory: &[u64]) {
     let root = image.base() + u64::from(image.root % 8) * 4096;

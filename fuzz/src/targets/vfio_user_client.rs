@@ -1,5 +1,4 @@
 //! A client of a hostile device over vfio-user: whatever the device answers, the bus gives errors, and ends.
-#![no_main]
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,21 +8,21 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{Heap, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
-use dmalane_fuzz::send;
+use crate::send;
 use dmalane_vfio_user::UserBus;
-use libfuzzer_sys::fuzz_target;
 
 const ANSWERS: usize = 200;
 const REPLY: u32 = 1;
 const ERROR: u32 = 1 << 5;
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     let (ours, theirs) = UnixStream::pair().expect("a pair");
     std::thread::scope(|scope| {
         scope.spawn(|| Device { input: Input::new(data), stream: theirs, files: files() }.serve());
         use_it(ours);
     });
-});
+}
 
 /// All that a driver does.
 fn use_it(stream: UnixStream) {

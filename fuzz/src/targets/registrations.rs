@@ -1,5 +1,4 @@
 //! The cache of registrations in random order: what it gives covers what was asked for, and nothing stays pinned.
-#![no_main]
 
 use std::sync::Arc;
 
@@ -8,12 +7,12 @@ use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{AnonHeap, Heap, SharedBuf};
 use dmalane_queue::{Registered, Registry, RegistryError, RegistryLimits};
 use dmalane_sim::{HostConfig, SoftHost};
-use libfuzzer_sys::fuzz_target;
 
 const PAGE: u64 = 4096;
 const CALLS: usize = 200;
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     let input = &mut Input::new(data);
     let config = HostConfig { memory: 64 << 20, fragmentation: 0.5, seed: 1 };
     let host: Arc<SoftHost> = Arc::new(SoftHost::new(config).expect("a host"));
@@ -72,4 +71,4 @@ fuzz_target!(|data: &[u8]| {
     drop(registry);
     held.clear();
     assert_eq!(host.stats().pinned_frames, 0, "pinned for nobody");
-});
+}

@@ -1,9 +1,9 @@
 //! Range allocation against one flag per page, then scatter-gather tables against one address per byte.
-#![no_main]
 
 use dmalane_addr::{Iova, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use arbitrary::Arbitrary;
+
+use crate::structured;
 
 /// Pages that the allocator has to give.
 const PAGES: usize = 96;
@@ -40,10 +40,12 @@ struct Input {
     questions: Vec<(u16, u16)>,
 }
 
-fuzz_target!(|input: Input| {
+/// Runs the target on one input.
+pub fn target(bytes: &[u8]) {
+    let Some(input) = structured::<Input>(bytes) else { return };
     ranges(&input);
     tables(&input);
-});
+}
 
 fn ranges(input: &Input) {
     let page = PageSize::SIZE_4K;

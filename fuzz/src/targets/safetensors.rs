@@ -1,15 +1,14 @@
 //! Arbitrary bytes as a safetensors file: the loader reads what the format's own library reads.
 //!
 //! The plan for the card then keeps tensors apart.
-#![no_main]
 
 use dmalane_addr::Address;
 use dmalane_load::container::safetensors::{MAX_DIMS, header_len, parse_header};
 use dmalane_load::{Layout, Model};
-use libfuzzer_sys::fuzz_target;
 use safetensors::SafeTensors;
 
-fuzz_target!(|file: &[u8]| {
+/// Runs the target on one input.
+pub fn target(file: &[u8]) {
     let parsed = parse(file);
     let reference = SafeTensors::read_metadata(file);
     let (Some(model), Ok((header, metadata))) = (&parsed, &reference) else {
@@ -51,7 +50,7 @@ fuzz_target!(|file: &[u8]| {
         va = place.va_offset + place.bound;
     }
     assert!(layout.bo_len >= model.tensors.iter().map(|t| t.len).sum());
-});
+}
 
 /// What the loader refuses and the library does not: shapes of many dimensions, and a type that is an object.
 fn beyond_limits(file: &[u8]) -> bool {

@@ -1,5 +1,4 @@
 //! Traces of binds, parsed and replayed, against a model that knows each page by itself.
-#![no_main]
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -8,8 +7,7 @@ use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, Span}
 use dmalane_iopt::{AgxUat, Format, X86_64_4Level};
 use dmalane_vm::trace::{Line, Lines, Replay, TraceHeader, TraceOperation};
 use dmalane_vm::{Mapped, Source};
-use libfuzzer_sys::arbitrary::{self, Arbitrary, Unstructured};
-use libfuzzer_sys::fuzz_target;
+use arbitrary::{Arbitrary, Unstructured};
 
 /// The first page of the VM and the number of its pages: two leaves of 2 MiB in one format, and some pages on either
 /// side.
@@ -121,7 +119,8 @@ impl Op {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     if data.trim_ascii_start().starts_with(b"{") {
         text(data);
         return;
@@ -129,7 +128,7 @@ fuzz_target!(|data: &[u8]| {
     let Ok(ops) = Vec::<Op>::arbitrary_take_rest(Unstructured::new(data)) else { return };
     operations::<AgxUat>(&ops);
     operations::<X86_64_4Level>(&ops);
-});
+}
 
 /// The input is a trace as it is.
 fn text(data: &[u8]) {

@@ -1,5 +1,4 @@
 //! A client of a hostile daemon: whatever it answers, the client gets errors, and ends.
-#![no_main]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -12,8 +11,7 @@ use dmalane_daemon::wire::{ANSWER, ClientRequest, FAILED, MAX_MESSAGE, message};
 use dmalane_daemon::{Client, ClientOptions, status};
 use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{Heap, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
-use dmalane_fuzz::{send, socket_path};
-use libfuzzer_sys::fuzz_target;
+use crate::{send, socket_path};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{
     AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept, bind, listen, recv, shutdown,
@@ -22,7 +20,8 @@ use rustix::net::{
 
 const ANSWERS: usize = 200;
 
-fuzz_target!(|data: &[u8]| {
+/// Runs the target on one input.
+pub fn target(data: &[u8]) {
     let path = socket_path("daemon-client");
     let _ = std::fs::remove_file(&path);
     let kind = SocketType::SEQPACKET;
@@ -42,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
         daemon.join().expect("the daemon of this target does not panic");
     });
     let _ = std::fs::remove_file(&path);
-});
+}
 
 /// All that a client does.
 fn use_it(path: &std::path::Path) {

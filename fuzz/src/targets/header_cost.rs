@@ -1,17 +1,14 @@
 //! Arbitrary bytes as a header of any container: parsing takes memory in proportion to them, whatever they claim.
-#![no_main]
 
 use dmalane_load::container::{gguf, npy, safetensors};
-use libfuzzer_sys::fuzz_target;
-use peak_alloc::PeakAlloc;
 
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
+use crate::MEMORY;
 
 /// Bytes that every header may take, for limits that do not depend on its length.
 const SOME: usize = 64 << 10;
 
-fuzz_target!(|input: &[u8]| {
+/// Runs the target on one input.
+pub fn target(input: &[u8]) {
     let Some((kind, header)) = input.split_first() else { return };
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
@@ -33,4 +30,4 @@ fuzz_target!(|input: &[u8]| {
     };
     let took = MEMORY.peak_usage() - before;
     assert!(took <= times * header.len() + SOME, "{took} bytes for a header of {}", header.len());
-});
+}
