@@ -61,6 +61,15 @@ pub fn of_pages(layout: Layout, pages: u64) -> Vec<Segment<CardAddr>> {
     place(lengths, &mut random)
 }
 
+/// A buffer of so many blocks of 2 MiB, and among them single pages at equal distances.
+pub fn blocks(count: usize, odd: usize) -> Vec<Segment<CardAddr>> {
+    let mut lengths = vec![(2 << 20) / PAGE; count];
+    for n in (0..odd).rev() {
+        lengths.insert(n * count / odd + 1, 1);
+    }
+    place(lengths, &mut Mt19937::new(7))
+}
+
 /// Pages of the next run.
 fn length(layout: Layout, random: &mut Mt19937) -> u64 {
     // How many runs of a hundred have 1, 2, 4, 8 pages and so on.

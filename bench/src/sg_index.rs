@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use dmalane::addr::{CardAddr, PageSize, Segment, SgIndex, SgTable};
 
-use crate::buffers::{Layout, PAGE, of_pages, of_segments, pages_of};
+use crate::buffers::{self, Layout, PAGE, of_pages, of_segments, pages_of};
 use crate::clock::{cpu_time, pin, time};
 use crate::instructions;
 use crate::mt19937::{self, Mt19937};
@@ -388,8 +388,47 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         report.at_least(&format!("{}, cold: the seed's method / ours", layout.name()), 2.0, ratio(layout, true));
     }
     report.at_most("bytes of the index / (0.25 a page + 4 a segment), the worst", 1.0, size);
+    odd_segments(&mut report, options.rounds)?;
     by_size(&mut report)?;
     Ok(report)
+}
+
+/// Blocks of 2 MiB, a few odd pages among them: nothing larger than a page is aligned any more.
+fn odd_segments(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
+    const ODD: [usize; 5] = [0, 1, 16, 256, 2048];
+    let mut cases = Vec::new();
+    for odd in ODD {
+        let segments = buffers::blocks(8192, odd);
+        let index = SgIndex::try_new(segments.iter().copied())?;
+        let (bytes, kind) = (index.bytes(), index.kind());
+        let all: Vec<Box<dyn Structure>> = vec![Box::new(SeedsWay::new(&segments)), Box::new(Index(index))];
+        let offsets = picks(Layout::Single, &segments, LOOKUPS);
+        check(&all, &segments, &offsets)?;
+        cases.push((format!("8192 blocks of 2 MiB, {odd} odd pages"), bytes, kind, all, offsets));
+    }
+    let mut samples = vec![vec![Vec::new(); 2]; cases.len()];
+    for _ in 0..rounds {
+        for ((_, _, _, all, offsets), samples) in cases.iter().zip(&mut samples) {
+            for (one, samples) in hot(all, offsets, 1).into_iter().zip(samples) {
+                samples.extend(one);
+            }
+        }
+    }
+    let mut medians = Vec::new();
+    for ((case, bytes, kind, all, _), samples) in cases.iter().zip(&samples) {
+        for (structure, samples) in all.iter().zip(samples) {
+            let details = Details { items: Some(LOOKUPS as u64), ..Details::default() };
+            let median = report.detailed_row(case, structure.name(), LOOKUPS as u64 * PAGE, samples, details);
+            if structure.name() == INDEX {
+                medians.push(median);
+                report.note(case, &format!("SgIndex is {kind}, bytes"), *bytes as f64);
+            }
+        }
+    }
+    for (odd, median) in ODD.iter().zip(&medians).skip(1) {
+        report.at_most(&format!("8192 blocks of 2 MiB: {odd} odd pages / none"), 2.0, median / medians[0]);
+    }
+    Ok(())
 }
 
 fn index_kind(segments: &[Segment<CardAddr>]) -> Result<&'static str, Box<dyn std::error::Error>> {

@@ -3,8 +3,8 @@
 //! [`SgTable`] is a list that grows; a lookup is a binary search. [`SgIndex`] is built once from all segments and finds
 //! any page in two loads. Use the table while a buffer is built, and the index to look up pages in random order.
 
+mod buckets;
 mod index;
-mod list;
 mod plain;
 mod rank;
 mod table;

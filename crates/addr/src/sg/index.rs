@@ -1,11 +1,12 @@
 //! The scatter-gather index: any byte of a buffer found in time that does not depend on how many segments there are.
 
 use core::fmt;
+use core::marker::PhantomData;
 use core::ops::Range;
 
 use thiserror::Error;
 
-use super::list::List;
+use super::buckets::Buckets;
 use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
 use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
@@ -45,9 +46,12 @@ pub enum SgKind {
     Rank,
     /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
     WideRank,
-    /// 16 bytes a segment and at most 8 to find it: for granules below 4 KiB, of which the others would need too many,
-    /// and for segments of more than 256 granules on average.
-    List,
+    /// 8 bytes for each of about as many buckets as segments, and at most 16 for each segment that shares a bucket with
+    /// several others: for granules below 4 KiB, of which the others would need too many, and for segments of more than
+    /// 256 granules on average.
+    Buckets,
+    /// The same with twice the bytes, for 2^32 granules and more, or segments that are so far apart.
+    WideBuckets,
 }
 
 impl SgKind {
@@ -58,7 +62,8 @@ impl SgKind {
             Self::Flat => "flat",
             Self::Rank => "rank",
             Self::WideRank => "wide rank",
-            Self::List => "list",
+            Self::Buckets => "buckets",
+            Self::WideBuckets => "wide buckets",
         }
     }
 }
@@ -103,16 +108,18 @@ pub struct SgIndex<A> {
     len: u64,
     segments: usize,
     granule: PageSize,
-    form: Form<A>,
+    form: Form,
+    space: PhantomData<A>,
 }
 
 #[derive(Clone, Debug)]
-enum Form<A> {
+enum Form {
     InPlace(InPlace),
     Flat(Flat),
     Rank(Rank<u32>),
     WideRank(Rank<u64>),
-    List(List<A>),
+    Buckets(Buckets<u32>),
+    WideBuckets(Buckets<u64>),
 }
 
 /// Properties of the segments that decide the representation.
@@ -150,13 +157,11 @@ impl Survey {
 
     fn kind(&self, segments: usize) -> SgKind {
         let shift = u32::from(self.granule.log2());
+        let many = self.pages > u64::from(u32::MAX);
         if segments <= IN_PLACE {
             SgKind::InPlace
-        } else if shift < RANK_GRANULE
-            || self.pages > u64::from(u32::MAX)
-            || self.pages / MOST_PAGES_A_SEGMENT > segments as u64
-        {
-            SgKind::List
+        } else if shift < RANK_GRANULE || many || self.pages / MOST_PAGES_A_SEGMENT > segments as u64 {
+            if many || !self.is_near() { SgKind::WideBuckets } else { SgKind::Buckets }
         } else if !self.is_near() {
             SgKind::WideRank
         } else if 16 * self.pages <= FLAT_MEAN_16THS * segments as u64 && self.longest >> shift <= FLAT_LONGEST {
@@ -187,11 +192,7 @@ impl<A: Address> SgIndex<A> {
         for s in segments {
             table.try_push(s.addr, s.len)?;
         }
-        let survey = Survey::of(&table);
-        match survey.kind(table.segment_count()) {
-            SgKind::List => Self::list(table, &survey),
-            kind => Self::build(&table, &survey, kind),
-        }
+        Self::from_table(&table)
     }
 
     /// Builds the index of all segments of a table.
@@ -217,18 +218,12 @@ impl<A: Address> SgIndex<A> {
             }
             SgKind::Rank => Rank::new(places, base, shift, pages).map(Form::Rank),
             SgKind::WideRank => Rank::new(places, base, shift, pages).map(Form::WideRank),
-            SgKind::List => table.try_clone().and_then(List::new).map(Form::List),
+            SgKind::Buckets => Buckets::new(table, base, shift).map(Form::Buckets),
+            SgKind::WideBuckets => Buckets::new(table, base, shift).map(Form::WideBuckets),
         };
         let segments = table.segment_count();
         let form = form.ok_or(SgError::NoMemory { segments })?;
-        Ok(Self { len: table.len(), segments, granule: survey.granule, form })
-    }
-
-    /// The table itself as an index.
-    fn list(table: SgTable<A>, survey: &Survey) -> Result<Self, SgError<A>> {
-        let (len, segments) = (table.len(), table.segment_count());
-        let form = List::new(table).map(Form::List).ok_or(SgError::NoMemory { segments })?;
-        Ok(Self { len, segments, granule: survey.granule, form })
+        Ok(Self { len: table.len(), segments, granule: survey.granule, form, space: PhantomData })
     }
 
     /// Total bytes.
@@ -264,7 +259,8 @@ impl<A: Address> SgIndex<A> {
                 Form::Flat(f) => f.heap_bytes(),
                 Form::Rank(f) => f.heap_bytes(),
                 Form::WideRank(f) => f.heap_bytes(),
-                Form::List(f) => f.heap_bytes(),
+                Form::Buckets(f) => f.heap_bytes(),
+                Form::WideBuckets(f) => f.heap_bytes(),
             }
     }
 
@@ -275,7 +271,8 @@ impl<A: Address> SgIndex<A> {
             Form::Flat(_) => SgKind::Flat,
             Form::Rank(_) => SgKind::Rank,
             Form::WideRank(_) => SgKind::WideRank,
-            Form::List(_) => SgKind::List,
+            Form::Buckets(_) => SgKind::Buckets,
+            Form::WideBuckets(_) => SgKind::WideBuckets,
         }
     }
 
@@ -289,21 +286,25 @@ impl<A: Address> SgIndex<A> {
         let (addr, end) = match &self.form {
             Form::Flat(f) => f.segment(offset, self.shift())?,
             Form::Rank(f) => f.segment(offset, self.shift())?,
-            Form::List(f) => return f.segment_at(offset),
+            Form::Buckets(f) => f.segment(offset, self.shift())?,
             _ => return self.segment_elsewhere(offset),
         };
-        Some(SegmentAt { addr: A::new(addr), left: self.page_end(end) - offset })
+        Some(SegmentAt { addr: A::new(addr), left: self.bytes_to(end, offset) })
     }
 
     /// [`segment_at`](Self::segment_at) in the other forms.
     #[inline(never)]
     fn segment_elsewhere(&self, offset: u64) -> Option<SegmentAt<A>> {
-        let (addr, end) = match &self.form {
-            Form::InPlace(f) => f.segment(offset),
-            Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
-            Form::Flat(_) | Form::Rank(_) | Form::List(_) => return None, // handled by the caller
+        let (addr, page) = match &self.form {
+            Form::InPlace(f) => {
+                let (addr, end) = f.segment(offset);
+                return Some(SegmentAt { addr: A::new(addr), left: end - offset });
+            }
+            Form::WideRank(f) => f.segment(offset, self.shift())?,
+            Form::WideBuckets(f) => f.segment(offset, self.shift())?,
+            Form::Flat(_) | Form::Rank(_) | Form::Buckets(_) => return None, // handled by the caller
         };
-        Some(SegmentAt { addr: A::new(addr), left: end - offset })
+        Some(SegmentAt { addr: A::new(addr), left: self.bytes_to(page, offset) })
     }
 
     /// The address of the whole page at `offset`; `None` where it reaches beyond the end or is not contiguous.
@@ -361,10 +362,10 @@ impl<A: Address> SgIndex<A> {
         u32::from(self.granule.log2())
     }
 
-    /// The end offset of a page, limited to the end of the buffer. (The end of the last page may be 2^64.)
+    /// Bytes from `offset` to the start of a later page, or to the end of the buffer. (That page may start at 2^64.)
     #[inline]
-    fn page_end(&self, page: u32) -> u64 {
-        ((u64::from(page) << self.shift()).wrapping_sub(1)).min(self.len - 1) + 1
+    fn bytes_to(&self, page: u64, offset: u64) -> u64 {
+        (page << self.shift()).wrapping_sub(offset).min(self.len - offset)
     }
 }
 

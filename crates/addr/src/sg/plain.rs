@@ -72,14 +72,14 @@ impl Flat {
     /// The address of the byte at `offset`, and the page behind its segment, which is looked for page by page: this
     /// form is for short segments.
     #[inline]
-    pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u32)> {
+    pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u64)> {
         let page = (offset >> shift) as usize;
         let delta = self.deltas.get(page)?;
         let mut end = page + 1;
         while self.deltas.get(end) == Some(delta) {
             end += 1;
         }
-        Some((delta.address(offset, self.base, shift), end as u32))
+        Some((delta.address(offset, self.base, shift), end as u64))
     }
 
     pub(super) fn heap_bytes(&self) -> usize {

@@ -20,7 +20,16 @@ struct Block {
 }
 
 /// Difference between a segment's address and its offset in the buffer, the same for all of its bytes.
-pub(super) trait Delta: Copy {
+pub(super) trait Delta: Copy + Into<u64> + TryFrom<u64> {
+    /// Two numbers in one word.
+    type Pair: Copy + core::fmt::Debug;
+
+    /// The second number in the high half.
+    fn pair(self, high: Self) -> Self::Pair;
+
+    /// The reverse of [`pair`](Self::pair).
+    fn unpair(pair: Self::Pair) -> (Self, Self);
+
     /// Of the segment at `start` of the buffer that lies at `addr`; `base` is the lowest of all, modulo 2^64.
     fn of(start: u64, addr: u64, base: u64, shift: u32) -> Self;
 
@@ -30,6 +39,18 @@ pub(super) trait Delta: Copy {
 
 /// In pages above the lowest: enough while all lie within 2^32 pages of each other.
 impl Delta for u32 {
+    type Pair = u64;
+
+    #[inline]
+    fn pair(self, high: Self) -> u64 {
+        u64::from(high) << 32 | u64::from(self)
+    }
+
+    #[inline]
+    fn unpair(pair: u64) -> (Self, Self) {
+        (pair as u32, (pair >> 32) as u32)
+    }
+
     fn of(start: u64, addr: u64, base: u64, shift: u32) -> Self {
         (addr.wrapping_sub(start).wrapping_sub(base) >> shift) as u32
     }
@@ -42,6 +63,18 @@ impl Delta for u32 {
 
 /// In bytes: always enough.
 impl Delta for u64 {
+    type Pair = u128;
+
+    #[inline]
+    fn pair(self, high: Self) -> u128 {
+        u128::from(high) << 64 | u128::from(self)
+    }
+
+    #[inline]
+    fn unpair(pair: u128) -> (Self, Self) {
+        (pair as u64, (pair >> 64) as u64)
+    }
+
     fn of(start: u64, addr: u64, _: u64, _: u32) -> Self {
         addr.wrapping_sub(start)
     }
@@ -106,12 +139,12 @@ impl<D: Delta> Rank<D> {
 
     /// The address of the byte at `offset`, and the page behind its segment.
     #[inline]
-    pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u32)> {
+    pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u64)> {
         let page = (offset >> shift) as u32;
         let block = self.blocks.get((page / 64) as usize)?;
         let above = block.breaks >> (page % 64) >> 1;
         let end = if above == 0 { block.next } else { page + 1 + above.trailing_zeros() };
-        self.delta(block, page).map(|d| (d.address(offset, self.base, shift), end))
+        self.delta(block, page).map(|d| (d.address(offset, self.base, shift), u64::from(end)))
     }
 
     #[inline]

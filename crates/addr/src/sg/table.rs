@@ -77,19 +77,6 @@ impl<A: Address> SgTable<A> {
         Ok(())
     }
 
-    /// A copy, or `None` for want of memory.
-    pub(super) fn try_clone(&self) -> Option<Self> {
-        let mut entries = Vec::new();
-        entries.try_reserve_exact(self.entries.len()).ok()?;
-        entries.extend_from_slice(&self.entries);
-        Some(Self { entries, len: self.len })
-    }
-
-    /// Bytes of memory that it has allocated.
-    pub(super) fn heap_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry<A>>()
-    }
-
     /// Bytes in all.
     pub fn len(&self) -> u64 {
         self.len
@@ -128,39 +115,22 @@ impl<A: Address> SgTable<A> {
         Some(Runs { table: self, index, at: range.start, end: range.end })
     }
 
-    /// As [`segment_at`](Self::segment_at) for an offset that lies in one of these segments, or beyond the end.
-    #[inline]
-    pub(super) fn segment_within(&self, offset: u64, first: usize, last: usize) -> Option<SegmentAt<A>> {
-        if offset >= self.len {
-            return None;
-        }
-        let among = self.entries.get(first..=last)?;
-        // Most often one or two, of which one is chosen without a branch.
-        let index = if among.len() <= 2 {
-            first + (last - first) * usize::from(among.last()?.start <= offset)
-        } else {
-            first + among.partition_point(|e| e.start <= offset) - 1
-        };
-        let entry = self.entries.get(index)?;
-        let addr = entry.addr.checked_add(offset - entry.start)?;
-        Some(SegmentAt { addr, left: self.end_of(index) - offset })
-    }
-
-    /// Where in the buffer each segment starts.
-    pub(super) fn starts(&self) -> impl Iterator<Item = u64> {
-        self.entries.iter().map(|e| e.start)
-    }
-
     /// Which segment holds the byte; `None` beyond the end.
     fn index_of(&self, offset: u64) -> Option<usize> {
         (offset < self.len).then(|| self.entries.partition_point(|e| e.start <= offset) - 1)
     }
 
-    fn end_of(&self, index: usize) -> u64 {
+    /// Where in the buffer a segment starts.
+    pub(super) fn start_of(&self, index: usize) -> u64 {
+        self.entries[index].start
+    }
+
+    /// The offset behind a segment.
+    pub(super) fn end_of(&self, index: usize) -> u64 {
         self.entries.get(index + 1).map_or(self.len, |e| e.start)
     }
 
-    fn segment(&self, index: usize) -> Segment<A> {
+    pub(super) fn segment(&self, index: usize) -> Segment<A> {
         let e = &self.entries[index];
         Segment { addr: e.addr, len: self.end_of(index) - e.start }
     }

@@ -8,7 +8,8 @@ use super::index::Survey;
 use super::*;
 use crate::{PageSize, PhysAddr};
 
-const KINDS: [SgKind; 5] = [SgKind::InPlace, SgKind::Flat, SgKind::Rank, SgKind::WideRank, SgKind::List];
+const KINDS: [SgKind; 6] =
+    [SgKind::InPlace, SgKind::Flat, SgKind::Rank, SgKind::WideRank, SgKind::Buckets, SgKind::WideBuckets];
 
 fn table(runs: &[(u64, u64)]) -> SgTable<PhysAddr> {
     let mut sg = SgTable::new();
@@ -29,7 +30,8 @@ fn forms(table: &SgTable<PhysAddr>) -> Vec<SgIndex<PhysAddr>> {
             SgKind::InPlace => table.segment_count() <= 4,
             SgKind::Flat | SgKind::Rank => few && !table.is_empty() && survey.is_near(),
             SgKind::WideRank => few,
-            SgKind::List => true,
+            SgKind::Buckets => !table.is_empty() && survey.pages <= u64::from(u32::MAX) && survey.is_near(),
+            SgKind::WideBuckets => !table.is_empty(),
         };
         if holds {
             let index = SgIndex::build(table, &survey, kind).unwrap();
@@ -192,7 +194,7 @@ fn the_form_goes_by_the_segments() {
     assert_eq!(kind(&segments(4, 1, 4096)), SgKind::InPlace);
     assert_eq!(kind(&segments(5, 1, 4096)), SgKind::Flat);
     assert_eq!(kind(&segments(1000, 2, 4096)), SgKind::Rank);
-    assert_eq!(kind(&segments(1000, 1, 2048)), SgKind::List);
+    assert_eq!(kind(&segments(1000, 1, 2048)), SgKind::Buckets);
     // The mean is that of single pages, but the end of the long one would take long to find.
     let mut one_long = segments(1000, 1, 4096);
     one_long.push((1 << 30, 17 * 4096));
@@ -205,7 +207,7 @@ fn the_form_goes_by_the_segments() {
     assert_eq!(kind(&far(0x1_0000_0000)), SgKind::WideRank);
     // 2^32 pages and more do not fit into a block.
     let long = [segments(9, 2, 4096), Vec::from([(1 << 60, 1 << 45)])].concat();
-    assert_eq!(kind(&long), SgKind::List);
+    assert_eq!(kind(&long), SgKind::WideBuckets);
 }
 
 #[test]
@@ -233,8 +235,8 @@ fn odd_segments_among_large_ones() {
         }
         let table = table(&runs);
         let index = SgIndex::from_table(&table).unwrap();
-        assert_eq!((index.kind(), index.granule()), (SgKind::List, PageSize::SIZE_4K));
-        assert!(index.bytes() <= 128 + table.segment_count() * 24 + 8, "{}", index.bytes());
+        assert_eq!((index.kind(), index.granule()), (SgKind::Buckets, PageSize::SIZE_4K));
+        assert!(index.bytes() <= 128 + table.segment_count() * 24, "{}", index.bytes());
         let mut start = 0;
         for (_, len) in &runs {
             for at in [start, start + len / 2, start + len - 1] {
