@@ -1,17 +1,19 @@
 //! Several unmaps, one invalidation.
 
 use alloc::vec::Vec;
+use core::mem;
 
 use dmalane_addr::{Address, Span};
 
 use crate::{FlushList, Format, PageTable, Tables};
 
-/// Results of several unmaps, invalidated together: as Linux's `iommu_iotlb_gather` for a few calls in a row, or as
-/// its flush queue when [`PageTable::flush`] waits for a timer or for enough to have come together.
+/// Results of several unmaps, invalidated together: as Linux's `iommu_iotlb_gather` for a few calls in a row, or, in a
+/// `Mutex`, as its flush queue for threads that unmap all the time.
 ///
 /// Ranges that touch or overlap are one. Beyond [`MOST_RANGES`](Self::MOST_RANGES) the two with the smallest hole
 /// between them become one too, which invalidates more than was unmapped and does no harm. Until the flush a device may
-/// still reach what was unmapped: neither the memory behind it nor its input addresses may serve anything else.
+/// still reach what was unmapped: neither the memory behind it nor its input addresses may serve anything else. The
+/// gather keeps what stands for them (`K`: a lease of addresses, a buffer) and gives it back after the flush.
 ///
 /// ```
 /// use dmalane_addr::{Access, Iova, PhysAddr, Span};
@@ -32,30 +34,73 @@ use crate::{FlushList, Format, PageTable, Tables};
 /// assert_eq!((calls, gather.is_empty()), (1, true));
 /// # Ok::<(), dmalane_iopt::Error>(())
 /// ```
+///
+/// As a flush queue of threads: a thread whose unmap fills the queue takes all that waits and flushes it, without the
+/// lock, while others begin to fill it again; so no more than `MOST` unmaps for each thread ever wait. A timer does the
+/// same with `take_from(1)`.
+///
+/// ```
+/// use std::sync::{Mutex, atomic::{AtomicU64, AtomicUsize, Ordering}};
+/// use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, Span};
+/// use dmalane_iopt::{Gather, PageTable, TablePool, X86_64_4Level};
+///
+/// type Table<'p> = PageTable<X86_64_4Level, Iova, PhysAddr, &'p TablePool<'p, PhysAddr>>;
+/// const MOST: usize = 64;
+///
+/// let memory: Vec<AtomicU64> = (0..64 * 512).map(|_| AtomicU64::new(0)).collect();
+/// let pool = TablePool::new::<X86_64_4Level>(PhysAddr::new(0x10_0000), &memory);
+/// let root = Table::new(&pool)?.root();
+/// let space = Span::new(Iova::new(0), 1 << 30).unwrap();
+/// let iovas = Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K)));
+/// let queue: Mutex<Gather<Iova, PhysAddr, Lease<Iova>>> = Mutex::default();
+/// let invalidations = AtomicUsize::new(0);
+/// let flush = |table: &mut Table, mut batch: Gather<_, _, _>| {
+///     let leases = table.flush(&mut batch, |_ranges| {
+///         invalidations.fetch_add(1, Ordering::Relaxed); // the device forgets them, and has said so
+///     });
+///     leases.into_iter().for_each(|lease| iovas.lock().unwrap().free(lease));
+/// };
+/// std::thread::scope(|threads| {
+///     for _ in 0..4 {
+///         threads.spawn(|| {
+///             let mut table = Table::attach(&pool, root);
+///             for _ in 0..1000 {
+///                 let lease = iovas.lock().unwrap().allocate(0x1000, PageSize::SIZE_4K).unwrap();
+///                 table.map(lease.span().first(), PhysAddr::new(0), 0x1000, Access::RW).unwrap();
+///                 let list = table.unmap(lease.span()).unwrap();
+///                 let full = {
+///                     let mut queue = queue.lock().unwrap();
+///                     queue.add_keeping(list, lease).expect("memory");
+///                     queue.take_from(MOST)
+///                 };
+///                 full.into_iter().for_each(|batch| flush(&mut table, batch));
+///             }
+///         });
+///     }
+/// });
+/// let rest = queue.lock().unwrap().take_from(1);
+/// rest.into_iter().for_each(|batch| flush(&mut Table::attach(&pool, root), batch));
+/// assert_eq!(invalidations.into_inner(), 4000_usize.div_ceil(MOST));
+/// # Ok::<(), dmalane_iopt::Error>(())
+/// ```
 #[must_use = "hand it to PageTable::flush; tables in a gather that is dropped are leaked"]
 #[derive(Debug)]
-pub struct Gather<I: Address, A> {
+pub struct Gather<I: Address, A, K = ()> {
     /// In ascending order; none touches the next.
     ranges: Vec<Span<I>>,
     tables: Vec<A>,
     bytes: u64,
+    /// One for each unmap.
+    kept: Vec<K>,
 }
 
-impl<I: Address, A> Default for Gather<I, A> {
+impl<I: Address, A, K> Default for Gather<I, A, K> {
     fn default() -> Self {
-        Self { ranges: Vec::new(), tables: Vec::new(), bytes: 0 }
+        Self { ranges: Vec::new(), tables: Vec::new(), bytes: 0, kept: Vec::new() }
     }
 }
 
 impl<I: Address, A> Gather<I, A> {
-    /// The most ranges of one flush.
-    pub const MOST_RANGES: usize = 16;
-
-    /// An empty gather.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Adds what an unmap took away. An empty list changes nothing.
     ///
     /// # Errors
@@ -64,8 +109,33 @@ impl<I: Address, A> Gather<I, A> {
         if list.is_empty() {
             return Ok(());
         }
-        if self.tables.try_reserve(list.tables.len()).is_err() || self.ranges.try_reserve(1).is_err() {
-            return Err(list);
+        self.add_keeping(list, ()).map_err(|(list, ())| list)
+    }
+}
+
+impl<I: Address, A, K> Gather<I, A, K> {
+    /// The most ranges of one flush.
+    pub const MOST_RANGES: usize = 16;
+
+    /// An empty gather.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds what an unmap took away, and keeps `keep` until the flush.
+    ///
+    /// # Errors
+    /// Both, when there is no memory for them: flush, and treat the list alone.
+    pub fn add_keeping(&mut self, list: FlushList<I, A>, keep: K) -> Result<(), (FlushList<I, A>, K)> {
+        if self.tables.try_reserve(list.tables.len()).is_err()
+            || self.ranges.try_reserve(1).is_err()
+            || self.kept.try_reserve(1).is_err()
+        {
+            return Err((list, keep));
+        }
+        self.kept.push(keep);
+        if list.is_empty() {
+            return Ok(());
         }
         self.bytes = self.bytes.saturating_add(list.bytes);
         self.tables.extend(list.tables);
@@ -109,25 +179,31 @@ impl<I: Address, A> Gather<I, A> {
         self.bytes
     }
 
-    /// True when there is nothing to invalidate.
+    /// True when there is nothing to invalidate and nothing to give back.
     pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
+        self.kept.is_empty()
+    }
+
+    /// Takes everything, if there are at least so many unmaps; this gather is empty then.
+    pub fn take_from(&mut self, unmaps: usize) -> Option<Self> {
+        (self.kept.len() >= unmaps.max(1)).then(|| mem::take(self))
     }
 }
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
-    /// Invalidates the gathered ranges on the device, then frees the tables. `invalidate` returns when no walk and no
-    /// access by one of the ranges is under way any more; it is not called when nothing was gathered. The gather is
-    /// empty afterwards.
+    /// Invalidates the gathered ranges on the device, then frees the tables, and gives back what was kept, in the order
+    /// of the unmaps. `invalidate` returns when no walk and no access by one of the ranges is under way any more; it is
+    /// not called when no range was gathered. The gather is empty afterwards.
     ///
     /// The lists must come from this page table, or from other handles on the same tree.
-    pub fn flush(&mut self, gather: &mut Gather<I, T::Addr>, invalidate: impl FnOnce(&[Span<I>])) {
-        if !gather.is_empty() {
+    pub fn flush<K>(&mut self, gather: &mut Gather<I, T::Addr, K>, invalidate: impl FnOnce(&[Span<I>])) -> Vec<K> {
+        if !gather.ranges.is_empty() {
             invalidate(&gather.ranges);
         }
         gather.ranges.clear();
         gather.bytes = 0;
         self.free_detached(gather.tables.drain(..));
+        mem::take(&mut gather.kept)
     }
 }
 

@@ -325,6 +325,69 @@ fn caught_tables_freed_before_the_flush() {
     explore("caught_tables_freed_before_the_flush", None, || gathered(true));
 }
 
+/// Two threads unmap, each by a handle of its own, and share a flush queue; whoever fills it flushes it, and uses a
+/// table again, while a device walks. `early` frees the tables of an unmap when it is added.
+fn queued(early: bool) {
+    type F = Tiny<3>;
+    let (pool, _) = pool::<F>(6); // the root, two below it, and one for each page, of which one serves twice
+    let mut table = Table::<F, _>::new(pool).unwrap();
+    [0, 2, 4].into_iter().for_each(|n| map(&mut table, n));
+    let root = table.root().bits();
+    let queue = loom::sync::Arc::new(loom::sync::Mutex::new(Gather::new()));
+    let walking = loom::sync::Arc::new(loom::sync::Mutex::new(()));
+    let device = thread::spawn({
+        let walking = walking.clone();
+        move || {
+            let _walk = walking.lock().unwrap();
+            let seen = walk::<F>(root, 0, |word| pool.read(word)).map(|walked| walked.to).map_err(|fault| fault.kind);
+            assert!([Ok(place(0).bits()), Err(FaultKind::NotPresent)].contains(&seen), "the device saw {seen:?}");
+        }
+    });
+    let unmap_pair = move |table: &mut Table<F, Shared>, n: u64| {
+        let list = table.unmap(Span::new(page(n).first(), 2 * PAGE).unwrap()).unwrap();
+        assert_eq!(list.tables().len(), 1);
+        let full = {
+            let mut queue = queue.lock().unwrap();
+            queue.add_keeping(list, n).unwrap();
+            queue.take_from(if early { 1 } else { 2 })
+        };
+        let mut released = Vec::new();
+        if let Some(mut batch) = full {
+            released = table.flush(&mut batch, |_| {
+                if !early {
+                    drop(walking.lock().unwrap())
+                }
+            });
+            map(table, 6); // in one of the tables that were freed
+        }
+        released.len()
+    };
+    let root = table.root();
+    let released = if early {
+        unmap_pair(&mut table, 0)
+    } else {
+        let other = thread::spawn({
+            let unmap_pair = unmap_pair.clone();
+            move || unmap_pair(&mut Table::<F, _>::attach(pool, root), 2)
+        });
+        unmap_pair(&mut table, 0) + other.join().unwrap()
+    };
+    device.join().unwrap();
+    assert_eq!(released, if early { 1 } else { 2 }, "one thread has flushed for both");
+    assert_eq!([0, 4, 6].map(|n| found(&table, n)), [None, Some(place(4)), Some(place(6))]);
+}
+
+#[test]
+fn threads_share_a_flush_queue() {
+    explore("threads_share_a_flush_queue", Some(4), || queued(false));
+}
+
+#[test]
+#[should_panic(expected = "the device saw Ok(1073152)")] // where page 6 is
+fn caught_a_flush_queue_that_does_not_wait() {
+    explore("caught_a_flush_queue_that_does_not_wait", Some(2), || queued(true));
+}
+
 /// The stack of freed tables: one thread is about to take the top when another takes two and puts the first one back.
 #[test]
 fn a_freed_table_is_taken_once() {
