@@ -52,11 +52,13 @@ pub struct Config {
     pub user_memory: Option<u64>,
     /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
     pub uids: Vec<u32>,
-    /// Primary groups whose members may connect, by number.
+    /// Groups whose members may connect, by number: a process's own group and its supplementary ones count.
     pub gids: Vec<u32>,
     /// Users, by number, who administer the daemon as root and its own user do: they see all clients in the status,
     /// also when all client slots are taken. Others see the clients of their own user.
     pub admins: Vec<u32>,
+    /// Groups whose members administer the daemon, by number.
+    pub admin_gids: Vec<u32>,
     /// Subordinate users, which count as their owner ([`Config::subordinates_of`]).
     pub subordinates: Vec<(Range<u32>, u32)>,
     /// Time that the worker spins before it sleeps.
@@ -88,6 +90,7 @@ impl Default for Config {
             uids: Vec::new(),
             gids: Vec::new(),
             admins: Vec::new(),
+            admin_gids: Vec::new(),
             subordinates: Vec::new(),
             spin: Duration::from_micros(100),
             stop_timeout: Duration::from_secs(5),
@@ -241,8 +244,16 @@ impl Config {
     }
 
     /// True for those who administer the daemon.
-    pub(crate) fn is_admin(&self, uid: u32) -> bool {
-        uid == 0 || uid == rustix::process::geteuid().as_raw() || self.admins.contains(&uid)
+    pub(crate) fn is_admin(&self, uid: u32, gids: &[u32]) -> bool {
+        uid == 0
+            || uid == rustix::process::geteuid().as_raw()
+            || self.admins.contains(&uid)
+            || gids.iter().any(|gid| self.admin_gids.contains(gid))
+    }
+
+    /// True when the groups of a user matter.
+    pub(crate) fn names_groups(&self) -> bool {
+        !self.gids.is_empty() || !self.admin_gids.is_empty()
     }
 
     /// Most clients of one user.
@@ -263,8 +274,10 @@ impl Config {
     }
 
     /// True when this user may connect.
-    pub(crate) fn admits(&self, uid: u32, gid: u32) -> bool {
-        (self.uids.is_empty() && self.gids.is_empty()) || self.uids.contains(&uid) || self.gids.contains(&gid)
+    pub(crate) fn admits(&self, uid: u32, gids: &[u32]) -> bool {
+        (self.uids.is_empty() && self.gids.is_empty())
+            || self.uids.contains(&uid)
+            || gids.iter().any(|gid| self.gids.contains(gid))
     }
 }
 
@@ -420,10 +433,10 @@ mod tests {
     #[test]
     fn admits_listed_users_and_groups() {
         let mut config = Config::default();
-        assert!(config.admits(7, 7));
+        assert!(config.admits(7, &[7]));
         config.uids.push(7);
-        assert!(config.admits(7, 0) && !config.admits(0, 7));
+        assert!(config.admits(7, &[0]) && !config.admits(0, &[7]));
         config.gids.push(9);
-        assert!(config.admits(1, 9) && !config.admits(1, 1));
+        assert!(config.admits(1, &[1, 9]) && !config.admits(1, &[1]));
     }
 }

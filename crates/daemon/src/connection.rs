@@ -20,6 +20,7 @@ use crate::account::{Account, Charge};
 use crate::config::{Budget, Config};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
+use crate::peer::Peer;
 use crate::wire::{
     ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapSegment, OpenAnswer, PairAnswer, RowAnswer,
     VERSION, failed, message,
@@ -31,16 +32,6 @@ const POPULATED_AT_ONCE: usize = 8 << 20;
 
 /// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
 const MAPPED_PER_BYTE: u64 = 64;
-
-/// Credentials of the client, from the kernel.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Peer {
-    pub pid: u32,
-    pub uid: u32,
-    pub gid: u32,
-    /// The user who is charged: the owner of a subordinate user, or `uid`.
-    pub user: u32,
-}
 
 /// State that all connections share.
 pub(crate) struct ServerState {

@@ -12,8 +12,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::account::Account;
 use crate::config::{Budget, ClientLimits, Config};
-use crate::connection::{Connection, Handled, Peer, ServerState};
+use crate::connection::{Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
+use crate::peer::Peer;
 use crate::wire::{ClientRequest, FAILED, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader};
 use crate::worker::RunQueue;
 use zerocopy::FromBytes;
@@ -64,7 +65,7 @@ pub fn fuzz_messages(data: &[u8]) {
 
 fn run(fixed: &Fixed, mut input: Input<'_>) {
     let Fixed { state, memfds, wrong } = fixed;
-    let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, gid: 1, user: 1 });
+    let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false });
     if input.u8() & 1 == 0 {
         let hello = ClientRequest::Hello { min: 1, max: 1 }.encode(1);
         assert!(matches!(connection.handle(state, &hello, Vec::new()), Handled::Answer(_)));

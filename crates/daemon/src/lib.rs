@@ -55,6 +55,7 @@ mod function;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod page;
+mod peer;
 mod pool;
 mod server;
 mod socket;

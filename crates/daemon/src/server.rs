@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
@@ -23,9 +22,10 @@ use zerocopy::IntoBytes;
 
 use crate::account::Account;
 use crate::config::{BadConfig, Budget, Config};
-use crate::connection::{Answer, ClientResources, Connection, Handled, Peer, ServerState};
+use crate::connection::{Answer, ClientResources, Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, Share};
+use crate::peer::Peer;
 use crate::pool::Pool;
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
@@ -500,19 +500,16 @@ impl Server {
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
             Err(e) => return Err(e),
         };
-        // Not rustix's version: it rejects process 0, which the kernel reports for a process in another namespace.
-        let credentials = match getsockopt(&socket, PeerCredentials) {
-            Ok(credentials) => credentials,
+        let peer = match Peer::of(&socket, &self.state.config) {
+            Ok(peer) => peer,
             Err(e) => {
                 self.disconnect(u32::MAX, socket, !self.rights_off);
-                return Err(Errno::from_raw_os_error(e as i32));
+                return Err(e);
             }
         };
-        let (uid, gid) = (credentials.uid(), credentials.gid());
-        let user = self.state.config.user_of(uid);
-        let peer = Peer { pid: u32::try_from(credentials.pid()).unwrap_or(0), uid, gid, user };
+        let Peer { pid, uid, user, allowed, admin } = peer;
         let connected = self.connections.len() + self.closing.len();
-        let status_only = if !self.state.config.admits(uid, gid) {
+        let status_only = if !allowed {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
         } else if connected >= self.state.config.clients {
             Some((Code::Quota, "the daemon has reached its limit of clients (--clients)"))
@@ -521,14 +518,13 @@ impl Server {
         } else {
             None
         };
-        // The operator may always request the status.
-        let operator = self.state.config.is_admin(uid);
         if let Some((code, why)) = status_only
-            && !(operator && connected < self.state.config.clients + OPERATOR_CONNECTIONS)
+            // An administrator may always request the status.
+            && !(admin && connected < self.state.config.clients + OPERATOR_CONNECTIONS)
         {
             self.totals.refused += 1;
             if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
-                (self.log)(&ServerEvent::Refused { pid: peer.pid, uid, why });
+                (self.log)(&ServerEvent::Refused { pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
             self.disconnect(user, socket, !self.rights_off);
@@ -693,7 +689,7 @@ impl Server {
 
     /// The answer to a status request of this peer. Who is no administrator sees the clients of its own user.
     fn status(&self, seqno: u64, first: u64, peer: Peer) -> Answer {
-        let shown = |entry: &Entry| entry.peer.user == peer.user || self.state.config.is_admin(peer.uid);
+        let shown = |entry: &Entry| entry.peer.user == peer.user || peer.admin;
         let row = |entry: &Entry, closing| {
             let mut row = entry.connection.as_ref().map_or(entry.row, |connection| connection.row(closing));
             row.closing = u32::from(closing).into();

@@ -68,14 +68,19 @@ fn open_to_all(daemon: &Daemon) {
     mode(&daemon.path, 0o666);
 }
 
-/// Runs this test as another user.
+/// Runs this test as another user without supplementary groups.
 fn spawn(uid: u32, test: &str, daemon: &Daemon) -> Other {
+    spawn_in("--clear-groups", uid, test, daemon)
+}
+
+/// Runs this test as another user with the supplementary groups of that option of setpriv.
+fn spawn_in(groups: &str, uid: u32, test: &str, daemon: &Daemon) -> Other {
     // A copy, because the folder of the build may be closed to other users.
     let program = daemon.path.with_file_name(format!("test-{uid}"));
     std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let id = uid.to_string();
     let mut command = Command::new("setpriv");
-    command.args(["--reuid", &id, "--regid", &id, "--clear-groups"]).arg(program);
+    command.args(["--reuid", &id, "--regid", &id, groups]).arg(program);
     command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]).env(SOCKET, &daemon.path);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap());
@@ -338,6 +343,35 @@ fn status_shows_the_clients_of_the_own_user() {
         open_to_all(&daemon);
         let _mine = [daemon.connect(), daemon.connect()];
         spawn(HOSTILE, me, &daemon).wait_for(&format!("sees {seen}"));
+    }
+}
+
+#[test]
+fn supplementary_groups_count() {
+    if let Some(path) = other() {
+        take(&path, 2);
+    }
+    if !root() {
+        return;
+    }
+    let me = "supplementary_groups_count";
+    let many: Vec<_> = (50_000..50_300).chain([256, 512]).map(|gid: u32| gid.to_string()).collect();
+    let many = format!("--groups={}", many.join(","));
+    // Nobody by its own group 40001; members of 512 may connect, of 256 see all.
+    for (gids, admin_gids, [few, all]) in [
+        (vec![], vec![256], ["sees 2", "sees 3"]),
+        (vec![512], vec![], ["took 0", "sees 2"]),
+        (vec![512], vec![256], ["took 0", "sees 3"]),
+        (vec![HOSTILE], vec![HOSTILE], ["sees 3", "sees 3"]),
+    ] {
+        let daemon = Daemon::start(Config { uids: vec![0; gids.len()], gids, admin_gids, ..Config::default() });
+        open_to_all(&daemon);
+        for (groups, said) in [("--clear-groups", few), (&many, all)] {
+            let mine = daemon.connect();
+            spawn_in(groups, HOSTILE, me, &daemon).wait_for(said);
+            drop(mine);
+            daemon.wait_until_empty();
+        }
     }
 }
 

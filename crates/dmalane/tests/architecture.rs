@@ -95,6 +95,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/capi/src/abi.rs",
     "crates/cli/tests/it/supervisor.rs",
     "crates/cuda/src/sys.rs",
+    "crates/daemon/src/peer.rs",
     "crates/dma/src/processor.rs",
     "crates/dma/src/slice.rs",
     "crates/dma/src/sys.rs",

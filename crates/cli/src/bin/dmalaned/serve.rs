@@ -29,13 +29,17 @@ pub struct Serve {
     #[arg(long = "allow-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     uids: Vec<u32>,
 
-    /// Allow users with this primary group (by number) and refuse all that are not listed; may be repeated
+    /// Allow members of this group (by number) and refuse all that are not listed; may be repeated
     #[arg(long = "allow-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     gids: Vec<u32>,
 
     /// Show all clients to this user (by number), as to root; others see their own; may be repeated
     #[arg(long = "admin-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     admins: Vec<u32>,
+
+    /// Show all clients to members of this group (by number); may be repeated
+    #[arg(long = "admin-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
+    admin_gids: Vec<u32>,
 
     /// DDR size of the card, a multiple of 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
@@ -130,6 +134,7 @@ impl Serve {
             uids,
             gids,
             admins: self.admins,
+            admin_gids: self.admin_gids,
             subordinates: system::subordinates(),
             spin: Duration::from_micros(spin),
             ..Config::default()
