@@ -1,6 +1,7 @@
 //! The trait that every device implements.
 
 use std::borrow::Cow;
+use std::error::Error;
 use std::fs::File;
 use std::sync::Arc;
 
@@ -31,6 +32,15 @@ pub trait Device: Send {
 
     /// Its queues, at least one; only the first call has any.
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>>;
+
+    /// A queue that reads through a program on the device, which uses the addresses that all its programs use, so that
+    /// what it gives is what they see. It only copies to the host.
+    ///
+    /// # Errors
+    /// Why there is none: then the [queues](Device::take_queues) read.
+    fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn Error + Send + Sync>> {
+        Err("the device runs no programs".into())
+    }
 
     /// Where programs on the device see its memory.
     fn address_space(&mut self) -> &mut dyn AddressSpace;
@@ -66,6 +76,10 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
         (**self).take_queues()
+    }
+
+    fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn Error + Send + Sync>> {
+        (**self).program_queue()
     }
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {

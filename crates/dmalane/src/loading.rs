@@ -89,7 +89,7 @@ impl<'a> Load<'a> {
         let mut loaded = device.load(&mut inputs, &self.placement, &mut *self.progress)?;
         if self.verify {
             match device.verify(&loaded, &mut inputs, &mut |_| {}) {
-                Ok(wall) => loaded.report.verify_wall = wall,
+                Ok(verified) => loaded.report.verified = Some(verified),
                 Err(error) => {
                     // The reason for the failure matters more than a second one while cleaning up.
                     let _ = device.unload(loaded);

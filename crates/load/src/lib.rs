@@ -39,7 +39,7 @@ pub use input::{Input, Select};
 pub use layout::{Layout, Place};
 pub use manifest::{Difference, Expected, Manifest, ManifestFile, Part, Region};
 pub use reference::ReferenceRates;
-pub use report::{Report, StageReport};
+pub use report::{Report, StageReport, Verified};
 pub use sample::write_sample;
 pub use save::Output;
 pub use timeline::{Lane, Timeline, Work};

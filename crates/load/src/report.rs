@@ -20,6 +20,15 @@ pub struct StageReport {
     pub bytes: u64,
 }
 
+/// A verification that found every tensor equal to its file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Verified {
+    /// From its beginning to its end.
+    pub wall: Duration,
+    /// Why copies read the device, and not a program on it; `None` when a program did.
+    pub by_copies: Option<String>,
+}
+
 /// Times and bytes of a load.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
@@ -27,8 +36,8 @@ pub struct Report {
     pub bytes: u64,
     /// From the first header to the last bind.
     pub wall: Duration,
-    /// From the beginning to the end of the verification; zero without.
-    pub verify_wall: Duration,
+    /// The verification, if there was one.
+    pub verified: Option<Verified>,
     /// Stages in the order of the path.
     pub stages: Vec<StageReport>,
     /// Physically contiguous segments of the staging buffers.

@@ -13,7 +13,8 @@ use std::time::Duration;
 use ash::vk;
 
 use crate::error::CallError;
-use crate::gpu::{Buffer, Gpu, Timeline};
+use crate::gpu::{Buffer, Gpu, Program, Timeline};
+use crate::shader;
 
 /// One of the GPU's queues, with commands in flight that carry a `T` each.
 pub(crate) struct Channel<T> {
@@ -43,6 +44,7 @@ struct Flight<T> {
 pub(crate) struct Recording {
     commands: vk::CommandBuffer,
     keep: Vec<Arc<Buffer>>,
+    program: Option<Arc<Program>>,
 }
 
 /// Time that the drop of a channel waits for the GPU.
@@ -97,7 +99,7 @@ impl<T> Channel<T> {
         // SAFETY: the command buffer is not in flight: it is new, or was in the list of free ones. Beginning resets it.
         let begun = self.gpu.call("vkBeginCommandBuffer", |d| unsafe { d.begin_command_buffer(commands, &info) });
         match begun {
-            Ok(()) => Ok(Recording { commands, keep: Vec::new() }),
+            Ok(()) => Ok(Recording { commands, keep: Vec::new(), program: None }),
             Err(e) => {
                 self.free.push(commands);
                 Err(e)
@@ -136,6 +138,54 @@ impl<T> Channel<T> {
         into.keep(to);
         // SAFETY: as for `copy`; the length is one that the call takes.
         unsafe { self.gpu.device().cmd_update_buffer(into.commands, to.handle(), 0, bytes) }
+    }
+
+    /// Has the program copy `len` bytes of a buffer, from `at` on, to the start of another one, by their device
+    /// addresses. A queue for [programs](Gpu::compute_queue) only.
+    pub fn read(
+        &self,
+        into: &mut Recording,
+        program: &Arc<Program>,
+        from: (&Arc<Buffer>, u64),
+        to: &Arc<Buffer>,
+        len: u64,
+    ) {
+        let (from, at) = from;
+        // It reads and writes whole words.
+        let word = |of: u64| of.checked_next_multiple_of(4);
+        let inside = at.checked_add(len).and_then(word).is_some_and(|end| end <= from.len());
+        assert!(inside && (1..=shader::MOST).contains(&len) && word(len) <= Some(to.len()), "bytes of both buffers");
+        let (Some(source), Some(target)) = (from.device_address(), to.device_address()) else {
+            panic!("buffers with device addresses")
+        };
+        let computes = self.gpu.compute_queue().map(|queue| self.gpu.queue(queue).family);
+        assert_eq!(computes, Some(self.gpu.queue(self.queue).family), "a queue for programs");
+        into.keep(from);
+        into.keep(to);
+        into.program = Some(program.clone());
+        let (parameters, groups) = shader::parameters(source + at, target, len);
+        let (device, commands, compute) = (self.gpu.device(), into.commands, vk::PipelineBindPoint::COMPUTE);
+        // SAFETY: the recording has begun, is not in flight, and keeps the program and the buffers; the queue can
+        // compute; the words of both sides lie within the buffers; every GPU takes 65535 groups, and these are fewer.
+        unsafe {
+            device.cmd_bind_pipeline(commands, compute, program.pipeline());
+            device.cmd_push_constants(commands, program.layout(), vk::ShaderStageFlags::COMPUTE, 0, &parameters);
+            device.cmd_dispatch(commands, groups, 1, 1);
+        }
+    }
+
+    /// Orders a program after all that was written before, by other queues too as far as the host has seen them end.
+    pub fn before_read(&self, into: &Recording) {
+        use vk::AccessFlags as Access;
+        let all = (vk::PipelineStageFlags::ALL_COMMANDS, Access::MEMORY_READ | Access::MEMORY_WRITE);
+        let program = (vk::PipelineStageFlags::COMPUTE_SHADER, Access::SHADER_READ | Access::SHADER_WRITE);
+        self.dependency(into, all, program);
+    }
+
+    /// Orders copies after a program.
+    pub fn after_read(&self, into: &Recording) {
+        let written = (vk::PipelineStageFlags::COMPUTE_SHADER, vk::AccessFlags::SHADER_WRITE);
+        self.dependency(into, written, (vk::PipelineStageFlags::TRANSFER, vk::AccessFlags::TRANSFER_READ));
     }
 
     /// Orders commands: what comes after this begins when what came before has ended, and sees it.
@@ -191,7 +241,7 @@ impl<T> Channel<T> {
         let value = self.last + 1;
         let (commands, signals) = ([recording.commands], [self.timeline().handle()]);
         let (waits, wait_values): (Vec<_>, Vec<_>) = after.iter().map(|(t, value)| (t.handle(), *value)).unzip();
-        let stages = vec![vk::PipelineStageFlags::TRANSFER; waits.len()];
+        let stages = vec![vk::PipelineStageFlags::ALL_COMMANDS; waits.len()];
         let values = [value];
         let mut timeline = vk::TimelineSemaphoreSubmitInfo::default()
             .wait_semaphore_values(&wait_values)

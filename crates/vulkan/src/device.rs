@@ -1,5 +1,6 @@
 //! A GPU as a device.
 
+use std::error::Error as StdError;
 use std::sync::Arc;
 
 use ash::vk;
@@ -14,6 +15,7 @@ use crate::gpu::{Gpu, Live, Wanted};
 use crate::library::{GpuInfo, Library, Messages};
 use crate::memory::{Allocator, GpuMemory};
 use crate::queue::{GpuQueue, Parts};
+use crate::readback;
 use crate::registrar::Importer;
 use crate::sparse::{Granule, SparseMap, SparseSpace};
 
@@ -188,6 +190,10 @@ impl Device for VulkanDevice {
 
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
         std::mem::take(&mut self.queues)
+    }
+
+    fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn StdError + Send + Sync>> {
+        Ok(readback::queue(self.parts.clone())?)
     }
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {

@@ -88,6 +88,9 @@ pub enum Error {
         /// Number that there may be.
         limit: u64,
     },
+    /// No program of ours can read its memory.
+    #[error("the GPU {0}")]
+    NoPrograms(&'static str),
     /// A call failed.
     #[error(transparent)]
     Call(#[from] CallError),

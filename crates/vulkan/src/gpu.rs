@@ -16,6 +16,7 @@ use dmalane_dma::{BufferRef, DriverMemory};
 
 use crate::error::{CallError, Error};
 use crate::library::{GpuInfo, Library};
+use crate::shader;
 
 /// Optional abilities to open a GPU with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,6 +35,7 @@ pub(crate) struct Live {
     pub buffers: AtomicU64,
     pub semaphores: AtomicU64,
     pub pools: AtomicU64,
+    pub programs: AtomicU64,
 }
 
 /// An opened GPU.
@@ -46,6 +48,8 @@ pub(crate) struct Gpu {
     queues: Vec<QueueHandle>,
     /// Which of the queues binds sparse buffers.
     sparse: Option<usize>,
+    /// Which of the queues runs programs that use device addresses.
+    compute: Option<usize>,
     live: Arc<Live>,
     library: Arc<Library>,
 }
@@ -65,8 +69,17 @@ impl QueueHandle {
 /// Queues of one family that are used at most: more do not copy faster.
 const QUEUES: u32 = 2;
 
-/// The families whose queues copy, with how many of each; then the one for sparse binding, if that is another one.
-fn families(info: &GpuInfo, sparse: bool) -> (Vec<(u32, u32)>, Option<u32>) {
+/// Families of queues.
+struct Families {
+    /// Those that copy, with how many queues of each.
+    copying: Vec<(u32, u32)>,
+    /// For sparse binding; it may be one of the others.
+    binding: Option<u32>,
+    /// For programs; it may be one of the others.
+    computing: Option<u32>,
+}
+
+fn families(info: &GpuInfo, sparse: bool) -> Families {
     use vk::QueueFlags as Flags;
     let copies = |f: &Flags| f.intersects(Flags::TRANSFER | Flags::GRAPHICS | Flags::COMPUTE);
     // Copy engines first: a family that can do nothing else.
@@ -79,10 +92,13 @@ fn families(info: &GpuInfo, sparse: bool) -> (Vec<(u32, u32)>, Option<u32>) {
     let mut all: Vec<_> = all.map(|((flags, count), family)| (*flags, *count, family)).collect();
     all.sort_by_key(|(flags, _, family)| (rank(flags), *family));
     let used: Vec<_> = all.iter().take(1).map(|(_, count, family)| (*family, (*count).min(QUEUES))).collect();
-    let binds = |family: &u32| info.families[*family as usize].0.contains(Flags::SPARSE_BINDING);
-    let mut candidates = used.iter().map(|(family, _)| *family).chain(all.iter().map(|(_, _, family)| *family));
-    let binding = if sparse { candidates.find(binds) } else { None };
-    (used, binding)
+    let can = |flags: Flags| {
+        let mut candidates = used.iter().map(|(family, _)| *family).chain(all.iter().map(|(_, _, family)| *family));
+        candidates.find(|family| info.families[*family as usize].0.contains(flags))
+    };
+    let binding = if sparse { can(Flags::SPARSE_BINDING) } else { None };
+    let computing = if info.device_address { can(Flags::COMPUTE) } else { None };
+    Families { copying: used, binding, computing }
 }
 
 impl Gpu {
@@ -97,15 +113,16 @@ impl Gpu {
         if let Some(missing) = info.missing() {
             return Err(Error::Unsuitable { name: info.name, missing: missing.to_owned() });
         }
-        let (copying, binding) = families(&info, wanted.sparse && info.sparse.is_some() && info.device_address);
+        let Families { copying, binding, computing } =
+            families(&info, wanted.sparse && info.sparse.is_some() && info.device_address);
         if copying.is_empty() {
             return Err(Error::Unsuitable { name: info.name, missing: "it has no queue that copies".to_owned() });
         }
         let mut asked = copying.clone();
-        if let Some(family) = binding
-            && copying.iter().all(|(f, _)| *f != family)
-        {
-            asked.push((family, 1));
+        for family in [binding, computing].into_iter().flatten() {
+            if asked.iter().all(|(f, _)| *f != family) {
+                asked.push((family, 1));
+            }
         }
         let priorities = [1.0; QUEUES as usize];
         let families: Vec<_> = asked
@@ -149,9 +166,10 @@ impl Gpu {
                 queues.push(QueueHandle { queue: Mutex::new(queue), family: *family });
             }
         }
-        let sparse = binding.and_then(|family| queues.iter().position(|q| q.family == family));
+        let first_of = |family: Option<u32>| family.and_then(|family| queues.iter().position(|q| q.family == family));
+        let (sparse, compute) = (first_of(binding), first_of(computing));
         let families = asked.iter().map(|(family, _)| *family).collect();
-        Ok(Arc::new(Self { device, host, info, families, queues, sparse, live, library: library.clone() }))
+        Ok(Arc::new(Self { device, host, info, families, queues, sparse, compute, live, library: library.clone() }))
     }
 
     pub fn device(&self) -> &Device {
@@ -174,6 +192,11 @@ impl Gpu {
     /// True when sparse buffers can be bound.
     pub fn binds(&self) -> bool {
         self.sparse.is_some()
+    }
+
+    /// The queue that runs programs which use device addresses; `None` where there is none.
+    pub fn compute_queue(&self) -> Option<usize> {
+        self.compute
     }
 
     /// Number of queues that copy.
@@ -497,6 +520,59 @@ impl Drop for Buffer {
         // After the buffer.
         self.memory = None;
         self.gpu.live.buffers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The program that reads device addresses ([`shader`]), for a compute queue.
+pub(crate) struct Program {
+    module: vk::ShaderModule,
+    layout: vk::PipelineLayout,
+    pipeline: vk::Pipeline,
+    gpu: Arc<Gpu>,
+}
+
+impl Program {
+    /// Compiles it for a GPU that has a [queue](Gpu::compute_queue) for it.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CallError> {
+        let (module, layout) = (vk::ShaderModule::null(), vk::PipelineLayout::null());
+        let mut this = Self { module, layout, pipeline: vk::Pipeline::null(), gpu: gpu.clone() };
+        gpu.live.programs.fetch_add(1, Ordering::Relaxed);
+        let info = vk::ShaderModuleCreateInfo::default().code(&shader::WORDS);
+        // SAFETY: the words are a valid program that needs device addresses alone, which the device has.
+        this.module = gpu.call("vkCreateShaderModule", |d| unsafe { d.create_shader_module(&info, None) })?;
+        let compute = vk::ShaderStageFlags::COMPUTE;
+        let ranges = [vk::PushConstantRange::default().stage_flags(compute).size(shader::PARAMETERS as u32)];
+        let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&ranges);
+        // SAFETY: every GPU takes 128 bytes of push constants.
+        this.layout = gpu.call("vkCreatePipelineLayout", |d| unsafe { d.create_pipeline_layout(&info, None) })?;
+        let stage = vk::PipelineShaderStageCreateInfo::default().stage(compute).module(this.module).name(c"main");
+        let info = [vk::ComputePipelineCreateInfo::default().stage(stage).layout(this.layout)];
+        this.pipeline = gpu.call("vkCreateComputePipelines", |d| {
+            // SAFETY: the module and the layout exist, and the layout has the program's parameters.
+            let made = unsafe { d.create_compute_pipelines(vk::PipelineCache::null(), &info, None) };
+            made.map(|made| made[0]).map_err(|(_, result)| result)
+        })?;
+        Ok(this)
+    }
+
+    pub fn pipeline(&self) -> vk::Pipeline {
+        self.pipeline
+    }
+
+    pub fn layout(&self) -> vk::PipelineLayout {
+        self.layout
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: what is in flight owns a reference to its program; destroying what was not created does nothing.
+        unsafe {
+            self.gpu.device.destroy_pipeline(self.pipeline, None);
+            self.gpu.device.destroy_pipeline_layout(self.layout, None);
+            self.gpu.device.destroy_shader_module(self.module, None);
+        }
+        self.gpu.live.programs.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

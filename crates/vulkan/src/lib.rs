@@ -17,7 +17,9 @@ mod hazards;
 mod library;
 mod memory;
 mod queue;
+mod readback;
 mod registrar;
+mod shader;
 mod sparse;
 #[cfg(test)]
 mod tests;

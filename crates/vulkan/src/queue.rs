@@ -22,7 +22,7 @@ use crate::sparse::SparseMap;
 /// Operations in flight.
 const CAPACITY: usize = 1024;
 /// Bytes of one operation.
-const MAX_LEN: u64 = 1 << 40;
+pub(crate) const MAX_LEN: u64 = 1 << 40;
 /// A submission is closed when it has so many bytes or operations, so that the first of many end early.
 const BATCH_BYTES: u64 = 16 << 20;
 const BATCH: usize = 512;
@@ -68,13 +68,13 @@ struct Scratch {
 }
 
 /// Where the bytes of an operation are: a buffer, the offset in it, and an address that tells whether two are the same.
-struct Run {
-    buffer: Arc<Buffer>,
-    offset: u64,
+pub(crate) struct Run {
+    pub buffer: Arc<Buffer>,
+    pub offset: u64,
     address: u64,
-    len: u64,
+    pub len: u64,
     /// The memory that is bound there, of a sparse buffer.
-    behind: Option<Arc<Buffer>>,
+    pub behind: Option<Arc<Buffer>>,
 }
 
 /// Regions to copy, by the buffers that they are in.
@@ -212,7 +212,7 @@ impl Writer<'_> {
 
 impl Parts {
     /// The runs behind device memory.
-    fn device(&self, at: DeviceAddr, len: u64, writes: bool, into: &mut Vec<Run>) -> Result<(), OpError> {
+    pub fn device(&self, at: DeviceAddr, len: u64, writes: bool, into: &mut Vec<Run>) -> Result<(), OpError> {
         let mut card = |at: CardAddr, len, seen: Option<(&Arc<Buffer>, u64)>| {
             self.memory.areas().resolve(at, len, |_, chunk, offset, address, len| {
                 into.push(match seen {
@@ -238,7 +238,7 @@ impl Parts {
     }
 
     /// The runs behind a part of host memory, which is registered.
-    fn host(&self, host: &HostSlice, at: u64, len: u64, into: &mut Vec<Run>) -> Result<(), OpError> {
+    pub fn host(&self, host: &HostSlice, at: u64, len: u64, into: &mut Vec<Run>) -> Result<(), OpError> {
         let range = host.iova().and_then(|span| span.sub(at, len));
         let found = range.is_some_and(|range| {
             self.importer.imported().resolve(range, |buffer, offset, address, len| {

@@ -30,9 +30,9 @@ fn open(options: &VulkanOptions, faults: &Arc<Faults>, live: &Arc<Live>) -> Opti
     }
 }
 
-fn left(live: &Live) -> [u64; 5] {
-    let Live { memories, imports, buffers, semaphores, pools } = live;
-    [memories, imports, buffers, semaphores, pools].map(|count| count.load(Ordering::Relaxed))
+fn left(live: &Live) -> [u64; 6] {
+    let Live { memories, imports, buffers, semaphores, pools, programs } = live;
+    [memories, imports, buffers, semaphores, pools, programs].map(|count| count.load(Ordering::Relaxed))
 }
 
 fn checked(messages: &Messages) {
@@ -63,6 +63,7 @@ fn run(queue: &mut DeviceQueue, operations: Vec<Operation>) -> Result<Vec<Comple
 fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
     let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
     let heap = registrar.heap(None);
+    let mut programs = device.program_queue().map_err(|e| e.to_string())?;
     let result = (|| {
         let table = memory.allocate(4 << 20, &Placement::Default).map_err(|e| e.to_string())?;
         let first = table.segments().next().expect("memory").addr;
@@ -95,15 +96,20 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         let seen = bound.and_then(|()| {
             let at = space.at(range.first());
             let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
-            run(queue, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at)])
+            let copied = run(queue, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at)])?;
+            let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
+            let read = run(&mut *programs, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at)])?;
+            Ok([copied, read])
         });
         space.unbind(range).map_err(|e| e.to_string())?;
-        let mut got = vec![0; LEN];
-        seen?.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
-        assert!(got == bytes, "what was bound");
+        for seen in seen? {
+            let mut got = vec![0; LEN];
+            seen.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
+            assert!(got == bytes, "what was bound");
+        }
         memory.free(table.segments()).map_err(|e| e.to_string())
     })();
-    drop(queues);
+    drop((queues, programs));
     assert_eq!(heap.stats().live, 0, "host memory is released: {result:?}");
     result
 }
@@ -123,7 +129,7 @@ fn make_every_call_fail(host_import: bool) {
     let options = VulkanOptions { sparse: true, host_import, validation: Some(messages.clone()) };
     let Some(opened) = open(&options, &faults, &live) else { return };
     use_all(&mut opened.unwrap()).unwrap();
-    assert_eq!(left(&live), [0; 5], "nothing is left when nothing fails");
+    assert_eq!(left(&live), [0; 6], "nothing is left when nothing fails");
     let mut named = std::collections::BTreeMap::<&str, u32>::new();
     for result in [vk::Result::ERROR_OUT_OF_DEVICE_MEMORY, vk::Result::ERROR_DEVICE_LOST] {
         for number in 1.. {
@@ -142,11 +148,21 @@ fn make_every_call_fail(host_import: bool) {
                 // Only a look at whether something has happened already, or a device that then binds no sparse buffers.
                 Ok(()) => assert!(SURVIVED.contains(&call), "the failure of {call} (call {number}) went unnoticed"),
             }
-            assert_eq!(left(&live), [0; 5], "left when {call} (call {number}) failed with {result:?}");
+            assert_eq!(left(&live), [0; 6], "left when {call} (call {number}) failed with {result:?}");
         }
     }
     println!("{named:?}");
-    for call in ["vkCreateInstance", "vkCreateDevice", "vkAllocateMemory", "vkBindBufferMemory", "vkQueueSubmit"] {
+    let called = [
+        "vkCreateInstance",
+        "vkCreateDevice",
+        "vkAllocateMemory",
+        "vkBindBufferMemory",
+        "vkCreateShaderModule",
+        "vkCreatePipelineLayout",
+        "vkCreateComputePipelines",
+        "vkQueueSubmit",
+    ];
+    for call in called {
         assert!(named.contains_key(call), "{call} was never made to fail: {named:?}");
     }
     checked(&messages);
@@ -181,7 +197,7 @@ fn memory_is_freed_when_no_copy_uses_it_any_more() {
     drop(done);
     assert_eq!(left(&live)[..2], before[..2], "it has ended");
     drop(queues);
-    assert_eq!(left(&live), [0; 5]);
+    assert_eq!(left(&live), [0; 6]);
     checked(&messages);
 }
 
@@ -315,7 +331,7 @@ fn random_binds_are_seen_as_a_model_says() {
         device.address_space().unbind(range).unwrap();
     }
     drop((queues, memory, device, registrar));
-    assert_eq!(left(&live), [0; 5]);
+    assert_eq!(left(&live), [0; 6]);
     checked(&messages);
 }
 
@@ -404,6 +420,6 @@ fn random_batches_are_seen_as_a_model_says() {
     println!("{done} requests in {batches} batches");
     device.address_space().unbind(range).unwrap();
     drop((queues, memory, device, registrar));
-    assert_eq!(left(&live), [0; 5]);
+    assert_eq!(left(&live), [0; 6]);
     checked(&messages);
 }

@@ -465,7 +465,7 @@ impl Load {
             let bar = Progress::new("verify", self.format.shows_progress());
             bar.set_length(loaded.report.bytes);
             let result = device.verify(&loaded, inputs, &mut |n| bar.advance(n));
-            loaded.report.verify_wall = result.map_err(|e| verify_failure(&e))?;
+            loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
             bar.finish();
         }
         let save = outputs.map_or(&[][..], |outputs| &outputs.save);

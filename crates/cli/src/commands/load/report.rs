@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
 use dmalane::file::FileQueue;
-use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport};
+use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
 use serde::Serialize;
 
 use super::Outcome;
@@ -29,6 +29,8 @@ struct Json {
     verified: bool,
     manifest: Option<String>,
     verify_s: Option<f64>,
+    verified_by: Option<&'static str>,
+    verified_by_reason: Option<String>,
     bottleneck: Option<String>,
     #[serde(flatten)]
     runs: Runs,
@@ -147,10 +149,10 @@ fn share(s: &StageReport, wall: Duration) -> Option<f64> {
 fn stages(o: &Outcome) -> Vec<StageReport> {
     let loaded = &o.run.loaded;
     let mut stages = loaded.report.stages.clone();
-    if o.verified {
+    if let Some(verified) = &loaded.report.verified {
         let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
         for s in stages.iter_mut().filter(|s| s.stage == Stage::Verify) {
-            (s.busy, s.held, s.bytes) = (loaded.report.verify_wall, loaded.report.verify_wall, bytes);
+            (s.busy, s.held, s.bytes) = (verified.wall, verified.wall, bytes);
         }
     } else {
         stages.retain(|s| s.stage != Stage::Verify);
@@ -177,7 +179,9 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
         bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
         verified: o.verified,
         manifest: o.manifest.as_ref().map(|path| path.to_string_lossy().into_owned()),
-        verify_s: o.verified.then_some(r.verify_wall.as_secs_f64()),
+        verify_s: r.verified.as_ref().map(|v| v.wall.as_secs_f64()),
+        verified_by: r.verified.as_ref().map(|v| if v.by_copies.is_none() { "program" } else { "copies" }),
+        verified_by_reason: r.verified.as_ref().and_then(|v| v.by_copies.clone()),
         bottleneck: r.slowest().map(|s| s.stage.to_string()),
         runs: o.runs.clone(),
         stages: stages(o)
@@ -385,11 +389,12 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
     }
-    if o.verified {
-        let how = match o.run.space {
-            AddressSpaceKind::PageTables { .. } => "through the card's MMU",
-            AddressSpaceKind::Driver { .. } => "by device virtual address",
-            AddressSpaceKind::Flat => "from the device's memory (it has no MMU)",
+    if let Some(Verified { by_copies, .. }) = &o.run.loaded.report.verified {
+        let how = match (by_copies, o.run.space) {
+            (None, _) => "by a program on the device".to_owned(),
+            (Some(_), AddressSpaceKind::PageTables { .. }) => "through the card's MMU".to_owned(),
+            (Some(why), AddressSpaceKind::Driver { .. }) => format!("by copies from device virtual addresses ({why})"),
+            (Some(_), AddressSpaceKind::Flat) => "from the device's memory (it has no MMU)".to_owned(),
         };
         let tensors = count(tensors(o), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");

@@ -1,0 +1,98 @@
+//! Reading device memory as programs see it: a program on the GPU copies it, by its device address.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ash::vk;
+use dmalane_device::PolledQueue;
+use dmalane_queue::{Abilities, DeviceQueue, Direction, Limits, OpError, Operation, Refusal, StopReason, Work};
+
+use crate::channel::Channel;
+use crate::error::{CallError, Error};
+use crate::gpu::{Buffer, Program};
+use crate::queue::{MAX_LEN, Parts, Run};
+use crate::shader;
+
+/// Time that a read may take.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Reads through a program, one operation at a time.
+struct Reader {
+    parts: Parts,
+    channel: Channel<()>,
+    program: Arc<Program>,
+    /// The program writes here, and copies go on to the host from here: host memory has no device address, and need
+    /// not lie at multiples of four.
+    scratch: Arc<Buffer>,
+    device_runs: Vec<Run>,
+    host_runs: Vec<Run>,
+}
+
+/// A queue that copies to the host only, and waits for each copy.
+///
+/// # Errors
+/// Why the GPU cannot run the program.
+pub(crate) fn queue(parts: Parts) -> Result<Box<DeviceQueue>, Error> {
+    let gpu = &parts.gpu;
+    let queue = gpu.compute_queue().ok_or(Error::NoPrograms(match gpu.info().device_address {
+        true => "has no queue that runs programs",
+        false => "gives programs no addresses (bufferDeviceAddress)",
+    }))?;
+    let (channel, program) = (Channel::new(gpu, queue)?, Arc::new(Program::new(gpu)?));
+    let scratch = parts.memory.scratch(shader::MOST)?;
+    let mut reader = Reader { parts, channel, program, scratch, device_runs: Vec::new(), host_runs: Vec::new() };
+    let limits = Limits { capacity: 16, max_len: MAX_LEN };
+    Ok(Box::new(PolledQueue::new(Abilities::TO_HOST, limits, move |operation| reader.read(operation))))
+}
+
+fn stopped(error: CallError) -> OpError {
+    OpError::Stopped(StopReason::Driver(error.to_string().into()))
+}
+
+impl Reader {
+    fn read(&mut self, operation: &Operation) -> Result<(), OpError> {
+        let Work::Copy { direction: Direction::ToHost, host, at } = &operation.work else {
+            return Err(OpError::Refused(Refusal::Unsupported(operation.needs())));
+        };
+        operation.check_registered(&self.parts.importer).map_err(OpError::Refused)?;
+        self.device_runs.clear();
+        self.parts.device(*at, host.slice.len() as u64, false, &mut self.device_runs)?;
+        let mut recording = self.channel.begin().map_err(stopped)?;
+        let mut done = 0;
+        for run in &self.device_runs {
+            if let Some(memory) = &run.behind {
+                recording.keep(memory);
+            }
+            let mut within = 0;
+            while within < run.len {
+                let len = (run.len - within).min(shader::MOST);
+                self.channel.before_read(&recording);
+                let from = (&run.buffer, run.offset + within);
+                self.channel.read(&mut recording, &self.program, from, &self.scratch, len);
+                self.channel.after_read(&recording);
+                self.host_runs.clear();
+                self.parts.host(host, done, len, &mut self.host_runs)?;
+                let mut src_offset = 0;
+                for to in &self.host_runs {
+                    let region = vk::BufferCopy { src_offset, dst_offset: to.offset, size: to.len };
+                    self.channel.copy(&mut recording, &self.scratch, &to.buffer, &[region]);
+                    src_offset += to.len;
+                }
+                (within, done) = (within + len, done + len);
+            }
+        }
+        self.channel.show_host(&recording);
+        let bound = self.parts.sparse.as_ref().and_then(|sparse| sparse.pending());
+        let after = bound.as_ref().map(|(timeline, value)| (&**timeline, *value));
+        self.channel.submit(recording, after, ()).map_err(|((), e)| stopped(e))?;
+        let ended = self.channel.wait(TIMEOUT).and_then(|()| self.channel.ended(drop));
+        match ended {
+            Ok(()) if self.channel.in_flight() == 0 => Ok(()),
+            Ok(()) => Err(stopped(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT })),
+            Err(e) => {
+                self.channel.give_up(drop);
+                Err(stopped(e))
+            }
+        }
+    }
+}
