@@ -264,12 +264,6 @@ impl Region {
         })
     }
 
-    /// Wraps the pages as a dma-buf with `/dev/udmabuf`. From then on the region counts as exported.
-    pub(crate) fn export_dma_buf(&self, udmabuf: BorrowedFd<'_>) -> Option<io::Result<OwnedFd>> {
-        let memfd = self.export()?;
-        Some(udmabuf_create(udmabuf, memfd, self.len as u64))
-    }
-
     /// Binds the region to a NUMA node. Call it before any page is present.
     pub(crate) fn bind_to_node(&self, node: u32) -> io::Result<()> {
         // MPOL_BIND of linux/mempolicy.h.
@@ -617,7 +611,8 @@ fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Resul
     }
 }
 
-fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {
+/// Wraps the pages of a memfd as a dma-buf.
+pub(crate) fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {
     const CREATE: u32 = request(1, size_of::<UdmabufCreate>(), b'u', 0x42);
     const CLOEXEC: u32 = 1;
     let create = UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: CLOEXEC, offset: 0, size };

@@ -303,7 +303,18 @@ fn list_vulkan(root: &Path) -> Vec<Listed> {
             facts: vec![
                 ("uuid", Some(gpu.uuid())),
                 ("host_import", gpu.host_import.map(|align| format!("at multiples of {align} bytes"))),
-                ("dma_buf", Some(if gpu.dma_buf { "yes" } else { "no" }.to_owned())),
+                (
+                    "dma_buf",
+                    Some(
+                        match (gpu.dma_buf_import, gpu.dma_buf_export) {
+                            (true, true) => "yes",
+                            (true, false) => "import",
+                            (false, true) => "export",
+                            (false, false) => "no",
+                        }
+                        .to_owned(),
+                    ),
+                ),
                 ("sparse_binding", pages),
                 ("queues", Some(gpu.queues())),
                 ("memory", Some(gpu.heaps.iter().map(heap).collect::<Vec<_>>().join(" and "))),

@@ -786,7 +786,7 @@ mod mapping_kinds {
         let memfd = |kind| MemfdHeap::starting_at(kind).allocate(4 << 20).unwrap().share();
         let shared = memfd(PageKind::Base);
         let wrapped = memfd(PageKind::Base);
-        let wrapped = SharedBuf::import_dma_buf(export_dma_buf(&wrapped).unwrap()).unwrap();
+        let wrapped = SharedBuf::import_dma_buf(export_dma_buf(&wrapped.reference()).unwrap()).unwrap();
         let huge = memfd(PageKind::Hugetlb2M);
         assert_eq!(huge.backing().kind, PageKind::Hugetlb2M);
         let heap = DmaHeap::open("system").map(|heap| heap.allocate(4 << 20).unwrap().share());

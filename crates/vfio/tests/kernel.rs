@@ -43,7 +43,7 @@ fn unpinnable(len: usize) -> SharedBuf {
         Err(e) => {
             println!("{e}");
             let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
-            SharedBuf::import_dma_buf(dma::export_dma_buf(&memfd).unwrap()).unwrap()
+            SharedBuf::import_dma_buf(dma::export_dma_buf(&memfd.reference()).unwrap()).unwrap()
         }
     }
 }

@@ -1,10 +1,11 @@
 //! A GPU as a device.
 
 use std::error::Error as StdError;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ash::vk;
-use dmalane_addr::{CardAddr, PageSize};
+use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
 use dmalane_dma::Registrar;
 use dmalane_queue::DeviceQueue;
@@ -27,13 +28,15 @@ pub struct VulkanOptions {
     pub sparse: bool,
     /// Import host memory where the driver can. Without it, only buffers of the device's own heap can be registered.
     pub host_import: bool,
+    /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can.
+    pub exportable: bool,
     /// Have the validation layers, where they are installed, check every call, and collect their messages here.
     pub validation: Option<Messages>,
 }
 
 impl Default for VulkanOptions {
     fn default() -> Self {
-        Self { sparse: true, host_import: true, validation: None }
+        Self { sparse: true, host_import: true, exportable: false, validation: None }
     }
 }
 
@@ -77,7 +80,8 @@ impl VulkanDevice {
         options: &VulkanOptions,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let wanted = Wanted { host_import: options.host_import, sparse: options.sparse };
+        let VulkanOptions { host_import, sparse, exportable, .. } = *options;
+        let wanted = Wanted { host_import, sparse, exportable };
         let gpu = Gpu::open(library, handle, info, wanted, live)?;
         let mut notes = vec![about(gpu.info())];
         let sparse = match () {
@@ -139,7 +143,24 @@ impl VulkanDevice {
         found.ok().and(address)
     }
 
-    #[cfg(feature = "by-hand")]
+    /// A dma-buf of allocated memory, for another device or process, and the offset in it of the first byte. It keeps
+    /// the memory: all that was allocated at once with it, up to the driver's limits. Of memory that is bound, too.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] unless the device was opened [so](VulkanOptions::exportable) and the driver can;
+    /// [`Error::NotAllocated`]; [`Error::Range`] for memory of more than one allocation of the driver; [`Error::Call`].
+    pub fn export_dma_buf(&self, memory: Span<CardAddr>) -> Result<(OwnedFd, u64), Error> {
+        let mut found = None;
+        let there = self.parts.memory.areas().resolve(memory.first(), memory.len(), |_, buffer, offset, at, len| {
+            let whole = at == memory.first().bits() && len == memory.len();
+            found = whole.then(|| (buffer.clone(), offset));
+        });
+        there.map_err(Error::NotAllocated)?;
+        let (buffer, offset) = found.ok_or(Error::Range(memory))?;
+        Ok((self.parts.gpu.export_dma_buf(&buffer)?, offset))
+    }
+
+    #[cfg(any(feature = "by-hand", test))]
     pub(crate) fn shared(&self) -> &Arc<Gpu> {
         &self.parts.gpu
     }

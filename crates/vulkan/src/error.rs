@@ -68,6 +68,23 @@ pub enum Error {
     /// Host memory that is not from the heap of the device, which cannot import any other.
     #[error("this GPU's driver cannot import host memory; only buffers of the device's own heap can be registered")]
     ForeignMemory,
+    /// The driver imports no dma-bufs.
+    #[error("this GPU's driver cannot import dma-bufs (VK_EXT_external_memory_dma_buf)")]
+    NoDmaBufs,
+    /// Memory that cannot be exported.
+    #[error("this memory cannot be exported: the driver exports no dma-bufs, or it was not allocated for that")]
+    NotExportable,
+    /// Host memory that cannot be imported, neither by its address nor as a dma-buf.
+    #[error("{by_address}; as a dma-buf: {as_dma_buf}")]
+    Import {
+        /// Why not by its address.
+        by_address: Box<Error>,
+        /// Why not as a dma-buf.
+        as_dma_buf: Box<Error>,
+    },
+    /// Host memory of which there is no dma-buf.
+    #[error("there is no dma-buf of it: {0}")]
+    Descriptor(std::io::Error),
     /// The range of card addresses was allocated before, or is none.
     #[error("the range {0} of device memory cannot be allocated")]
     Range(dmalane_addr::Span<dmalane_addr::CardAddr>),

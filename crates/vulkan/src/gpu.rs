@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +16,7 @@ use ash::{Device, ext, khr, vk};
 use dmalane_dma::{BufferRef, DriverMemory};
 
 use crate::error::{CallError, Error};
-use crate::library::{GpuInfo, Library};
+use crate::library::{DMA_BUF, GpuInfo, Library};
 use crate::shader;
 
 /// Optional abilities to open a GPU with.
@@ -25,6 +26,8 @@ pub(crate) struct Wanted {
     pub host_import: bool,
     /// Bind sparse buffers, if the GPU can.
     pub sparse: bool,
+    /// Allocate device memory that can be exported, if the GPU can.
+    pub exportable: bool,
 }
 
 /// Numbers of live objects.
@@ -42,6 +45,8 @@ pub(crate) struct Live {
 pub(crate) struct Gpu {
     device: Device,
     host: Option<ext::external_memory_host::Device>,
+    descriptors: Option<khr::external_memory_fd::Device>,
+    exportable: bool,
     info: GpuInfo,
     /// The families whose queues are used.
     families: Vec<u32>,
@@ -138,6 +143,11 @@ impl Gpu {
         if host_import {
             extensions.push(ext::external_memory_host::NAME.as_ptr());
         }
+        let descriptors = info.dma_buf_import || info.dma_buf_export;
+        if descriptors {
+            extensions.push(ext::external_memory_dma_buf::NAME.as_ptr());
+            extensions.push(khr::external_memory_fd::NAME.as_ptr());
+        }
         if info.portability_subset {
             extensions.push(khr::portability_subset::NAME.as_ptr());
         }
@@ -158,6 +168,8 @@ impl Gpu {
         let device = unsafe { library.instance().create_device(gpu, &create, None) }
             .map_err(|result| CallError { call: "vkCreateDevice", result })?;
         let host = host_import.then(|| ext::external_memory_host::Device::new(library.instance(), &device));
+        let descriptors = descriptors.then(|| khr::external_memory_fd::Device::new(library.instance(), &device));
+        let exportable = wanted.exportable && info.dma_buf_export;
         let mut queues = Vec::new();
         for (family, count) in &asked {
             for index in 0..*count {
@@ -169,7 +181,20 @@ impl Gpu {
         let first_of = |family: Option<u32>| family.and_then(|family| queues.iter().position(|q| q.family == family));
         let (sparse, compute) = (first_of(binding), first_of(computing));
         let families = asked.iter().map(|(family, _)| *family).collect();
-        Ok(Arc::new(Self { device, host, info, families, queues, sparse, compute, live, library: library.clone() }))
+        let library = library.clone();
+        Ok(Arc::new(Self {
+            device,
+            host,
+            descriptors,
+            exportable,
+            info,
+            families,
+            queues,
+            sparse,
+            compute,
+            live,
+            library,
+        }))
     }
 
     pub fn device(&self) -> &Device {
@@ -272,13 +297,21 @@ impl Gpu {
 
     /// Allocates a buffer of device memory of this heap.
     pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32) -> Result<Arc<Buffer>, Error> {
-        let usage = self.copied();
-        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage))?;
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
+        let mut create = vk::BufferCreateInfo::default().size(len).usage(self.copied());
+        if self.exportable {
+            create = create.push_next(&mut external);
+        }
+        let buffer = self.create_buffer(&create)?;
         let needs = buffer.requirements();
         let kind = self.memory_type(needs.memory_type_bits, vk::MemoryPropertyFlags::DEVICE_LOCAL, Some(heap));
         let kind = kind.ok_or(Error::NoMemoryType("buffers in this heap"))?;
         let mut flags = vk::MemoryAllocateFlagsInfo::default();
+        let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(DMA_BUF);
         let mut info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
+        if self.exportable {
+            info = info.push_next(&mut export);
+        }
         if self.info.device_address {
             flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
             info = info.push_next(&mut flags);
@@ -322,6 +355,49 @@ impl Gpu {
         memory.host = Some(host.clone());
         self.live.imports.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(buffer.bind(memory)?))
+    }
+
+    /// Imports a whole dma-buf, the memory behind a buffer. The import keeps that alive.
+    pub fn import_dma_buf(self: &Arc<Self>, host: &BufferRef, fd: OwnedFd) -> Result<Arc<Buffer>, Error> {
+        let Some(descriptors) = self.descriptors.as_ref().filter(|_| self.info.dma_buf_import) else {
+            return Err(Error::NoDmaBufs);
+        };
+        let len = host.len() as u64;
+        let mut properties = vk::MemoryFdPropertiesKHR::default();
+        self.call("vkGetMemoryFdPropertiesKHR", |d| {
+            // SAFETY: the extension is enabled; the descriptor is open, and the driver says so if it is no dma-buf.
+            let got = unsafe {
+                (descriptors.fp().get_memory_fd_properties_khr)(d.handle(), DMA_BUF, fd.as_raw_fd(), &mut properties)
+            };
+            got.result()
+        })?;
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
+        let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+        let buffer =
+            self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external))?;
+        let needs = buffer.requirements();
+        let bits = needs.memory_type_bits & properties.memory_type_bits;
+        let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
+        let kind = kind.ok_or(Error::NoMemoryType("imported dma-bufs"))?;
+        let mut from = vk::ImportMemoryFdInfoKHR::default().handle_type(DMA_BUF).fd(fd.as_raw_fd());
+        let info = vk::MemoryAllocateInfo::default().allocation_size(len).memory_type_index(kind).push_next(&mut from);
+        let mut memory = self.allocate(&info)?;
+        // The driver owns it now.
+        let _ = fd.into_raw_fd();
+        memory.host = Some(host.clone());
+        self.live.imports.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(buffer.bind(memory)?))
+    }
+
+    /// A dma-buf of the whole memory of a buffer.
+    pub fn export_dma_buf(&self, buffer: &Buffer) -> Result<OwnedFd, Error> {
+        let memory = buffer.memory.as_ref().filter(|memory| self.exportable && memory.host.is_none());
+        let (Some(descriptors), Some(memory)) = (&self.descriptors, memory) else { return Err(Error::NotExportable) };
+        let info = vk::MemoryGetFdInfoKHR::default().memory(memory.memory).handle_type(DMA_BUF);
+        // SAFETY: the extension is enabled, and the memory was allocated to be exported as this.
+        let fd = self.call("vkGetMemoryFdKHR", |_| unsafe { descriptors.get_memory_fd(&info) })?;
+        // SAFETY: the driver gives the caller a new descriptor.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     /// Host memory that the driver allocates and maps, and the buffer that it is.

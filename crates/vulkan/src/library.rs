@@ -13,6 +13,9 @@ use ash::{Entry, Instance, ext, khr, vk};
 use crate::error::{CallError, Error};
 use crate::fault::Faults;
 
+/// dma-bufs.
+pub(crate) const DMA_BUF: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::DMA_BUF_EXT;
+
 /// The validation layer.
 const LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 
@@ -172,6 +175,14 @@ impl Library {
                 self.instance.get_physical_device_queue_family_properties(gpu),
             )
         };
+        let mut shared = vk::ExternalBufferProperties::default();
+        if has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME) {
+            let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+            let buffers = vk::PhysicalDeviceExternalBufferInfo::default().usage(usage).handle_type(DMA_BUF);
+            // SAFETY: as above; the version has the call.
+            unsafe { self.instance.get_physical_device_external_buffer_properties(gpu, &buffers, &mut shared) };
+        }
+        let can_share = |how| shared.external_memory_properties.external_memory_features.contains(how);
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
         let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
         let heap = |h: &vk::MemoryHeap| MemoryHeap {
@@ -185,7 +196,8 @@ impl Library {
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
-            dma_buf: has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME),
+            dma_buf_import: can_share(vk::ExternalMemoryFeatureFlags::IMPORTABLE),
+            dma_buf_export: can_share(vk::ExternalMemoryFeatureFlags::EXPORTABLE),
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
@@ -320,8 +332,10 @@ pub struct GpuInfo {
     pub api: (u32, u32, u32),
     /// The alignment in bytes of host memory that it can import; `None` where it cannot.
     pub host_import: Option<u64>,
-    /// The driver can import and export memory as dma-bufs (`VK_EXT_external_memory_dma_buf`).
-    pub dma_buf: bool,
+    /// It can import dma-bufs (`VK_EXT_external_memory_dma_buf`).
+    pub dma_buf_import: bool,
+    /// It can export its memory as dma-bufs.
+    pub dma_buf_export: bool,
     /// Bytes of address space for sparse buffers; `None` without sparse binding.
     pub sparse: Option<u64>,
     /// Shaders can use addresses of buffers.

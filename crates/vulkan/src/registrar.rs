@@ -108,8 +108,27 @@ impl Imports {
         Ok(Box::new(memory))
     }
 
-    /// Imports a pinned range, whose first IOVA is `start`, in as many buffers as the GPU's limits ask for.
+    /// Imports a pinned range, whose first IOVA is `start`: by its address, or, where the driver refuses that, as a
+    /// dma-buf. A driver may refuse pages of a file by their address, and those of a dma-buf cannot be pinned.
     fn import(&self, pinned: &Pinned, start: u64, into: &mut Vec<Import>) -> Result<(), Error> {
+        let first = into.len();
+        let by_address = match self.import_by_address(pinned, start, into) {
+            Err(e) if self.gpu.info().dma_buf_import => e,
+            done => return done,
+        };
+        into.truncate(first);
+        let (memory, range) = (pinned.reference(), pinned.range());
+        let imported = dmalane_dma::export_dma_buf(memory)
+            .map_err(Error::Descriptor)
+            .and_then(|fd| self.gpu.import_dma_buf(memory, fd))
+            .map_err(|e| Error::Import { by_address: Box::new(by_address), as_dma_buf: Box::new(e) })?;
+        let (end, offset) = (start + range.len() as u64, range.start as u64);
+        into.push(Import { start, end, buffer: imported, offset, address: memory.address() as u64 + offset });
+        Ok(())
+    }
+
+    /// Imports a pinned range in as many buffers as the GPU's limits ask for.
+    fn import_by_address(&self, pinned: &Pinned, start: u64, into: &mut Vec<Import>) -> Result<(), Error> {
         let (memory, range) = (pinned.reference(), pinned.range());
         let base = memory.address() as u64;
         let Some(align) = self.gpu.import_align() else {

@@ -1,5 +1,6 @@
 //! Tests that make calls fail, and count what is left.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -7,10 +8,11 @@ use std::time::Duration;
 use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
 use dmalane_device::{AddressSpaceKind, Bind, Device, Placement};
-use dmalane_dma::{Heap, Registrar, SharedBuf};
+use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar, SharedBuf};
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Registered, drain};
 use dmalane_vm::{BindRequest, Bo};
 
+use crate::channel::Channel;
 use crate::fault::Faults;
 use crate::gpu::Live;
 use crate::{Error, Messages, VulkanDevice, VulkanOptions};
@@ -126,7 +128,8 @@ fn every_call_for_memory_of_the_driver_that_fails_is_named_and_leaks_nothing() {
 
 fn make_every_call_fail(host_import: bool) {
     let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
-    let options = VulkanOptions { sparse: true, host_import, validation: Some(messages.clone()) };
+    let options =
+        VulkanOptions { sparse: true, host_import, validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &faults, &live) else { return };
     use_all(&mut opened.unwrap()).unwrap();
     assert_eq!(left(&live), [0; 6], "nothing is left when nothing fails");
@@ -197,6 +200,90 @@ fn memory_is_freed_when_no_copy_uses_it_any_more() {
     drop(done);
     assert_eq!(left(&live)[..2], before[..2], "it has ended");
     drop(queues);
+    assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
+}
+
+/// A descriptor that the driver takes for a dma-buf: one by udmabuf, or the memfd itself, which a GPU in software maps
+/// like one.
+fn descriptor(buf: &SharedBuf, software: bool) -> Option<OwnedFd> {
+    match dmalane_dma::export_dma_buf(&buf.reference()) {
+        Err(_) if software => buf.export()?.try_clone_to_owned().ok(),
+        made => made.ok(),
+    }
+}
+
+#[test]
+fn dma_bufs_are_imported_and_device_memory_is_exported() {
+    const SIZE: usize = 1 << 20;
+    let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
+    let options = VulkanOptions { exportable: true, validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &faults, &live) else { return };
+    let device = opened.unwrap();
+    let info = device.gpu().clone();
+    if !info.dma_buf_import || info.host_import.is_none() {
+        return println!("SKIPPED: the driver does not import dma-bufs, and memory to compare with");
+    }
+    let bytes: Vec<u8> = (0..SIZE).map(|i| (i * 7 % 253) as u8).collect();
+    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
+    buf.view().write(&bytes);
+    let Some(fd) = descriptor(&buf, info.kind == "software GPU") else {
+        return println!("SKIPPED: no udmabuf");
+    };
+    let gpu = device.shared();
+    let again = |fd: &OwnedFd| fd.try_clone().unwrap();
+    // Each call that fails is named, and keeps nothing.
+    let before = left(&live);
+    for number in 1.. {
+        faults.fail(number, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+        let imported = gpu.import_dma_buf(&buf.reference(), again(&fd));
+        let Some(call) = faults.failed() else {
+            imported.unwrap();
+            break;
+        };
+        assert!(imported.err().unwrap().to_string().contains(call), "{call}");
+        assert_eq!(left(&live), before, "{call}");
+    }
+    faults.fail(0, vk::Result::SUCCESS);
+    // What the GPU copies out of it is what the memfd has.
+    let imported = gpu.import_dma_buf(&buf.reference(), fd).unwrap();
+    assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
+    let back = dmalane_dma::AnonHeap::new().allocate(SIZE).unwrap().share();
+    let target = gpu.import(&back.reference(), 0, SIZE).unwrap();
+    let mut channel = Channel::new(gpu, 0).unwrap();
+    let mut recording = channel.begin().unwrap();
+    let region = vk::BufferCopy { src_offset: 0, dst_offset: 0, size: SIZE as u64 };
+    channel.copy(&mut recording, &imported, &target, &[region]);
+    channel.show_host(&recording);
+    channel.submit(recording, None, ()).map_err(|((), e)| e).unwrap();
+    channel.wait(LONG).unwrap();
+    channel.ended(drop).unwrap();
+    let mut got = vec![0; SIZE];
+    back.view().read(&mut got);
+    assert!(got == bytes, "the bytes of the memfd");
+    drop((back, target, channel, imported));
+    // And the other direction, as far as the driver goes: memory of the device as a dma-buf.
+    let mut memory = device.memory();
+    match (info.dma_buf_export, memory.allocate(SIZE as u64, &Placement::Default)) {
+        (true, Err(e)) => println!("SKIPPED: the driver refuses memory that can be exported: {e}"),
+        (can, table) => {
+            let table = table.unwrap();
+            let only = table.segments().next().unwrap();
+            let span = Span::new(only.addr, only.len).unwrap();
+            match device.export_dma_buf(span) {
+                Ok((fd, offset)) => {
+                    assert!(can && offset == 0);
+                    drop(SharedBuf::import_dma_buf(fd).map(|shared| assert!(shared.len() >= SIZE)));
+                }
+                Err(e @ Error::Call(_)) => println!("SKIPPED: the driver does not export it: {e}"),
+                Err(e) => assert!(!can, "{e}"),
+            }
+            let beyond = Span::new(span.first(), span.len() * 2).unwrap();
+            assert!(matches!(device.export_dma_buf(beyond), Err(Error::NotAllocated(_) | Error::Range(_))));
+            memory.free(table.segments()).unwrap();
+        }
+    }
+    drop((memory, device));
     assert_eq!(left(&live), [0; 6]);
     checked(&messages);
 }

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
-use crate::sys::{Exclusive, Region, page};
-use crate::{CpuBuf, Error, SharedBuf};
+use crate::sys::{Exclusive, Region, page, udmabuf_create};
+use crate::{BufferRef, CpuBuf, Error};
 
 const UDMABUF: &str = "/dev/udmabuf";
 /// Module parameter: largest buffer that udmabuf accepts, in MiB.
@@ -89,20 +89,29 @@ pub(super) fn has_udmabuf() -> bool {
     access(UDMABUF, Access::READ_OK | Access::WRITE_OK).is_ok()
 }
 
-/// Wraps the pages of a memfd buffer as a dma-buf that drivers import. From then on the buffer counts as exported.
+/// A dma-buf of the memory, which drivers import: its own one, or the pages of a memfd, wrapped. From then on the memory
+/// counts as exported.
 ///
 /// # Errors
-/// `NotFound` when the kernel has no `/dev/udmabuf`; `Unsupported` for a buffer without a descriptor; `InvalidInput`
-/// for a buffer larger than `size_limit_mb` of the module udmabuf (64 MiB by default).
-pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
+/// `Unsupported` for memory without a descriptor; `ResourceBusy` while its bytes are lent. For a memfd: `NotFound` when
+/// the kernel has no `/dev/udmabuf`; `InvalidInput` for one larger than `size_limit_mb` of the module udmabuf (64 MiB by
+/// default).
+pub fn export_dma_buf(memory: &BufferRef) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
-    let device = File::options().read(true).write(true).open(UDMABUF).map_err(named)?;
-    let exported = buf.part.memory().region.export_dma_buf(device.as_fd());
-    exported.unwrap_or_else(|| Err(io::ErrorKind::Unsupported.into())).map_err(|e| {
+    // Only dma-bufs take this, and an access that ends at once has no effect.
+    let own = memory.0.region.sync(true, false).and_then(|()| memory.0.region.sync(false, false)).is_ok();
+    // Before the memory counts as exported: it would not be without this.
+    let udmabuf = if own { None } else { Some(File::options().read(true).write(true).open(UDMABUF).map_err(named)?) };
+    let fd = memory.export().map_err(|e| match e {
+        Error::Borrowed => io::Error::new(io::ErrorKind::ResourceBusy, e),
+        e => io::Error::new(io::ErrorKind::Unsupported, e),
+    })?;
+    let Some(device) = udmabuf else { return fd.try_clone_to_owned() };
+    udmabuf_create(device.as_fd(), fd, memory.len() as u64).map_err(|e| {
         let limit = fs::read_to_string(SIZE_LIMIT).ok().and_then(|text| text.trim().parse::<usize>().ok());
         match limit {
-            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && buf.len() > mib << 20 => {
-                let len = buf.len();
+            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && memory.len() > mib << 20 => {
+                let len = memory.len();
                 let why = format!(
                     "{UDMABUF} accepts at most {mib} MiB, but the buffer has {len} bytes (as root: echo MIB > \
                      {SIZE_LIMIT})"

@@ -84,7 +84,7 @@ fn abilities(heap: &dyn Heap) {
     let can = heap.abilities();
     let shared = heap.allocate(1 << 20).unwrap().share();
     assert_eq!(shared.export().is_some(), can.shareable);
-    match crate::export_dma_buf(&shared) {
+    match crate::export_dma_buf(&shared.reference()) {
         Ok(_) => assert!(can.dma_buf),
         Err(e) => assert!(!can.dma_buf || can.direct_io || !e.to_string().is_empty(), "{e}"),
     }
@@ -152,19 +152,19 @@ fn on_node_0() {
 #[test]
 fn udmabuf() {
     let buf = MemfdHeap::new().allocate(1 << 20).unwrap().share();
-    match crate::export_dma_buf(&buf) {
+    match crate::export_dma_buf(&buf.reference()) {
         Ok(_fd) => assert!(buf.into_cpu().is_err(), "exported"),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => println!("SKIPPED: no udmabuf: {e}"),
         Err(e) => panic!("{e}"),
     }
     let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
-    assert!(crate::export_dma_buf(&anonymous).is_err());
+    assert!(crate::export_dma_buf(&anonymous.reference()).is_err());
 }
 
 #[test]
 fn a_dma_buf_shares_the_pages_of_its_memfd() {
     let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(1 << 20).unwrap().share();
-    let dma_buf = match crate::export_dma_buf(&memfd) {
+    let dma_buf = match crate::export_dma_buf(&memfd.reference()) {
         Ok(fd) => SharedBuf::import_dma_buf(fd).unwrap(),
         Err(e) => return println!("SKIPPED: no udmabuf: {e}"),
     };
@@ -179,7 +179,7 @@ fn a_dma_buf_shares_the_pages_of_its_memfd() {
     assert!(dma_buf.into_cpu().is_err(), "exported");
     // The error for a buffer above the module's limit names the limit.
     let large = MemfdHeap::starting_at(PageKind::Base).allocate((64 << 20) + 4096).unwrap().share();
-    let refused = crate::export_dma_buf(&large).unwrap_err();
+    let refused = crate::export_dma_buf(&large.reference()).unwrap_err();
     assert!(refused.to_string().contains("size_limit_mb"), "{refused}");
     // One of the kernel's heaps.
     if let Ok(heap) = DmaHeap::open("system") {

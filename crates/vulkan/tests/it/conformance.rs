@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(60);
 fn on_gpu(sparse: bool, host_import: bool, test: impl FnOnce(&str, &VulkanOptions)) {
     let name = std::env::var("DMALANE_TEST_GPU").unwrap_or_else(|_| "0".to_owned());
     let messages = Messages::new();
-    let options = VulkanOptions { sparse, host_import, validation: Some(messages.clone()) };
+    let options = VulkanOptions { sparse, host_import, validation: Some(messages.clone()), ..VulkanOptions::default() };
     match VulkanDevice::open(&name, &options) {
         Err(e @ (Error::NoLoader(_) | Error::NoDriver)) => return println!("SKIPPED: {e}"),
         Err(e) => panic!("{e}"),

@@ -390,7 +390,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
     }
     if let Some(Verified { by_copies, .. }) = &o.run.loaded.report.verified {
-        let how = match (by_copies, o.run.space) {
+        let how = match (by_copies, &o.run.space) {
             (None, _) => "by a program on the device".to_owned(),
             (Some(_), AddressSpaceKind::PageTables { .. }) => "through the card's MMU".to_owned(),
             (Some(why), AddressSpaceKind::Driver { .. }) => format!("by copies from device virtual addresses ({why})"),

@@ -109,8 +109,8 @@ impl Exported {
     pub fn new(buffers: &[FilledBuf], heap: &dyn Heap, dma_buf: bool) -> Result<Self, Failure> {
         let from_heap = heap.name() == "dma-heap";
         let export = |buffer: &FilledBuf| {
-            let fd = match dma_buf && !from_heap {
-                true => export_dma_buf(buffer.shared()),
+            let fd = match dma_buf || from_heap {
+                true => export_dma_buf(&buffer.shared().reference()),
                 false => match buffer.shared().export() {
                     Some(fd) => fd.try_clone_to_owned(),
                     None => Err(io::ErrorKind::Unsupported.into()),
