@@ -192,20 +192,29 @@ impl FileQueue {
         }
     }
 
-    /// Gives the kernel as much to do as it takes; without a ring, or from the page cache, does one read.
-    fn feed(&mut self, done: &mut Vec<Completion<FileOffset>>) {
+    /// Puts reads into the ring until it is full, or until one is not for it, which is returned: a copy from the page
+    /// cache, or, if `direct` says so, any read through it.
+    fn push(&mut self, direct: bool) -> Option<Read> {
         while self.ring.as_ref().is_some_and(|ring| !ring.is_dead() && !ring.is_full()) {
-            let Some(mut read) = self.next_read() else { break };
-            if read.ask == Ask::ReadCached {
-                self.enter(None);
-                let result = ring::pread(&mut read);
-                return self.settle(read, result, done);
+            let read = self.next_read()?;
+            if read.ask == Ask::ReadCached || direct && !read.direct {
+                return Some(read);
             }
             if let Some(Err(read)) = self.ring.as_mut().map(|ring| ring.push(read)) {
                 self.again.push_front(read);
             }
         }
+        None
+    }
+
+    /// Gives the kernel as much to do as it takes; without a ring, or from the page cache, does one read.
+    fn feed(&mut self, done: &mut Vec<Completion<FileOffset>>) {
+        let cached = self.push(false);
         self.enter(None);
+        if let Some(mut read) = cached {
+            let result = ring::pread(&mut read);
+            return self.settle(read, result, done);
+        }
         if self.ring.as_ref().is_none_or(Ring::is_dead)
             && let Some(mut read) = self.next_read()
         {
@@ -333,8 +342,14 @@ impl Queue for FileQueue {
         Ok(ticket)
     }
 
-    /// Does nothing: reads are begun by [`Queue::poll`], each batch by one system call.
-    fn flush(&mut self) {}
+    /// Through a ring, begins direct reads, which are the disk's work, by one system call. Others begin in
+    /// [`Queue::poll`].
+    fn flush(&mut self) {
+        if let Some(read) = self.push(true) {
+            self.again.push_front(read);
+        }
+        self.enter(None);
+    }
 
     /// Through a ring, does not wait for the disk; copies from the page cache happen here all the same. With `pread`,
     /// makes one read of at most a block, however long that takes.
@@ -430,6 +445,24 @@ mod tests {
         let failed = run(&mut queue, read_of(1, LEN - 1), LONG).unwrap_err();
         let RunError::Failed(_, OpError::Io { at, errno }) = failed else { panic!("{failed}") };
         assert_eq!((at.bits(), errno), (1, Errno::INVAL.raw_os_error()));
+    }
+
+    #[test]
+    fn a_flush_begins_direct_reads_and_no_others() {
+        let (file, data) = file();
+        for mode in [Mode::Auto, Mode::Buffered] {
+            let options = Options { mode, io: Io::Uring, depth: 4, block: 65536 };
+            let mut queue = match FileQueue::open(file.path(), options) {
+                Err(e @ Error::NoUring { .. }) => return eprintln!("skipped: {e}"),
+                opened => opened.unwrap(),
+            };
+            let _ticket = queue.submit(read_of(0, LEN)).unwrap();
+            queue.flush();
+            let begun = queue.ring.as_ref().unwrap().busy() > 0;
+            assert_eq!(begun, queue.how().direct, "{mode:?}: {}", queue.how());
+            let done = drain(&mut queue, LONG);
+            assert!(bytes(done.into_iter().next().unwrap().operation) == data, "{mode:?}");
+        }
     }
 
     #[test]

@@ -7,14 +7,18 @@ use std::io::Write;
 use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use dmalane_addr::{Access, CardAddr};
+use dmalane_addr::{Access, CardAddr, FileOffset};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
 use dmalane_load::fill::{FillOptions, Job, Sink, Stays, fill};
 use dmalane_load::{DriveOptions, Input, OpenDevice, Placement};
-use dmalane_queue::{DeviceAddr, QueueChoice};
+use dmalane_queue::{
+    Abilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
+};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use script::{Random, Script, noise};
 use twox_hash::XxHash3_64;
@@ -183,4 +187,77 @@ fn a_place_that_does_not_exist_is_an_error() {
     let job = Job::whole(&[100_000]);
     let failed = fill(memory, sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));
     assert!(failed.unwrap_err().to_string().contains("on its way to the device"));
+}
+
+/// A disk that ends all of its reads at the same time, and says when it had fewer than it takes.
+struct Bursts {
+    waiting: Vec<(Ticket, Operation<FileOffset>)>,
+    submitted: u64,
+    len: u64,
+    /// Polls since the last reads ended.
+    polls: u32,
+    starved: Arc<AtomicUsize>,
+}
+
+const AT_ONCE: usize = 4;
+
+impl Queue for Bursts {
+    type Addr = FileOffset;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: AT_ONCE, max_len: u64::MAX }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::TO_HOST
+    }
+
+    fn in_flight(&self) -> usize {
+        self.waiting.len()
+    }
+
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        if self.waiting.len() == AT_ONCE {
+            return Err(Refused { operation, reason: Refusal::Full });
+        }
+        let ticket = Ticket::new(self.submitted);
+        self.submitted += operation.bytes();
+        self.waiting.push((ticket, operation));
+        Ok(ticket)
+    }
+
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, _: &mut Vec<Completion<FileOffset>>) -> usize {
+        self.polls += 1;
+        if self.polls == 2 && self.submitted < self.len && self.waiting.len() < AT_ONCE {
+            self.starved.fetch_add(1, Ordering::Relaxed);
+        }
+        0
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, _: Duration) -> usize {
+        let ended = |(ticket, operation): (Ticket, Operation<FileOffset>)| {
+            let bytes = operation.bytes();
+            Completion { ticket, operation, result: Ok(()), bytes }
+        };
+        self.polls = 0;
+        let before = done.len();
+        done.extend(self.waiting.drain(..).map(ended));
+        done.len() - before
+    }
+}
+
+#[test]
+fn a_disk_has_reads_again_before_what_it_gave_is_hashed() {
+    let (len, starved) = (40 << 20, Arc::new(AtomicUsize::new(0)));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(len).unwrap();
+    let queue = Bursts { waiting: Vec::new(), submitted: 0, len, polls: 0, starved: starved.clone() };
+    let (path, file) = (file.path().to_owned(), file.reopen().unwrap());
+    let mut inputs = [Input { path, file, queue, more: Vec::new(), select: None }];
+    let mut device = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
+    let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
+    assert!(loaded.files[0].checksum.is_some() && loaded.report.bytes == len);
+    assert_eq!(starved.load(Ordering::Relaxed), 0, "times that it had less than {AT_ONCE} reads");
 }

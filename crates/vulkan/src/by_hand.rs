@@ -89,8 +89,8 @@ impl ByHand {
         Ok(())
     }
 
-    /// Binds pages of a sparse buffer by one `vkQueueBindSparse`: each the page, and the page from `at` on that it
-    /// gets, or none. [`ByHand::settle`] waits.
+    /// Binds ranges of a sparse buffer by one `vkQueueBindSparse`: each the first page, how many there are, and the
+    /// page from `at` on that the first gets, or none. [`ByHand::settle`] waits.
     ///
     /// # Errors
     /// [`Error`].
@@ -99,7 +99,7 @@ impl ByHand {
         device: &VulkanDevice,
         page: PageSize,
         at: CardAddr,
-        binds: impl Iterator<Item = (u64, Option<u64>)>,
+        binds: impl Iterator<Item = (u64, u64, Option<u64>)>,
     ) -> Result<(), Error> {
         if self.sparse.is_none() {
             let (buffer, _) = Granule::of(&self.gpu)?.into_buffer();
@@ -110,7 +110,11 @@ impl ByHand {
         let memory = chunk.memory().ok_or_else(|| unsuitable(&self.gpu, "memory behind its buffers"))?;
         let len = page.bytes();
         let binds: Vec<_> = binds
-            .map(|(i, from)| SparseBind { at: i * len, len, memory: from.map(|from| (&**memory, from * len)) })
+            .map(|(i, pages, from)| SparseBind {
+                at: i * len,
+                len: pages * len,
+                memory: from.map(|from| (&**memory, from * len)),
+            })
             .collect();
         *value += 1;
         Ok(self.gpu.bind_sparse(buffer, &binds, timeline, *value)?)

@@ -89,13 +89,13 @@ pub(super) fn has_udmabuf() -> bool {
     access(UDMABUF, Access::READ_OK | Access::WRITE_OK).is_ok()
 }
 
-/// A dma-buf of the memory, which drivers import: its own one, or the pages of a memfd, wrapped. From then on the memory
-/// counts as exported.
+/// A dma-buf of the memory, which drivers import: its own one, or the pages of a memfd, wrapped. From then on the
+/// memory counts as exported.
 ///
 /// # Errors
 /// `Unsupported` for memory without a descriptor; `ResourceBusy` while its bytes are lent. For a memfd: `NotFound` when
-/// the kernel has no `/dev/udmabuf`; `InvalidInput` for one larger than `size_limit_mb` of the module udmabuf (64 MiB by
-/// default).
+/// the kernel has no `/dev/udmabuf`; `InvalidInput` for one larger than `size_limit_mb` of the module udmabuf (64 MiB
+/// by default).
 pub fn export_dma_buf(memory: &BufferRef) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
     // Only dma-bufs take this, and an access that ends at once has no effect.

@@ -46,22 +46,12 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
     pub fn run(mut self) -> Clocks {
         let mut done = Vec::new();
         while !self.state.stopped() {
-            self.submit();
             let mut busy = self.reap(&mut done, Duration::ZERO);
+            // Before anything is done with what has arrived, so that the disk always has as many reads as it takes.
+            let (claimed, later) = self.refill();
+            busy |= claimed;
             busy |= self.state.hash(&mut self.clocks);
             busy |= self.state.drive(Duration::ZERO);
-            let mut later = false;
-            if self.waiting_bytes < self.state.chunk {
-                match self.state.claim(self.capacity, &mut self.clocks) {
-                    Claimed::Reads(reads) => {
-                        self.waiting_bytes += reads.iter().map(|read| read.fragment.slice.len()).sum::<usize>();
-                        self.waiting.extend(reads);
-                        continue;
-                    }
-                    Claimed::Later => later = true,
-                    Claimed::Nothing => {}
-                }
-            }
             if busy {
                 continue;
             }
@@ -78,8 +68,32 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         self.clocks
     }
 
+    /// Takes chunks and begins reads into them, until a queue has no room. True when there was a chunk; and true when
+    /// there will be more later.
+    fn refill(&mut self) -> (bool, bool) {
+        let mut claimed = false;
+        loop {
+            self.submit();
+            if self.waiting_bytes >= self.state.chunk || self.state.stopped() {
+                return (claimed, false);
+            }
+            match self.state.claim(self.capacity, &mut self.clocks) {
+                // It was filled from memory, and is to be hashed while it is in the processor's cache.
+                Claimed::Reads(reads) if reads.is_empty() => return (true, false),
+                Claimed::Reads(reads) => {
+                    claimed = true;
+                    self.waiting_bytes += reads.iter().map(|read| read.fragment.slice.len()).sum::<usize>();
+                    self.waiting.extend(reads);
+                }
+                Claimed::Later => return (claimed, true),
+                Claimed::Nothing => return (claimed, false),
+            }
+        }
+    }
+
     /// Hands reads to their queues, in order, until one has no room.
     fn submit(&mut self) {
+        let mut any = false;
         while let Some(Read { source, at, fragment: Fragment { tag, slice } }) = self.waiting.pop_front() {
             let (len, begun) = (slice.len(), self.clocks.begin());
             match self.queues[source].submit(Operation::read(slice, at)) {
@@ -93,16 +107,22 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                         self.active.push(source);
                     }
                     self.clocks.in_flight(Stage::Read, true);
+                    any = true;
                 }
                 Err(Refused { operation, reason: Refusal::Full }) => {
-                    let Some(slice) = operation.into_slice() else { return };
-                    return self.waiting.push_front(Read { source, at, fragment: Fragment { tag, slice } });
+                    if let Some(slice) = operation.into_slice() {
+                        self.waiting.push_front(Read { source, at, fragment: Fragment { tag, slice } });
+                    }
+                    break;
                 }
                 Err(Refused { reason, .. }) => {
                     let error = FillError::Queue { source_index: source, reason: reason.to_string() };
                     return self.state.fail((tag.buffer, tag.offset), error);
                 }
             }
+        }
+        if any {
+            self.active.iter().for_each(|source| self.queues[*source].flush());
         }
     }
 
