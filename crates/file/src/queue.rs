@@ -194,7 +194,7 @@ impl FileQueue {
 
     /// Puts reads into the ring until it is full, or until one is not for it, which is returned: a copy from the page
     /// cache, or, if `direct` says so, any read through it.
-    fn push(&mut self, direct: bool) -> Option<Read> {
+    fn push(&mut self, direct: bool) -> Option<Request> {
         while self.ring.as_ref().is_some_and(|ring| !ring.is_dead() && !ring.is_full()) {
             let read = self.next_read()?;
             if read.ask == Ask::ReadCached || direct && !read.direct {

@@ -1,7 +1,5 @@
 //! Which copies must wait for which: ranges that were read and written since the last barrier.
 
-use std::collections::BTreeMap;
-
 /// Sets of addresses that have nothing to do with each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Side {
@@ -13,22 +11,57 @@ pub(crate) enum Side {
     Scratch,
 }
 
-/// Ranges, disjoint: first address to the one behind the last.
+/// Ranges, disjoint: first address, and the one behind the last. They are kept in order, in leaves that are short
+/// enough to insert into; no leaf is empty.
 #[derive(Debug, Default)]
-struct Ranges(BTreeMap<u64, u64>);
+struct Ranges {
+    leaves: Vec<Vec<(u64, u64)>>,
+    count: usize,
+}
+
+/// Ranges of a leaf at most.
+const LEAF: usize = 64;
 
 impl Ranges {
+    /// The place of the last range that begins before `end`: leaf, and index in it.
+    #[inline]
+    fn before(&self, end: u64) -> Option<(usize, usize)> {
+        let leaf = self.leaves.partition_point(|leaf| leaf[0].0 < end).checked_sub(1)?;
+        Some((leaf, self.leaves[leaf].partition_point(|range| range.0 < end) - 1))
+    }
+
     fn overlap(&self, start: u64, end: u64) -> bool {
-        self.0.range(..end).next_back().is_some_and(|(_, behind)| *behind > start)
+        self.before(end).is_some_and(|(leaf, i)| self.leaves[leaf][i].1 > start)
     }
 
     /// Adds a range that overlaps none; false, without any change, when it does.
     fn add(&mut self, start: u64, end: u64) -> bool {
-        match self.0.range_mut(..end).next_back() {
-            Some((_, behind)) if *behind > start => return false,
-            // Most copies go on where the one before has ended.
-            Some((_, behind)) if *behind == start => *behind = end,
-            _ => drop(self.0.insert(start, end)),
+        let (leaf, i) = match self.before(end) {
+            Some((leaf, i)) => {
+                let behind = &mut self.leaves[leaf][i].1;
+                if *behind > start {
+                    return false;
+                }
+                // Most copies go on where the one before has ended.
+                if *behind == start {
+                    *behind = end;
+                    return true;
+                }
+                (leaf, i + 1)
+            }
+            None if self.leaves.is_empty() => {
+                self.leaves.push(Vec::with_capacity(LEAF));
+                (0, 0)
+            }
+            None => (0, 0),
+        };
+        let ranges = &mut self.leaves[leaf];
+        ranges.insert(i, (start, end));
+        self.count += 1;
+        if ranges.len() == LEAF {
+            let mut rest = Vec::with_capacity(LEAF);
+            rest.extend(ranges.drain(LEAF / 2..));
+            self.leaves.insert(leaf + 1, rest);
         }
         true
     }
@@ -36,11 +69,16 @@ impl Ranges {
     /// Adds a range that may overlap others.
     fn join(&mut self, mut start: u64, mut end: u64) {
         while !self.add(start, end) {
-            let (first, behind) = self.0.range(..end).next_back().map(|(f, b)| (*f, *b)).expect("it overlaps one");
+            let (leaf, i) = self.before(end).expect("it overlaps one");
+            let (first, behind) = self.leaves[leaf][i];
             if first <= start && behind >= end {
                 return;
             }
-            self.0.remove(&first);
+            self.leaves[leaf].remove(i);
+            self.count -= 1;
+            if self.leaves[leaf].is_empty() {
+                self.leaves.remove(leaf);
+            }
             (start, end) = (start.min(first), end.max(behind));
         }
     }
@@ -64,7 +102,7 @@ impl Hazards {
     pub fn adds(&mut self, reads: Option<Place>, writes: Place) -> bool {
         let (side, start, end) = writes;
         let side = side as usize;
-        let many: usize = self.read.iter().chain(&self.written).map(|r| r.0.len()).sum();
+        let many: usize = self.read.iter().chain(&self.written).map(|r| r.count).sum();
         let mut waits = many > MOST || self.read[side].overlap(start, end);
         if let Some((side, start, end)) = reads {
             waits |= self.written[side as usize].overlap(start, end);
@@ -115,11 +153,12 @@ mod tests {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (seed >> 33) % n
         };
-        for _ in 0..300 {
-            let (mut ranges, mut bytes) = (Ranges::default(), [false; 64]);
-            for _ in 0..20 {
-                let start = below(60);
-                let end = start + 1 + below(64 - start);
+        let mut leaves = 0;
+        for _ in 0..100 {
+            let (mut ranges, mut bytes) = (Ranges::default(), [false; 1024]);
+            for _ in 0..400 {
+                let start = below(1020);
+                let end = (start + 1 + below(8)).min(1024);
                 let there = bytes[start as usize..end as usize].iter().any(|b| *b);
                 assert_eq!(ranges.overlap(start, end), there, "{ranges:?} {start}..{end}");
                 match below(3) {
@@ -132,12 +171,15 @@ mod tests {
                     _ => continue,
                 }
                 bytes[start as usize..end as usize].fill(true);
+                leaves = leaves.max(ranges.leaves.len());
             }
-            let covered: u64 = ranges.0.iter().map(|(s, e)| e - s).sum();
+            let all: Vec<_> = ranges.leaves.iter().flatten().copied().collect();
+            let covered: u64 = all.iter().map(|(s, e)| e - s).sum();
             assert_eq!(covered as usize, bytes.iter().filter(|b| **b).count());
-            let apart = ranges.0.iter().zip(ranges.0.iter().skip(1)).all(|((_, end), (start, _))| end <= start);
-            assert!(apart, "{ranges:?}");
+            assert!(all.windows(2).all(|w| w[0].1 <= w[1].0) && all.len() == ranges.count, "{ranges:?}");
+            assert!(ranges.leaves.iter().all(|leaf| !leaf.is_empty() && leaf.len() < LEAF), "{ranges:?}");
         }
+        assert!(leaves > 1, "enough ranges for several leaves");
     }
 
     #[test]
