@@ -50,6 +50,7 @@ mod slots;
 #[cfg(feature = "trace")]
 pub mod trace;
 mod vm;
+mod words;
 
 pub use any::AnyVm;
 pub use binding::{Binding, BindingTarget};

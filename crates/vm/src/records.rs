@@ -13,10 +13,8 @@
 //! its commit only stores. Nodes that were touched stay until the batch is over, whatever its requests do to them, and
 //! are taken away or joined to a record afterwards ([`settle`](Records::settle)).
 
-use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
-use core::mem::replace;
 use core::ops::Range;
 use core::sync::atomic::{
     AtomicU32,
@@ -27,19 +25,22 @@ use dmalane_iopt::{Format, MAX_LEVELS};
 
 use crate::record::Record;
 use crate::slots::{Full, Place, Slots};
+use crate::words::Words;
 
 /// As large as a cache line, so that finding one takes a shift.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Node<F> {
-    /// The groups of entries that have memory, in order. All other entries are empty.
-    words: Box<[u64]>,
+    /// Where in [`Records::words`] the groups of entries are that have memory, in order. All other entries are empty.
+    at: usize,
     /// Which groups these are, a bit each; [`ALL`] when all are.
     groups: u64,
     /// The last plan that touched it.
     plan: u64,
     /// Low and high half of [`Records::run`]'s answer, so that it need not be searched again.
     run: [AtomicU32; 2],
+    /// Words that it has.
+    len: u32,
     /// Entries that are not empty.
     used: u32,
     /// Number of requests of that plan that may have unlinked tables and came before the last touch.
@@ -49,8 +50,6 @@ struct Node<F> {
     other: u32,
     /// Records of the slot `other`.
     others: u32,
-    /// True for a spare node whose words are still those of its last use.
-    stale: bool,
     /// True when `plan` made it of a record.
     split: bool,
     format: PhantomData<fn() -> F>,
@@ -72,10 +71,34 @@ impl<F: Format> Node<F> {
         ALL >> (63 - (last - first)) << first
     }
 
-    /// Where an entry is in `words`, or beyond their end.
+    /// A node that nothing is in.
+    fn new(at: usize, len: usize, groups: u64) -> Self {
+        Self {
+            at,
+            groups,
+            plan: 0,
+            run: [const { AtomicU32::new(0) }; 2],
+            len: len as u32, // a table has fewer entries
+            used: 0,
+            after: 0,
+            slot: MIXED,
+            other: MIXED,
+            others: 0,
+            split: false,
+            format: PhantomData,
+        }
+    }
+
+    /// Where all of its words are.
+    #[inline]
+    fn range(&self) -> Range<usize> {
+        self.at..self.at + self.len as usize
+    }
+
+    /// Where the word of an entry is; beyond all words when the entry has no memory.
     #[inline(always)]
     fn position(&self, i: usize) -> usize {
-        if self.groups == ALL { i } else { self.position_in_group(i) }
+        if self.groups == ALL { self.at + i } else { self.at.saturating_add(self.position_in_group(i)) }
     }
 
     #[inline]
@@ -87,11 +110,11 @@ impl<F: Format> Node<F> {
         ((self.groups & (bit - 1)).count_ones() as usize) << Self::GROUP | i & ((1 << Self::GROUP) - 1)
     }
 
-    /// Positions in `words` of those of the entries `i` to `j` that have memory.
+    /// Where the words of those of the entries `i` to `j` are that have memory.
     #[inline]
     fn positions(&self, i: usize, j: usize) -> Range<usize> {
         if self.groups == ALL {
-            return i..j + 1;
+            return self.at + i..self.at + j + 1;
         }
         let end = |i: usize| match self.position_in_group(i) {
             // Behind the groups in front of it.
@@ -99,11 +122,12 @@ impl<F: Format> Node<F> {
             position => position,
         };
         let has_last = self.groups >> (j >> Self::GROUP) & 1;
-        end(i)..end(j) + has_last as usize
+        self.at + end(i)..self.at + end(j) + has_last as usize
     }
 
-    /// The entry at a position.
+    /// The entry whose word is at a position.
     fn index_at(&self, position: usize) -> usize {
+        let position = position - self.at;
         if self.groups == ALL {
             return position;
         }
@@ -116,24 +140,24 @@ impl<F: Format> Node<F> {
 
     /// An entry.
     #[inline(always)]
-    fn get(&self, i: usize) -> u64 {
-        self.words.get(self.position(i)).copied().unwrap_or(0)
+    fn get(&self, words: &Words, i: usize) -> u64 {
+        words.all.get(self.position(i)).copied().unwrap_or(0)
     }
 
     /// Replaces an entry that has memory, or empties one.
     #[inline(always)]
-    fn set(&mut self, i: usize, word: u64) {
-        match self.words.get_mut(self.position(i)) {
+    fn set(&self, words: &mut Words, i: usize, word: u64) {
+        match words.all.get_mut(self.position(i)) {
             Some(entry) => *entry = word,
             None => assert!(word == 0, "a plan makes room for what its commit changes"),
         }
     }
 
     /// The first entry from `i` to `last` that is not empty, with its index.
-    fn next_used(&self, i: usize, last: usize) -> Option<(usize, u64)> {
+    fn next_used(&self, words: &Words, i: usize, last: usize) -> Option<(usize, u64)> {
         let range = self.positions(i, last);
-        let found = range.start + self.words[range].iter().position(|&word| word != 0)?;
-        Some((self.index_at(found), self.words[found]))
+        let found = range.start + words.all[range].iter().position(|&word| word != 0)?;
+        Some((self.index_at(found), words.all[found]))
     }
 
     /// True when entries `i` to `j` have memory.
@@ -142,16 +166,10 @@ impl<F: Format> Node<F> {
         self.groups == ALL || Self::groups_of(i, j) & !self.groups == 0
     }
 
-    /// Those of the entries `i` to `j` that have memory.
-    fn part(&mut self, i: usize, j: usize) -> &mut [u64] {
-        let range = self.positions(i, j);
-        &mut self.words[range]
-    }
-
     /// True when some entries `i` to `j` are records of a slot, or not records: what they are takes longer to find out.
-    fn may_have(&self, slot: u32, i: usize, j: usize) -> bool {
+    fn may_have(&self, words: &Words, slot: u32, i: usize, j: usize) -> bool {
         let of_slot = |&word: &u64| Record::from_word(word).is_some_and(|record| record.slot() == slot);
-        self.words[self.positions(i, j)].iter().fold(false, |any, word| any | of_slot(word))
+        words.all[self.positions(i, j)].iter().fold(false, |any, word| any | of_slot(word))
     }
 
     /// Notes that records of a slot come in; call it before they are counted.
@@ -184,9 +202,10 @@ impl<F: Format> Node<F> {
     }
 
     /// Whether all is as `slot`, `others` and `used` say.
-    fn is_as_noted(&self) -> bool {
-        let of = |slot| self.words.iter().filter(|&&w| Record::from_word(w).is_some_and(|r| r.slot() == slot)).count();
-        let used = self.words.iter().filter(|&&w| w != 0).count() as u32;
+    fn is_as_noted(&self, words: &Words) -> bool {
+        let words = &words.all[self.range()];
+        let of = |slot| words.iter().filter(|&&w| Record::from_word(w).is_some_and(|r| r.slot() == slot)).count();
+        let used = words.iter().filter(|&&w| w != 0).count() as u32;
         let others = if self.others > 0 { of(self.other) as u32 } else { 0 };
         (self.used, self.others) == (used, others) && of(self.slot) as u32 + others == used
     }
@@ -220,11 +239,11 @@ const ROOT: u32 = 0;
 #[derive(Debug)]
 pub(crate) struct Records<F> {
     nodes: Vec<Node<F>>,
-    /// Nodes that are not in use, and have memory for some entries.
+    words: Words,
+    /// Nodes that are not in use, and have no words.
     spare: Vec<u32>,
-    /// Those with memory for all.
-    whole: Vec<u32>,
-    /// Nodes that it takes to make records of single pages of all records.
+    /// Nodes that it takes to make records of single pages of all records. So many can be made without asking for
+    /// memory: an unbind need not.
     splits: u64,
     /// The chunk of an empty node that stays with its table until a plan touches it: what unbinds a page alone and
     /// binds one there again need not make them each time.
@@ -291,10 +310,11 @@ impl<F: Format> Records<F> {
 
     /// No records; of those to come, none will go across the start of either page.
     pub(crate) fn new(fences: [u64; 2]) -> Result<Self, Full> {
+        let root = Self::entries(0);
         let mut it = Self {
             nodes: Vec::new(),
+            words: Words::new(root, Node::<F>::GROUP, F::INDEX_BITS)?,
             spare: Vec::new(),
-            whole: Vec::new(),
             splits: 0,
             idle: NO_CHUNK,
             cursor: Cursor { chunk: NO_CHUNK, path: [ROOT; MAX_LEVELS] },
@@ -306,7 +326,8 @@ impl<F: Format> Records<F> {
             tables: 0,
             format: PhantomData,
         };
-        it.push(ALL, zeroed(Self::entries(0))?)?;
+        it.nodes.try_reserve(1)?;
+        it.nodes.push(Node::new(0, root, ALL));
         Ok(it)
     }
 
@@ -320,104 +341,91 @@ impl<F: Format> Records<F> {
         self.fences.iter().any(|&fence| first < fence && fence <= last)
     }
 
-    /// Bytes of memory in use.
+    /// Bytes of memory in use; what is reserved for unbinds is not.
     pub(crate) fn bytes(&self) -> usize {
-        let words: usize = self.nodes.iter().map(|node| node.words.len()).sum();
-        words * 8
-            + self.nodes.capacity() * size_of::<Node<F>>()
-            + (self.spare.capacity() + self.whole.capacity()) * size_of::<u32>()
+        self.words.all.len() * 8 + self.nodes.len() * size_of::<Node<F>>() + self.spare.capacity() * size_of::<u32>()
     }
 
-    /// Gives back the memory of nodes that are not in use.
-    pub(crate) fn trim(&mut self) {
-        let kept = self.kept().min(self.whole.len());
-        for &node in self.spare.iter().chain(&self.whole[kept..]) {
-            let node = &mut self.nodes[node as usize];
-            (node.words, node.groups, node.stale) = (Box::default(), 0, false);
+    /// Gives back the memory of words that are not in use.
+    ///
+    /// # Errors
+    /// No memory to put the others into.
+    pub(crate) fn trim(&mut self) -> Result<(), Full> {
+        let len = |node: &Node<F>| node.len as usize;
+        let (root, below) = (len(&self.nodes[0]), &mut self.nodes[1..]);
+        let mut words = Words::new(root, Node::<F>::GROUP, F::INDEX_BITS)?;
+        words.all.try_reserve_exact(below.iter().map(|node| len(node)).sum())?;
+        for node in below.iter().filter(|node| node.len > 0) {
+            words.take(Words::class(node.len >> Node::<F>::GROUP), 0, true)?; // one behind the other
         }
-        self.spare.extend(self.whole.drain(kept..)); // there is room: `push`
-    }
-
-    fn push(&mut self, groups: u64, words: Box<[u64]>) -> Result<u32, Full> {
-        let id = u32::try_from(self.nodes.len()).map_err(|_| Full)?;
-        self.nodes.try_reserve(1)?;
-        for list in [&mut self.spare, &mut self.whole] {
-            list.try_reserve(self.nodes.len() + 1 - list.len())?; // so that a commit need not ask for memory
+        words.keep(self.splits)?;
+        words.all[..root].copy_from_slice(&self.words.all[..root]);
+        let mut at = root;
+        for node in below.iter_mut().filter(|node| node.len > 0) {
+            words.all[at..at + len(node)].copy_from_slice(&self.words.all[node.range()]);
+            node.at = at;
+            at += len(node);
         }
-        self.nodes.push(Node {
-            words,
-            plan: 0,
-            run: [const { AtomicU32::new(0) }; 2],
-            groups,
-            used: 0,
-            after: 0,
-            slot: MIXED,
-            other: MIXED,
-            others: 0,
-            stale: false,
-            split: false,
-            format: PhantomData,
-        });
-        Ok(id)
+        self.words = words;
+        Ok(())
     }
 
     /// All groups of a node below the root.
     const GROUPS: u64 = Node::<F>::groups_of(0, Self::entries(Self::LAST) - 1);
+    const IN_GROUP: usize = 1 << Node::<F>::GROUP;
 
-    /// An empty node below the root, with memory for entries `i` to `j`.
-    fn take(&mut self, i: usize, j: usize) -> Result<u32, Full> {
-        let mut groups = Node::<F>::groups_of(i, j);
-        let words = |groups: u64| (groups.count_ones() as usize) << Node::<F>::GROUP;
-        let whole = groups == Self::GROUPS;
-        if (whole || self.spare.is_empty() && self.whole.len() > self.kept())
-            && let Some(id) = self.whole.pop()
-        {
-            let node = &mut self.nodes[id as usize];
-            if replace(&mut node.stale, false) {
-                node.words.fill(0);
+    /// An empty node below the root, with memory for entries `i` to `j`; what that holds is to be written if not
+    /// `zeroed`. Such that there is still memory for `keep` whole nodes.
+    fn take(&mut self, i: usize, j: usize, keep: u64, zeroed: bool) -> Result<u32, Full> {
+        let (class, groups) = Self::piece(Node::<F>::groups_of(i, j));
+        self.keep_numbers(keep.saturating_add(1))?;
+        let at = self.words.take(class, keep, zeroed)?;
+        let node = Node::new(at, 1 << (Node::<F>::GROUP + class), if groups == Self::GROUPS { ALL } else { groups });
+        Ok(match self.spare.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = node;
+                id
             }
-            return Ok(id);
-        }
-        let Some(&id) = self.spare.last() else {
-            return self.push(if whole { ALL } else { groups }, zeroed(words(groups))?);
-        };
-        let node = &mut self.nodes[id as usize];
-        let (len, need) = (node.words.len(), words(groups));
-        if len < need || node.stale && len > need {
-            node.words = zeroed(need)?;
-        } else if node.stale {
-            node.words.fill(0);
-        }
-        // It may have memory for more than that.
-        while words(groups) < node.words.len() {
-            let up = (groups | groups << 1) & Self::GROUPS;
-            groups = if up == groups { groups | groups >> 1 } else { up };
-        }
-        node.groups = if whole { ALL } else { groups };
-        node.stale = false;
-        self.spare.pop();
-        Ok(id)
+            None => {
+                self.nodes.push(node);
+                (self.nodes.len() - 1) as u32 // `keep_numbers` says that it fits
+            }
+        })
     }
 
-    /// Number of nodes to keep for unbinding parts of large bindings, which takes no other memory: as many as can ever
-    /// be needed, or as two spans need at worst. Each has memory for all entries.
-    fn kept(&self) -> usize {
-        self.splits.min(usize::max(4 * Self::LAST as usize, (1 << 13) >> F::INDEX_BITS) as u64) as usize
+    /// The class of the smallest piece of memory for these groups, and all groups that it has memory for then.
+    fn piece(mut groups: u64) -> (u32, u64) {
+        let class = Words::class(groups.count_ones());
+        while groups.count_ones() < 1 << class {
+            // One next to those that are there.
+            let above = groups << 1 & !groups & Self::GROUPS;
+            let next = if above != 0 { above } else { groups >> 1 & !groups };
+            groups |= next & next.wrapping_neg();
+        }
+        (class, groups)
     }
 
-    /// Makes these nodes, for what is bound now and `more` nodes' worth of large records.
+    /// Makes room for so many nodes more, their words apart.
+    fn keep_numbers(&mut self, count: u64) -> Result<(), Full> {
+        let Some(fresh) = count.checked_sub(self.spare.len() as u64) else { return Ok(()) };
+        let fresh = u32::try_from(fresh + self.nodes.len() as u64).map_err(|_| Full)? as usize - self.nodes.len();
+        self.nodes.try_reserve(fresh)?;
+        // So that a commit need not ask for memory.
+        Ok(self.spare.try_reserve(self.nodes.len() + fresh - self.spare.len())?)
+    }
+
+    /// Reserves the memory for making records of single pages of all that is bound, and of records that take `more`
+    /// nodes for that.
     pub(crate) fn keep_nodes(&mut self, more: u64) -> Result<(), Full> {
-        if self.splits + more == 0 {
-            return Ok(());
-        }
-        self.splits += more;
-        let kept = self.kept();
-        self.splits -= more;
-        while self.whole.len() < kept {
-            let id = self.push(ALL, zeroed(Self::entries(Self::LAST))?)?;
-            self.whole.push(id);
-        }
-        Ok(())
+        let keep = self.splits.saturating_add(more);
+        self.keep_numbers(keep)?;
+        self.words.keep(keep)
+    }
+
+    /// The most tables below the root that what is bound has, and may come to have by unbinds.
+    pub(crate) fn most_tables(&self) -> usize {
+        let nodes = (self.nodes.len() - self.spare.len()) as u64;
+        usize::try_from(nodes.saturating_add(self.splits)).unwrap_or(usize::MAX)
     }
 
     /// The nodes that it takes to make records of single pages of one at `level`.
@@ -449,20 +457,22 @@ impl<F: Format> Records<F> {
         let new = (old | need | more) & Self::GROUPS;
         let all = 2 * new.count_ones() > Self::GROUPS.count_ones();
         let groups = if all { Self::GROUPS } else { new };
-        let mut words = zeroed((groups.count_ones() as usize) << Node::<F>::GROUP)?;
-        let (mut left, mut to) = (groups, words.chunks_exact_mut(1 << Node::<F>::GROUP));
-        let mut from = node.words.chunks_exact(1 << Node::<F>::GROUP);
+        let (class, groups) = Self::piece(groups);
+        let (from, mut at) = (node.range(), node.at);
+        let to = self.words.take(class, self.splits, true)?;
+        let mut next = to;
+        let mut left = groups;
         while left != 0 {
             let bit = left & left.wrapping_neg();
-            if let Some(group) = to.next()
-                && old & bit != 0
-                && let Some(words) = from.next()
-            {
-                group.copy_from_slice(words);
+            if old & bit != 0 {
+                self.words.all.copy_within(at..at + Self::IN_GROUP, next);
+                at += Self::IN_GROUP;
             }
+            next += Self::IN_GROUP;
             left ^= bit;
         }
-        (node.words, node.groups) = (words, if all { ALL } else { groups });
+        self.words.give(from, true);
+        (node.at, node.len, node.groups) = (to, (next - to) as u32, if groups == Self::GROUPS { ALL } else { groups });
         Ok(())
     }
 
@@ -471,7 +481,7 @@ impl<F: Format> Records<F> {
         let page = Self::chunk_pages(chunk).0;
         let mut id = ROOT;
         for level in 0..Self::LAST {
-            let word = self.nodes[id as usize].get(Self::index(page, level));
+            let word = self.nodes[id as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 break;
             }
@@ -481,17 +491,20 @@ impl<F: Format> Records<F> {
         Ok(())
     }
 
-    fn give(&mut self, id: u32) {
+    /// Takes a node away. If it is not empty, it is `dirty`.
+    fn give(&mut self, id: u32, dirty: bool) {
         (self.cursor.chunk, self.touched) = (NO_CHUNK, NO_CHUNK);
-        // There is room: `push`.
-        if self.nodes[id as usize].groups == ALL { self.whole.push(id) } else { self.spare.push(id) }
+        let node = &mut self.nodes[id as usize];
+        self.words.give(node.range(), dirty);
+        *node = Node::new(0, 0, 0);
+        self.spare.push(id); // there is room: `keep_numbers`
     }
 
     /// Replaces an entry of a node at `level`.
     fn replace(&mut self, id: u32, level: u32, i: usize, word: u64) {
         let node = &mut self.nodes[id as usize];
-        let old = node.get(i);
-        node.set(i, word);
+        let old = node.get(&self.words, i);
+        node.set(&mut self.words, i, word);
         let splits = |word| Record::from_word(word).map_or(0, |_| Self::splits_of(level));
         self.splits = self.splits + splits(word) - splits(old);
         node.used = node.used + u32::from(word != 0) - u32::from(old != 0);
@@ -568,14 +581,15 @@ impl<F: Format> Records<F> {
                 return Ok(new); // a record of this level will do
             }
             let i = Self::index(at, level);
-            let word = self.nodes[id as usize].get(i);
+            let word = self.nodes[id as usize].get(&self.words, i);
             let child = match Record::from_word(word) {
                 Some(record) => {
-                    let child = self.take(0, Self::entries(level + 1) - 1)?;
+                    // This node is no more to be reserved. Those for its entries are.
+                    let child = self.take(0, Self::entries(level + 1) - 1, self.splits - 1, false)?;
+                    self.splits -= 1;
                     self.fill(child, level + 1, record);
                     self.forget_run(at, level);
-                    self.nodes[id as usize].set(i, Self::link(child));
-                    self.splits -= 1; // this node: those for its entries are counted
+                    self.nodes[id as usize].set(&mut self.words, i, Self::link(child));
                     // The leaf may have to be split into a table.
                     self.mark(child, true);
                     self.nodes[child as usize].split = true;
@@ -586,7 +600,7 @@ impl<F: Format> Records<F> {
                 None if !make => return Ok(new),
                 None => {
                     let (i_below, j_below) = self.within(level + 1, (first, last), (entry_first, entry_last));
-                    let child = self.take(i_below, j_below)?;
+                    let child = self.take(i_below, j_below, self.splits, true)?;
                     self.replace(id, level, i, Self::link(child));
                     child
                 }
@@ -627,11 +641,11 @@ impl<F: Format> Records<F> {
     fn fill(&mut self, id: u32, level: u32, record: Record) {
         let node = &mut self.nodes[id as usize];
         let (mut word, step) = (record.word(), record.step() << Self::shift(level));
-        for entry in &mut node.words {
+        for entry in &mut self.words.all[node.range()] {
             *entry = word;
             word = word.wrapping_add(step); // only after the last one
         }
-        (node.used, node.slot, node.others) = (node.words.len() as u32, record.slot(), 0);
+        (node.used, node.slot, node.others) = (node.len, record.slot(), 0);
     }
 
     const fn link(child: u32) -> u64 {
@@ -677,11 +691,11 @@ impl<F: Format> Records<F> {
 
     /// The node of a page's chunk, if there is one, which the cursor finds from now on.
     #[inline(always)]
-    fn seek(&mut self, page: u64) -> Option<&mut Node<F>> {
+    fn seek(&mut self, page: u64) -> Option<(&mut Node<F>, &mut Words)> {
         if Self::chunk(page) != self.cursor.chunk {
             let mut path = [ROOT; MAX_LEVELS];
             for level in 0..Self::LAST {
-                let word = self.nodes[path[level as usize] as usize].get(Self::index(page, level));
+                let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
                 if word == 0 || Record::from_word(word).is_some() {
                     return None;
                 }
@@ -689,16 +703,16 @@ impl<F: Format> Records<F> {
             }
             self.cursor = Cursor { chunk: Self::chunk(page), path };
         }
-        Some(&mut self.nodes[self.cursor.path[Self::LAST as usize] as usize])
+        Some((&mut self.nodes[self.cursor.path[Self::LAST as usize] as usize], &mut self.words))
     }
 
     /// The entry of a page to which nothing is bound and whose chunk has a node with room for it: then binding it needs
     /// no plan.
     #[inline(always)]
     pub(crate) fn vacant(&mut self, page: u64) -> Option<Vacant<'_, F>> {
-        let node = self.seek(page)?;
-        let entry = node.position(Self::index(page, Self::LAST));
-        if *node.words.get(entry)? != 0 {
+        let (node, words) = self.seek(page)?;
+        let entry = words.all.get_mut(node.position(Self::index(page, Self::LAST)))?;
+        if *entry != 0 {
             return None;
         }
         Some(Vacant { node, entry })
@@ -707,12 +721,11 @@ impl<F: Format> Records<F> {
     /// Unbinds a page whose chunk has a node with more in it, which needs no plan, if `counted` agrees to its record.
     #[inline(always)]
     pub(crate) fn take_one_of_many(&mut self, page: u64, counted: impl FnOnce(Record) -> bool) -> Option<()> {
-        let node = self.seek(page)?;
+        let (node, words) = self.seek(page)?;
         if node.used <= 1 || node.run[1].load(Relaxed) != 0 {
             return None; // a full one: the nodes above may know something of it too
         }
-        let position = node.position(Self::index(page, Self::LAST));
-        let entry = node.words.get_mut(position)?;
+        let entry = words.all.get_mut(node.position(Self::index(page, Self::LAST)))?;
         let record = Record::from_word(*entry).filter(|&record| counted(record))?;
         *entry = 0;
         node.note_gone(record.slot(), 1);
@@ -723,9 +736,9 @@ impl<F: Format> Records<F> {
     /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound
     /// there. False where something is; nothing has changed then.
     pub(crate) fn put_each(&mut self, slots: &mut Slots, first: u64, new: &[Record]) -> bool {
-        let Some(node) = self.seek(first) else { return false };
+        let Some((node, words)) = self.seek(first) else { return false };
         let i = Self::index(first, Self::LAST);
-        let words = node.part(i, i + new.len() - 1);
+        let words = &mut words.all[node.positions(i, i + new.len() - 1)];
         if words.len() < new.len() || words.iter().fold(0, |any, word| any | word) != 0 {
             return false;
         }
@@ -752,12 +765,11 @@ impl<F: Format> Records<F> {
     pub(crate) fn take_alone(&mut self, page: u64) -> Option<Record> {
         let chunk = Self::chunk(page);
         let idle = self.idle == chunk || !self.is_idle(self.idle);
-        let node = self.seek(page)?;
+        let (node, words) = self.seek(page)?;
         if node.used == 1 && !idle || node.run[1].load(Relaxed) != 0 {
             return None;
         }
-        let position = node.position(Self::index(page, Self::LAST));
-        let entry = node.words.get_mut(position)?;
+        let entry = words.all.get_mut(node.position(Self::index(page, Self::LAST)))?;
         let record = Record::from_word(*entry)?;
         *entry = 0;
         node.note_gone(record.slot(), 1);
@@ -775,7 +787,7 @@ impl<F: Format> Records<F> {
         }
         let (page, mut id) = (Self::chunk_pages(chunk).0, ROOT);
         for level in 0..Self::LAST {
-            let word = self.nodes[id as usize].get(Self::index(page, level));
+            let word = self.nodes[id as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 return false;
             }
@@ -803,8 +815,8 @@ impl<F: Format> Records<F> {
             node.note(record.slot(), 1);
         }
         let i = Self::index(page, Self::LAST);
-        let had = Record::from_word(node.get(i));
-        node.set(i, record.map_or(0, Record::word));
+        let had = Record::from_word(node.get(&self.words, i));
+        node.set(&mut self.words, i, record.map_or(0, Record::word));
         node.used = node.used + u32::from(record.is_some()) - u32::from(had.is_some());
         if let Some(old) = had {
             node.note_gone(old.slot(), 1);
@@ -822,7 +834,7 @@ impl<F: Format> Records<F> {
             node.note(record.slot(), (j - i + 1) as u32);
         }
         let (slot, mut others) = (node.slot, node.others);
-        let words = node.part(i, j);
+        let words = &mut self.words.all[node.positions(i, j)];
         let had = Self::count_out(words, |gone, pages| {
             slots.unbound(gone, pages);
             if slot != gone && slot != MIXED {
@@ -899,7 +911,7 @@ impl<F: Format> Records<F> {
             let (entry_first, entry_last) = Self::entry(at, level);
             let end = entry_last.min(last);
             let whole = at == entry_first && end == entry_last;
-            let old = self.nodes[id as usize].get(i);
+            let old = self.nodes[id as usize].get(&self.words, i);
             let child = if Record::from_word(old).is_none() && old != 0 { Some(Self::child(old)) } else { None };
             match child {
                 // A later request of the batch counts on it.
@@ -930,9 +942,9 @@ impl<F: Format> Records<F> {
             let node = &self.nodes[id as usize];
             had = u64::from(node.used);
             if node.slot == MIXED {
-                Self::count_out(&node.words, |slot, pages| slots.unbound(slot, pages));
+                Self::count_out(&self.words.all[node.range()], |slot, pages| slots.unbound(slot, pages));
             } else {
-                debug_assert!(node.is_as_noted());
+                debug_assert!(node.is_as_noted(&self.words));
                 for (slot, pages) in [(node.slot, node.used - node.others), (node.other, node.others)] {
                     if pages > 0 {
                         slots.unbound(slot, pages.into());
@@ -940,8 +952,8 @@ impl<F: Format> Records<F> {
                 }
             }
         } else {
-            for n in 0..self.nodes[id as usize].words.len() {
-                let word = self.nodes[id as usize].words[n];
+            for n in self.nodes[id as usize].range() {
+                let word = self.words.all[n];
                 if let Some(record) = Record::from_word(word) {
                     self.splits -= Self::splits_of(level);
                     had += 1 << Self::shift(level);
@@ -951,16 +963,8 @@ impl<F: Format> Records<F> {
                 }
             }
         }
-        self.give_stale(id);
+        self.give(id, true);
         had
-    }
-
-    /// Puts a node with something in it among the spare ones.
-    fn give_stale(&mut self, id: u32) {
-        let node = &mut self.nodes[id as usize];
-        (node.stale, node.used, node.others) = (true, 0, 0);
-        *node.run[1].get_mut() = 0;
-        self.give(id);
     }
 
     /// Unbinds everything of a slot within `first..=last` and gives each maximal entry of it to `gone`, with the pages
@@ -993,7 +997,7 @@ impl<F: Format> Records<F> {
             if level == Self::LAST && (at == first || i.is_multiple_of(SOME)) {
                 // Most have none. A few instructions for several entries say so.
                 let to = (i | (SOME - 1)).min(Self::index(last, level));
-                if !self.nodes[id as usize].may_have(slot, i, to) {
+                if !self.nodes[id as usize].may_have(&self.words, slot, i, to) {
                     skip = to + 1;
                 }
             }
@@ -1003,7 +1007,7 @@ impl<F: Format> Records<F> {
             }
             let (entry_first, entry_last) = Self::entry(at, level);
             let end = entry_last.min(last);
-            let word = self.nodes[id as usize].get(i);
+            let word = self.nodes[id as usize].get(&self.words, i);
             if let Some(record) = Record::from_word(word) {
                 if record.slot() == slot {
                     let pages = entry_last - entry_first + 1;
@@ -1018,7 +1022,7 @@ impl<F: Format> Records<F> {
                 let child = Self::child(word);
                 self.take_slot_below(child, level + 1, slots, slot, at, end, gone);
                 if self.nodes[child as usize].used == 0 && self.nodes[child as usize].plan != self.plan {
-                    self.give(child);
+                    self.give(child, false);
                     self.replace(id, level, i, 0);
                     gone(Gone::Node { first: entry_first, last: entry_last, level: level + 1 });
                 }
@@ -1046,7 +1050,7 @@ impl<F: Format> Records<F> {
         let mut path = [ROOT; MAX_LEVELS];
         let mut level = 0;
         while level < Self::LAST {
-            let word = self.nodes[path[level as usize] as usize].get(Self::index(page, level));
+            let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 break;
             }
@@ -1062,12 +1066,12 @@ impl<F: Format> Records<F> {
                     break; // its table is there
                 }
                 emptied = Some((level, emptied.map_or(level, |(_, bottom)| bottom)));
-                self.give(id);
+                self.give(id, false);
                 0
             } else if (join == Join::All || join == Join::Split && node.split && node.plan == self.plan)
                 && let Some(record) = self.uniform(id, level, page)
             {
-                self.give_stale(id);
+                self.give(id, true);
                 record.word()
             } else {
                 break;
@@ -1077,7 +1081,7 @@ impl<F: Format> Records<F> {
                 self.splits += 1; // the node; its records are counted
             }
             let i = Self::index(page, level);
-            self.nodes[path[level as usize] as usize].set(i, new);
+            self.nodes[path[level as usize] as usize].set(&mut self.words, i, new);
             self.nodes[path[level as usize] as usize].used -= u32::from(new == 0);
         }
         emptied
@@ -1094,7 +1098,7 @@ impl<F: Format> Records<F> {
         for i in Self::index(first, level)..=Self::index(last, level) {
             let (entry_first, entry_last) = Self::entry(at, level);
             let end = entry_last.min(last);
-            let word = self.nodes[id as usize].get(i);
+            let word = self.nodes[id as usize].get(&self.words, i);
             if word != 0 && Record::from_word(word).is_none() {
                 let child = Self::child(word);
                 if level + 1 < Self::LAST {
@@ -1104,8 +1108,8 @@ impl<F: Format> Records<F> {
                     && end == entry_last
                     && let Some(record) = self.uniform(child, level + 1, entry_first)
                 {
-                    self.give_stale(child);
-                    self.nodes[id as usize].set(i, record.word());
+                    self.give(child, true);
+                    self.nodes[id as usize].set(&mut self.words, i, record.word());
                     self.splits += 1; // as above
                     joined(entry_first, entry_last);
                 }
@@ -1118,11 +1122,11 @@ impl<F: Format> Records<F> {
     fn uniform(&self, id: u32, level: u32, page: u64) -> Option<Record> {
         let node = &self.nodes[id as usize];
         let full = node.used as usize == Self::entries(level);
-        let record = Record::from_word(*node.words.first()?).filter(|_| full)?;
+        let record = Record::from_word(self.words.all[node.at]).filter(|_| full)?;
         let step = record.step() << Self::shift(level);
         let (first, last) = Self::entry(page, level - 1);
         let mut word = record.word();
-        for &entry in &node.words {
+        for &entry in &self.words.all[node.range()] {
             if entry != word {
                 return None;
             }
@@ -1138,7 +1142,8 @@ impl<F: Format> Records<F> {
             let mut id = ROOT;
             for level in 0..F::LEVELS {
                 let i = Self::index(page, level);
-                let Some((used, word)) = self.nodes[id as usize].next_used(i, Self::entries(level) - 1) else {
+                let Some((used, word)) = self.nodes[id as usize].next_used(&self.words, i, Self::entries(level) - 1)
+                else {
                     if level == 0 {
                         return None;
                     }
@@ -1173,7 +1178,7 @@ impl<F: Format> Records<F> {
         }
         let (mut first, last) = Self::entry(page, level - 1);
         let mut found: Option<(Record, Record)> = None;
-        for &word in &node.words {
+        for &word in &self.words.all[node.range()] {
             let record = match Record::from_word(word) {
                 Some(record) => record,
                 None => match self.run(Self::child(word), level + 1, first) {
@@ -1211,7 +1216,7 @@ impl<F: Format> Records<F> {
         let mut id = ROOT;
         for above in 0..=level {
             *self.nodes[id as usize].run[1].get_mut() = 0;
-            let word = self.nodes[id as usize].get(Self::index(page, above));
+            let word = self.nodes[id as usize].get(&self.words, Self::index(page, above));
             if word == 0 || Record::from_word(word).is_some() {
                 break;
             }
@@ -1223,7 +1228,7 @@ impl<F: Format> Records<F> {
     pub(crate) fn run_around(&self, page: u64) -> Option<(u64, u64, Record)> {
         let mut path = [ROOT; MAX_LEVELS];
         for level in 0..F::LEVELS {
-            let word = self.nodes[path[level as usize] as usize].get(Self::index(page, level));
+            let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
             if let Some(record) = Record::from_word(word) {
                 let (entry_first, entry_last) = Self::entry(page, level);
                 let mut first = (entry_first, record);
@@ -1256,7 +1261,7 @@ impl<F: Format> Records<F> {
         let node = &self.nodes[id as usize];
         let pages = 1 << Self::shift(level);
         for i in (0..from).rev() {
-            let word = node.get(i);
+            let word = node.get(&self.words, i);
             if word == 0 || self.fences.contains(&start.0) {
                 return false;
             }
@@ -1278,7 +1283,7 @@ impl<F: Format> Records<F> {
         let node = &self.nodes[id as usize];
         let pages = 1 << Self::shift(level);
         for i in from..Self::entries(level) {
-            let word = node.get(i);
+            let word = node.get(&self.words, i);
             if word == 0 || self.fences.contains(&(end.0 + 1)) {
                 return false;
             }
@@ -1299,8 +1304,7 @@ impl<F: Format> Records<F> {
 /// An entry to which nothing is bound.
 pub(crate) struct Vacant<'a, F> {
     node: &'a mut Node<F>,
-    /// Its position.
-    entry: usize,
+    entry: &'a mut u64,
 }
 
 impl<F: Format> Vacant<'_, F> {
@@ -1314,7 +1318,7 @@ impl<F: Format> Vacant<'_, F> {
     #[inline(always)]
     pub(crate) fn put(self, record: Record) {
         self.node.note(record.slot(), 1);
-        self.node.words[self.entry] = record.word();
+        *self.entry = record.word();
         self.node.used += 1;
     }
 }
@@ -1326,11 +1330,4 @@ pub(crate) enum Gone {
     Pages(u64, u64),
     /// First and last page of what an empty node at `level` covered.
     Node { first: u64, last: u64, level: u32 },
-}
-
-fn zeroed(words: usize) -> Result<Box<[u64]>, Full> {
-    let mut v = Vec::new();
-    v.try_reserve_exact(words)?;
-    v.resize(words, 0);
-    Ok(v.into_boxed_slice())
 }

@@ -43,11 +43,10 @@ pub(crate) struct Batch {
     reserved: bool,
     /// True when it binds something.
     binds: bool,
-    /// Tables for chunks that are bound as a whole, and for splitting them.
+    /// Tables for chunks that are bound as a whole, and for splitting them. It takes as many nodes to split their
+    /// records.
     tables: usize,
-    /// Chunks that are bound as a whole, at most.
-    chunks: u64,
-    /// Tables that are there and may be detached.
+    /// Tables that are there and may be detached, where threads share them.
     detached: usize,
     /// First and last page of all that the batch binds.
     bound: Option<(u64, u64)>,
@@ -55,7 +54,7 @@ pub(crate) struct Batch {
 
 impl Batch {
     const fn new(reserved: bool) -> Self {
-        Self { reserved, binds: false, tables: 0, chunks: 0, detached: 0, bound: None }
+        Self { reserved, binds: false, tables: 0, detached: 0, bound: None }
     }
 }
 
@@ -472,7 +471,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Ok(());
         }
         self.records.will_unlink();
-        batch.detached += self.tables_of(slot);
+        if T::SHARED {
+            batch.detached += self.tables_of(slot);
+        }
         self.add_step(Step::UnbindBo { slot, reserved: batch.reserved })
     }
 
@@ -562,7 +563,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn add_chunks(&mut self, first: u64, last: u64, batch: &mut Batch) -> Result<(), Error> {
         let tables = PageTable::<F, DeviceVa, CardAddr, T>::max_tables_for(Self::span(first, last));
         batch.tables = batch.tables.saturating_add(tables);
-        batch.chunks += Records::<F>::chunk(last) - Records::<F>::chunk(first) + 1;
         if self.records.will_bind_chunks() {
             for i in 0..self.scratch.touched.len() {
                 self.records.widen(self.scratch.touched[i]).map_err(|Full| self.no_memory())?;
@@ -637,7 +637,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         if Records::<F>::covers_a_chunk(first, last) {
             self.records.will_unlink();
-            batch.detached += self.table.tables_within(Self::span(first, last));
+            if T::SHARED {
+                batch.detached += self.table.tables_within(Self::span(first, last));
+            }
         }
         Ok(())
     }
@@ -676,23 +678,26 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 return Err(Error::NoTables { tables, vm: self.range });
             }
         }
-        // The nodes that an unbind may need are made by binds; an unbind makes up for what it takes if it can.
-        if self.records.keep_nodes(batch.chunks).is_err() && batch.binds {
-            return Err(self.no_memory());
+        if batch.binds {
+            self.records.keep_nodes(batch.tables as u64).map_err(|Full| self.no_memory())?;
         }
+        let made = if batch.binds { tables } else { 0 };
+        self.reserve_lists(made, batch.detached).map_err(|Full| self.no_memory())
+    }
+
+    /// Reserves room for what a commit of a bind that makes at most so many tables may have to say, and an unbind of
+    /// one span after it.
+    #[inline]
+    fn reserve_lists(&mut self, tables: usize, shared: usize) -> Result<(), Full> {
+        // Tables that threads share stay when they are emptied, with no node: those are counted.
+        let detached = if T::SHARED { shared } else { self.records.most_tables() };
         let Scratch { steps, touched, lists, room_for_lists, .. } = &mut self.scratch;
-        // At least as much as an unbind of one span needs, so that it finds that later.
-        let spans = (steps.len() + touched.len()).max(3);
-        // Chunks that were touched may turn out empty. The batch may detach any table that it makes.
-        let cut = if batch.binds { tables } else { self.records.missing_tables() };
-        let detached = batch.detached.saturating_add(cut) + touched.len() * F::LEVELS as usize;
-        let detached = detached.max(4 * F::LEVELS as usize);
-        let room = lists.spans.try_reserve(spans).is_ok() && lists.tables.try_reserve(detached).is_ok();
-        let room = room && (!batch.binds || touched.try_reserve(2).is_ok());
-        if !room || room_for_lists.try_reserve(1).is_err() {
-            return Err(self.no_memory());
-        }
-        Ok(())
+        lists.spans.try_reserve((steps.len() + touched.len()).max(3))?;
+        lists.tables.try_reserve(detached.saturating_add(tables))?;
+        // A span has two ends.
+        touched.try_reserve(2usize.saturating_sub(touched.len()))?;
+        steps.try_reserve(1usize.saturating_sub(steps.len()))?;
+        Ok(room_for_lists.try_reserve(1)?)
     }
 
     #[cold]
@@ -844,11 +849,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.records.bytes() + self.slots.bytes()
     }
 
-    /// Gives back memory that bookkeeping keeps for later binds.
+    /// Gives back memory that bookkeeping keeps for later binds, not that for unbinds.
     pub fn trim(&mut self) {
         self.forget_leaked();
-        self.records.trim();
-        self.scratch = Scratch::new();
+        let _ = self.records.trim(); // it needs some itself: else all stays as it is
+        let old = core::mem::replace(&mut self.scratch, Scratch::new());
+        if self.reserve_lists(0, 0).is_err() {
+            self.scratch = old;
+        }
     }
 
     /// The leaf that translates `va`, or `None` where nothing is bound.

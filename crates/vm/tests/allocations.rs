@@ -191,3 +191,100 @@ fn split_without_memory<F: Format>() {
 fn unbinding_a_part_of_a_large_binding_needs_no_memory() {
     FormatId::ALL.iter().for_each(|format| with_format!(*format, F => split_without_memory::<F>()));
 }
+
+/// Unbinds at random, each without any memory: one page, some pages or a buffer. Binds in between have memory.
+fn unbind_at_random<F: Format>() {
+    let (granule, chunk) = (F::GRANULE.bytes(), 1u64 << F::INDEX_BITS);
+    // Where a model of that is small enough, there are records of tables of tables.
+    let pages = if chunk <= 512 { chunk * chunk + 4 * chunk } else { 4 * chunk };
+    let pages = pages.min(1 << (F::INPUT_BITS - u32::from(F::GRANULE.log2())));
+    let span = |page: u64, pages: u64| Span::new(DeviceVa::new(page * granule), pages * granule).unwrap();
+    let mut random = Random(0xcafe);
+    let bos: Vec<_> = (0..6)
+        .map(|id| {
+            let (len, gap) = if id < 3 { (pages, 0) } else { (2 * chunk, 1) };
+            let mut sg = SgTable::new();
+            for i in 0..if gap == 0 { 1 } else { len } {
+                let run = if gap == 0 { len } else { 1 };
+                sg.push(CardAddr::new((i * (run + gap) + id * 4 * chunk) * granule), run * granule).unwrap();
+            }
+            Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap()))
+        })
+        .collect();
+    let mut vm = Vm::<F, _>::new(span(0, pages), HeapTables::new(CardAddr::new(0))).unwrap();
+    let mut model: Vec<Option<(u64, u64)>> = vec![None; pages as usize];
+    let without_memory = |vm: &mut Vm<F, HeapTables<CardAddr>>, request: BindRequest| {
+        with_allocations(0, || {
+            let done = match request {
+                BindRequest::Unbind(span) => vm.unbind(span),
+                request => vm.plan([request]).map(|plan| plan.commit()).map_err(|e| e.error),
+            };
+            LEFT.set(if done.is_ok() { 0 } else { u64::MAX }); // a panic needs memory for its message
+            vm.invalidated(done.unwrap_or_else(|e| panic!("{}: {e}", F::NAME)));
+        });
+    };
+    let check = |vm: &Vm<F, HeapTables<CardAddr>>, model: &[Option<(u64, u64)>]| {
+        let mut at = 0;
+        for b in vm.bindings() {
+            let (first, len) = (b.span.first().bits() / granule, b.span.len() / granule);
+            assert!(model[at as usize..first as usize].iter().all(Option::is_none), "{}: {:?}", F::NAME, b.span);
+            let (id, page) = (b.bo().unwrap().id(), b.offset() / granule);
+            let as_bound = (page..).zip(&model[first as usize..][..len as usize]).all(|(n, p)| *p == Some((id, n)));
+            assert!(as_bound, "{}: {:?}", F::NAME, b.span);
+            let va = |page: u64| DeviceVa::new(page * granule);
+            for n in [0, len / 2, len - 1] {
+                let to = b.bo().unwrap().sg().segment_at((page + n) * granule).unwrap().addr;
+                let found = vm.lookup(va(first + n)).and_then(|leaf| leaf.translate(va(first + n)));
+                assert_eq!(found, Some(to), "{}", F::NAME);
+            }
+            at = first + len;
+        }
+        assert!(model[at as usize..].iter().all(Option::is_none));
+        let mapped: u64 = vm.runs(vm.range()).map(|run| run.len / granule).sum();
+        assert_eq!(mapped, model.iter().flatten().count() as u64, "{}", F::NAME);
+    };
+    for round in 0..4 {
+        for _ in 0..1 + random.below(4) {
+            let bo = &bos[random.below(6) as usize];
+            let most = pages.min(bo.len() / granule);
+            let len = if random.below(2) == 0 { most } else { 1 + random.below(most) };
+            let at = random.below(pages - len + 1);
+            let at = if random.below(2) == 0 { at / chunk * chunk } else { at };
+            let from = random.below(most - len + 1);
+            let done = vm.bind(span(at, 1).first(), bo, from * granule, len * granule, Access::RW).unwrap();
+            vm.invalidated(done);
+            (from..from + len).zip(&mut model[at as usize..]).for_each(|(n, page)| *page = Some((bo.id(), n)));
+        }
+        if round % 2 == 1 {
+            vm.trim(); // which leaves what unbinds need
+        }
+        for _ in 0..8 {
+            if random.below(8) == 0 {
+                let bo = &bos[random.below(6) as usize];
+                without_memory(&mut vm, BindRequest::UnbindBo(bo.clone()));
+                model.iter_mut().for_each(|page| *page = page.filter(|(id, _)| *id != bo.id()));
+                continue;
+            }
+            let first = random.below(pages);
+            let most = [1, chunk, pages][random.below(3) as usize].min(pages - first);
+            let len = 1 + random.below(most);
+            without_memory(&mut vm, BindRequest::Unbind(span(first, len)));
+            model[first as usize..(first + len) as usize].fill(None);
+        }
+        if round % 2 == 0 {
+            // A page of each table: everything is split.
+            for page in (0..pages).step_by(chunk as usize).map(|page| page + random.below(chunk)) {
+                without_memory(&mut vm, BindRequest::Unbind(span(page, 1)));
+                model[page as usize] = None;
+            }
+        }
+        check(&vm, &model);
+    }
+    without_memory(&mut vm, BindRequest::Unbind(span(0, pages)));
+    assert_eq!((vm.bindings().count(), vm.page_table().tables().in_use()), (0, 1), "{}", F::NAME);
+}
+
+#[test]
+fn every_unbind_works_without_memory() {
+    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => unbind_at_random::<F>()));
+}
