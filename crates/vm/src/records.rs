@@ -12,6 +12,9 @@
 //! A plan makes the nodes that its requests will need ([`touch`](Records::touch)), which changes nothing that is bound;
 //! its commit only stores. Nodes that were touched stay until the batch is over, whatever its requests do to them, and
 //! are taken away or joined to a record afterwards ([`settle`](Records::settle)).
+//!
+//! Unbinding a part of a record takes nodes. The bind that makes the record reserves them
+//! ([`keep_nodes`](Records::keep_nodes)), at most 8 bytes for each of its pages, of which none are written until then.
 
 use alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -41,6 +44,9 @@ struct Node<F> {
     run: [AtomicU32; 2],
     /// Words that it has.
     len: u32,
+    /// The first entry with memory and the number of all that have, if these are all in a row; else 0.
+    first: u32,
+    in_a_row: u32,
     /// Entries that are not empty.
     used: u32,
     /// Number of requests of that plan that may have unlinked tables and came before the last touch.
@@ -71,14 +77,16 @@ impl<F: Format> Node<F> {
         ALL >> (63 - (last - first)) << first
     }
 
-    /// A node that nothing is in.
+    /// A node that nothing is in, with memory for these groups.
     fn new(at: usize, len: usize, groups: u64) -> Self {
-        Self {
+        let mut node = Self {
             at,
             groups,
             plan: 0,
             run: [const { AtomicU32::new(0) }; 2],
-            len: len as u32, // a table has fewer entries
+            len: 0,
+            first: 0,
+            in_a_row: 0,
             used: 0,
             after: 0,
             slot: MIXED,
@@ -86,7 +94,17 @@ impl<F: Format> Node<F> {
             others: 0,
             split: false,
             format: PhantomData,
-        }
+        };
+        node.move_to(at, len, groups);
+        node
+    }
+
+    /// Notes where its words are now.
+    fn move_to(&mut self, at: usize, len: usize, groups: u64) {
+        let (first, count) = (groups.trailing_zeros(), groups.count_ones());
+        let in_a_row = count > 0 && (groups >> first).trailing_ones() == count;
+        (self.at, self.len, self.groups) = (at, len as u32, groups); // a table has fewer entries
+        (self.first, self.in_a_row) = if in_a_row { (first << Self::GROUP, self.len) } else { (0, 0) };
     }
 
     /// Where all of its words are.
@@ -95,10 +113,17 @@ impl<F: Format> Node<F> {
         self.at..self.at + self.len as usize
     }
 
+    /// Where the word of an entry is, if it has one and all others that have follow each other.
+    #[inline(always)]
+    fn in_a_row(&self, i: usize) -> Option<usize> {
+        let k = i.wrapping_sub(self.first as usize);
+        if k < self.in_a_row as usize { Some(self.at + k) } else { None }
+    }
+
     /// Where the word of an entry is; beyond all words when the entry has no memory.
     #[inline(always)]
     fn position(&self, i: usize) -> usize {
-        if self.groups == ALL { self.at + i } else { self.at.saturating_add(self.position_in_group(i)) }
+        self.in_a_row(i).unwrap_or_else(|| self.at.saturating_add(self.position_in_group(i)))
     }
 
     #[inline]
@@ -113,8 +138,8 @@ impl<F: Format> Node<F> {
     /// Where the words of those of the entries `i` to `j` are that have memory.
     #[inline]
     fn positions(&self, i: usize, j: usize) -> Range<usize> {
-        if self.groups == ALL {
-            return self.at + i..self.at + j + 1;
+        if let (Some(i), Some(j)) = (self.in_a_row(i), self.in_a_row(j)) {
+            return i..j + 1;
         }
         let end = |i: usize| match self.position_in_group(i) {
             // Behind the groups in front of it.
@@ -128,8 +153,8 @@ impl<F: Format> Node<F> {
     /// The entry whose word is at a position.
     fn index_at(&self, position: usize) -> usize {
         let position = position - self.at;
-        if self.groups == ALL {
-            return position;
+        if self.in_a_row > 0 {
+            return position + self.first as usize;
         }
         let mut groups = self.groups;
         for _ in 0..position >> Self::GROUP {
@@ -163,7 +188,8 @@ impl<F: Format> Node<F> {
     /// True when entries `i` to `j` have memory.
     #[inline(always)]
     fn covers(&self, i: usize, j: usize) -> bool {
-        self.groups == ALL || Self::groups_of(i, j) & !self.groups == 0
+        let in_a_row = self.in_a_row(i).is_some() && self.in_a_row(j).is_some();
+        in_a_row || Self::groups_of(i, j) & !self.groups == 0
     }
 
     /// True when some entries `i` to `j` are records of a slot, or not records: what they are takes longer to find out.
@@ -172,33 +198,38 @@ impl<F: Format> Node<F> {
         words.all[self.positions(i, j)].iter().fold(false, |any, word| any | of_slot(word))
     }
 
+    /// True when there are records of a slot, and that is noted.
+    #[inline]
+    fn has(&self, slot: u32) -> bool {
+        self.slot == slot && self.used > self.others || self.other == slot && self.others > 0
+    }
+
     /// Notes that records of a slot come in; call it before they are counted.
     #[inline(always)]
     fn note(&mut self, slot: u32, records: u32) {
-        if self.slot != slot {
-            self.note_other(slot, records);
+        // No branch asks which of two buffers it is: nobody can predict that.
+        let other = self.other == slot;
+        self.others += records * u32::from(other);
+        if !(other | (self.slot == slot)) {
+            self.note_new(slot, records);
         }
     }
 
-    #[inline]
-    fn note_other(&mut self, slot: u32, records: u32) {
-        if self.used == 0 {
-            (self.slot, self.others) = (slot, 0);
-        } else if self.slot != MIXED {
-            match self.others {
-                0 => (self.other, self.others) = (slot, records),
-                _ if self.other == slot => self.others += records,
-                _ => self.slot = MIXED,
-            }
+    #[inline(never)]
+    fn note_new(&mut self, slot: u32, records: u32) {
+        if self.used == self.others {
+            self.slot = slot; // all that are there, if any, are others
+        } else if self.slot != MIXED && self.others == 0 {
+            (self.other, self.others) = (slot, records);
+        } else {
+            (self.slot, self.other, self.others) = (MIXED, MIXED, 0);
         }
     }
 
     /// Notes that records of a slot go.
     #[inline(always)]
     fn note_gone(&mut self, slot: u32, records: u32) {
-        if self.slot != slot && self.slot != MIXED {
-            self.others -= records;
-        }
+        self.others -= records * u32::from(self.other == slot);
     }
 
     /// Whether all is as `slot`, `others` and `used` say.
@@ -249,8 +280,6 @@ pub(crate) struct Records<F> {
     /// binds one there again need not make them each time.
     idle: u64,
     cursor: Cursor,
-    /// The chunk that the plan touched last, if all of its nodes are as that left them.
-    touched: u64,
     plan: u64,
     /// Requests of the plan so far that may unlink tables.
     unlinking: u32,
@@ -318,7 +347,6 @@ impl<F: Format> Records<F> {
             splits: 0,
             idle: NO_CHUNK,
             cursor: Cursor { chunk: NO_CHUNK, path: [ROOT; MAX_LEVELS] },
-            touched: NO_CHUNK,
             plan: 0,
             unlinking: 0,
             wide: false,
@@ -354,7 +382,7 @@ impl<F: Format> Records<F> {
         let len = |node: &Node<F>| node.len as usize;
         let (root, below) = (len(&self.nodes[0]), &mut self.nodes[1..]);
         let mut words = Words::new(root, Node::<F>::GROUP, F::INDEX_BITS)?;
-        words.all.try_reserve_exact(below.iter().map(|node| len(node)).sum())?;
+        words.all.try_reserve_exact(below.iter().map(len).sum())?;
         for node in below.iter().filter(|node| node.len > 0) {
             words.take(Words::class(node.len >> Node::<F>::GROUP), 0, true)?; // one behind the other
         }
@@ -448,12 +476,13 @@ impl<F: Format> Records<F> {
     fn add_groups(&mut self, id: u32, i: usize, j: usize) -> Result<(), Full> {
         let node = &mut self.nodes[id as usize];
         let (old, need) = (node.groups, Node::<F>::groups_of(i, j));
-        // Where groups in use go on, they double, and from half of all on there are all.
+        // Where groups in use go on, there are four times as many, and from half of all on there are all.
         let (low, high) = (need.trailing_zeros(), 64 - need.leading_zeros());
         let below = if low > 0 { (old << (64 - low)).leading_ones() } else { 0 };
         let above = if high < 64 { (old >> high).trailing_ones() } else { 0 };
         let mask = |from: u32, count: u32| if count == 0 { 0 } else { ALL >> (64 - count) << from };
-        let more = mask(high, below.min(64 - high)) | mask(low - above.min(low), above.min(low));
+        let (below, above) = ((3 * below).min(64 - high), (3 * above).min(low));
+        let more = mask(high, below) | mask(low - above, above);
         let new = (old | need | more) & Self::GROUPS;
         let all = 2 * new.count_ones() > Self::GROUPS.count_ones();
         let groups = if all { Self::GROUPS } else { new };
@@ -472,7 +501,7 @@ impl<F: Format> Records<F> {
             left ^= bit;
         }
         self.words.give(from, true);
-        (node.at, node.len, node.groups) = (to, (next - to) as u32, if groups == Self::GROUPS { ALL } else { groups });
+        node.move_to(to, next - to, if groups == Self::GROUPS { ALL } else { groups });
         Ok(())
     }
 
@@ -493,7 +522,7 @@ impl<F: Format> Records<F> {
 
     /// Takes a node away. If it is not empty, it is `dirty`.
     fn give(&mut self, id: u32, dirty: bool) {
-        (self.cursor.chunk, self.touched) = (NO_CHUNK, NO_CHUNK);
+        self.cursor.chunk = NO_CHUNK;
         let node = &mut self.nodes[id as usize];
         self.words.give(node.range(), dirty);
         *node = Node::new(0, 0, 0);
@@ -516,7 +545,6 @@ impl<F: Format> Records<F> {
         self.plan += 1;
         self.unlinking = 0;
         self.wide = false;
-        self.touched = NO_CHUNK;
         self.tables = 0;
     }
 
@@ -534,7 +562,6 @@ impl<F: Format> Records<F> {
     /// Says that a request of the plan may unlink tables: one that contains a whole chunk.
     pub(crate) fn will_unlink(&mut self) {
         self.unlinking = self.unlinking.saturating_add(1);
-        self.touched = NO_CHUNK;
     }
 
     /// Says that a request of the plan binds a whole chunk. True for the first one: then
@@ -547,15 +574,16 @@ impl<F: Format> Records<F> {
     /// bound, and `make` is false, none is needed. True when the plan has not touched one of them before.
     #[inline(always)]
     pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<bool, Full> {
-        let chunk = Self::chunk(at);
-        if chunk == self.touched && chunk == self.cursor.chunk {
-            let whole = Self::chunk_pages(chunk);
-            let (first, last) = (first.max(whole.0), last.min(whole.1));
-            let node = &self.nodes[self.cursor.path[Self::LAST as usize] as usize];
-            let covered = node.covers(Self::index(first, Self::LAST), Self::index(last, Self::LAST));
-            if (first > whole.0 || last < whole.1) && (covered || !make) {
-                return Ok(false);
-            }
+        let (plan, unlinking) = (self.plan, self.unlinking);
+        let (whole_first, whole_last) = Self::chunk_pages(Self::chunk(at));
+        let (first_here, last_here) = (first.max(whole_first), last.min(whole_last));
+        // A node that the plan has touched, and those above it with it, will do for a part of its pages.
+        if (first_here > whole_first || last_here < whole_last)
+            && let Some((node, _)) = self.seek(at)
+            && (node.plan, node.after) == (plan, unlinking)
+            && (!make || node.covers(Self::index(first_here, Self::LAST), Self::index(last_here, Self::LAST)))
+        {
+            return Ok(false);
         }
         self.touch_path(at, first, last, make)
     }
@@ -610,7 +638,6 @@ impl<F: Format> Records<F> {
             (node_first, node_last) = (entry_first, entry_last);
         }
         self.cursor = Cursor { chunk: Self::chunk(at), path };
-        self.touched = self.cursor.chunk;
         Ok(new)
     }
 
@@ -640,11 +667,7 @@ impl<F: Format> Records<F> {
     /// Makes a record of all pages of an empty node, which has memory for all entries.
     fn fill(&mut self, id: u32, level: u32, record: Record) {
         let node = &mut self.nodes[id as usize];
-        let (mut word, step) = (record.word(), record.step() << Self::shift(level));
-        for entry in &mut self.words.all[node.range()] {
-            *entry = word;
-            word = word.wrapping_add(step); // only after the last one
-        }
+        write_run(&mut self.words.all[node.range()], record.word(), record.step() << Self::shift(level));
         (node.used, node.slot, node.others) = (node.len, record.slot(), 0);
     }
 
@@ -692,18 +715,24 @@ impl<F: Format> Records<F> {
     /// The node of a page's chunk, if there is one, which the cursor finds from now on.
     #[inline(always)]
     fn seek(&mut self, page: u64) -> Option<(&mut Node<F>, &mut Words)> {
-        if Self::chunk(page) != self.cursor.chunk {
-            let mut path = [ROOT; MAX_LEVELS];
-            for level in 0..Self::LAST {
-                let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
-                if word == 0 || Record::from_word(word).is_some() {
-                    return None;
-                }
-                path[level as usize + 1] = Self::child(word);
-            }
-            self.cursor = Cursor { chunk: Self::chunk(page), path };
+        if Self::chunk(page) != self.cursor.chunk && !self.seek_path(page) {
+            return None;
         }
         Some((&mut self.nodes[self.cursor.path[Self::LAST as usize] as usize], &mut self.words))
+    }
+
+    #[inline(never)]
+    fn seek_path(&mut self, page: u64) -> bool {
+        let mut path = [ROOT; MAX_LEVELS];
+        for level in 0..Self::LAST {
+            let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
+            if word == 0 || Record::from_word(word).is_some() {
+                return false;
+            }
+            path[level as usize + 1] = Self::child(word);
+        }
+        self.cursor = Cursor { chunk: Self::chunk(page), path };
+        true
     }
 
     /// The entry of a page to which nothing is bound and whose chunk has a node with room for it: then binding it needs
@@ -833,25 +862,20 @@ impl<F: Format> Records<F> {
         if let Some(record) = record {
             node.note(record.slot(), (j - i + 1) as u32);
         }
-        let (slot, mut others) = (node.slot, node.others);
         let words = &mut self.words.all[node.positions(i, j)];
         let had = Self::count_out(words, |gone, pages| {
             slots.unbound(gone, pages);
-            if slot != gone && slot != MIXED {
-                others -= pages as u32;
-            }
+            node.note_gone(gone, pages as u32);
         });
         let mut put = 0;
         match record {
             None => words.fill(0),
             Some(record) => {
-                let step = record.step();
                 put = words.len() as u32;
                 assert!(words.len() == j - i + 1, "a plan makes room for what its commit changes");
-                words.iter_mut().zip(0..).for_each(|(entry, n)| *entry = record.word().wrapping_add(n * step));
+                write_run(words, record.word(), record.step());
             }
         }
-        node.others = others;
         node.used = node.used + put - had as u32;
         had
     }
@@ -1125,8 +1149,12 @@ impl<F: Format> Records<F> {
         let record = Record::from_word(self.words.all[node.at]).filter(|_| full)?;
         let step = record.step() << Self::shift(level);
         let (first, last) = Self::entry(page, level - 1);
-        let mut word = record.word();
-        for &entry in &self.words.all[node.range()] {
+        let (words, mut word) = (&self.words.all[node.range()], record.word());
+        // Most that are not one record do not end as they would.
+        if words.last() != Some(&word.wrapping_add(step * (words.len() as u64 - 1))) {
+            return None;
+        }
+        for &entry in words {
             if entry != word {
                 return None;
             }
@@ -1311,7 +1339,7 @@ impl<F: Format> Vacant<'_, F> {
     /// True when other pages of the chunk are bound to the slot, and that is noted.
     #[inline(always)]
     pub(crate) fn has(&self, slot: u32) -> bool {
-        self.node.used > 0 && (self.node.slot == slot || self.node.others > 0 && self.node.other == slot)
+        self.node.has(slot)
     }
 
     /// Binds the page.
@@ -1330,4 +1358,12 @@ pub(crate) enum Gone {
     Pages(u64, u64),
     /// First and last page of what an empty node at `level` covered.
     Node { first: u64, last: u64, level: u32 },
+}
+
+/// Writes words that count up.
+fn write_run(words: &mut [u64], mut word: u64, step: u64) {
+    for entry in words {
+        *entry = word;
+        word = word.wrapping_add(step); // only after the last one
+    }
 }

@@ -151,7 +151,7 @@ impl Slots {
     #[inline(always)]
     pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, page: u64, noted: impl FnOnce(u32) -> bool) -> Option<u32> {
         let number = self.first_of(bo);
-        let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable && slot.repeat_mask == 0)?;
+        let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable & (slot.repeat_mask == 0))?;
         let known = slot.goes_on(page) || !slot.exact && noted(number);
         if !known && !slot.adds(Place { first: page, end: page + 1 }, self.chunk) {
             return None;

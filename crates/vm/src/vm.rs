@@ -180,6 +180,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Unbinds a span, now: a batch of one [`BindRequest::Unbind`].
     ///
+    /// This and a plan of one [`BindRequest::UnbindBo`] ask for no memory and no table: binds have reserved what they
+    /// may need. That holds while every [`Committed`] comes back before the next call
+    /// ([`invalidated`](Self::invalidated)), and no other handle takes tables from the same memory.
+    ///
     /// # Errors
     /// As of [`plan`](Self::plan). The VM is then as it was.
     #[inline(always)] // small: what is large is behind a call
@@ -844,12 +848,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.slots.all_pages(slot) << F::GRANULE.log2()
     }
 
-    /// Bytes of memory that bookkeeping takes, tables apart.
+    /// Bytes of memory that bookkeeping takes, tables apart; what is reserved for unbinds and was never written is not
+    /// counted.
     pub fn bookkeeping_bytes(&self) -> usize {
         self.records.bytes() + self.slots.bytes()
     }
 
-    /// Gives back memory that bookkeeping keeps for later binds, not that for unbinds.
+    /// Gives back memory that bookkeeping keeps for later binds, but not what is reserved for unbinds.
     pub fn trim(&mut self) {
         self.forget_leaked();
         let _ = self.records.trim(); // it needs some itself: else all stays as it is

@@ -200,6 +200,34 @@ fn pages_at_both_ends_of_a_table_take_little_memory() {
     assert_eq!((rows(&vm), Arc::strong_count(&bo)), (Vec::new(), 1));
 }
 
+/// A buffer is unbound as a whole also where another one, which had its number before, was bound and is no more.
+#[test]
+fn a_buffer_that_takes_the_place_of_another_one() {
+    let (mut vm, at) = (vm(1), 4 * TABLE);
+    let one = |vm: &mut TestVm, page: u64, bo: &Arc<Bo>| {
+        let done = vm.bind(DeviceVa::new(page * PAGE), bo, 0, PAGE, RW).unwrap();
+        vm.invalidated(done);
+    };
+    let unbind = |vm: &mut TestVm, bo: Arc<Bo>| {
+        let done = vm.plan([BindRequest::UnbindBo(bo)]).unwrap().commit();
+        vm.invalidated(done);
+    };
+    let bos: Vec<_> = (1..5).map(|id| Arc::new(bo(id, 1))).collect();
+    for (first, others) in [(&bos[0], &bos[1..2]), (&bos[0], &bos[1..3]), (&bos[1], &bos[..1])] {
+        one(&mut vm, at, first);
+        others.iter().zip(at + 1..).for_each(|(bo, page)| one(&mut vm, page, bo));
+        let kept = rows(&vm).len() - 1;
+        unbind(&mut vm, first.clone());
+        // In many places, so that not each of them is noted; at last where the other one was.
+        (0..100).for_each(|n| one(&mut vm, (10 + n) * TABLE, &bos[3]));
+        one(&mut vm, at + 9, &bos[3]);
+        unbind(&mut vm, bos[3].clone());
+        assert_eq!((rows(&vm).len(), Arc::strong_count(&bos[3])), (kept, 1));
+        bos.iter().for_each(|bo| unbind(&mut vm, bo.clone()));
+        assert_eq!(rows(&vm), []);
+    }
+}
+
 /// A page that is bound and unbound where nothing else is does not make and free a table each time, and what is bound
 /// there next can have a large leaf all the same.
 #[test]
