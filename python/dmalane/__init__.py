@@ -18,6 +18,7 @@ from ._native import save_file as _save_file
 from .errors import *  # noqa: F403
 
 Progress = Callable[[int, int], object]
+Manifest = "str | os.PathLike[str] | Mapping[str, Any]"
 Paths = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _last = threading.local()
@@ -93,6 +94,7 @@ def load_file(
     align: int | None = None,
     memory_limit: int | str | None = None,
     direct: bool | None = None,
+    verify: Manifest | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Loads all tensors of files. Each owns its memory, together with the others of its file.
@@ -103,15 +105,17 @@ def load_file(
     align: each tensor starts at a multiple of this power of two, at most 4096, and shares no such unit with another.
     memory_limit: refuse to allocate more than this (4096, "4GiB").
     direct: past the page cache (True) or through it (False); by default what is cached decides.
+    verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
+        `IntegrityError` names the first tensor that differs.
     progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
     """
     watch = _watch(progress)
     if device != "cpu":
         on = Device(device) if isinstance(device, str) else device
-        on_device, _last.report = on.load(_paths(path), progress=watch)
+        on_device, _last.report = on.load(_paths(path), manifest=_manifest(verify), progress=watch)
         return {tensor.name: tensor for tensor in on_device}
     convert = _converter(framework)
-    files = Files(_paths(path), parse_size(memory_limit), direct)
+    files = Files(_paths(path), parse_size(memory_limit), direct, _manifest(verify))
     tensors = files.load(align, watch)
     _last.report = files.report()
     return {tensor.name: convert(tensor) for tensor in tensors}
@@ -167,7 +171,8 @@ class safe_open:  # noqa: N801
             ...
 
     Memory counts until the last array over it dies, or `Tensor.release()`. A loop variable keeps a tensor while the
-    next one is read, so the limit holds at least two of the largest tensors.
+    next one is read, so the limit holds at least two of the largest tensors. With `verify`, a manifest, headers are
+    compared here, and each tensor when it is read; slices are refused.
     """
 
     def __init__(
@@ -178,6 +183,7 @@ class safe_open:  # noqa: N801
         *,
         memory_limit: int | str | None = None,
         direct: bool | None = None,
+        verify: Manifest | None = None,
     ) -> None:
         if device != "cpu":
             to_device = _to_device(framework, device)
@@ -185,7 +191,7 @@ class safe_open:  # noqa: N801
             to_device = None
         convert = _converter(framework)
         self._convert = (lambda tensor: to_device(convert(tensor))) if to_device else convert
-        self._files = Files(_paths(paths), parse_size(memory_limit), direct)
+        self._files = Files(_paths(paths), parse_size(memory_limit), direct, _manifest(verify))
 
     def __enter__(self) -> "safe_open":
         return self
@@ -224,9 +230,10 @@ class safe_open:  # noqa: N801
         """A tensor to read a part of."""
         return Slice(self, name)
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """The tensors with their names, in the order in which their bytes arrive, read ahead on a thread."""
-        stream = self._files.stream()
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+        """The tensors with their names, in the order in which their bytes arrive, read ahead on a thread; all of them,
+        or those of `names`."""
+        stream = self._files.stream(None if names is None else set(names))
         while (tensor := next(stream, None)) is not None:
             item = tensor.name, self._convert(tensor)
             # Nothing here keeps the memory while the next one is waited for.
@@ -254,12 +261,14 @@ def load_into(
     memory_limit: int | str = "128MiB",
     strict: bool = True,
     direct: bool | None = None,
+    verify: Manifest | None = None,
 ) -> None:
     """Reads files into arrays or tensors that exist already, through buffers of `memory_limit` at most, or of twice the
     largest tensor if that is more.
 
     Types and shapes must be those of the file. With `strict`, so must the names. Tensors of any device of PyTorch are
-    written by their own `copy_`.
+    written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
+    have been when `IntegrityError` is raised.
     """
     from ._frameworks import describe, raw_bytes
 
@@ -280,10 +289,10 @@ def load_into(
     largest = max((files.describe(name)[2] for name in names), default=0)
     files.close()
     limit = max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20))
-    with safe_open(path, "bytes", memory_limit=limit, direct=direct) as f:
-        for name, tensor in f.tensors():
-            target = tensors.get(name)
-            if target is not None and tensor.nbytes:
+    with safe_open(path, "bytes", memory_limit=limit, direct=direct, verify=verify) as f:
+        for name, tensor in f.tensors(set(tensors) & set(names)):
+            target = tensors[name]
+            if tensor.nbytes:
                 _copy(target, tensor, raw_bytes)
             del tensor
         _last.report = f.report()
@@ -333,16 +342,57 @@ def validate(spec: str, *options: str) -> dict[str, Any]:
 
     The content of the device's memory is overwritten. Raises `DeviceError` if it cannot be measured.
     """
+    return _program(DeviceError, "validate", "-d", spec, "--json", *options)  # noqa: F405
+
+
+def manifest(path: Any, *, sha256: bool = False) -> dict[str, Any]:
+    """Hashes every tensor, header and gap of files, for `verify=`: the JSON object of `dmalane manifest`."""
+    return _program(Error, "manifest", "--quiet", *["--sha256"] * sha256, "--", *_paths(path))  # noqa: F405
+
+
+def verify(path: Any, manifest: Manifest) -> list[dict[str, Any]]:
+    """Compares files with a manifest; returns the differences as `dmalane verify --json` has them: none is good."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".manifest") as file:
+        name = _manifest(manifest)
+        if isinstance(name, bytes):
+            file.write(name)
+            file.flush()
+            name = file.name
+        words = ("verify", "--json", "--manifest", name, "--", *_paths(path))
+        return _program(Error, *words)["differences"]  # type: ignore[no-any-return]  # noqa: F405
+
+
+def compare(path: Any, *options: str) -> dict[str, Any]:
+    """Loads files by every loader that this Python and the program have: the JSON object of `dmalane compare --json
+    --python THIS OPTIONS... PATH...`."""
+    import sys
+
+    words = ("compare", "--json", "--python", sys.executable, *options, "--", *_paths(path))
+    return _program(Error, *words)  # noqa: F405
+
+
+def _manifest(given: Manifest | None) -> str | bytes | None:
+    if given is None or isinstance(given, (str, os.PathLike)):
+        return None if given is None else os.fspath(given)
+    import json
+
+    return json.dumps(given).encode()
+
+
+def _program(failure: type[Exception], *words: str) -> dict[str, Any]:
+    """The JSON object that the program prints."""
     import json
     import subprocess
     import sys
 
-    command = [sys.executable, "-m", "dmalane", "validate", "-d", spec, "--json", *options]
+    command = [sys.executable, "-m", "dmalane", *words]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         return json.loads(done.stdout)  # type: ignore[no-any-return]
     except ValueError:
-        raise DeviceError(done.stderr.strip() or f"exit status {done.returncode}") from None  # noqa: F405
+        raise failure(done.stderr.strip() or f"exit status {done.returncode}") from None
 
 
 def alloc_and_read(
@@ -362,14 +412,17 @@ __all__ = [
     "Tensor",
     "__version__",
     "alloc_and_read",
+    "compare",
     "errors",
     "last_report",
     "load_file",
     "load_into",
+    "manifest",
     "open",
     "parse_size",
     "safe_open",
     "save_file",
     "validate",
+    "verify",
     *errors.__all__,
 ]

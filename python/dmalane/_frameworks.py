@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ._native import Tensor
 
@@ -55,19 +56,27 @@ def _numpy() -> Callable[[Tensor], Any]:
     return convert
 
 
+def torch_type(name: str, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]] | None:
+    """PyTorch's type and shape for a tensor; None where it has no such type."""
+    import torch
+
+    dtype, shape = getattr(torch, _TORCH.get(name, "-"), None), tuple(shape)
+    if name == "F4":
+        # Two values in each element, as safetensors.torch has it.
+        if not shape or shape[-1] % 2:
+            return None
+        shape = (*shape[:-1], shape[-1] // 2)
+    return None if dtype is None else (dtype, shape)
+
+
 def _torch() -> Callable[[Tensor], Any]:
     import torch
 
     def convert(tensor: Tensor) -> Any:
-        dtype = getattr(torch, _TORCH.get(tensor.dtype, "-"), None)
-        if dtype is None:
+        found = torch_type(tensor.dtype, tensor.shape)
+        if found is None:
             return tensor
-        shape = tensor.shape
-        if tensor.dtype == "F4":
-            # Two values in each element, as safetensors.torch has it.
-            if not shape or shape[-1] % 2:
-                return tensor
-            shape = (*shape[:-1], shape[-1] // 2)
+        dtype, shape = found
         if tensor.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(tensor, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -1,7 +1,7 @@
 """The extension module. Use the package `dmalane`, which has all of it that is public."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, final
 
 __version__: str
@@ -61,7 +61,11 @@ class Buffer:
 @final
 class Files:
     def __new__(
-        cls, paths: Sequence[str | os.PathLike[str]], memory_limit: int | None = None, direct: bool | None = None
+        cls,
+        paths: Sequence[str | os.PathLike[str]],
+        memory_limit: int | None = None,
+        direct: bool | None = None,
+        manifest: str | bytes | None = None,
     ) -> Files: ...
     def keys(self) -> list[str]: ...
     def metadata(self) -> dict[str, str] | None: ...
@@ -73,7 +77,8 @@ class Files:
     ) -> list[Tensor]: ...
     def get(self, name: str) -> Tensor: ...
     def slice(self, name: str, ranges: Sequence[tuple[int, int]], shape: Sequence[int]) -> Tensor: ...
-    def stream(self) -> Stream: ...
+    def read(self, parts: Sequence[tuple[str, int, int, int]], len: int) -> Buffer: ...
+    def stream(self, names: Set[str] | None = None) -> Stream: ...
     def report(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -97,6 +102,7 @@ class Device:
         *,
         placement: str | None = None,
         verify: bool = False,
+        manifest: str | bytes | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> tuple[list[DeviceTensor], dict[str, Any]]:
         """Loads files; returns their tensors and the report."""

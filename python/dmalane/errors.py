@@ -47,6 +47,11 @@ class ChangedError(FileError):
     """A file was changed, cut short or replaced while it was in use: `path`, and bytes `before` and now (`size`)."""
 
 
+class IntegrityError(Error):
+    """Bytes are not those of the manifest: the file (`path`), the `tensor`, and where it begins in the file (`offset`).
+    `tensor` is None where a header or a gap differs, and `offset` where a length does."""
+
+
 class OutOfMemoryError(Error, MemoryError):
     """There is no memory for a buffer, on the host or on the device."""
 
@@ -79,6 +84,7 @@ __all__ = [
     "Error",
     "FileError",
     "FormatError",
+    "IntegrityError",
     "MemoryLimitError",
     "OutOfMemoryError",
     "UnknownTensorError",

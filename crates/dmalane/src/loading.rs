@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use dmalane_file::{FileQueue, Options};
-use dmalane_load::{Input, Loaded, OpenDevice, Placement};
+use dmalane_load::{Input, Loaded, Manifest, OpenDevice, Placement};
 use thiserror::Error;
 
 use crate::open_file;
@@ -27,6 +27,7 @@ pub struct Load<'a> {
     paths: Vec<PathBuf>,
     options: Options,
     placement: Placement,
+    manifest: Manifest,
     verify: bool,
     progress: Box<dyn FnMut(u64) + Send + 'a>,
 }
@@ -50,6 +51,7 @@ impl<'a> Load<'a> {
             paths: paths.into_iter().map(|path| path.as_ref().to_owned()).collect(),
             options: Options::default(),
             placement: Placement::Default,
+            manifest: Manifest::default(),
             verify: false,
             progress: Box::new(|_| {}),
         }
@@ -64,6 +66,13 @@ impl<'a> Load<'a> {
     /// Sets the device memory that gets the tensors; the first region by default.
     pub fn placement(mut self, placement: Placement) -> Self {
         self.placement = placement;
+        self
+    }
+
+    /// Compares the files with a manifest while they are read; without files it is no manifest. Of files that differ
+    /// nothing stays on the device.
+    pub fn manifest(mut self, manifest: Manifest) -> Self {
+        self.manifest = manifest;
         self
     }
 
@@ -86,7 +95,7 @@ impl<'a> Load<'a> {
     pub fn onto(mut self, device: &mut OpenDevice) -> Result<Loaded, LoadError> {
         let open = |path| open_file(path, self.options);
         let mut inputs = self.paths.iter().map(open).collect::<Result<Vec<Input<FileQueue>>, _>>()?;
-        let mut loaded = device.load(&mut inputs, &self.placement, &mut *self.progress)?;
+        let mut loaded = device.load_checked(&mut inputs, &self.placement, &self.manifest, &mut *self.progress)?;
         if self.verify {
             match device.verify(&loaded, &mut inputs, &mut |_| {}) {
                 Ok(verified) => loaded.report.verified = Some(verified),

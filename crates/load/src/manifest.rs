@@ -234,18 +234,15 @@ impl ManifestFile {
     /// The regions whose hashes differ from `digests`, of a file of which `found` bytes were hashed.
     fn changed<'a>(&'a self, found: u64, digests: &'a [Digest]) -> impl Iterator<Item = Difference> + 'a {
         let whole = self.regions.iter().zip(digests).filter(move |(region, _)| region.end <= found);
-        whole.filter(|(region, digest)| !same(&region.digest, digest)).map(|(region, _)| Difference::Changed {
-            file: self.name.clone(),
-            part: region.part.clone(),
-            start: region.start,
-            end: region.end,
-        })
+        whole.filter_map(|(region, digest)| self.differs(region, digest))
     }
-}
 
-/// Whether hashes of a manifest are those of a file. SHA-256 counts where both have it.
-fn same(expected: &Digest, found: &Digest) -> bool {
-    expected.xxh3 == found.xxh3 && expected.sha256.as_ref().zip(found.sha256.as_ref()).is_none_or(|(a, b)| a == b)
+    /// The difference between one of its regions and the hashes that it was found to have.
+    pub fn differs(&self, region: &Region, found: &Digest) -> Option<Difference> {
+        let Region { part, start, end, digest } = region;
+        let (file, part, start, end) = (self.name.clone(), part.clone(), *start, *end);
+        (!digest.agrees(found)).then_some(Difference::Changed { file, part, start, end })
+    }
 }
 
 impl Manifest {
@@ -434,6 +431,11 @@ impl Expected<'_> {
     /// The regions to hash: [`FillOptions::cuts`], with a buffer for each file.
     pub fn cuts(&self) -> Option<Arc<Cuts>> {
         self.cuts.clone()
+    }
+
+    /// For each file its part of the manifest, for readers that hash the regions in an order of their own.
+    pub fn files(&self) -> &[&ManifestFile] {
+        &self.files
     }
 
     /// Compares what was hashed, for each file its regions.

@@ -12,6 +12,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
+use crate::expected::ManifestOf;
 use crate::failure::Failure;
 use crate::interrupt;
 use crate::memory::{Buffer, Tensor};
@@ -68,13 +69,14 @@ impl Device {
     }
 
     /// Loads files; returns a tensor for each of theirs, and the report.
-    #[pyo3(signature = (paths, *, placement=None, verify=false, progress=None))]
+    #[pyo3(signature = (paths, *, placement=None, verify=false, manifest=None, progress=None))]
     fn load<'py>(
         &self,
         py: Python<'py>,
         paths: Vec<PathBuf>,
         placement: Option<&str>,
         verify: bool,
+        manifest: Option<ManifestOf>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<(Vec<DeviceTensor>, Bound<'py, PyDict>)> {
         let placement = match placement {
@@ -83,13 +85,15 @@ impl Device {
                 name.parse::<Placement>().map_err(|e| PyValueError::new_err(format!("placement {name:?}: {e}")))?
             }
         };
+        let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
         let mut files = Vec::new();
         for path in &paths {
             files.extend(model_files(path).map_err(Failure::from)?);
         }
         let total = files.iter().filter_map(|file| file.metadata().ok()).map(|meta| meta.len()).sum();
         let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
-            let load = Load::files(&files).placement(placement).verify(verify).progress(|bytes| progress.add(bytes));
+            let load = Load::files(&files).placement(placement).manifest(manifest).verify(verify);
+            let load = load.progress(|bytes| progress.add(bytes));
             let mut device = lock(&self.device);
             device.stop_when(Some(progress.stop()));
             let loaded = load.onto(&mut device);

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dmalane::load::fill::FillError;
-use dmalane::load::{Error as LoadError, FormatError};
+use dmalane::load::{Difference, Error as LoadError, FormatError};
 use dmalane::queue::OpError;
 use dmalane::{OpenError, ReadError};
 use pyo3::exceptions::PyRuntimeError;
@@ -159,6 +159,14 @@ impl From<LoadError> for Failure {
             LoadError::Transfer { path, at, tensor, .. } => {
                 let failure = Self::new("DeviceError", message).path(&path).number("offset", at.bits());
                 tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor))
+            }
+            LoadError::Differs { differences } => {
+                let failure = Self::new("IntegrityError", message);
+                let Some(first) = differences.first() else { return failure };
+                let failure = failure.text("path", first.file());
+                let Difference::Changed { part, start, .. } = first else { return failure };
+                let failure = failure.number("offset", *start);
+                part.tensor().into_iter().fold(failure, |failure, tensor| failure.text("tensor", &*tensor.name))
             }
             LoadError::DeviceMemory { path, .. } => Self::new("OutOfMemoryError", message).path(&path),
             LoadError::Memory(_) => Self::new("OutOfMemoryError", message),

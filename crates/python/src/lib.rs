@@ -4,6 +4,7 @@
 //! needs the engine: `memory.rs` is the only file with `unsafe`.
 
 mod device;
+mod expected;
 mod failure;
 mod interrupt;
 mod memory;

@@ -1,6 +1,6 @@
 //! Open models: the tensors of one or more files, read all at once, one by one, or in slices.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{File, Metadata};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -12,13 +12,14 @@ use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::Mode;
 use dmalane::load::container::model_files;
-use dmalane::load::fill::{Extent, Job};
+use dmalane::load::fill::{Cuts, Extent, FilledBuf, Job};
 use dmalane::load::{Container, Error as LoadError, Input, Model};
 use dmalane::{Read, ReadFiles, ReadOptions, ReadSource};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::expected::{self, Expected, ManifestOf};
 use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
 use crate::memory::{Block, Buffer, Tensor, bits};
@@ -39,10 +40,12 @@ const GATHER: u64 = 8 << 20;
 
 /// A file of the model. It is opened for each read, so that a model of 1000 files needs no 1000 descriptors.
 pub(crate) struct Source {
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Device, inode, bytes and time of the last change when the header was read.
     identity: (u64, u64, u64, i64, i64),
     pub(crate) model: Model,
+    /// The hashes that its tensors must have.
+    pub(crate) expected: Option<Expected>,
 }
 
 fn identity(meta: &Metadata) -> (u64, u64, u64, i64, i64) {
@@ -60,11 +63,11 @@ impl Source {
             let message = format!("{}: its array is stored by columns, which numpy.load reads", path.display());
             return Err(Failure::new("FormatError", message).text("path", path.display().to_string()));
         }
-        Ok(Self { path, identity: identity(&meta), model })
+        Ok(Self { path, identity: identity(&meta), model, expected: None })
     }
 
     /// Opens the file, which must be the one that was parsed.
-    fn open(&self) -> Result<ReadSource, Failure> {
+    pub(crate) fn open(&self) -> Result<ReadSource, Failure> {
         let source = ReadSource::open(&self.path)?;
         let failed = |source| LoadError::File { path: self.path.clone(), what: "read its size", source };
         let meta = source.file.metadata().map_err(failed)?;
@@ -79,13 +82,16 @@ impl Source {
         Ok(source)
     }
 
-    fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.path.display().to_string()
     }
 }
 
-/// Where a tensor lies in its buffer, in the order of the tensors.
+/// Where tensors of a file lie in their buffer.
 pub(crate) struct Plan {
+    /// Which tensors; none for a slice of one.
+    pub(crate) tensors: Range<usize>,
+    /// Where each begins.
     pub(crate) places: Vec<u64>,
     pub(crate) extents: Vec<Extent>,
     pub(crate) len: u64,
@@ -98,7 +104,7 @@ impl Plan {
     ///
     /// `None` when the sizes add up to more than 63 bits.
     pub(crate) fn new(model: &Model, tensors: Range<usize>, align: Option<u64>) -> Option<Self> {
-        let mut plan = Self { places: Vec::new(), extents: Vec::<Extent>::new(), len: 0 };
+        let mut plan = Self { tensors: tensors.clone(), places: Vec::new(), extents: Vec::<Extent>::new(), len: 0 };
         for tensor in &model.tensors[tensors] {
             let at = tensor.at.bits();
             let element = bits(&tensor.dtype).map_or(1, |bits| u64::from(bits) / 8).max(1);
@@ -159,6 +165,33 @@ impl Inner {
         files.iter().map(|(_, plan)| self.budget.take(plan.memory())).collect()
     }
 
+    /// Runs a job, if it has anything to read, and notes how the files were read.
+    fn run(
+        &self,
+        files: &[&Source],
+        job: Job,
+        cuts: Option<Arc<Cuts>>,
+        progress: &Progress,
+    ) -> Result<Vec<FilledBuf>, Failure> {
+        if job.buffers.is_empty() {
+            return Ok(Vec::new());
+        }
+        let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
+        let watch = |event| progress.watch(&event);
+        let options = ReadOptions { mode: self.mode, cuts, ..ReadOptions::default() };
+        let read = Read::sources(sources).options(options).job(job).watch(watch);
+        let ReadFiles { filled, methods } = read.into_memory(&AnonHeap::new())?;
+        let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
+        reads.add(filled.report, files.iter().map(|file| file.name()).zip(methods));
+        Ok(filled.buffers)
+    }
+
+    /// Refuses to read a part of a tensor whose hash is to be checked.
+    fn unchecked(&self, file: usize) -> Result<(), Failure> {
+        let why = "a part of a tensor cannot be compared with the manifest: get_tensor reads all of it";
+        self.files[file].expected.as_ref().map_or(Ok(()), |_| Err(Failure::new("IntegrityError", why)))
+    }
+
     /// Reads a buffer for each of these files, laid out by its plan, into memory that was taken.
     pub(crate) fn read(
         &self,
@@ -169,24 +202,16 @@ impl Inner {
         let mut blocks: Vec<Arc<Block>> = Vec::new();
         let mut charges = charges.into_iter();
         for files in files.chunks(FILES_AT_ONCE) {
-            let (mut job, mut sources, mut names) = (Job::default(), Vec::new(), Vec::new());
-            for (file, plan) in files.iter().filter(|(_, plan)| plan.len > 0) {
-                let buffer = sources.len();
+            let mut job = Job::default();
+            let with_bytes = files.iter().filter(|(_, plan)| plan.len > 0);
+            let plans: Vec<_> = with_bytes.map(|(file, plan)| (&self.files[*file], plan)).collect();
+            for (buffer, (_, plan)) in plans.iter().enumerate() {
                 job.buffers.push(plan.len);
                 job.extents.extend(plan.extents.iter().map(|e| Extent { source: buffer, buffer, ..*e }));
-                sources.push(self.files[*file].open()?);
-                names.push(self.files[*file].name());
             }
-            let mut buffers = Vec::new();
-            if !sources.is_empty() {
-                let watch = |event| progress.watch(&event);
-                let options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
-                let read = Read::sources(sources).options(options).job(job).watch(watch);
-                let ReadFiles { filled, methods } = read.into_memory(&AnonHeap::new())?;
-                buffers = filled.buffers;
-                let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
-                reads.add(filled.report, names.into_iter().zip(methods));
-            }
+            let sources: Vec<&Source> = plans.iter().map(|(source, _)| *source).collect();
+            let buffers = self.run(&sources, job, expected::cuts(&plans), progress)?;
+            expected::check(&plans, buffers.iter().map(|buffer| buffer.digests()))?;
             let mut buffers = buffers.into_iter();
             for (_, plan) in files {
                 let buf = match plan.len {
@@ -210,14 +235,24 @@ pub(crate) struct Files {
 #[pymethods]
 impl Files {
     #[new]
-    #[pyo3(signature = (paths, memory_limit=None, direct=None))]
-    fn new(py: Python<'_>, paths: Vec<PathBuf>, memory_limit: Option<u64>, direct: Option<bool>) -> PyResult<Self> {
+    #[pyo3(signature = (paths, memory_limit=None, direct=None, manifest=None))]
+    fn new(
+        py: Python<'_>,
+        paths: Vec<PathBuf>,
+        memory_limit: Option<u64>,
+        direct: Option<bool>,
+        manifest: Option<ManifestOf>,
+    ) -> PyResult<Self> {
         let (opened, interrupted) = interrupt::quietly(py, || -> Result<_, Failure> {
             let mut files = Vec::new();
             for path in &paths {
                 for path in model_files(path)? {
                     files.push(Source::new(path)?);
                 }
+            }
+            if let Some(manifest) = manifest {
+                let expected = expected::expect(&manifest.read()?, &files)?;
+                files.iter_mut().zip(expected).for_each(|(file, of)| file.expected = Some(of));
             }
             let mut by_name = HashMap::new();
             for (f, file) in files.iter().enumerate() {
@@ -319,6 +354,7 @@ impl Files {
     fn slice(&self, py: Python<'_>, name: &str, ranges: Vec<(u64, u64)>, shape: Vec<u64>) -> PyResult<Tensor> {
         let (file, index) = self.inner.find(name)?;
         let inner = &*self.inner;
+        inner.unchecked(file)?;
         let tensor = &inner.files[file].model.tensors[index];
         let bits = bits(&tensor.dtype)
             .ok_or_else(|| PyValueError::new_err(format!("tensors of the type {:?} cannot be sliced", tensor.dtype)))?;
@@ -333,7 +369,7 @@ impl Files {
             interrupt::run(py, total, None, |progress| match total > 0 && run < DIRECT_RUN && runs.len() > 1 {
                 true => gather(inner, file, at, &runs, run, progress),
                 false => {
-                    let mut plan = Plan { places: Vec::new(), extents: Vec::new(), len: 0 };
+                    let mut plan = Plan { tensors: 0..0, places: Vec::new(), extents: Vec::new(), len: 0 };
                     // As in the file, so that direct I/O puts the bytes in place.
                     let element = (u64::from(bits) / 8).max(1);
                     let first = runs.first().map_or(0, |start| (at + start) & (PAGE - 1));
@@ -355,10 +391,45 @@ impl Files {
         Ok(Tensor::new(tensor, shape, block.0, block.1, total))
     }
 
-    /// Begins to read the tensors in the order of their bytes.
-    fn stream(&self) -> PyResult<Stream> {
+    /// Reads bytes `start..stop` of tensors to their places in a new buffer of `len` bytes, for each part
+    /// `(name, start, stop, place)`. The other bytes are zero.
+    fn read(&self, py: Python<'_>, parts: Vec<(String, u64, u64, u64)>, len: u64) -> PyResult<Buffer> {
         self.inner.open()?;
-        Ok(Stream::new(self.inner.clone()))
+        let inner = &*self.inner;
+        let (mut files, mut extents, mut total) = (Vec::new(), Vec::new(), 0u64);
+        for (name, start, stop, to) in parts {
+            let (file, index) = inner.find(&name)?;
+            inner.unchecked(file)?;
+            let tensor = &inner.files[file].model.tensors[index];
+            if start > stop || stop > tensor.len {
+                let message = format!("{start}..{stop} does not lie within the {} bytes of {name:?}", tensor.len);
+                return Err(PyValueError::new_err(message));
+            }
+            let source = files.iter().position(|known| *known == file).unwrap_or_else(|| {
+                files.push(file);
+                files.len() - 1
+            });
+            let (at, len) = (FileOffset::new(tensor.at.bits() + start), stop - start);
+            extents.push(Extent { source, at, len, buffer: 0, to });
+            total = total.saturating_add(len);
+        }
+        let len = len.max(1);
+        let job = Job { buffers: vec![len], extents };
+        let files: Vec<&Source> = files.into_iter().map(|file| &inner.files[file]).collect();
+        let read = interrupt::run(py, total, None, |progress| match total {
+            0 => AnonHeap::new().allocate(len as usize).map(|buf| Some(buf.share())).map_err(Failure::from),
+            _ => Ok(inner.run(&files, job, None, progress)?.pop().map(|buffer| buffer.into_shared())),
+        })??;
+        let buf = read.ok_or_else(|| Failure::new("Error", "a buffer is missing"))?;
+        Ok(Buffer::from_shared(buf, len as usize))
+    }
+
+    /// Begins to read the tensors in the order of their bytes, all or those of these names.
+    #[pyo3(signature = (names=None))]
+    fn stream(&self, names: Option<HashSet<String>>) -> PyResult<Stream> {
+        self.inner.open()?;
+        names.iter().flatten().try_for_each(|name| self.inner.find(name).map(drop))?;
+        Ok(Stream::new(self.inner.clone(), names))
     }
 
     /// Returns a report of the reads so far.

@@ -1,6 +1,6 @@
 //! Tensors in the order of their bytes, read ahead within a limit of memory.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -135,12 +135,13 @@ impl Drop for Stream {
 }
 
 impl Stream {
-    pub(crate) fn new(inner: Arc<Inner>) -> Self {
+    /// Reads all tensors, or those of these names.
+    pub(crate) fn new(inner: Arc<Inner>, names: Option<HashSet<String>>) -> Self {
         // One batch is in use, one waits, one is being read.
         let (sender, batches) = sync_channel(1);
         let progress = Arc::new(Progress::default());
         let (model, watched) = (inner.clone(), progress.clone());
-        thread::spawn(move || produce(&model, &watched, &sender));
+        thread::spawn(move || produce(&model, names.as_ref(), &watched, &sender));
         Self { inner, progress, batches: Mutex::new(batches), ready: VecDeque::new() }
     }
 
@@ -204,18 +205,24 @@ impl Stream {
 }
 
 /// Reads batch after batch, until the end, a failure, or until nobody listens.
-fn produce(inner: &Inner, progress: &Progress, to: &SyncSender<Result<Batch, Failure>>) {
+fn produce(
+    inner: &Inner,
+    names: Option<&HashSet<String>>,
+    progress: &Progress,
+    to: &SyncSender<Result<Batch, Failure>>,
+) {
     let most = (inner.budget.used().1 / 8).clamp(64 << 10, BATCH);
     for (file, source) in inner.files.iter().enumerate() {
-        let lens: Vec<u64> = source.model.tensors.iter().map(|tensor| tensor.len).collect();
+        let tensors = &source.model.tensors;
+        let wanted = |n: &usize| names.is_none_or(|names| names.contains(&tensors[*n].name));
         let mut first = 0;
-        while first < lens.len() {
-            let (mut end, mut bytes) = (first + 1, lens[first]);
-            while end < lens.len() && bytes.saturating_add(lens[end]) <= most {
-                bytes += lens[end];
+        while let Some(start) = (first..tensors.len()).find(wanted) {
+            let (mut end, mut bytes) = (start + 1, tensors[start].len);
+            while end < tensors.len() && wanted(&end) && bytes.saturating_add(tensors[end].len) <= most {
+                bytes += tensors[end].len;
                 end += 1;
             }
-            let batch = read(inner, file, first..end, progress);
+            let batch = read(inner, file, start..end, progress);
             let Some(batch) = batch.transpose() else { return };
             let failed = batch.is_err();
             if to.send(batch).is_err() || failed {

@@ -1,6 +1,5 @@
 """Lending: tensors within a limit of memory, slices, reloading in place, and what goes wrong."""
 
-import gc
 import os
 import random
 import signal
@@ -287,42 +286,6 @@ def test_64_threads_share_an_open_model(model):
         for thread in threads:
             thread.join()
     assert wrong == []
-
-
-def test_slices_and_lifetimes_by_chance(large):
-    """Views, releases and collections in any order: what is left is what was read."""
-    chance = random.Random(3)
-    whole = dmalane.load_file(large, framework="bytes")
-    whole = {name: tensor.tobytes() for name, tensor in whole.items()}
-    views = []
-    f = dmalane.safe_open(large, framework="bytes", memory_limit="64MiB")
-    for _ in range(300):
-        what = chance.random()
-        try:
-            if what < 0.4:
-                name = chance.choice(f.keys())
-                views.append((whole[name], chance.choice([memoryview, lambda t: t])(f.get_tensor(name))))
-            elif what < 0.6:
-                name, first = chance.choice(f.keys()), chance.randrange(1024)
-                part = f.get_slice(name)[first : first + 100]
-                views.append((whole[name][first * 4096 : (first + 100) * 4096], np.from_dlpack(part)))
-            elif what < 0.8 and views:
-                wanted, view = views.pop(chance.randrange(len(views)))
-                assert bytes(view.tobytes()) == wanted
-                if isinstance(view, dmalane.Tensor):
-                    view.release()
-            elif what < 0.9:
-                gc.collect()
-            else:
-                stream = f.tensors()
-                for _ in range(chance.randint(1, 3)):
-                    name, tensor = next(stream)
-                views.append((whole[name], tensor))
-                del tensor
-        except dmalane.MemoryLimitError:
-            del views[: len(views) // 2]
-    for wanted, view in views:
-        assert bytes(view.tobytes()) == wanted
 
 
 def test_sizes():

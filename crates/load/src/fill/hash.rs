@@ -27,6 +27,13 @@ pub struct Digest {
     pub sha256: Option<Box<[u8; 32]>>,
 }
 
+impl Digest {
+    /// Whether these hashes are of the same bytes as `other`. SHA-256 counts where both have it.
+    pub fn agrees(&self, other: &Self) -> bool {
+        self.xxh3 == other.xxh3 && self.sha256.as_ref().zip(other.sha256.as_ref()).is_none_or(|(a, b)| a == b)
+    }
+}
+
 /// Hashes of a buffer.
 #[derive(Default)]
 pub(crate) struct Hashes {

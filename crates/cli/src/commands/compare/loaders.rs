@@ -14,7 +14,7 @@ use crate::failure::Failure;
 /// Loads by one of the loaders of Python.
 const PEERS: &str = include_str!("peers.py");
 /// The loaders in it.
-const OF_PYTHON: [&str; 8] = [
+const OF_PYTHON: [&str; 9] = [
     "dmalane-python",
     "mmap",
     "numpy-fromfile",
@@ -23,6 +23,7 @@ const OF_PYTHON: [&str; 8] = [
     "runai-model-streamer",
     "fastsafetensors",
     "kvikio",
+    "nixl-posix",
 ];
 /// A worker that prints more than this is not listened to.
 const MOST_OUTPUT: u64 = 1 << 20;

@@ -180,6 +180,37 @@ def fastsafetensors():
     return version("fastsafetensors"), load
 
 
+def nixl():
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    library = module("nixl._api", "nixl")
+    numpy = module("numpy", "numpy")
+    # The agent and its plugin are there before a server loads anything.
+    agent = library.nixl_agent("compare", library.nixl_agent_config(enable_prog_thread=False, backends=["POSIX"]))
+    block = 16 << 20
+
+    def load(path):
+        array = numpy.empty(os.path.getsize(path), dtype=numpy.uint8)
+        file = os.open(path, os.O_RDONLY)
+        cuts = [(at, min(block, array.size - at)) for at in range(0, array.size, block)]
+        memory = agent.register_memory([(array.ctypes.data, array.size, 0, "")], "DRAM")
+        source = agent.register_memory([(0, array.size, file, "")], "FILE")
+        into = agent.get_xfer_descs([(array.ctypes.data + at, size, 0) for at, size in cuts], "DRAM")
+        of = agent.get_xfer_descs([(at, size, file) for at, size in cuts], "FILE")
+        request = agent.initialize_xfer("READ", into, of, agent.name)
+        state = agent.transfer(request)
+        while state == "PROC":
+            state = agent.check_xfer_state(request)
+        if state != "DONE":
+            raise OSError(f"the transfer ended as {state}")
+        agent.release_xfer_handle(request)
+        agent.deregister_memory(memory)
+        agent.deregister_memory(source)
+        os.close(file)
+        return {None: array}
+
+    return version("nixl"), load
+
+
 def kvikio():
     os.environ.setdefault("KVIKIO_COMPAT_MODE", "ON")
     library = module("kvikio", "kvikio-cu12")
@@ -209,6 +240,7 @@ LOADERS = {
     "runai-model-streamer": runai,
     "fastsafetensors": fastsafetensors,
     "kvikio": kvikio,
+    "nixl-posix": nixl,
 }
 KEPT = []
 

@@ -1,0 +1,367 @@
+"""A share for each rank of a torch.distributed group: each byte is read by one rank, and the group hands it round.
+
+A plan says what each rank needs of each tensor: `{"*.q_proj.weight": Shard(0), "*.experts.3.*": Only(1)}`. The first
+pattern that fits counts; a tensor that fits none is needed by all ranks. A plan can also be a function of the tensors'
+shapes and the number of ranks, such as `tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from . import _last, _paths
+from ._frameworks import torch_type
+from ._native import Buffer, Files
+
+_PAGE = 4096
+# Bytes of tensors that are read and handed round together, at most, except for a larger one; and files, which take
+# descriptors while they are read.
+_BATCH, _FILES = 256 << 20, 32
+# Shorter runs of bytes are not read where they are: somebody reads all that lies between them too.
+_RUN = 128 << 10
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """All ranks need the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """These ranks need the whole tensor, and the others nothing of it."""
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, *ranks: int) -> None:
+        object.__setattr__(self, "ranks", ranks)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank needs a range of dimension `dim`: 0 for rows, 1 for columns of a matrix.
+
+    By default those of `torch.chunk` (and DTensor): equal ones, the last ranks with less where it does not divide.
+    `ranges` has one `(start, stop)` for each rank; they may overlap, and leave something out.
+    """
+
+    dim: int = 0
+    ranges: tuple[Range, ...] | None = None
+
+
+Rule = Replicate | Only | Shard
+Plan = Mapping[str, Rule] | Callable[[dict[str, tuple[int, ...]], int], Mapping[str, Rule]]
+
+_ROWS = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|w1|w3|fc1)\.|(^|\.)(embed_tokens|lm_head)\.")
+_COLUMNS = re.compile(r"\.(o_proj|down_proj|w2|fc2)\.weight$")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
+
+
+def tensor_parallel(shapes: Mapping[str, tuple[int, ...]], world: int) -> dict[str, Rule]:
+    """A plan by the names that models of transformers use: projections into heads and hidden layers, embeddings and
+    the output layer by rows, projections back by columns, numbered experts whole, in consecutive blocks of them.
+    Everything else, and what `world` does not divide, is needed by all ranks."""
+    experts: dict[str, int] = {}
+    for name in shapes:
+        if found := _EXPERT.match(name):
+            experts[found[1]] = max(experts.get(found[1], 0), int(found[2]) + 1)
+    plan: dict[str, Rule] = {}
+    for name, shape in shapes.items():
+        found, dim = _EXPERT.match(name), 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
+        if found:
+            plan[name] = Only(int(found[2]) * world // experts[found[1]])
+        elif dim is not None and dim < len(shape) and shape[dim] % world == 0:
+            plan[name] = Shard(dim)
+        else:
+            plan[name] = Replicate()
+    return plan
+
+
+def chunks(size: int, world: int) -> list[Range]:
+    """The ranges of `torch.chunk`, one for each rank."""
+    step = -(-size // world)
+    return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(world)]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What each rank needs of a tensor, seen as `outer` times `size` times `inner` bytes: ranges of the middle one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    needs: tuple[Range | None, ...]
+    at: int
+    path: str
+    nbytes: int
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def size(self) -> int:
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
+    def inner(self) -> int:
+        return self.nbytes // max(1, self.outer * self.size)
+
+    @property
+    def kind(self) -> str:
+        """ "all": everybody needs everything. "own": each reads what it needs. "swap": the ranks read equal blocks of
+        it and exchange them."""
+        whole = (0, self.size)
+        if all(need == whole for need in self.needs):
+            return "all"
+        ranges = sorted(need for need in self.needs if need and need[0] < need[1])
+        disjoint = all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:]))
+        long = self.outer == 1 or all((stop - start) * self.inner >= _RUN for start, stop in ranges)
+        return "own" if disjoint and long else "swap"
+
+    def bytes_of(self, rank: int) -> int:
+        """Bytes that a rank needs."""
+        start, stop = self.needs[rank] or (0, 0)
+        return self.outer * (stop - start) * self.inner
+
+    def shape_of(self, rank: int) -> tuple[int, ...] | None:
+        """The shape of what a rank needs."""
+        need = self.needs[rank]
+        if need is None or not self.shape:
+            return None if need is None else ()
+        return (*self.shape[: self.dim], need[1] - need[0], *self.shape[self.dim + 1 :])
+
+    def runs(self, rank: int) -> list[Range]:
+        """The runs of bytes that a rank needs."""
+        start, stop = self.needs[rank] or (0, 0)
+        step = self.size * self.inner
+        return [(n * step + start * self.inner, n * step + stop * self.inner) for n in range(self.outer)]
+
+    def block(self, rank: int) -> tuple[Range, Range]:
+        """The block that a rank reads of a tensor to be exchanged: a range of the outer dimension and of this one."""
+        if self.outer > 1:
+            return chunks(self.outer, len(self.needs))[rank], (0, self.size)
+        return (0, 1), chunks(self.size, len(self.needs))[rank]
+
+    def part(self, reader: int, rank: int) -> tuple[int, Range]:
+        """What a rank needs of the block that another one reads: how many of the outer dimension, and which range."""
+        (first, last), (low, high) = self.block(reader)
+        start, stop = self.needs[rank] or (0, 0)
+        start, stop = max(start, low), min(stop, high)
+        return last - first, (start, max(start, stop))
+
+
+def _share(name: str, shape: tuple[int, ...], nbytes: int, rule: Rule, world: int, at: int, path: str) -> _Share:
+    dim, size = 0, shape[0] if shape else 1
+    needs: tuple[Range | None, ...]
+    if isinstance(rule, Replicate):
+        needs = ((0, size),) * world
+    elif isinstance(rule, Only):
+        if not all(0 <= rank < world for rank in rule.ranks):
+            raise ValueError(f"tensor {name!r}: {rule} names a rank that is not among the {world} of the group")
+        needs = tuple((0, size) if rank in rule.ranks else None for rank in range(world))
+    elif isinstance(rule, Shard):
+        if not -len(shape) <= rule.dim < len(shape):
+            raise ValueError(f"tensor {name!r} of shape {list(shape)} has no dimension {rule.dim}")
+        dim = rule.dim % len(shape)
+        size = shape[dim]
+        needs = tuple(chunks(size, world) if rule.ranges is None else rule.ranges)
+        if len(needs) != world or not all(need and 0 <= need[0] <= need[1] <= size for need in needs):
+            raise ValueError(f"tensor {name!r}: {rule} is not a range within {size} for each of {world} ranks")
+    else:
+        raise TypeError(f"tensor {name!r}: {rule!r} is none of Replicate, Only and Shard")
+    return _Share(name, shape, dim, needs, at, path, nbytes)
+
+
+def _rules(plan: Plan, shapes: dict[str, tuple[int, ...]], world: int) -> dict[str, Rule]:
+    patterns = plan(shapes, world) if callable(plan) else plan
+    # Exact names first: a plan of a function has one for each tensor.
+    globs = [(pattern, rule) for pattern, rule in patterns.items() if pattern not in shapes]
+
+    def of(name: str) -> Rule:
+        if name in patterns:
+            return patterns[name]
+        return next((rule for pattern, rule in globs if fnmatch.fnmatchcase(name, pattern)), Replicate())
+
+    return {name: of(name) for name in shapes}
+
+
+class _Batch:
+    """Tensors that are read and handed round together: where everything lies in this rank's memory.
+
+    First comes what all ranks need, which has the same layout on all of them: each reads an equal span of it. Then
+    what this rank reads for itself, and room for what comes in exchange. `parts` are read there; `blocks` are what
+    this rank reads of the tensors to be exchanged, into memory of their own.
+    """
+
+    def __init__(self, shares: list[_Share], rank: int, world: int) -> None:
+        self.shares, self.rank = shares, rank
+        self.places: dict[str, int] = {}
+        self.parts: list[tuple[str, int, int, int]] = []
+        self.blocks: list[tuple[str, int, int, int]] = []
+        self.block_places: dict[str, int] = {}
+        at, common = 0, [share for share in shares if share.kind == "all"]
+        for share in common:
+            self.places[share.name] = at = _place(at, share.at, share.shape, share.nbytes)
+            at += share.nbytes
+        self.span = -(-at // (world * _PAGE)) * _PAGE
+        low, high = rank * self.span, (rank + 1) * self.span
+        for share in common:
+            place = self.places[share.name]
+            start, stop = max(place, low), min(place + share.nbytes, high)
+            if start < stop:
+                self.parts.append((share.name, start - place, stop - place, start))
+        at, scratch = world * self.span, 0
+        for share in shares:
+            kind = share.kind
+            if kind == "all":
+                continue
+            runs = share.runs(rank) if kind == "own" else []
+            self.places[share.name] = at = _place(at, share.at + (runs[0][0] if runs else 0), share.shape, share.nbytes)
+            for start, stop in runs:
+                if start < stop:
+                    self.parts.append((share.name, start, stop, at))
+                at += stop - start
+            if kind == "swap":
+                at += share.bytes_of(rank)
+                (first, last), (low, high) = share.block(rank)
+                start = (first * share.size + low) * share.inner
+                stop = start + (last - first) * (high - low) * share.inner
+                self.block_places[share.name] = scratch = _place(scratch, share.at + start, (), 1)
+                if start < stop:
+                    self.blocks.append((share.name, start, stop, scratch))
+                scratch += stop - start
+        self.len, self.scratch = at, scratch
+
+    def read(self, files: Files) -> tuple[Buffer, Buffer | None]:
+        """Reads this rank's share."""
+        memory = files.read(self.parts, self.len)
+        return memory, files.read(self.blocks, self.scratch) if self.scratch else None
+
+
+def _place(at: int, in_file: int, shape: tuple[int, ...], nbytes: int) -> int:
+    """The next place for bytes: as in the file, so that direct I/O puts them there, or else at a cache line."""
+    element = nbytes // max(1, math.prod(shape)) or 1
+    return at + (in_file - at) % _PAGE if in_file % element == 0 else -(-at // 64) * 64
+
+
+def _batches(shares: list[_Share], rank: int, world: int) -> Iterator[_Batch]:
+    batch: list[_Share] = []
+    for share in shares:
+        size, paths = sum(one.nbytes for one in batch), {one.path for one in batch} | {share.path}
+        if batch and (size + share.nbytes > _BATCH or len(paths) > _FILES):
+            yield _Batch(batch, rank, world)
+            batch = []
+        batch.append(share)
+    if batch:
+        yield _Batch(batch, rank, world)
+
+
+def tensors(
+    paths: Any,
+    plan: Plan,
+    group: Any = None,
+    *,
+    device: Any = "cpu",
+    names: Iterable[str] | None = None,
+    direct: bool | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields what this rank needs of the tensors of files, with their names, in the order of the bytes.
+
+    All ranks of `group` (by default of all processes) call it with the same files and the same plan, and take
+    everything: each reads its share once, and the group's backend moves what others need. `device` is one that the
+    backend works with ("cuda" for NCCL). `names` are those of the tensors to read. If a rank fails, all do.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not in the group")
+    files = Files(_paths(paths), None, direct)
+    wanted = None if names is None else set(names)
+    types, shapes, described = {}, {}, {}
+    for name in files.keys():
+        if wanted is not None and name not in wanted:
+            continue
+        dtype, shape, nbytes, path, at = files.describe(name)
+        kind = torch_type(dtype, shape)
+        if kind is None:
+            raise TypeError(f"tensor {name!r}: PyTorch has no type {dtype!r} that could be handed round")
+        types[name], shapes[name] = kind
+        described[name] = nbytes, path, at
+    rules = _rules(plan, shapes, world)
+    shares = [_share(name, shapes[name], nbytes, rules[name], world, at, path)
+              for name, (nbytes, path, at) in described.items()]  # fmt: skip
+    seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, types[s.name]) for s in shares])
+    digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "little")
+    _agree(dist, torch.tensor([digest, -digest], device=device), group, "the ranks have other files or plans")
+    with ThreadPoolExecutor(1, thread_name_prefix="dmalane-plan") as pool:
+        batches = _batches(shares, rank, world)
+        batch = next(batches, None)
+        ahead = batch and pool.submit(batch.read, files)
+        while batch is not None:
+            memory, failure = None, None
+            try:
+                memory = ahead.result()
+            except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
+                failure = error
+            failed = torch.tensor([int(failure is not None)], device=device)
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+            if failure is not None:
+                raise failure
+            if failed.item():
+                raise RuntimeError("another rank of the group could not read its share")
+            following = next(batches, None)
+            ahead = following and pool.submit(following.read, files)
+            yield from _exchange(batch, memory, types, group, world, device)
+            batch, memory = following, None
+    _last.report = files.report()
+
+
+def _agree(dist: Any, value: Any, group: Any, message: str) -> None:
+    """Raises unless a number is the same on all ranks; `value` has it and its negative."""
+    most = value.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    if most[0] != -most[1]:
+        raise ValueError(message)
+
+
+def _exchange(
+    batch: _Batch, memory: tuple[Buffer, Buffer | None], types: dict[str, Any], group: Any, world: int, device: Any
+) -> Iterator[tuple[str, Any]]:
+    import torch
+    import torch.distributed as dist
+
+    flat, blocks = (None if one is None else torch.frombuffer(one, dtype=torch.uint8).to(device) for one in memory)
+    rank = batch.rank
+    if batch.span:
+        common = flat[: world * batch.span]
+        dist.all_gather_into_tensor(common, common[rank * batch.span :][: batch.span].clone(), group=group)
+    for share in batch.shares:
+        at, size = batch.places[share.name], share.bytes_of(rank)
+        if share.name in batch.block_places and share.nbytes:
+            outer, (low, high) = share.block(rank)[0], share.block(rank)[1]
+            block = blocks[batch.block_places[share.name] :][: (outer[1] - outer[0]) * (high - low) * share.inner]
+            block = block.view(outer[1] - outer[0], high - low, share.inner)
+            ranges = [share.part(rank, other)[1] for other in range(world)]
+            sent = [block[:, max(a - low, 0) : max(b - low, 0)].reshape(-1) for a, b in ranges]
+            come = [share.part(other, rank) for other in range(world)]
+            come_bytes = [count * (stop - start) * share.inner for count, (start, stop) in come]
+            dist.all_to_all_single(
+                flat[at : at + size], torch.cat(sent), come_bytes, [one.numel() for one in sent], group=group
+            )
+        if (shape := share.shape_of(rank)) is not None:
+            dtype = types[share.name]
+            yield share.name, flat[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+
+
+__all__ = ["Only", "Replicate", "Shard", "chunks", "tensor_parallel", "tensors"]

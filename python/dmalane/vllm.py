@@ -1,0 +1,94 @@
+"""vLLM's `--load-format dmalane`: the entry point of `vllm.general_plugins`, which vLLM loads in all its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_OPTIONS = ("direct", "distributed", "memory_limit", "verify")
+
+
+def register() -> None:
+    """Registers the loader. vLLM may call it more than once in a process."""
+    from vllm.model_executor import model_loader
+
+    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get("dmalane") is None:
+        model_loader.register_model_loader("dmalane")(_loader())
+
+
+def _loader() -> type:
+    """The class, which derives from one of vLLM."""
+    import dataclasses
+
+    from tqdm.auto import tqdm
+    from vllm.model_executor.model_loader import default_loader
+    from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+    from vllm.model_executor.model_loader.weight_utils import enable_tqdm
+
+    from . import safe_open
+
+    class DmalaneModelLoader(default_loader.DefaultModelLoader):
+        """Finds files and filters tensors as vLLM's own loader does, and reads them into memory that is no mapping of
+        a file. `model_loader_extra_config` takes `memory_limit`, `direct` and `verify` of `dmalane.safe_open`, and
+        `distributed`: each rank of the tensor parallel group reads an equal share, and the group hands it round."""
+
+        def __init__(self, load_config: Any) -> None:
+            extra = dict(load_config.model_loader_extra_config or {})
+            self._options = {key: extra.pop(key) for key in _OPTIONS if key in extra}
+            # The parent's way to find files, and its check of the other options, are those of safetensors.
+            config = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=extra)
+            super().__init__(config)
+
+        def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
+            found = self._prepare_weights(
+                source.model_or_path,
+                source.subfolder,
+                source.revision,
+                source.fall_back_to_pt,
+                source.allow_patterns_overrides,
+            )
+            folder, files, is_safetensors, index = found
+            if not is_safetensors or self.load_config.safetensors_load_strategy == "torchao":
+                return super()._get_weights_iterator(source)
+            if self._encoder_only_lm_prefixes is not None:
+                files = default_loader.filter_mm_encoder_only_safetensors_files(
+                    files,
+                    folder,
+                    index,
+                    self._encoder_only_lm_prefixes,
+                    weights_mapper=self._encoder_only_weights_mapper,
+                )
+            if source.is_unused_weight is not None:
+                files = default_loader.filter_safetensors_files_by_weight_name(files, source.is_unused_weight)
+            if self.counter_before_loading_weights == 0.0:
+                self.counter_before_loading_weights = default_loader.time.perf_counter()
+            return ((source.prefix + name, tensor) for name, tensor in self._read(sorted(files)))
+
+        def _read(self, files: list[str]) -> Generator[tuple[str, torch.Tensor], None, None]:
+            options = dict(self._options)
+            shared = options.pop("distributed", False)
+            with safe_open(files, "pt", **options) as f:
+                names = [name for name in f if not should_skip_weight(name, self.local_expert_ids)]
+                tensors = f.tensors(names)
+                # Expert parallel ranks want different tensors.
+                if shared and self.local_expert_ids is None:
+                    from vllm.distributed import get_tp_group
+
+                    from . import plan
+
+                    if unused := set(options) - {"direct"}:
+                        raise ValueError(f"distributed cannot be used together with {', '.join(sorted(unused))}")
+                    tp = get_tp_group()
+                    tensors = plan.tensors(files, {}, tp.device_group, device=tp.device, names=names, **options)
+                yield from tqdm(
+                    tensors,
+                    total=len(names),
+                    desc=f"Loading {len(files)} files by dmalane",
+                    unit="tensors",
+                    disable=not enable_tqdm(self.load_config.use_tqdm_on_load),
+                )
+
+    return DmalaneModelLoader

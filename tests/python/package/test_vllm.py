@@ -1,0 +1,192 @@
+"""`--load-format dmalane` in vLLM where it is installed, and the plugin beside a stub of what it uses of vLLM."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from package.models import write_model
+
+dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
+
+
+def test_the_wheel_names_the_plugin():
+    (entry,) = (e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "dmalane")
+    assert entry.value == "dmalane.vllm:register"
+    assert callable(entry.load())
+
+
+class Source:
+    """As `DefaultModelLoader.Source`."""
+
+    def __init__(self, folder):
+        self.model_or_path, self.prefix = folder, "model."
+        self.subfolder = self.revision = self.allow_patterns_overrides = self.is_unused_weight = None
+        self.fall_back_to_pt = True
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """The names of vLLM that the plugin uses."""
+    from dataclasses import dataclass, field
+
+    @dataclass
+    class LoadConfig:
+        load_format: str = "dmalane"
+        model_loader_extra_config: dict = field(default_factory=dict)
+        safetensors_load_strategy: str | None = None
+        use_tqdm_on_load: bool = True
+
+    class DefaultModelLoader:
+        def __init__(self, load_config):
+            assert load_config.load_format == "safetensors", "the parent knows no other format"
+            if load_config.model_loader_extra_config:
+                raise ValueError(f"unexpected {load_config.model_loader_extra_config}")
+            self.load_config, self.counter_before_loading_weights = load_config, 0.0
+            self.local_expert_ids = self._encoder_only_lm_prefixes = None
+
+        def _prepare_weights(self, folder, *_):
+            files = sorted(map(str, Path(folder).glob("*.safetensors")), reverse=True)
+            return folder, files, bool(files), "index"
+
+        def _get_weights_iterator(self, source):
+            return "the parent's"
+
+    modules = {name: types.ModuleType(name) for name in (
+        "vllm", "vllm.model_executor", "vllm.model_executor.model_loader",
+        "vllm.model_executor.model_loader.default_loader", "vllm.model_executor.model_loader.ep_weight_filter",
+        "vllm.model_executor.model_loader.weight_utils", "tqdm", "tqdm.auto",
+    )}  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, module)
+    loader = modules["vllm.model_executor.model_loader"]
+    loader._LOAD_FORMAT_TO_MODEL_LOADER = {}
+    loader.register_model_loader = lambda name: lambda of: loader._LOAD_FORMAT_TO_MODEL_LOADER.setdefault(name, of)
+    loader.LoadConfig = LoadConfig
+    import time
+
+    default = modules["vllm.model_executor.model_loader.default_loader"]
+    default.DefaultModelLoader, default.time = DefaultModelLoader, time
+    modules["vllm.model_executor.model_loader.ep_weight_filter"].should_skip_weight = (
+        lambda name, ids: ids is not None and ".experts." in name and int(name.split(".")[-1]) not in ids
+    )
+    modules["vllm.model_executor.model_loader.weight_utils"].enable_tqdm = lambda use: use
+    loader.bars = []
+    modules["tqdm.auto"].tqdm = lambda it, **options: loader.bars.append(options) or it
+    monkeypatch.setattr(dmalane, "_converter", lambda framework: lambda tensor: tensor)
+    return loader
+
+
+def test_the_plugin_beside_a_stub(stub, tmp_path):
+    from dmalane import vllm
+
+    vllm.register()
+    registered = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"]
+    vllm.register()
+    assert stub._LOAD_FORMAT_TO_MODEL_LOADER == {"dmalane": registered}
+    first = {f"a.experts.{i}": ("U8", [5], bytes([i] * 5)) for i in range(4)}
+    write_model(tmp_path / "1.safetensors", first)
+    second = write_model(tmp_path / "2.safetensors", {"b": ("U8", [3], b"abc")})
+    loader = registered(stub.LoadConfig())
+    read = {name: t.tobytes() for name, t in loader._get_weights_iterator(Source(tmp_path))}
+    assert read == {"model." + name: data for name, (_, _, data) in first.items()} | {"model.b": b"abc"}
+    assert loader.counter_before_loading_weights > 0 and not stub.bars[0]["disable"] and stub.bars[0]["total"] == 5
+    # Experts of other ranks are not read.
+    loader.local_expert_ids = {1, 2}
+    assert [name for name, _ in loader._get_weights_iterator(Source(tmp_path))] == [
+        "model.a.experts.1", "model.a.experts.2", "model.b"]  # fmt: skip
+    manifest = tmp_path / "manifest"
+    manifest.write_text(json.dumps(dmalane.manifest(tmp_path)))
+    options = {"verify": str(manifest), "memory_limit": "1MiB", "direct": False}
+    quiet = registered(stub.LoadConfig(model_loader_extra_config=options, use_tqdm_on_load=False))
+    assert len(dict(quiet._get_weights_iterator(Source(tmp_path)))) == 5 and stub.bars[-1]["disable"]
+    data = second.read_bytes()
+    second.write_bytes(data[:-1] + b"x")
+    with pytest.raises(dmalane.IntegrityError) as error:
+        dict(quiet._get_weights_iterator(Source(tmp_path)))
+    assert error.value.tensor == "b"
+    with pytest.raises(ValueError, match="num_threads"):
+        registered(stub.LoadConfig(model_loader_extra_config={"num_threads": 3}))
+    # Other formats, and those that vLLM has to put together, go its own way.
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert loader._get_weights_iterator(Source(empty)) == "the parent's"
+    assembled = registered(stub.LoadConfig(safetensors_load_strategy="torchao"))
+    assert assembled._get_weights_iterator(Source(tmp_path)) == "the parent's"
+
+
+ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, load_format, ranks, extra = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+    llm = LLM(model, load_format=load_format, tensor_parallel_size=ranks, model_loader_extra_config=extra,
+              skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_seqs=4, dtype="bfloat16",
+              use_tqdm_on_load=True, distributed_executor_backend="mp" if ranks > 1 else None)
+    prompts = [{"prompt_token_ids": [7 * n % 250 + k for k in range(1, 6)]} for n in range(4)]
+    params = SamplingParams(max_tokens=12, temperature=0, detokenize=False, logprobs=3, ignore_eos=True)
+    out = [[o.outputs[0].token_ids, [sorted((t, l.logprob) for t, l in step.items()) for step in o.outputs[0].logprobs]]
+           for o in llm.generate(prompts, params, use_tqdm=False)]
+    print("RESULT " + json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A tiny Llama of random weights, in one file and in several."""
+    torch = pytest.importorskip("torch", reason="vLLM is not installed")
+    transformers = pytest.importorskip("transformers", reason="vLLM is not installed")
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=128,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder / "single")
+    model.save_pretrained(folder / "sharded", max_shard_size="600KB")
+    assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
+    return folder
+
+
+def engine(script, model, load_format, ranks=1, one_process=True, extra=None):
+    """Runs vLLM in a process of its own; returns the tokens with their probabilities, and its log."""
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process)), "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    words = [sys.executable, script, model, load_format, str(ranks), json.dumps(extra or {})]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2400, check=False)
+    result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0 and result, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(result[0].removeprefix("RESULT ")), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "one_process", "extra"),
+    [
+        ("single", 1, True, {}),
+        ("sharded", 1, False, {"memory_limit": "1GiB"}),
+        ("sharded", 2, False, {}),
+        ("sharded", 2, False, {"distributed": True}),
+    ],
+)
+def test_outputs_are_those_of_the_default_loader(llama, tmp_path, kind, ranks, one_process, extra):
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    theirs, _ = engine(script, llama / kind, "safetensors", ranks, one_process)
+    ours, log = engine(script, llama / kind, "dmalane", ranks, one_process, extra)
+    assert ours == theirs
+    assert "by dmalane" in log, "the bar of use_tqdm_on_load"
