@@ -183,6 +183,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             }
         }
         self.scratch.clear_steps();
+        self.planning = false;
         let released = self.slots.end_plan();
         let lists = &mut self.scratch.lists;
         let mut room_for_lists = Vec::new();
@@ -200,6 +201,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             self.records.settle(self.scratch.touched[i], Join::Split);
         }
         self.scratch.clear_steps();
+        self.planning = false;
         let chain = self.slots.end_plan();
         self.slots.release(chain);
         self.scratch.lists.prefetches.clear();

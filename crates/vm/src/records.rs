@@ -45,8 +45,8 @@ struct Node<F> {
     /// Words that it has.
     len: u32,
     /// The first entry with memory and the number of all that have, if these are all in a row; else 0.
-    first: u32,
-    in_a_row: u32,
+    first: u16,
+    in_a_row: u16,
     /// Entries that are not empty.
     used: u32,
     /// Number of requests of that plan that may have unlinked tables and came before the last touch.
@@ -101,10 +101,11 @@ impl<F: Format> Node<F> {
 
     /// Notes where its words are now.
     fn move_to(&mut self, at: usize, len: usize, groups: u64) {
+        const { assert!(size_of::<Self>() == 64 && F::INDEX_BITS < 16 && Records::<F>::entries(0) < 1 << 16) }
         let (first, count) = (groups.trailing_zeros(), groups.count_ones());
         let in_a_row = count > 0 && (groups >> first).trailing_ones() == count;
         (self.at, self.len, self.groups) = (at, len as u32, groups); // a table has fewer entries
-        (self.first, self.in_a_row) = if in_a_row { (first << Self::GROUP, self.len) } else { (0, 0) };
+        (self.first, self.in_a_row) = if in_a_row { ((first << Self::GROUP) as u16, len as u16) } else { (0, 0) };
     }
 
     /// Where all of its words are.

@@ -34,6 +34,8 @@ pub struct Vm<F, T: Tables> {
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
     /// Set for good once a batch of a queue has failed.
     failed: bool,
+    /// True from the begin of a plan to its commit, or until it is taken back.
+    pub(crate) planning: bool,
     pub(crate) scratch: Scratch<T::Addr>,
 }
 
@@ -107,6 +109,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
             scratch: Scratch::new(),
             failed: false,
+            planning: false,
         })
     }
 
@@ -282,14 +285,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline]
     fn begin(&mut self) {
         self.forget_leaked();
+        self.planning = true;
         self.records.begin();
     }
 
     /// Takes back what a plan left that was never dropped.
     #[inline(always)]
     fn forget_leaked(&mut self) {
-        let Scratch { steps, touched, lists, .. } = &self.scratch;
-        if steps.len() | touched.len() | lists.prefetches.len() != 0 {
+        if self.planning {
             self.forget_plan();
         }
     }
