@@ -87,7 +87,7 @@ mod space;
 pub use bounce::{Bounce, IoError};
 pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, Region, areas};
 pub use flat::FlatSpace;
-pub use memory::{BadPlacement, DeviceMemory, MemoryDriver, MemoryError, Placement};
+pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};
 pub use no_iommu::NoIommu;
 pub use page_tables::PageTableSpace;
 pub use polled::PolledQueue;

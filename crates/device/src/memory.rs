@@ -122,10 +122,59 @@ pub trait MemoryDriver: Send {
     fn free(&mut self, range: Span<CardAddr>);
 }
 
+/// The end of a region at which memory shall lie.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum End {
+    /// At its lowest addresses.
+    First,
+    /// At its highest addresses.
+    Last,
+}
+
+/// Grants pieces of a device's regions at addresses that it chooses, for example a daemon that shares a device.
+pub trait MemoryGrants: Send {
+    /// Grants a piece of a region, of about `len` bytes: more, or less where it has no such piece. `None` when nothing
+    /// is left. The end is a wish. The piece is made of whole granules of the region, and overlaps with no other that
+    /// was granted and not given back.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    fn grant(
+        &mut self,
+        region: &Region,
+        len: u64,
+        end: End,
+    ) -> Result<Option<Span<CardAddr>>, Box<dyn Error + Send + Sync>>;
+
+    /// Takes a piece back as it was granted. No operation on it is in flight.
+    fn take_back(&mut self, piece: Span<CardAddr>);
+}
+
+/// The pieces that were granted; given back when dropped.
+struct Granted {
+    by: Box<dyn MemoryGrants>,
+    pieces: Vec<Span<CardAddr>>,
+}
+
+impl Granted {
+    /// Bytes of a region that were not granted, and may be or not.
+    fn unknown(&self, region: &Region) -> u64 {
+        let here = self.pieces.iter().filter(|piece| region.span.covers(piece));
+        region.span.len().saturating_sub(here.map(Span::len).sum())
+    }
+}
+
+impl Drop for Granted {
+    fn drop(&mut self) {
+        self.pieces.drain(..).for_each(|piece| self.by.take_back(piece));
+    }
+}
+
 /// The free memory of a device.
 pub struct DeviceMemory {
     areas: Vec<(Region, RangeAllocator<CardAddr>)>,
     driver: Option<Box<dyn MemoryDriver>>,
+    granted: Option<Granted>,
     /// Buffers are one range: there is no MMU that could show several as one.
     contiguous: bool,
 }
@@ -134,7 +183,21 @@ impl DeviceMemory {
     /// Memory of these regions, all of it free.
     pub fn new(regions: &[Region]) -> Self {
         let free = |r: &Region| (r.clone(), RangeAllocator::new(r.span, r.granule));
-        Self { areas: regions.iter().map(free).collect(), driver: None, contiguous: false }
+        Self { areas: regions.iter().map(free).collect(), driver: None, granted: None, contiguous: false }
+    }
+
+    /// Memory of these regions that is granted piece by piece when it is needed. A piece is given back once nothing in
+    /// it is allocated. For a device without an MMU, as [`DeviceMemory::contiguous`].
+    pub fn granted(regions: &[Region], by: impl MemoryGrants + 'static) -> Self {
+        let mut this = Self::new(regions).contiguous();
+        for (_, area) in &mut this.areas {
+            // All of it is taken until it is granted.
+            for range in area.free_ranges().collect::<Vec<_>>() {
+                let taken = area.reserve(range);
+                debug_assert!(taken.is_ok(), "it is free");
+            }
+        }
+        Self { granted: Some(Granted { by: Box::new(by), pieces: Vec::new() }), ..this }
     }
 
     /// The same, for a device whose driver allocates memory.
@@ -151,9 +214,9 @@ impl DeviceMemory {
         Self { contiguous: true, ..self }
     }
 
-    /// True for a device whose driver allocates memory: only what was allocated here may be used.
+    /// True for a device whose memory a driver allocates or a daemon grants: only what was allocated here may be used.
     pub fn is_driven(&self) -> bool {
-        self.driver.is_some()
+        self.driver.is_some() || self.granted.is_some()
     }
 
     /// Allocates one contiguous range of `len` bytes, rounded up to pages, in the region with the most room.
@@ -162,9 +225,12 @@ impl DeviceMemory {
     /// [`MemoryError::NoRegion`] for a device without memory; [`MemoryError::Full`], [`MemoryError::Driver`].
     pub fn reserve(&mut self, len: u64) -> Result<Span<CardAddr>, MemoryError> {
         let none = self.no_region(&Placement::Default);
+        let all: Vec<usize> = (0..self.areas.len()).collect();
+        self.grow_one(&all, len, PageSize::SIZE_4K, &Placement::Default)?;
         // The last of equals is taken by `max_by_key`: the first region.
         let area = self.areas.iter_mut().rev().max_by_key(|(_, a)| a.largest_free()).ok_or(none)?;
-        let span = take(area, len, PageSize::SIZE_4K, &Placement::Default)?;
+        let taken = take(area, len, PageSize::SIZE_4K, &Placement::Default);
+        let span = taken.inspect_err(|_| self.trim())?;
         self.drive([span], &Placement::Default)?;
         Ok(span)
     }
@@ -175,35 +241,142 @@ impl DeviceMemory {
     /// [`MemoryError::NoRegion`], [`MemoryError::Full`], [`MemoryError::Driver`]; nothing is taken.
     pub fn allocate(&mut self, len: u64, placement: &Placement) -> Result<SgTable<CardAddr>, MemoryError> {
         let none = self.no_region(placement);
-        let in_group = |name: &str, (r, _): &&mut (Region, _)| r.group == name;
-        let mut areas: Vec<&mut (Region, RangeAllocator<CardAddr>)> = match placement {
-            Placement::Default => self.areas.iter_mut().take(1).collect(),
-            Placement::Named(name) => match self.areas.iter().position(|(r, _)| r.name == *name) {
-                Some(at) => vec![&mut self.areas[at]],
-                None => self.areas.iter_mut().filter(|a| in_group(name, a)).collect(),
-            },
-            Placement::OneOf(group) => {
-                let group = self.areas.iter_mut().filter(|a| in_group(group, a));
-                group.rev().max_by_key(|(_, a)| a.largest_free()).into_iter().collect()
-            }
+        self.grow(len, placement)?;
+        let mut areas = self.areas_of(placement);
+        if let Placement::OneOf(_) = placement {
+            // The last of equals is taken by `max_by_key`: the first region.
+            areas = areas.into_iter().rev().max_by_key(|i| self.areas[*i].1.largest_free()).into_iter().collect();
+        }
+        let areas: Vec<_> = self.areas.iter_mut().enumerate().filter(|(i, _)| areas.contains(i)).map(|a| a.1).collect();
+        let taken = match &mut { areas }[..] {
+            [] => return Err(none),
+            _ if len == 0 => Ok(Vec::new()),
+            [area] => take(area, len, alignment(len), placement).map(|span| vec![span]),
+            several if self.contiguous => across(several, len, placement),
+            several => stripe(several, len, placement),
         };
         let mut table = SgTable::new();
-        let mut put = |span: Span<CardAddr>| {
+        for span in taken.inspect_err(|_| self.trim())? {
             let pushed = table.push(span.first(), span.len());
             debug_assert!(pushed.is_some(), "a span does not wrap");
-        };
-        match &mut areas[..] {
-            [] => return Err(none),
-            _ if len == 0 => {}
-            [area] => {
-                let align = if len >= STRIPE.bytes() { STRIPE } else { PageSize::SIZE_16K };
-                put(take(area, len, align, placement)?);
-            }
-            several if self.contiguous => across(several, len, placement)?.into_iter().for_each(put),
-            several => stripe(several, len, placement)?.into_iter().for_each(put),
         }
         self.drive(table.segments().filter_map(|s| Span::new(s.addr, s.len)), placement)?;
         Ok(table)
+    }
+
+    /// The areas that a placement names.
+    fn areas_of(&self, placement: &Placement) -> Vec<usize> {
+        let within = |wanted: &dyn Fn(&Region) -> bool| {
+            let areas = self.areas.iter().enumerate();
+            areas.filter(|(_, (region, _))| wanted(region)).map(|(i, _)| i).collect::<Vec<_>>()
+        };
+        match placement {
+            Placement::Default => (0..self.areas.len().min(1)).collect(),
+            Placement::Named(name) => match &within(&|region| region.name == *name)[..] {
+                [] => within(&|region| region.group == *name),
+                named => named.to_vec(),
+            },
+            Placement::OneOf(group) => within(&|region| region.group == *group),
+        }
+    }
+
+    /// Asks for what an allocation lacks, where memory is granted.
+    fn grow(&mut self, len: u64, placement: &Placement) -> Result<(), MemoryError> {
+        let areas = self.areas_of(placement);
+        if self.granted.is_none() || len == 0 {
+            return Ok(());
+        }
+        if let Placement::Named(_) = placement {
+            for (low, high) in areas.iter().zip(areas.iter().skip(1)) {
+                // Half on either side of the border.
+                let half = alignment(len).round_up(len.div_ceil(2)).unwrap_or(u64::MAX);
+                let beside = |this: &Self| border(&this.areas[*low], &this.areas[*high]);
+                let lacks = |this: &Self| Some(half.saturating_sub(beside(this)?.1));
+                self.ask(*low, End::Last, placement, lacks)?;
+                let lacks = |this: &Self| Some(half.saturating_sub(beside(this)?.2));
+                self.ask(*high, End::First, placement, lacks)?;
+                if beside(self).is_some_and(|(_, before, after)| before >= half && after >= half) {
+                    return Ok(());
+                }
+                self.trim();
+            }
+        }
+        self.grow_one(&areas, len, alignment(len), placement)
+    }
+
+    /// Asks until one of the areas has a free range for it, or nothing is left.
+    fn grow_one(
+        &mut self,
+        areas: &[usize],
+        len: u64,
+        align: PageSize,
+        placement: &Placement,
+    ) -> Result<(), MemoryError> {
+        let Some(granted) = &self.granted else { return Ok(()) };
+        let fits = |this: &mut Self, at: usize| {
+            let (region, area) = &mut this.areas[at];
+            let found = region.granule.round_up(len).and_then(|whole| area.allocate(whole, align).ok());
+            found.is_some_and(|span| area.free(span).is_ok())
+        };
+        let mut areas = areas.to_vec();
+        // Where most may be left first.
+        areas.sort_by_key(|at| std::cmp::Reverse(granted.unknown(&self.areas[*at].0)));
+        for at in areas {
+            if self.areas[at].0.span.len() < len {
+                continue;
+            }
+            while !fits(self, at) {
+                let lacks = len.saturating_sub(self.areas[at].1.largest_free()).max(1);
+                if !self.ask_once(at, lacks, End::First, placement)? {
+                    break;
+                }
+            }
+            if fits(self, at) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for pieces of an area while bytes are lacking, and each leaves fewer.
+    fn ask(
+        &mut self,
+        at: usize,
+        end: End,
+        placement: &Placement,
+        lacks: impl Fn(&Self) -> Option<u64>,
+    ) -> Result<(), MemoryError> {
+        let mut before = u64::MAX;
+        while let Some(bytes) = lacks(self).filter(|bytes| (1..before).contains(bytes)) {
+            before = bytes;
+            if !self.ask_once(at, bytes, end, placement)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for a piece of an area; false when there is none.
+    fn ask_once(&mut self, at: usize, len: u64, end: End, placement: &Placement) -> Result<bool, MemoryError> {
+        let (region, area) = &mut self.areas[at];
+        let Some(granted) = &mut self.granted else { return Ok(false) };
+        let of = |source| MemoryError::Driver { len, placement: placement.clone(), source };
+        let Some(piece) = granted.by.grant(region, len, end).map_err(of)? else { return Ok(false) };
+        granted.pieces.push(piece);
+        area.free(piece).map(|()| true).map_err(MemoryError::Range)
+    }
+
+    /// Gives back the pieces in which nothing is allocated.
+    fn trim(&mut self) {
+        let Some(Granted { by, pieces }) = &mut self.granted else { return };
+        pieces.retain(|piece| {
+            let mut areas = self.areas.iter_mut();
+            let used = areas.find(|a| a.0.span.covers(piece)).is_none_or(|(_, area)| area.reserve(*piece).is_err());
+            if !used {
+                by.take_back(*piece);
+            }
+            used
+        });
     }
 
     /// Has the driver allocate ranges that were taken; if it cannot, they are free again.
@@ -231,16 +404,20 @@ impl DeviceMemory {
         Err(MemoryError::Driver { len, placement: placement.clone(), source })
     }
 
-    /// The largest buffer that could be allocated there now, in bytes; 0 where there is no such region.
+    /// The largest buffer that could be allocated there now, in bytes; 0 where there is no such region. Where memory is
+    /// granted, it may be less.
     pub fn room(&self, placement: &Placement) -> u64 {
-        let group = |name: &str| -> Vec<u64> {
-            self.areas.iter().filter(|(r, _)| r.group == name).map(|(_, a)| a.largest_free()).collect()
+        let largest = |(region, area): &(Region, RangeAllocator<CardAddr>)| {
+            area.largest_free().max(self.granted.as_ref().map_or(0, |granted| granted.unknown(region)))
         };
+        let group =
+            |name: &str| -> Vec<u64> { self.areas.iter().filter(|(r, _)| r.group == name).map(largest).collect() };
         match placement {
-            Placement::Default => self.areas.first().map_or(0, |(_, a)| a.largest_free()),
+            Placement::Default => self.areas.first().map_or(0, largest),
             Placement::OneOf(name) => group(name).into_iter().max().unwrap_or(0),
             Placement::Named(name) => match self.areas.iter().find(|(r, _)| r.name == *name) {
-                Some((_, area)) => area.largest_free(),
+                Some(area) => largest(area),
+                None if self.granted.is_some() => group(name).into_iter().sum(),
                 None if self.contiguous => {
                     let areas: Vec<_> = self.areas.iter().filter(|(r, _)| r.group == *name).collect();
                     let whole = areas.windows(2).filter_map(|two| border(two[0], two[1])).map(|(_, a, b)| a + b);
@@ -264,6 +441,7 @@ impl DeviceMemory {
         if let Some(driver) = &mut self.driver {
             segments.iter().filter_map(|s| Span::new(s.addr, s.len)).for_each(|range| driver.free(range));
         }
+        self.trim();
         Ok(())
     }
 
@@ -287,9 +465,10 @@ impl DeviceMemory {
         self.areas.iter().map(|(region, _)| region)
     }
 
-    /// Bytes free in all.
+    /// Bytes free in all; with those that were not granted, where memory is granted.
     pub fn free_bytes(&self) -> u64 {
-        self.areas.iter().map(|(_, area)| area.free_bytes()).sum()
+        let unknown = |region| self.granted.as_ref().map_or(0, |granted| granted.unknown(region));
+        self.areas.iter().map(|(region, area)| area.free_bytes() + unknown(region)).sum()
     }
 
     fn no_region(&self, placement: &Placement) -> MemoryError {
@@ -302,6 +481,11 @@ impl fmt::Debug for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceMemory").field("areas", &self.areas).finish_non_exhaustive()
     }
+}
+
+/// The alignment of a buffer of `len` bytes.
+fn alignment(len: u64) -> PageSize {
+    if len >= STRIPE.bytes() { STRIPE } else { PageSize::SIZE_16K }
 }
 
 /// Allocates one range.
@@ -354,8 +538,7 @@ fn across(
         }
     }
     let roomiest = areas.iter_mut().rev().max_by_key(|area| area.1.largest_free());
-    let align = if len >= STRIPE.bytes() { STRIPE } else { PageSize::SIZE_16K };
-    roomiest.map_or_else(|| Ok(Vec::new()), |area| take(area, len, align, placement).map(|span| vec![span]))
+    roomiest.map_or_else(|| Ok(Vec::new()), |area| take(area, len, alignment(len), placement).map(|span| vec![span]))
 }
 
 /// Allocates whole stripes in all areas in turns, and gives them in the order of the buffer.
@@ -481,6 +664,83 @@ mod tests {
         m.free(ddr.segments()).unwrap();
         live(0);
         assert_eq!(m.free_bytes(), free);
+    }
+
+    /// Grants pieces of 8 MiB from the lowest or the highest address on, and lists them.
+    #[derive(Clone, Default)]
+    struct Pieces(std::sync::Arc<std::sync::Mutex<(Vec<Span<CardAddr>>, Vec<u64>)>>);
+
+    impl MemoryGrants for Pieces {
+        fn grant(
+            &mut self,
+            region: &Region,
+            len: u64,
+            end: End,
+        ) -> Result<Option<Span<CardAddr>>, Box<dyn Error + Send + Sync>> {
+            assert!(len > 0);
+            let (given, taken) = &mut *self.0.lock().unwrap();
+            let mut places: Vec<u64> = (0..region.span.len() / (8 * MIB)).collect();
+            if end == End::Last {
+                places.reverse();
+            }
+            let pieces = places.into_iter().filter_map(|i| region.span.sub(i * 8 * MIB, 8 * MIB));
+            let free = |piece: &Span<CardAddr>| !given.contains(piece) && !taken.contains(&piece.first().bits());
+            let piece = { pieces }.find(free);
+            given.extend(piece);
+            Ok(piece)
+        }
+
+        fn take_back(&mut self, piece: Span<CardAddr>) {
+            let given = &mut self.0.lock().unwrap().0;
+            let at = given.iter().position(|p| *p == piece).expect("as it was granted");
+            given.remove(at);
+        }
+    }
+
+    #[test]
+    fn memory_is_granted_when_it_is_needed_and_given_back_after_that() {
+        let pieces = Pieces::default();
+        let regions: Vec<Region> = memory().regions().cloned().collect();
+        let mut m = DeviceMemory::granted(&regions, pieces.clone());
+        let granted = || pieces.0.lock().unwrap().0.len() as u64 * 8 * MIB;
+        let all = m.free_bytes();
+        assert!(m.is_driven() && all == 128 * MIB && m.room(&Placement::HBM) == 64 * MIB);
+        let at = |t: &SgTable<CardAddr>| t.segments().map(|s| (s.addr.bits(), s.len)).collect::<Vec<_>>();
+        let small = m.allocate(MIB, &Placement::Default).unwrap();
+        assert_eq!((at(&small), granted()), (vec![(0, MIB)], 8 * MIB));
+        let other = m.allocate(MIB, &Placement::DDR).unwrap();
+        assert_eq!(granted(), 8 * MIB, "there was room");
+        let long = m.allocate(20 * MIB, &Placement::DDR).unwrap();
+        assert_eq!((at(&long).len(), granted()), (1, 24 * MIB), "pieces that touch are one");
+        assert_eq!(m.free_bytes(), all - 22 * MIB);
+        m.free(long.segments()).unwrap();
+        assert_eq!(granted(), 8 * MIB, "what is not used is given back");
+        // Half of it on either side of the border.
+        let both = m.allocate(20 * MIB, &Placement::HBM).unwrap();
+        assert_eq!(at(&both), [((1 << 40) + 22 * MIB, 20 * MIB)]);
+        assert_eq!(granted(), 40 * MIB);
+        m.free(both.segments()).unwrap();
+        // The border is somebody's.
+        pieces.0.lock().unwrap().1.push((1 << 40) + 24 * MIB);
+        let low = m.allocate(20 * MIB, &Placement::HBM).unwrap();
+        assert_eq!((at(&low).len(), granted()), (1, 32 * MIB));
+        assert_eq!(at(&low)[0].0, 1 << 40, "in one half");
+        m.free(low.segments()).unwrap();
+        let half = m.allocate(9 * MIB, &Placement::HBM_HALF).unwrap();
+        assert_eq!(granted(), 24 * MIB);
+        // More than there is leaves things as they were.
+        assert!(matches!(m.allocate(70 * MIB, &Placement::DDR), Err(MemoryError::Full { .. })));
+        assert!(matches!(m.allocate(30 * MIB, &"hbm0".parse().unwrap()), Err(MemoryError::Full { .. })));
+        assert!(matches!(m.allocate(u64::MAX, &Placement::HBM), Err(MemoryError::Full { .. })));
+        assert_eq!(granted(), 24 * MIB);
+        let reserved = m.reserve(40 * MIB).unwrap();
+        assert_eq!(reserved.len(), 40 * MIB);
+        m.free([Segment { addr: reserved.first(), len: reserved.len() }]).unwrap();
+        [small, other, half].iter().for_each(|t| m.free(t.segments()).unwrap());
+        assert_eq!((granted(), m.free_bytes()), (0, all));
+        let _left = m.allocate(MIB, &Placement::DDR).unwrap();
+        drop(m);
+        assert_eq!(granted(), 0);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use dmalane_daemon::{Client, SOCKET};
 use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
-use dmalane_slash::{Node, SlashDevice};
+use dmalane_slash::{Node, SlashDevice, VRTD_SOCKET, VrtdName};
 use dmalane_vfio::Bdf;
 use dmalane_vulkan::{VulkanDevice, VulkanOptions};
 
@@ -63,6 +63,8 @@ pub const KINDS: &[DeviceKind] = &[
         options: &[], always_flat: true, check: parse::<GpuName>, list: list_cuda, open: cuda },
     DeviceKind { name: "slash", syntax: "slash:N", about: "an AMD V80 of the driver SLASH (/dev/slash_qdma_ctlN)",
         options: &["slash"], always_flat: true, check: parse::<Node>, list: list_slash, open: slash },
+    DeviceKind { name: "vrtd", syntax: "vrtd[:SOCKET][#N]", about: "an AMD V80 that SLASH's daemon vrtd lends",
+        options: &["slash"], always_flat: true, check: parse::<VrtdName>, list: list_vrtd, open: vrtd },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
@@ -377,4 +379,32 @@ fn list_slash(root: &Path) -> Vec<Listed> {
         }
     };
     dmalane_slash::nodes(root).into_iter().map(listed).collect()
+}
+
+fn vrtd(rest: &str, options: &OpenOptions) -> Opened {
+    Ok(Box::new(SlashDevice::lent(&rest.parse()?, options.slash.unwrap_or_default())?))
+}
+
+fn list_vrtd(root: &Path) -> Vec<Listed> {
+    let socket = root.join(VRTD_SOCKET.trim_start_matches('/'));
+    if !socket.exists() {
+        return Vec::new();
+    }
+    let listed = |name: String, about, pci: Result<String, ()>| Listed {
+        name,
+        kind: "vrtd",
+        supported: pci.is_ok(),
+        about,
+        memories: Vec::new(),
+        channels: None,
+        facts: vec![("pci", pci.ok())],
+    };
+    match dmalane_slash::vrtd_cards(&socket) {
+        Ok(cards) => {
+            let cards = cards.into_iter().enumerate();
+            let about = |name| format!("{name}, an AMD V80 that vrtd lends, with memory as far as others have left it");
+            cards.map(|(n, card)| listed(format!("vrtd:{VRTD_SOCKET}#{n}"), about(card.name), Ok(card.pci))).collect()
+        }
+        Err(e) => vec![listed(format!("vrtd:{VRTD_SOCKET}"), e.to_string(), Err(()))],
+    }
 }

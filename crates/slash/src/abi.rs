@@ -48,6 +48,13 @@ pub const MAX_PARTS: usize = 2;
 #[cfg(feature = "model")]
 pub const MAX_PART: u64 = u32::MAX as u64;
 
+/// Words of GET_BAR_FD.
+pub const BAR_WORDS: usize = 6;
+/// Flags of DMA_BUF_IOCTL_SYNC (linux/dma-buf.h): a begin, unless it is an end.
+pub const SYNC_READ: u64 = 1;
+pub const SYNC_WRITE: u64 = 2;
+pub const SYNC_END: u64 = 4;
+
 /// An operation on a queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PairOp {
@@ -80,11 +87,21 @@ pub struct Part {
 
 impl Part {
     /// The words of a part.
-    pub fn words(&self) -> [u32; PART_WORDS] {
+    fn words(&self) -> [u32; PART_WORDS] {
         let [offset, at, len] = [self.offset, self.at, self.len].map(halves);
         let buffer = u32::from_ne_bytes(self.buffer.to_ne_bytes());
         [self.pair, self.way as u32, buffer, 0, offset[0], offset[1], at[0], at[1], len[0], len[1]]
     }
+}
+
+/// The argument of a transfer of these parts, two at most.
+pub fn transfer(parts: &[Part]) -> [u32; TRANSFER_WORDS] {
+    let mut words = [0; TRANSFER_WORDS];
+    words[..2].copy_from_slice(&[TRANSFER_WORDS as u32 * 4, parts.len() as u32]);
+    for (place, part) in words[2..].chunks_exact_mut(PART_WORDS).zip(parts) {
+        place.copy_from_slice(&part.words());
+    }
+    words
 }
 
 /// The two words of a 64-bit field.

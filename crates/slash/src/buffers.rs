@@ -40,10 +40,10 @@ pub(crate) fn page() -> usize {
     rustix::param::page_size()
 }
 
-/// The buffers of an open node.
+/// The buffers of a queue pair's file, which all queue pairs of the card can use.
 pub(crate) struct Buffers {
     kernel: Arc<dyn Kernel>,
-    node: Arc<Handle>,
+    file: Arc<Handle>,
     live: Arc<Live>,
     hint: AtomicU32,
 }
@@ -73,8 +73,8 @@ impl Place {
 }
 
 impl Buffers {
-    pub(crate) fn new(kernel: &Arc<dyn Kernel>, node: &Arc<Handle>) -> Self {
-        Self { kernel: kernel.clone(), node: node.clone(), live: Arc::default(), hint: AtomicU32::new(0) }
+    pub(crate) fn new(kernel: &Arc<dyn Kernel>, file: &Arc<Handle>) -> Self {
+        Self { kernel: kernel.clone(), file: file.clone(), live: Arc::default(), hint: AtomicU32::new(0) }
     }
 
     /// Creates and maps a buffer of `len` bytes, whole pages of the kernel.
@@ -83,7 +83,7 @@ impl Buffers {
         argument[1] = abi::CLOEXEC;
         argument[2..4].copy_from_slice(&halves(len as u64));
         let of = |e: io::Error| Error::call(Request::BufferCreate, e);
-        let file = self.kernel.open(&self.node, Request::BufferCreate, &mut argument).map_err(of)?;
+        let file = self.kernel.open(&self.file, Request::BufferCreate, &mut argument).map_err(of)?;
         let [granule, hint] = [0, 1].map(|i| argument[abi::BUF_GRANULE + i]);
         if granule as usize != page() {
             return Err(Error::Answer {

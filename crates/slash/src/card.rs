@@ -1,12 +1,13 @@
 //! An open card: the driver's calls as methods.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::Error;
-use crate::abi::{self, PairOp, Part};
+use crate::abi::{self, PairOp};
 use crate::buffers::Buffers;
-use crate::kernel::{Handle, Kernel, Request};
+use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
 
 /// The driver's description of itself and of the card.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -19,23 +20,21 @@ pub struct Info {
     pub pci: Option<String>,
 }
 
-/// An open node of the driver.
+/// An open door to the driver: its node, or its daemon's socket.
 pub(crate) struct Card {
     kernel: Arc<dyn Kernel>,
-    node: Arc<Handle>,
-    pub buffers: Arc<Buffers>,
+    door: Arc<Handle>,
 }
 
 impl Card {
-    pub(crate) fn new(kernel: Arc<dyn Kernel>, node: Handle) -> Self {
-        let node = Arc::new(node);
-        Self { buffers: Arc::new(Buffers::new(&kernel, &node)), kernel, node }
+    pub(crate) fn new(kernel: Arc<dyn Kernel>, door: Arc<Handle>) -> Self {
+        Self { kernel, door }
     }
 
     /// Asks the driver what it is; an unknown version is refused.
     pub(crate) fn info(&self) -> Result<Info, Error> {
         let mut words = [0; abi::INFO_WORDS];
-        let call = self.kernel.call(&self.node, Request::Info, &mut words);
+        let call = self.kernel.call(&self.door, Request::Info, &mut words);
         call.map_err(|e| Error::call(Request::Info, e))?;
         let [size, _, _, _, caps] = [0, 1, 2, 3, 4].map(|i| words[i]);
         if !abi::INFO_SIZES.contains(&size) {
@@ -53,40 +52,35 @@ impl Card {
         Ok(Info { size, caps, pci })
     }
 
-    /// Adds and starts a queue pair for each of these memory channels, and opens one file for all of them.
-    pub(crate) fn pairs(self: &Arc<Self>, channels: &[u32], ring: u32) -> Result<Vec<Pair>, Error> {
-        // Each is undone on drop, should a later call fail.
-        let mut added: Vec<Added> = Vec::new();
-        for channel in channels {
-            let mut words = [0; abi::ADD_WORDS];
-            words[1..7].copy_from_slice(&[abi::MODE_MM, abi::DIR_BOTH, *channel, ring, ring, ring]);
-            let call = self.kernel.call(&self.node, Request::PairAdd, &mut words);
-            call.map_err(|e| Error::call(Request::PairAdd, e))?;
-            let pair = Added { card: self.clone(), qid: words[abi::ADD_QID], state: Mutex::new(State::Stopped) };
-            if added.iter().any(|other| other.qid == pair.qid) {
-                let what = format!("queue pair {} twice", pair.qid);
-                return Err(Error::Answer { call: Request::PairAdd.name(), what });
-            }
-            pair.start().map_err(|e| Error::call(Request::PairOp, e))?;
-            added.push(pair);
-        }
+    /// Adds and starts a queue pair on a memory channel, and opens its file.
+    pub(crate) fn pair(self: &Arc<Self>, channel: u32, ring: u32) -> Result<Pair, Error> {
+        let mut words = [0; abi::ADD_WORDS];
+        words[1..7].copy_from_slice(&[abi::MODE_MM, abi::DIR_BOTH, channel, ring, ring, ring]);
+        let call = self.kernel.call(&self.door, Request::PairAdd, &mut words);
+        call.map_err(|e| Error::call(Request::PairAdd, e))?;
+        let qid = words[abi::ADD_QID];
+        // Undone on drop, should a later call fail.
+        let added = Added { card: self.clone(), qid, state: Mutex::new(State::Stopped) };
+        added.start().map_err(|e| Error::call(Request::PairOp, e))?;
         let mut words = [0; abi::FD_WORDS];
-        (words[2], words[3]) = (abi::CLOEXEC, added.len() as u32);
-        for (word, pair) in words[4..].iter_mut().zip(&added) {
-            *word = pair.qid;
-        }
-        let file = self.kernel.open(&self.node, Request::PairFile, &mut words);
+        words[1..3].copy_from_slice(&[qid, abi::CLOEXEC]);
+        let file = self.kernel.open(&self.door, Request::PairFile, &mut words);
         let file = Arc::new(file.map_err(|e| Error::call(Request::PairFile, e))?);
-        let pair = |(index, added)| Pair { added, index: index as u32, file: file.clone() };
-        Ok(added.into_iter().enumerate().map(pair).collect())
+        Ok(Pair { added, file })
     }
 }
+
+/// libqdma waits so long for what the card has begun (QDMA_Q_PEND_LIST_COMPLETION_TIMEOUT), less a tick of its clock.
+/// Then it forgets that and reports success, so a STOP that took longer proves nothing.
+const FORGETS: Duration = Duration::from_millis(980);
 
 /// The state of a queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
     Running,
     Stopped,
+    /// Stopped, but what the card had begun may go on.
+    Doubtful,
 }
 
 /// A queue pair that was added. Dropping it stops and deletes it.
@@ -99,24 +93,35 @@ struct Added {
 impl Added {
     fn op(&self, op: PairOp) -> io::Result<()> {
         let mut words = [0, self.qid, op as u32];
-        self.card.kernel.call(&self.card.node, Request::PairOp, &mut words).map(drop)
+        self.card.kernel.call(&self.card.door, Request::PairOp, &mut words).map(drop)
     }
 
-    fn change(&self, to: State, op: PairOp) -> io::Result<()> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if *state != to {
-            self.op(op)?;
-            *state = to;
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn start(&self) -> io::Result<()> {
+        let mut state = self.state();
+        if *state != State::Running {
+            self.op(PairOp::Start)?;
+            *state = State::Running;
         }
         Ok(())
     }
 
-    fn start(&self) -> io::Result<()> {
-        self.change(State::Running, PairOp::Start)
-    }
-
     fn stop(&self) -> io::Result<()> {
-        self.change(State::Stopped, PairOp::Stop)
+        let mut state = self.state();
+        if *state == State::Running {
+            let begun = Instant::now();
+            self.op(PairOp::Stop)?;
+            *state = if begun.elapsed() < FORGETS { State::Stopped } else { State::Doubtful };
+        }
+        match *state {
+            State::Doubtful => {
+                Err(io::Error::other("the driver gave up waiting for transfers that the card had begun"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -131,20 +136,20 @@ impl Drop for Added {
 /// A queue pair that moves bytes.
 pub(crate) struct Pair {
     added: Added,
-    /// Which of the pairs behind `file`.
-    pub index: u32,
     file: Arc<Handle>,
 }
 
 impl Pair {
-    /// Moves the parts, two at most, and returns once all have ended, or the driver gave up.
-    pub(crate) fn transfer(&self, parts: &[Part]) -> io::Result<u64> {
-        let mut words = [0; abi::TRANSFER_WORDS];
-        words[1] = parts.len() as u32;
-        for (place, part) in words[2..].chunks_exact_mut(abi::PART_WORDS).zip(parts) {
-            place.copy_from_slice(&part.words());
-        }
-        self.added.card.kernel.call(&self.file, Request::Transfer, &mut words)
+    /// The heap of buffers that this pair's file gives.
+    pub(crate) fn buffers(&self) -> Buffers {
+        Buffers::new(&self.added.card.kernel, &self.file)
+    }
+
+    /// Its transfers: in flight at the same time where the driver has that, else one after the other.
+    pub(crate) fn calls(&self) -> Box<dyn Calls> {
+        let kernel = &self.added.card.kernel;
+        let one = || Blocking { kernel: kernel.clone(), file: self.file.clone(), begun: None };
+        kernel.calls(&self.file).unwrap_or_else(|| Box::new(one()))
     }
 
     /// Starts it, unless it runs.
@@ -155,5 +160,27 @@ impl Pair {
     /// Stops it, unless it was stopped: afterwards the card uses no buffer of earlier transfers.
     pub(crate) fn stop(&self) -> io::Result<()> {
         self.added.stop()
+    }
+}
+
+/// One call at a time, made when its end is waited for.
+struct Blocking {
+    kernel: Arc<dyn Kernel>,
+    file: Arc<Handle>,
+    begun: Option<(u64, Transfer)>,
+}
+
+impl Calls for Blocking {
+    fn depth(&self) -> usize {
+        1
+    }
+
+    fn begin(&mut self, number: u64, argument: Transfer) {
+        self.begun = Some((number, argument));
+    }
+
+    fn end(&mut self, _: Option<Duration>) -> io::Result<Option<(u64, io::Result<u64>)>> {
+        let Some((number, mut argument)) = self.begun.take() else { return Ok(None) };
+        Ok(Some((number, self.kernel.call(&self.file, Request::Transfer, &mut argument))))
     }
 }

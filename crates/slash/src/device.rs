@@ -3,6 +3,7 @@
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -19,7 +20,8 @@ use crate::buffers::{OwnBuffers, heap, page};
 use crate::card::{Card, Info};
 use crate::kernel::{Handle, Kernel, Request};
 use crate::queue::SlashQueue;
-use crate::sys::Linux;
+use crate::sys::{DEPTH, Linux};
+use crate::vrtd::{Daemon, Grants, Reach, VrtdName};
 use crate::worker::{Counters, Planner};
 
 /// First address and bytes of the card's DDR.
@@ -35,6 +37,11 @@ impl Node {
     /// The driver's node on the machine whose `/` is given.
     pub fn path(self, root: &Path) -> PathBuf {
         root.join(format!("dev/slash_qdma_ctl{}", self.0))
+    }
+
+    /// The node of its BARs on that machine.
+    pub fn control(self, root: &Path) -> PathBuf {
+        root.join(format!("dev/slash_ctl{}", self.0))
     }
 
     /// The PCI address of the card's DMA function, as the driver names it in `/sys/class/slash`.
@@ -99,6 +106,10 @@ pub struct SlashDevice {
     regions: [Region; 3],
     registrar: Arc<OwnBuffers>,
     space: FlatSpace,
+    /// The card's memory that the queues may use.
+    reach: Arc<Reach>,
+    /// Who lends the card, if it is lent.
+    daemon: Option<Arc<Daemon>>,
 }
 
 impl SlashDevice {
@@ -118,17 +129,49 @@ impl SlashDevice {
     /// # Errors
     /// As [`SlashDevice::open`].
     pub fn with(kernel: Arc<dyn Kernel>, node: Handle, options: SlashOptions) -> Result<Self, Error> {
+        Self::through(Card::new(kernel, Arc::new(node)), None, options)
+    }
+
+    /// Opens a card that SLASH's daemon vrtd lends. Its memory is granted when it is allocated, and only granted memory
+    /// can be used.
+    ///
+    /// # Errors
+    /// [`Error`]: no such socket or card, no permission, an unknown version, a request that failed.
+    pub fn lent(name: &VrtdName, options: SlashOptions) -> Result<Self, Error> {
+        Self::through_daemon(Daemon::connect(name)?, options)
+    }
+
+    /// The same over a socket that is connected to the daemon, and other calls on the files that it sends.
+    ///
+    /// # Errors
+    /// As [`SlashDevice::lent`].
+    pub fn lent_over(socket: OwnedFd, card: u32, files: Arc<dyn Kernel>, options: SlashOptions) -> Result<Self, Error> {
+        let of = |e: rustix::io::Errno| Error::Vrtd { socket: PathBuf::new(), source: e.into() };
+        Self::through_daemon(Daemon::over(socket, card, files).map_err(of)?, options)
+    }
+
+    fn through_daemon(daemon: Daemon, options: SlashOptions) -> Result<Self, Error> {
+        let daemon = Arc::new(daemon);
+        Self::through(Card::new(daemon.clone(), daemon.socket.clone()), Some(daemon), options)
+    }
+
+    fn through(card: Card, daemon: Option<Arc<Daemon>>, options: SlashOptions) -> Result<Self, Error> {
         if options.ring >= abi::RING_SIZES {
             return Err(Error::Ring(options.ring));
         }
-        let card = Arc::new(Card::new(kernel, node));
+        let card = Arc::new(card);
         let info = card.info()?;
-        let registrar = Arc::new(OwnBuffers::new(&card.buffers));
         let regions = regions();
-        let memory: Vec<_> = regions.iter().map(|r| r.span).collect();
+        let reach = Arc::new(match daemon {
+            Some(_) => Reach::default(),
+            None => Reach::of(regions.iter().map(|r| r.span)),
+        });
+        let mut pairs = vec![card.pair(1, options.ring)?];
+        let buffers = Arc::new(pairs[0].buffers());
+        let registrar = Arc::new(OwnBuffers::new(&buffers));
         // The pages of both queues: of the first buffer, which also says how the channels should be used.
         let of = |e: dmalane_dma::Error| Error::call(Request::BufferCreate, kernels(e));
-        let mut pages = Some(heap(&card.buffers).allocate(2 * MAX_PARTS * page()).map_err(of)?.share().into_part());
+        let mut pages = Some(heap(&buffers).allocate(2 * DEPTH * MAX_PARTS * page()).map_err(of)?.share().into_part());
         let mut next_page = || match pages.take()?.split_at(page()) {
             Ok((page, rest)) => {
                 pages = Some(rest);
@@ -136,20 +179,26 @@ impl SlashDevice {
             }
             Err(_) => None,
         };
-        let channels: &[u32] = match card.buffers.hint() {
-            abi::HINT_V80 => &[1, 2],
-            abi::HINT_SINGLE => &[1],
+        match buffers.hint() {
+            abi::HINT_V80 => pairs.push(card.pair(2, options.ring)?),
+            abi::HINT_SINGLE => {}
             hint => return Err(Error::Version { found: format!("BUF_CREATE has the unknown hint {hint}") }),
-        };
+        }
         let (mut queues, mut counters): (Vec<Box<DeviceQueue>>, Vec<_>) = (Vec::new(), Vec::new());
-        for pair in card.pairs(channels, options.ring)? {
-            let pages: Vec<_> = (0..MAX_PARTS).filter_map(|_| next_page()).collect();
-            let plans = Planner { buffers: card.buffers.clone(), memory: memory.clone(), pair: pair.index };
-            let queue = SlashQueue::new(pair, plans, pages, registrar.clone())?;
+        let mut waits = String::new();
+        for (number, pair) in pairs.into_iter().enumerate() {
+            let pages = (0..DEPTH).map(|_| (0..MAX_PARTS).filter_map(|_| next_page()).collect()).collect();
+            let plans = Planner { buffers: buffers.clone(), reach: reach.clone() };
+            let calls = pair.calls();
+            waits = match calls.depth() {
+                1 => "a thread each waits in TRANSFER".to_owned(),
+                more => format!("each with {more} io_uring commands in flight"),
+            };
+            let queue = SlashQueue::new(number, pair, calls, plans, pages, registrar.clone())?;
             counters.push(queue.counters().clone());
             queues.push(Box::new(queue));
         }
-        let notes = vec![
+        let mut notes = vec![
             format!(
                 "{}, INFO of {} bytes, rings of size {}",
                 info.pci.as_deref().map_or("PCI address unknown".to_owned(), |pci| format!("PCI {pci}")),
@@ -157,12 +206,12 @@ impl SlashDevice {
                 options.ring
             ),
             "host memory: buffers of the driver, into which files are read directly".to_owned(),
-            format!(
-                "{} queue pairs, each on a memory channel of its own; a thread each waits in TRANSFER",
-                queues.len()
-            ),
+            format!("{} queue pairs, each on a memory channel of its own; {waits}", queues.len()),
         ];
-        Ok(Self { queues, counters, info, notes, regions, registrar, space: FlatSpace::new() })
+        if daemon.is_some() {
+            notes.push("lent by vrtd, which grants memory in pieces of 64 MiB to 512 MiB".to_owned());
+        }
+        Ok(Self { queues, counters, info, notes, regions, registrar, space: FlatSpace::new(), reach, daemon })
     }
 
     /// The driver's description of itself and of the card.
@@ -211,7 +260,13 @@ impl Device for SlashDevice {
     }
 
     fn memory(&self) -> DeviceMemory {
-        DeviceMemory::new(&self.regions).contiguous()
+        match &self.daemon {
+            None => DeviceMemory::new(&self.regions).contiguous(),
+            Some(daemon) => {
+                let grants = Grants { daemon: daemon.clone(), reach: self.reach.clone() };
+                DeviceMemory::granted(&self.regions, grants)
+            }
+        }
     }
 
     fn registrar(&self) -> Arc<dyn Registrar> {

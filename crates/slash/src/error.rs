@@ -19,6 +19,14 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
+    /// The daemon vrtd cannot be used.
+    #[error("cannot use vrtd at {}: {source}{}", socket.display(), connecting(source))]
+    Vrtd {
+        /// Its socket.
+        socket: PathBuf,
+        /// The kernel's error, or what is wrong with its answers.
+        source: io::Error,
+    },
     /// The driver's interface is one that this program does not know.
     #[error(
         "the driver's interface is not known: {found}. This program knows INFO of 20 bytes, 52 bytes (since July 2026) \
@@ -50,6 +58,14 @@ pub enum Error {
     /// Host memory that is not the driver's.
     #[error("the card reaches only buffers that its driver allocates: take memory of the device's own heap")]
     Foreign,
+    /// A register that does not exist.
+    #[error("BAR {bar} has no 32-bit register at {offset:#x}")]
+    NoRegister {
+        /// The number of the BAR.
+        bar: u8,
+        /// The offset in bytes.
+        offset: u64,
+    },
     /// A ring size that does not exist.
     #[error("ring size {0} does not exist: they have the numbers 0 to 15")]
     Ring(u32),
@@ -72,6 +88,16 @@ pub(crate) fn into_io(error: Error) -> io::Error {
     match error {
         Error::Call { source, .. } | Error::Map(source) => source,
         other => io::Error::other(other),
+    }
+}
+
+/// Fixes of errors of connecting to the daemon.
+fn connecting(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ECONNREFUSED) => "; is it running (sudo systemctl enable --now vrtd.socket)?",
+        Some(libc::EACCES) => "; the socket is closed to this user: sudo usermod -aG vrt $USER",
+        Some(libc::EPERM) => "; the process behind the socket is neither root's nor this user's",
+        _ => "",
     }
 }
 

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::Duration;
 
 use crate::abi;
 
@@ -21,9 +23,16 @@ pub enum Request {
     BufferCreate,
     /// Moves bytes, and returns how many.
     Transfer,
+    /// Returns a file for a BAR, on the control node.
+    BarFile,
 }
 
 impl Request {
+    /// True when it returns a file.
+    pub(crate) const fn opens(self) -> bool {
+        matches!(self, Self::PairFile | Self::BufferCreate | Self::BarFile)
+    }
+
     /// The driver's name of it.
     pub const fn name(self) -> &'static str {
         match self {
@@ -33,6 +42,7 @@ impl Request {
             Self::PairFile => "QPAIR_GET_FD",
             Self::BufferCreate => "BUF_CREATE",
             Self::Transfer => "TRANSFER",
+            Self::BarFile => "GET_BAR_FD",
         }
     }
 
@@ -45,6 +55,7 @@ impl Request {
             Self::PairFile => (0x53, abi::FD_WORDS as u32 * 4),
             Self::BufferCreate => (0x54, abi::BUF_WORDS as u32 * 4),
             Self::Transfer => (0x56, abi::TRANSFER_WORDS as u32 * 4),
+            Self::BarFile => (0x31, abi::BAR_WORDS as u32 * 4),
         }
     }
 
@@ -69,7 +80,7 @@ pub struct Handle {
 
 impl Handle {
     /// A file whose closing nobody watches.
-    pub fn new(file: OwnedFd) -> Self {
+    pub const fn new(file: OwnedFd) -> Self {
         Self { file, closed: None }
     }
 
@@ -113,6 +124,41 @@ pub trait Kernel: Send + Sync {
     /// # Errors
     /// As [`Kernel::call`].
     fn open(&self, on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<Handle>;
+
+    /// Transfers on a queue pair's file of which several are in flight, where the driver has that.
+    fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
+        let _ = file;
+        None
+    }
+
+    /// Begins or ends an access to a BAR (DMA_BUF_IOCTL_SYNC).
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()>;
+
+    /// Takes a file that another process opened and sent.
+    fn adopt(&self, file: OwnedFd) -> Handle {
+        Handle::new(file)
+    }
+}
+
+/// The argument of a transfer.
+pub type Transfer = [u32; abi::TRANSFER_WORDS];
+
+/// Transfers of a queue pair that are in flight at the same time.
+pub trait Calls: Send {
+    /// How many may be in flight, one at least.
+    fn depth(&self) -> usize;
+
+    /// Begins a transfer, at the latest when an end is waited for. Its end has this number.
+    fn begin(&mut self, number: u64, argument: Transfer);
+
+    /// Waits until a transfer has ended, and gives its number and its result; `None` when none has within the time.
+    ///
+    /// # Errors
+    /// When that cannot be known any more.
+    fn end(&mut self, timeout: Option<Duration>) -> io::Result<Option<(u64, io::Result<u64>)>>;
 }
 
 #[cfg(test)]
@@ -128,6 +174,7 @@ mod tests {
             (Request::PairFile, 0xc018_7653),
             (Request::BufferCreate, 0xc018_7654),
             (Request::Transfer, 0xc058_7656),
+            (Request::BarFile, 0xc018_7631),
         ];
         for (request, number) in numbers {
             assert_eq!(request.number(), number, "{}", request.name());

@@ -21,6 +21,7 @@
 //! unknown version is refused ([`Error::Version`]).
 
 mod abi;
+mod bar;
 mod buffers;
 mod card;
 mod device;
@@ -30,10 +31,13 @@ mod kernel;
 pub mod model;
 mod queue;
 mod sys;
+mod vrtd;
 mod worker;
 
+pub use bar::Bar;
 pub use buffers::kept_bytes;
 pub use card::Info;
 pub use device::{DDR, HBM, Node, SlashDevice, SlashOptions, nodes};
 pub use error::Error;
-pub use kernel::{Handle, Kernel, Request};
+pub use kernel::{Calls, Handle, Kernel, Request, Transfer};
+pub use vrtd::{VRTD_SOCKET, VrtdCard, VrtdName, vrtd_cards};

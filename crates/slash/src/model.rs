@@ -8,22 +8,29 @@
 //! card goes on with it until its queue pair is stopped, as hardware may: a buffer that is closed before that is a
 //! [violation](Model::violations).
 
+mod daemon;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Barrier, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::Duration;
 
 use libc::{EBADF, EBUSY, EFAULT, EINVAL, ENODEV, ENOENT, ENOTTY};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::abi::{self, halves};
 use crate::device::{DDR, HBM};
-use crate::kernel::{Handle, Kernel, Request};
+use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
+
+pub use daemon::{Tamper, Vrtd};
 
 /// Queue pairs that the driver has at most.
 const PAIRS: u32 = 256;
+/// Bytes of the one BAR.
+const BAR_LEN: u64 = 64 << 10;
 /// Bytes of the host's page in the model.
 const PAGE: u64 = 4096;
 
@@ -60,12 +67,14 @@ pub struct Version {
     pub hint: u32,
     /// The granule of BUF_CREATE.
     pub granule: u32,
+    /// Transfers can be io_uring commands, so many at the same time; 0 for none.
+    pub commands: usize,
 }
 
 impl Version {
     /// The newest version that is known.
     pub const KNOWN: Self =
-        Self { info: 52, caps: 0, pair_add: 36, buffers: true, hint: abi::HINT_V80, granule: PAGE as u32 };
+        Self { info: 52, caps: 0, pair_add: 36, buffers: true, hint: abi::HINT_V80, granule: PAGE as u32, commands: 0 };
 }
 
 /// A file of the driver.
@@ -92,6 +101,8 @@ pub struct Counts {
     pub small: u64,
     /// Buffers that exist, and existed at most.
     pub buffers: (u64, u64),
+    /// Accesses to the BAR that began and ended.
+    pub accesses: u64,
 }
 
 /// A model of the driver. Clones are the same one.
@@ -107,6 +118,7 @@ struct Inner {
 struct State {
     version: Version,
     script: Box<Script>,
+    barrier: Box<dyn FnMut() -> Option<Arc<Barrier>> + Send>,
     files: BTreeMap<FileId, Kind>,
     pairs: BTreeMap<u32, PairState>,
     memory: File,
@@ -119,8 +131,17 @@ struct State {
 
 enum Kind {
     Node,
+    Control,
+    /// A BAR, with the flags of the access that has begun, 0 for none.
+    Bar {
+        file: File,
+        begun: u64,
+    },
     Pairs(Vec<u32>),
-    Buffer { file: File, len: u64 },
+    Buffer {
+        file: File,
+        len: u64,
+    },
 }
 
 struct PairState {
@@ -156,6 +177,7 @@ impl Model {
         let state = State {
             version,
             script: Box::new(|_| None),
+            barrier: Box::new(|| None),
             files: BTreeMap::new(),
             pairs: BTreeMap::new(),
             memory,
@@ -171,6 +193,11 @@ impl Model {
     /// The same, and from now on `script` decides what goes wrong.
     pub fn fail(&self, script: impl FnMut(Request) -> Option<Fault> + Send + 'static) {
         self.lock().script = Box::new(script);
+    }
+
+    /// From now on each transfer waits at the barrier that `barrier` gives, if any, before it is looked at.
+    pub fn before_transfers(&self, barrier: impl FnMut() -> Option<Arc<Barrier>> + Send + 'static) {
+        self.lock().barrier = Box::new(barrier);
     }
 
     /// The driver's calls within this process.
@@ -199,9 +226,72 @@ impl Model {
         }
     }
 
+    /// Opens the node of the BARs for this process.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn control(&self) -> io::Result<Handle> {
+        let (id, file) = self.open_control()?;
+        Ok(self.handle(id, file))
+    }
+
+    /// Opens the node of the BARs for another process.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn open_control(&self) -> io::Result<(FileId, OwnedFd)> {
+        self.lock().file("slash-control", |_| Kind::Control)
+    }
+
+    /// Opens a BAR for another process; the card has one, BAR 0.
+    ///
+    /// # Errors
+    /// The error number.
+    pub fn open_bar(&self, bar: u8) -> Result<(FileId, OwnedFd, u64), i32> {
+        let mut state = self.lock();
+        if bar != 0 {
+            return Err(ENODEV);
+        }
+        let found = state.files.iter().find_map(|(id, kind)| match kind {
+            Kind::Bar { file, .. } => Some((*id, file.try_clone())),
+            _ => None,
+        });
+        let (id, file) = match found {
+            Some((id, file)) => (id, OwnedFd::from(file.map_err(errno)?)),
+            None => {
+                let (id, file) = state.file("slash-bar", |file| Kind::Bar { file, begun: 0 }).map_err(errno)?;
+                rustix::fs::ftruncate(&file, BAR_LEN).map_err(|e| e.raw_os_error())?;
+                (id, file)
+            }
+        };
+        Ok((id, file, BAR_LEN))
+    }
+
+    /// Begins or ends an access to the BAR, by the flags of DMA_BUF_IOCTL_SYNC.
+    ///
+    /// # Errors
+    /// The error number.
+    pub fn sync_bar(&self, id: FileId, flags: u64) -> Result<(), i32> {
+        let mut state = self.lock();
+        let Some(Kind::Bar { begun, .. }) = state.files.get_mut(&id) else { return Err(ENOTTY) };
+        let (way, ends) = (flags & 3, flags & abi::SYNC_END != 0);
+        if way == 0 || flags & !7 != 0 {
+            return Err(EINVAL);
+        }
+        let expected = if ends { way } else { 0 };
+        let wrong = (*begun != expected).then(|| format!("a BAR is accessed with {flags:#x} after {begun:#x}"));
+        *begun = if ends { 0 } else { way };
+        state.counts.accesses += u64::from(ends);
+        state.violations.extend(wrong);
+        Ok(())
+    }
+
     /// Closes a file, as its last owner does.
     pub fn close(&self, id: FileId) {
         let mut state = self.lock();
+        if matches!(state.files.get(&id), Some(Kind::Bar { .. })) {
+            return;
+        }
         if state.going_on.iter().any(|g| g.buffer == id) {
             state.violations.push(format!("buffer {id:?} was closed while the card used it"));
             state.going_on.retain(|g| g.buffer != id);
@@ -263,6 +353,13 @@ impl Model {
     ) -> Result<Answer, i32> {
         let mut state = self.lock();
         let request = state.request(on, number)?;
+        if request == Request::Transfer
+            && let Some(barrier) = (state.barrier)()
+        {
+            drop(state);
+            barrier.wait();
+            state = self.lock();
+        }
         *state.counts.calls.entry(request.name()).or_default() += 1;
         if state.gone {
             return Err(ENODEV);
@@ -284,6 +381,7 @@ impl Model {
             Request::PairOp | Request::PairFile => 12,
             Request::BufferCreate => 16,
             Request::Transfer => 8,
+            Request::BarFile => 12,
         };
         if size < least {
             return Err(EINVAL);
@@ -303,6 +401,12 @@ impl Model {
             Request::PairOp => state.pair_op(&bytes),
             Request::PairFile => state.pair_file(&bytes),
             Request::BufferCreate => state.buffer_create(&mut bytes),
+            Request::BarFile => {
+                drop(state);
+                let (id, file, len) = self.open_bar(bytes.get(4).copied().unwrap_or(u8::MAX))?;
+                bytes[16..24].copy_from_slice(&len.to_ne_bytes());
+                Ok(Answer::File(id, file))
+            }
             Request::Transfer => {
                 let parts = state.parts(on, &bytes, file_of)?;
                 if fault == Some(Fault::Hangs) {
@@ -375,6 +479,56 @@ impl Kernel for Model {
             Answer::Number(_) => Err(io::ErrorKind::InvalidInput.into()),
         }
     }
+
+    fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
+        let depth = self.lock().version.commands;
+        let (ends, ended) = mpsc::channel();
+        let (model, file) = (self.clone(), file.clone());
+        (depth > 0).then(|| Box::new(Commands { model, file, depth, ends, ended }) as _)
+    }
+
+    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
+        let id = id_of(bar.as_fd().as_raw_fd()).ok_or(io::Error::from_raw_os_error(ENOTTY))?;
+        self.sync_bar(id, flags).map_err(io::Error::from_raw_os_error)
+    }
+
+    fn adopt(&self, file: OwnedFd) -> Handle {
+        match id_of(file.as_raw_fd()) {
+            Some(id) => self.handle(id, file),
+            None => Handle::new(file),
+        }
+    }
+}
+
+/// Transfers in flight, each of which has a thread.
+struct Commands {
+    model: Model,
+    file: Arc<Handle>,
+    depth: usize,
+    ends: mpsc::Sender<(u64, io::Result<u64>)>,
+    ended: mpsc::Receiver<(u64, io::Result<u64>)>,
+}
+
+impl Calls for Commands {
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn begin(&mut self, number: u64, mut argument: Transfer) {
+        let (model, file, ends) = (self.model.clone(), self.file.clone(), self.ends.clone());
+        std::thread::spawn(move || {
+            let result = model.call(&file, Request::Transfer, &mut argument);
+            // The queue may be gone.
+            let _ = ends.send((number, result));
+        });
+    }
+
+    fn end(&mut self, timeout: Option<Duration>) -> io::Result<Option<(u64, io::Result<u64>)>> {
+        match timeout {
+            Some(timeout) => Ok(self.ended.recv_timeout(timeout).ok()),
+            None => Ok(self.ended.recv().ok()),
+        }
+    }
 }
 
 /// The place of card memory in its file.
@@ -411,6 +565,7 @@ impl State {
             Request::PairFile,
             Request::BufferCreate,
             Request::Transfer,
+            Request::BarFile,
         ];
         // QPAIR_ADD's number has the length of the structure of its version.
         let numbered = |r: &Request| match r {
@@ -419,12 +574,17 @@ impl State {
         };
         let request = all.into_iter().find(|r| numbered(r) == number).ok_or(ENOTTY)?;
         let known = match (self.files.get(&on).ok_or(EBADF)?, request) {
+            (Kind::Control, request) => request == Request::BarFile,
             (_, Request::BufferCreate) => self.version.buffers,
-            (Kind::Node, Request::Transfer) => false,
+            (Kind::Node, Request::Transfer | Request::BarFile) => false,
             (Kind::Node, _) | (Kind::Pairs(_), Request::Transfer) => true,
             _ => false,
         };
-        if matches!(self.files.get(&on), Some(Kind::Buffer { .. })) || !known { Err(ENOTTY) } else { Ok(request) }
+        if matches!(self.files.get(&on), Some(Kind::Buffer { .. } | Kind::Bar { .. })) || !known {
+            Err(ENOTTY)
+        } else {
+            Ok(request)
+        }
     }
 
     fn file(&mut self, name: &str, kind: impl FnOnce(File) -> Kind) -> io::Result<(FileId, OwnedFd)> {

@@ -13,6 +13,7 @@ use dmalane_queue::{
 use crate::Error;
 use crate::buffers::OwnBuffers;
 use crate::card::Pair;
+use crate::kernel::Calls;
 use crate::worker::{Counters, MAX_LEN, Planner, Shared, Worker};
 
 /// Operations in flight, at most.
@@ -41,15 +42,18 @@ pub(crate) struct SlashQueue {
 
 impl SlashQueue {
     pub(crate) fn new(
+        number: usize,
         pair: Pair,
+        calls: Box<dyn Calls>,
         plans: Planner,
-        pages: Vec<dmalane_dma::BufferSlice>,
+        pages: Vec<Vec<dmalane_dma::BufferSlice>>,
         registrar: Arc<OwnBuffers>,
     ) -> Result<Self, Error> {
         let (shared, pair) = (Arc::new(Shared::default()), Arc::new(pair));
         let counters = Arc::new(Counters::default());
-        let worker = Worker { shared: shared.clone(), counters: counters.clone(), pair: pair.clone(), plans, pages };
-        let named = thread::Builder::new().name(format!("dmalane-slash-{}", pair.index));
+        let worker =
+            Worker { shared: shared.clone(), counters: counters.clone(), pair: pair.clone(), plans, calls, pages };
+        let named = thread::Builder::new().name(format!("dmalane-slash-{number}"));
         let thread = Some(named.spawn(move || worker.run()).map_err(Error::Thread)?);
         let (waiting, state) = (Waiting::new(), QueueState::default());
         Ok(Self { shared, counters, pair, registrar, waiting, state, thread, stopper: None })

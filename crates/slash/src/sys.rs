@@ -4,16 +4,20 @@
 //! and writable, that this value owns and nobody else unmaps. Established by [`Mapped::new`].
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
 
 use dmalane_dma::DriverMemory;
+use io_uring::{IoUring, opcode};
 use rustix::mm::{self, MapFlags, ProtFlags};
 
 use crate::buffers::Place;
-use crate::kernel::{Handle, Kernel, Request};
+use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
 
 /// The running kernel.
 #[derive(Debug)]
@@ -34,17 +38,176 @@ fn ioctl(on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<libc
 
 impl Kernel for Linux {
     fn call(&self, on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<u64> {
-        debug_assert!(!matches!(request, Request::PairFile | Request::BufferCreate));
+        debug_assert!(!request.opens());
         ioctl(on, request, argument).map(|n| n.unsigned_abs().into())
     }
 
     fn open(&self, on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<Handle> {
-        if !matches!(request, Request::PairFile | Request::BufferCreate) {
+        if !request.opens() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let fd = ioctl(on, request, argument)?;
         // SAFETY: these calls return a file that the driver has just opened for us, and nobody else knows it.
         Ok(Handle::new(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
+        Commands::new(file.clone()).ok().map(|commands| Box::new(commands) as _)
+    }
+
+    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
+        /// `_IOW('b', 0, struct dma_buf_sync)`.
+        const SYNC: u32 = 1 << 30 | 8 << 16 | (b'b' as u32) << 8;
+        // SAFETY: the kernel reads 8 bytes, which the number says.
+        let result = unsafe { libc::ioctl(bar.as_fd().as_raw_fd(), SYNC as _, &raw const flags) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+/// Transfers in flight of a queue pair whose driver takes io_uring commands.
+pub(crate) const DEPTH: usize = 4;
+/// The number of the driver's command for a transfer (SLASH_QDMA_URING_CMD_TRANSFER).
+const COMMAND: u32 = 0x56;
+
+/// Transfers as io_uring commands (`IORING_OP_URING_CMD`).
+///
+/// Invariant: each argument that the ring's entries or commands name lives in `arguments` until the end of the command
+/// was seen, and for ever if it never was (`drop`).
+struct Commands {
+    ring: IoUring,
+    file: Arc<Handle>,
+    arguments: BTreeMap<u64, Box<Transfer>>,
+}
+
+impl Commands {
+    /// Asks the driver with a transfer without parts, which it refuses as invalid; others do not know the command.
+    ///
+    /// # Errors
+    /// When the kernel has no io_uring for this process, or the driver no commands.
+    fn new(file: Arc<Handle>) -> io::Result<Self> {
+        let ring = IoUring::builder().setup_clamp().build(DEPTH as u32 * 2)?;
+        let mut known = io_uring::Probe::new();
+        ring.submitter().register_probe(&mut known)?;
+        if !known.is_supported(opcode::UringCmd16::CODE) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let mut this = Self { ring, file, arguments: BTreeMap::new() };
+        let mut empty = [0; crate::abi::TRANSFER_WORDS];
+        empty[0] = size_of_val(&empty) as u32;
+        this.begin(0, empty);
+        match this.end(Some(Duration::from_secs(10)))? {
+            Some((0, Err(e))) if e.raw_os_error() == Some(libc::EINVAL) => Ok(this),
+            _ => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+}
+
+impl Calls for Commands {
+    fn depth(&self) -> usize {
+        DEPTH
+    }
+
+    fn begin(&mut self, number: u64, argument: Transfer) {
+        let argument = Box::new(argument);
+        let mut payload = [0; 16];
+        payload[..8].copy_from_slice(&(argument.as_ptr().expose_provenance() as u64).to_ne_bytes());
+        let file = io_uring::types::Fd(self.file.as_fd().as_raw_fd());
+        let entry = opcode::UringCmd16::new(file, COMMAND).cmd(payload).build().user_data(number);
+        self.arguments.insert(number, argument);
+        // SAFETY: the entry's argument lives as long as the ring may use it (invariant), and the file as long as this
+        // value. The driver reads `size_of::<Transfer>()` bytes of it; a file of another driver refuses the command, or
+        // takes it for one of its own, as with ioctls. Transfers change memory of buffers only.
+        let pushed = unsafe { self.ring.submission().push(&entry) };
+        debug_assert!(pushed.is_ok(), "the ring has room for twice the depth");
+    }
+
+    fn end(&mut self, timeout: Option<Duration>) -> io::Result<Option<(u64, io::Result<u64>)>> {
+        loop {
+            if let Some(end) = self.ring.completion().next() {
+                self.arguments.remove(&end.user_data());
+                let result = match u64::try_from(end.result()) {
+                    Ok(moved) => Ok(moved),
+                    Err(_) => Err(io::Error::from_raw_os_error(end.result().wrapping_neg())),
+                };
+                return Ok(Some((end.user_data(), result)));
+            }
+            let waited = match timeout {
+                None => self.ring.submit_and_wait(1),
+                Some(time) => {
+                    let time = io_uring::types::Timespec::from(time);
+                    let args = io_uring::types::SubmitArgs::new().timespec(&time);
+                    self.ring.submitter().submit_with_args(1, &args)
+                }
+            };
+            match waited {
+                Err(e) if e.raw_os_error() == Some(libc::ETIME) => return Ok(None),
+                Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => return Err(e),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Drop for Commands {
+    fn drop(&mut self) {
+        // The kernel may still read the arguments of commands that have not ended.
+        std::mem::take(&mut self.arguments).into_values().for_each(|argument| _ = Box::leak(argument));
+    }
+}
+
+/// A BAR, mapped whole.
+///
+/// Invariant: `address..address + len` is one shared mapping of the BAR's file, readable and writable, that this value
+/// owns. Established by [`BarMemory::map`].
+pub(crate) struct BarMemory {
+    address: NonNull<u8>,
+    len: NonZeroUsize,
+}
+
+// SAFETY: the mapping is owned by this value (see the invariant), not tied to a thread.
+unsafe impl Send for BarMemory {}
+// SAFETY: accesses through `&BarMemory` are volatile ones of one word, as registers have them; nothing is referenced.
+unsafe impl Sync for BarMemory {}
+
+impl BarMemory {
+    /// Maps `len` bytes of a file.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn map(file: &Handle, len: NonZeroUsize) -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe { mm::mmap(ptr::null_mut(), len.get(), access, MapFlags::SHARED, file, 0) }?;
+        Ok(Self { address: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len.get()
+    }
+
+    /// The register at an offset, if one is there.
+    fn register(&self, offset: u64) -> Option<NonNull<u32>> {
+        let offset = usize::try_from(offset).ok().filter(|at| at.is_multiple_of(4))?;
+        (offset.checked_add(4)? <= self.len.get()).then_some(())?;
+        // SAFETY: within the mapping, as was just checked.
+        Some(unsafe { self.address.add(offset) }.cast())
+    }
+
+    pub(crate) fn read32(&self, offset: u64) -> Option<u32> {
+        // SAFETY: four mapped bytes (`register`), aligned because the mapping begins at a page.
+        self.register(offset).map(|register| u32::from_le(unsafe { register.read_volatile() }))
+    }
+
+    pub(crate) fn write32(&self, offset: u64, value: u32) -> Option<()> {
+        // SAFETY: as in `read32`.
+        self.register(offset).map(|register| unsafe { register.write_volatile(value.to_le()) })
+    }
+}
+
+impl Drop for BarMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is this value's own mapping (invariant), and nothing refers to it.
+        let _ = unsafe { mm::munmap(self.address.as_ptr().cast(), self.len.get()) };
     }
 }
 

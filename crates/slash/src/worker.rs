@@ -1,25 +1,33 @@
 //! The thread of a queue: takes operations in order, makes a call for as many as fit, and gives them back.
 //!
-//! Between a call that failed and the stop of the queue pair, the thread owns the operations of that call: they are
-//! given back after the stop, or kept for ever.
+//! Where the driver takes io_uring commands, several calls are in flight. They have one direction and no card memory in
+//! common, and end in order.
+//!
+//! Between a call that failed and the stop of the queue pair, the thread owns the operations of all calls in flight:
+//! they are given back after the stop, or kept for ever.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dmalane_addr::{Address, CardAddr, Span};
+use dmalane_addr::CardAddr;
 use dmalane_dma::{BufferSlice, CopyHint};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Refusal, StopReason, Ticket, Work};
 
 use crate::Error;
-use crate::abi::{MAX_PARTS, Part, Way};
+use crate::abi::{self, MAX_PARTS, Part, Way};
 use crate::buffers::{Buffers, keep, page};
 use crate::card::Pair;
-use crate::kernel::Request;
+use crate::kernel::{Calls, Request};
+use crate::vrtd::Reach;
 
 /// Bytes of a part at most. The driver takes 2^32 - 1, but returns the sum of both as an `int`.
 pub(crate) const MAX_LEN: u64 = 1 << 29;
+
+/// Time for the driver to end calls of a queue pair that was stopped.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The state that a queue shares with its thread.
 #[derive(Default)]
@@ -90,17 +98,16 @@ pub(crate) struct Worker {
     pub counters: Arc<Counters>,
     pub pair: Arc<Pair>,
     pub plans: Planner,
-    /// A page for each part, for bytes before the first page of an operation.
-    pub pages: Vec<BufferSlice>,
+    pub calls: Box<dyn Calls>,
+    /// For each call in flight a page for each part, for bytes before the first page of an operation.
+    pub pages: Vec<Vec<BufferSlice>>,
 }
 
 /// Knows where an operation's bytes lie.
 pub(crate) struct Planner {
     pub buffers: Arc<Buffers>,
     /// The card's memory.
-    pub memory: Vec<Span<CardAddr>>,
-    /// Which queue pair of its file does the work.
-    pub pair: u32,
+    pub reach: Arc<Reach>,
 }
 
 /// The bytes of an operation, in a buffer and on the card.
@@ -117,6 +124,11 @@ struct Call {
     parts: Vec<Part>,
     /// Operations whose first bytes go through the page of a part: the part, the operation, the bytes.
     heads: Vec<(usize, usize, usize)>,
+    number: u64,
+    /// Which of the thread's pages are its own.
+    pages: usize,
+    /// Whether it moved all bytes, once it has ended.
+    end: Option<bool>,
 }
 
 impl Planner {
@@ -128,35 +140,29 @@ impl Planner {
             DeviceAddr::Card(at) => *at,
             DeviceAddr::Va(va) => return Err(OpError::MmuFault(*va)),
         };
-        // Memories that touch are one: a copy may cross from one into the next.
-        let mut next = at;
-        while let Some(memory) = self.memory.iter().find(|m| m.contains(next)) {
-            let end = at.checked_add(len - 1).ok_or(OpError::NoCardMemory(at))?;
-            if memory.contains(end) {
-                let way = match direction {
-                    Direction::FromHost => Way::HostToCard,
-                    Direction::ToHost => Way::CardToHost,
-                };
-                let address = host.slice.view().as_ptr().addr();
-                let found = self.buffers.find(address, host.slice.len());
-                let (buffer, offset) = found.ok_or(OpError::Refused(Refusal::NotRegistered))?;
-                let head = (offset.next_multiple_of(page() as u64) - offset).min(len);
-                let part = Part { pair: self.pair, way, buffer, offset, at: at.bits(), len };
-                return Ok(Some(Plan { part, head }));
-            }
-            next = memory.last().checked_add(1).ok_or(OpError::NoCardMemory(at))?;
-        }
-        Err(OpError::NoCardMemory(next))
+        self.reach.check(at, len).map_err(OpError::NoCardMemory)?;
+        let way = match direction {
+            Direction::FromHost => Way::HostToCard,
+            Direction::ToHost => Way::CardToHost,
+        };
+        let found = self.buffers.find(host.slice.view().as_ptr().addr(), host.slice.len());
+        let (buffer, offset) = found.ok_or(OpError::Refused(Refusal::NotRegistered))?;
+        let head = (offset.next_multiple_of(page() as u64) - offset).min(len);
+        Ok(Some(Plan { part: Part { pair: 0, way, buffer, offset, at: at.bits(), len }, head }))
     }
 }
 
 impl Call {
+    /// True when the order of the part and of what is in the call could be seen.
+    fn conflicts(&self, part: &Part) -> bool {
+        self.parts.iter().any(|p| p.way != part.way || p.at < part.at + part.len && part.at < p.at + p.len)
+    }
+
     /// Adds the parts of an operation, unless they do not fit; it will be the next of `operations`.
     fn takes(&mut self, plan: &Plan, pages: &[(i32, u64)]) -> bool {
         let Plan { part, head } = *plan;
-        // The parts of a call may run at the same time, so an order between them must not matter.
-        let other_way = self.parts.first().is_some_and(|first| first.way != part.way);
-        if other_way || self.parts.iter().any(|p| p.at < part.at + part.len && part.at < p.at + p.len) {
+        // The parts of a call may run at the same time.
+        if self.conflicts(&part) {
             return false;
         }
         if head == 0
@@ -205,104 +211,156 @@ impl Call {
 
 impl Worker {
     /// Runs until it is told to end.
-    pub(crate) fn run(self) {
+    pub(crate) fn run(mut self) {
         let shared = self.shared.clone();
         let place = |page: &BufferSlice| self.plans.buffers.find(page.view().as_ptr().addr(), page.len());
-        let pages: Vec<(i32, u64)> = self.pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
+        let places = |pages: &Vec<BufferSlice>| pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
+        let places: Vec<Vec<(i32, u64)>> = self.pages.iter().map(places).collect();
+        let depth = self.calls.depth().min(self.pages.len());
+        let (mut flights, mut number): (VecDeque<Call>, u64) = (VecDeque::new(), 0);
         let mut state = shared.lock();
-        while !state.quit {
-            if state.halted.is_some() || state.todo.is_empty() {
+        loop {
+            while !state.quit && state.halted.is_none() && flights.len() < depth {
+                let Some((mut call, error)) = self.next(&mut state.todo, &flights, &places) else { break };
+                if call.parts.is_empty() {
+                    give_back(&mut state, call, &error.map_or(Ok(()), Err));
+                    shared.ended.notify_all();
+                    continue;
+                }
+                (call.number, number) = (number, number + 1);
+                state.busy += call.operations.len();
+                drop(state);
+                let copied = call.copy_heads(&self.pages[call.pages], Way::HostToCard);
+                self.counters.copied.fetch_add(copied, Ordering::Relaxed);
+                self.counters.calls.fetch_add(1, Ordering::Relaxed);
+                self.calls.begin(call.number, abi::transfer(&call.parts));
+                flights.push_back(call);
+                state = shared.lock();
+            }
+            if flights.is_empty() {
+                if state.quit {
+                    return;
+                }
                 state = shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let (mut call, mut result) = (Call::default(), Ok(()));
-            while let Some((_, operation)) = state.todo.front() {
-                let plan = self.plans.plan(operation);
-                let alone = call.operations.is_empty();
-                let more = match plan {
-                    Ok(Some(plan)) if call.takes(&plan, &pages) => true,
-                    // A fence, and an operation that fails, is a call of its own without parts.
-                    Ok(None) if alone => false,
-                    Err(error) if alone => {
-                        result = Err(error);
-                        false
-                    }
-                    _ => break,
-                };
-                call.operations.extend(state.todo.pop_front());
-                if !more {
-                    break;
-                }
-            }
-            state.busy = call.operations.len();
             drop(state);
-            let result = if result.is_ok() { self.make(&call) } else { Outcome::Ended(result) };
+            let failed = match self.calls.end(None) {
+                Ok(end) => end.and_then(|(number, result)| self.ended(&mut flights, number, result).err()),
+                Err(e) => Some(format!("the end of TRANSFER is not known: {e}")),
+            };
+            let stopped = failed.map(|why| self.stop(&mut flights, &why));
             state = shared.lock();
-            let ended = match result {
-                Outcome::Ended(result) => result,
-                Outcome::Stopped(reason) => {
+            match stopped {
+                None => {}
+                Some(Ok(reason)) => {
                     let reason = state.halted.get_or_insert(reason).clone();
-                    Err(OpError::Stopped(reason))
+                    for call in flights.drain(..) {
+                        let result =
+                            if call.end == Some(true) { Ok(()) } else { Err(OpError::Stopped(reason.clone())) };
+                        state.busy -= call.operations.len();
+                        give_back(&mut state, call, &result);
+                    }
                 }
-                Outcome::Stuck(reason) => {
+                Some(Err(reason)) => {
                     state.halted.get_or_insert(reason);
                     state.stuck = true;
                     // The queue counts them as in flight for ever.
-                    call.operations.into_iter().for_each(|(_, op)| keep_operation(op));
-                    self.pages.into_iter().for_each(|page| {
+                    flights.into_iter().flat_map(|call| call.operations).for_each(|(_, op)| keep_operation(op));
+                    self.pages.into_iter().flatten().for_each(|page| {
                         let bytes = page.len() as u64;
                         keep(page, bytes);
                     });
+                    keep(self.calls, 0);
                     shared.ended.notify_all();
                     return;
                 }
-            };
-            state.busy = 0;
-            for (ticket, operation) in call.operations {
-                let bytes = if ended.is_ok() { operation.bytes() } else { 0 };
-                state.ended.push_back(Completion { ticket, operation, result: ended.clone(), bytes });
+            }
+            while flights.front().is_some_and(|call| call.end == Some(true))
+                && let Some(call) = flights.pop_front()
+            {
+                state.busy -= call.operations.len();
+                give_back(&mut state, call, &Ok(()));
             }
             shared.ended.notify_all();
         }
     }
 
-    /// Makes the call.
-    fn make(&self, call: &Call) -> Outcome {
-        let wanted: u64 = call.parts.iter().map(|part| part.len).sum();
-        if call.parts.is_empty() {
-            return Outcome::Ended(Ok(()));
+    /// Takes the operations of the next call. One without parts is a fence, or an operation with its error; it and
+    /// what conflicts with a call in flight wait until none is in flight.
+    fn next(
+        &self,
+        todo: &mut VecDeque<(Ticket, Operation)>,
+        flights: &VecDeque<Call>,
+        places: &[Vec<(i32, u64)>],
+    ) -> Option<(Call, Option<OpError>)> {
+        let pages = (0..places.len()).find(|pages| flights.iter().all(|call| call.pages != *pages))?;
+        let (mut call, mut error) = (Call { pages, ..Call::default() }, None);
+        while let Some((_, operation)) = todo.front() {
+            match self.plans.plan(operation) {
+                Ok(Some(plan)) => {
+                    let waits = flights.iter().any(|flight| flight.conflicts(&plan.part));
+                    if waits || !call.takes(&plan, &places[pages]) {
+                        break;
+                    }
+                    call.operations.extend(todo.pop_front());
+                }
+                alone => {
+                    if call.operations.is_empty() && flights.is_empty() {
+                        error = alone.err();
+                        call.operations.extend(todo.pop_front());
+                    }
+                    break;
+                }
+            }
         }
-        let copied = call.copy_heads(&self.pages, Way::HostToCard);
-        self.counters.calls.fetch_add(1, Ordering::Relaxed);
-        let why = match self.pair.transfer(&call.parts) {
+        (!call.operations.is_empty()).then_some((call, error))
+    }
+
+    /// Notes the end of a call, or says what is wrong.
+    fn ended(&self, flights: &mut VecDeque<Call>, number: u64, result: io::Result<u64>) -> Result<(), String> {
+        let Some(call) = flights.iter_mut().find(|call| call.number == number) else { return Ok(()) };
+        let wanted = call.parts.iter().map(|part| part.len).sum::<u64>();
+        let why = match result {
             Ok(moved) if moved == wanted => {
-                let copied = copied + call.copy_heads(&self.pages, Way::CardToHost);
+                let copied = call.copy_heads(&self.pages[call.pages], Way::CardToHost);
                 self.counters.copied.fetch_add(copied, Ordering::Relaxed);
-                return Outcome::Ended(Ok(()));
+                call.end = Some(true);
+                return Ok(());
             }
             Ok(moved) => format!("TRANSFER of {wanted} bytes answered with {moved}"),
             Err(e) => Error::call(Request::Transfer, e).to_string(),
         };
         let first = CardAddr::new(call.parts[0].at);
-        match self.pair.stop() {
-            Ok(()) => Outcome::Stopped(StopReason::Driver(
-                format!("{why}; {wanted} bytes at {first} and on are in an unknown state").into(),
-            )),
-            Err(e) => Outcome::Stuck(StopReason::Lost(
-                format!("{why}, and the queue cannot be stopped ({e}): its buffers are kept").into(),
-            )),
+        call.end = Some(false);
+        Err(format!("{why}; {wanted} bytes at {first} and on are in an unknown state"))
+    }
+
+    /// Stops the queue pair after a failure, and awaits all calls in flight. Afterwards the card uses none of their
+    /// buffers; an error says that it may.
+    fn stop(&mut self, flights: &mut VecDeque<Call>, why: &str) -> Result<StopReason, StopReason> {
+        let lost = |e: &dyn std::fmt::Display| {
+            StopReason::Lost(format!("{why}, and the queue cannot be stopped ({e}): its buffers are kept").into())
+        };
+        self.pair.stop().map_err(|e| lost(&e))?;
+        while flights.iter().any(|call| call.end.is_none()) {
+            match self.calls.end(Some(PATIENCE)) {
+                // Why the others failed is known.
+                Ok(Some((number, result))) => drop(self.ended(flights, number, result)),
+                Ok(None) => return Err(lost(&"the driver does not end its transfers")),
+                Err(e) => return Err(lost(&e)),
+            }
         }
+        Ok(StopReason::Driver(why.into()))
     }
 }
 
-/// How a call ended.
-enum Outcome {
-    /// The card uses none of its buffers.
-    Ended(Result<(), OpError>),
-    /// The same, because the queue pair was stopped.
-    Stopped(StopReason),
-    /// The card may use its buffers.
-    Stuck(StopReason),
+/// Gives back the operations of a call.
+fn give_back(state: &mut State, call: Call, result: &Result<(), OpError>) {
+    for (ticket, operation) in call.operations {
+        let bytes = if result.is_ok() { operation.bytes() } else { 0 };
+        state.ended.push_back(Completion { ticket, operation, result: result.clone(), bytes });
+    }
 }
 
 fn keep_operation(operation: Operation) {

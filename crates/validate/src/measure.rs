@@ -74,9 +74,10 @@ pub fn run_into(
         stride: settings.stride,
         paired: (settings.allocation == Allocation::Paired).then_some(settings.region_stride),
     };
-    if let (Some(None), Memories::One(Some(memory))) = (layout.paired, target.memories) {
-        // Of all that there is, not of what a driver allocates below.
-        layout.paired = Some(Some(memory.len() / 2 / PAGE * PAGE));
+    let one = matches!(target.memories, Memories::One(_)) || target.is_driven();
+    if layout.paired == Some(None) && one {
+        // Of all that there is, not of what is allocated below.
+        layout.paired = Some(Some(target.memories.least() / 2 / PAGE * PAGE));
     }
     let slots = 2 * settings.threads as u64;
     // Before anything is measured: do all of them fit?
@@ -92,13 +93,13 @@ pub fn run_into(
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
     *report = ValidateReport { reference: target.reference.name(), ..ValidateReport::default() };
     room(target, settings, slots * largest)?;
-    // Sums that fit: the layouts were checked above. Only devices with one memory are backed up or allocated from.
-    let end = match target.memories {
-        Memories::One(_) if settings.is_positional() => layout.end(slots, largest)?,
-        _ => settings.starting_offset + slots * largest,
+    // Sums that fit: the layouts were checked above. Only devices with one memory are backed up.
+    let end = match settings.is_positional() && one {
+        true => layout.end(slots, largest)?,
+        false => settings.starting_offset + slots * largest,
     };
     let backup = target.back_up(settings.starting_offset, end - settings.starting_offset)?;
-    let allocated = target.allocate(end)?;
+    let allocated = target.allocate(end, &phases)?;
     if let Some(allocated) = &allocated {
         layout.memories = allocated.memories();
     }

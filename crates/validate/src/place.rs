@@ -108,12 +108,9 @@ impl Layout {
         to.checked_add(base).map(|to| (at + base, to)).ok_or_else(|| too_small("the memory", u64::MAX))
     }
 
-    /// Bytes of a device with one memory that buffers of these lengths at all positions reach to, from its start.
+    /// Bytes that buffers of these lengths at all positions reach to, from the start of a memory.
     pub fn end(&self, positions: u64, len: u64) -> Result<u64, ValidateError> {
-        let have = match self.memories {
-            Memories::One(Some(memory)) => memory.len(),
-            _ => 0,
-        };
+        let have = self.memories.least();
         let mut ends = (0..positions).map(|position| Ok(self.offset_of(position, positions, len, have)?.1));
         ends.try_fold(0, |most, end: Result<u64, ValidateError>| Ok(most.max(end?)))
     }

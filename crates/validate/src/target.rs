@@ -60,24 +60,36 @@ pub struct Target {
     _device: Box<dyn Device>,
 }
 
-/// Memory that a driver has allocated for a measurement.
+/// Memory that was allocated for a measurement.
 pub(crate) struct Allocated<'a> {
     memory: MutexGuard<'a, DeviceMemory>,
-    table: SgTable<CardAddr>,
+    tables: Vec<SgTable<CardAddr>>,
+    memories: Memories,
 }
 
 impl Allocated<'_> {
     /// The memory, instead of all that the device has.
-    pub fn memories(&self) -> Memories {
-        let first = self.table.segments().next();
-        Memories::One(first.and_then(|s| Span::new(s.addr, s.len)))
+    pub const fn memories(&self) -> Memories {
+        self.memories
+    }
+
+    /// Allocates `len` bytes in a region, or all of it where it has less; one range.
+    fn add(&mut self, region: &Region, len: u64) -> Result<Option<Span<CardAddr>>, ValidateError> {
+        let placement = Placement::Named(region.name.clone());
+        let table =
+            self.memory.allocate(len.min(region.span.len()), &placement).map_err(ValidateError::DeviceMemory)?;
+        let span = table.segments().next().and_then(|s| Span::new(s.addr, s.len));
+        self.tables.push(table);
+        Ok(span)
     }
 }
 
 impl Drop for Allocated<'_> {
     fn drop(&mut self) {
-        let freed = self.memory.free(self.table.segments());
-        debug_assert!(freed.is_ok(), "it was allocated there");
+        for table in &self.tables {
+            let freed = self.memory.free(table.segments());
+            debug_assert!(freed.is_ok(), "it was allocated there");
+        }
     }
 }
 
@@ -105,6 +117,14 @@ impl Memories {
         match (named("ddr"), named("hbm0"), named("hbm1")) {
             (Some(ddr), Some(low), Some(high)) => Self::Card { ddr, hbm: [low, high] },
             _ => Self::One(regions.first().map(|r| r.span)),
+        }
+    }
+
+    /// Bytes of the least of them.
+    pub fn least(self) -> u64 {
+        match self {
+            Self::One(memory) => memory.map_or(0, |memory| memory.len()),
+            Self::Card { ddr, hbm } => ddr.len().min(hbm[0].len() + hbm[1].len()),
         }
     }
 
@@ -256,15 +276,36 @@ impl Target {
         }
     }
 
-    /// Allocates `len` bytes in the first region of a device whose driver allocates memory; `None` for other devices,
-    /// all of whose memory may be used.
-    pub(crate) fn allocate(&self, len: u64) -> Result<Option<Allocated<'_>>, ValidateError> {
+    /// True for a device whose memory must be allocated.
+    pub(crate) const fn is_driven(&self) -> bool {
+        self.driven.is_some()
+    }
+
+    /// Allocates `len` bytes in the first region of a device whose memory must be allocated, or in each memory of a
+    /// card that these phases use; `None` for other devices, all of whose memory may be used.
+    pub(crate) fn allocate(&self, len: u64, phases: &[Phase]) -> Result<Option<Allocated<'_>>, ValidateError> {
         let Some(driven) = &self.driven else { return Ok(None) };
-        let mut memory = driven.lock().unwrap_or_else(PoisonError::into_inner);
-        let region = memory.regions().next().map(|region| region.name.clone());
-        let placement = region.map_or(Placement::Default, Placement::Named);
-        let table = memory.allocate(len, &placement).map_err(ValidateError::DeviceMemory)?;
-        Ok(Some(Allocated { memory, table }))
+        let memory = driven.lock().unwrap_or_else(PoisonError::into_inner);
+        let regions: Vec<Region> = memory.regions().cloned().collect();
+        let mut taken = Allocated { memory, tables: Vec::new(), memories: self.memories };
+        let uses = |phase| phases.contains(&phase) || phases.contains(&Phase::Both);
+        match &mut taken.memories.clone() {
+            Memories::One(_) => {
+                let first = regions.first().map(|region| taken.add(region, len)).transpose()?;
+                taken.memories = Memories::One(first.flatten());
+            }
+            Memories::Card { ddr, hbm: [low, high] } => {
+                for (memory, phase) in [(&mut *ddr, Phase::Ddr), (&mut *low, Phase::Hbm), (&mut *high, Phase::Hbm)] {
+                    if let Some(region) = regions.iter().find(|r| r.span == *memory).filter(|_| uses(phase))
+                        && let Some(span) = taken.add(region, len)?
+                    {
+                        *memory = span;
+                    }
+                }
+                taken.memories = Memories::Card { ddr: *ddr, hbm: [*low, *high] };
+            }
+        }
+        Ok(Some(taken))
     }
 
     /// The halves of a card.

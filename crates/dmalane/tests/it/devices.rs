@@ -94,9 +94,9 @@ fn every_kind_takes_the_suite() {
     let missing = KINDS.iter().map(|kind| kind.name).filter(|name| !taken.contains(name));
     let has_gpu = dmalane::vulkan::gpus().is_ok();
     let missing: Vec<_> = missing.filter(|name| has_gpu || *name != "vulkan").collect();
-    // crates/slash and slash.rs beside this file test that one; vfio needs hardware (scripts/vm).
+    // crates/slash and slash.rs beside this file test slash and vrtd; vfio needs hardware (scripts/vm).
     let missing: BTreeSet<_> = missing.into_iter().collect();
-    assert_eq!(missing, ["slash", "vfio"].into(), "a kind without a line in `each_kind`");
+    assert_eq!(missing, ["slash", "vfio", "vrtd"].into(), "a kind without a line in `each_kind`");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fs::File;
 
 use dmalane::device::Placement;
 use dmalane::load::{DriveOptions, write_sample};
-use dmalane::slash::model::{Model, Version};
+use dmalane::slash::model::{Model, Version, Vrtd};
 use dmalane::slash::{HBM, SlashDevice, SlashOptions};
 use dmalane::{FileOptions, OpenDevice, open_file};
 
@@ -15,9 +15,16 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     write_sample(&mut File::create(&path).unwrap(), 24 * MIB + 123, 1).unwrap();
-    for (placement, channels) in [("ddr", [1, 2]), ("hbm0", [1, 1]), ("hbm1", [2, 2]), ("hbm", [1, 2])] {
+    let cases = [("ddr", [1, 2]), ("hbm0", [1, 1]), ("hbm1", [2, 2]), ("hbm", [1, 2])];
+    for (lent, (placement, channels)) in [false, true].into_iter().flat_map(|lent| cases.map(|case| (lent, case))) {
         let model = Model::new(Version::KNOWN).unwrap();
-        let device = SlashDevice::with(model.kernel(), model.node().unwrap(), SlashOptions::default()).unwrap();
+        let vrtd = Vrtd::new(&model).unwrap();
+        let options = SlashOptions::default();
+        let device = match lent {
+            false => SlashDevice::with(model.kernel(), model.node().unwrap(), options),
+            true => SlashDevice::lent_over(vrtd.connect().unwrap(), 0, model.kernel(), options),
+        };
+        let device = device.unwrap();
         let mut device = OpenDevice::new(Box::new(device), DriveOptions::default()).unwrap();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let placement: Placement = placement.parse().unwrap();
@@ -43,7 +50,9 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
         let crosses = range.first().bits() < border && range.last().bits() > border;
         assert_eq!(crosses, placement == Placement::HBM, "{placement}: {range:?}");
         assert!(counts.buffers.1 <= 8, "few buffers: {counts:?}");
+        assert_eq!(vrtd.lent().is_empty(), !lent);
         device.unload(loaded).unwrap();
+        assert!(vrtd.lent().is_empty(), "given back once nothing is loaded");
         drop((device, inputs));
         assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
     }

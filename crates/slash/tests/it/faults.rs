@@ -1,7 +1,7 @@
 //! A driver that fails on command: no buffer is lost, and none is given back while the card may use it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
@@ -11,13 +11,13 @@ use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Registered, StopR
 use dmalane_slash::model::{Fault, Model, Version};
 use dmalane_slash::{DDR, HBM, Request, kept_bytes};
 
-use crate::suites::{LONG, open};
+use crate::suites::{LONG, VERSIONS, open};
 
 const LEN: usize = 48 << 10;
 
 /// One device and a script of faults; gives how many operations failed.
 fn one(seed: u64, faults: &mut u64) {
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = Model::new(VERSIONS[(seed % 2) as usize]).unwrap();
     let mut device = open(&model).unwrap();
     let (registrar, mut queues) = (device.registrar(), device.take_queues());
     let mut random = Random(seed);
@@ -91,6 +91,7 @@ fn one(seed: u64, faults: &mut u64) {
     // It works after all that.
     model.fail(|_| None);
     for queue in &mut queues {
+        assert!(queue.set_timeout(None));
         let buf = registrar.heap(None).allocate(LEN).unwrap().share();
         let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
         let at = DeviceAddr::Card(CardAddr::new(DDR.0));
@@ -152,4 +153,29 @@ fn a_queue_that_cannot_be_stopped_keeps_its_buffers_for_ever() {
         assert!(kept_bytes() >= before + 2 * LEN as u64);
         assert!(model.violations().is_empty(), "{:?}", model.violations());
     }
+}
+
+#[test]
+fn commands_are_in_flight_together_and_end_in_order() {
+    let model = Model::new(VERSIONS[1]).unwrap();
+    let mut device = open(&model).unwrap();
+    let (registrar, mut queues) = (device.registrar(), device.take_queues());
+    // Each of the first four transfers waits until all of them are with the driver.
+    let together = Arc::new(Barrier::new(4));
+    let mut left = 4;
+    model.before_transfers(move || {
+        left -= 1;
+        (left >= 0).then(|| together.clone())
+    });
+    let heap = registrar.heap(None);
+    for i in 0..8 {
+        let buf = heap.allocate(LEN).unwrap().share();
+        let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
+        // Not beside each other, and two parts make a call.
+        let at = DeviceAddr::Card(CardAddr::new(DDR.0 + i * 2 * LEN as u64));
+        let _ticket = queues[0].submit(Operation::write((buf.into_part(), via), at)).unwrap();
+    }
+    let done = dmalane_queue::drain(&mut *queues[0], LONG);
+    let tickets: Vec<_> = done.iter().map(|c| (c.ticket.number(), c.result.is_ok())).collect();
+    assert_eq!(tickets, (0..8).map(|i| (i, true)).collect::<Vec<_>>());
 }

@@ -17,11 +17,16 @@ pub fn open(model: &Model) -> Result<SlashDevice, Error> {
     SlashDevice::with(model.kernel(), model.node().unwrap(), SlashOptions::default())
 }
 
+/// The driver without and with io_uring commands.
+pub const VERSIONS: [Version; 2] = [Version::KNOWN, Version { commands: 4, ..Version::KNOWN }];
+
 #[test]
 fn a_card_takes_the_suite_of_devices() {
-    let model = Model::new(Version::KNOWN).unwrap();
-    suite(|| Box::new(open(&model).unwrap()));
-    assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
+    for version in VERSIONS {
+        let model = Model::new(version).unwrap();
+        suite(|| Box::new(open(&model).unwrap()));
+        assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
+    }
 }
 
 /// A queue to the border of the HBM's halves, so that copies cross it.
@@ -74,12 +79,14 @@ impl Fixture for Border {
 
 #[test]
 fn a_queue_takes_the_suite_of_queues() {
-    let model = Model::new(Version::KNOWN).unwrap();
-    let registrar = open(&model).unwrap().registrar();
-    let mut border = Border { model: model.clone(), registrar, devices: Vec::new() };
-    dmalane_queue::conformance::suite(&mut border);
-    drop(border);
-    assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
+    for version in VERSIONS {
+        let model = Model::new(version).unwrap();
+        let registrar = open(&model).unwrap().registrar();
+        let mut border = Border { model: model.clone(), registrar, devices: Vec::new() };
+        dmalane_queue::conformance::suite(&mut border);
+        drop(border);
+        assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
+    }
 }
 
 #[test]
