@@ -439,7 +439,7 @@ class Script:
         busybox = self.cache / "busybox/root/bin/busybox"
         busybox.parent.mkdir(parents=True)
         busybox.write_bytes(b"busybox")
-        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma")]
+        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma"), ("slash", "kernel")]
         messages = [artifact(f"path+file:///w#dmalane-{name}@0.1.0", target, sys.executable) for name, target in built]
         fake_program(programs, "cargo", [f"print({chr(10).join(messages)!r})"])
 
@@ -485,6 +485,7 @@ def test_the_script_runs_a_guest_and_reports(script):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "== kernel 6.12: linux_6.12.deb\n" in done.stdout
     assert "test maps ... ok\n" in done.stdout and "test writes_arrive ... ok\n" in done.stdout
+    assert "test slash_stub_6.12 ... ignored, no package of Debian's, so no headers\n" in done.stdout
     entries = read_cpio((script.folder / "kept").read_bytes())
     assert entries["modules/order"][1] == b"vfio\n" and entries["modules/vfio.ko"][1] == b"module"
     assert {"init", "bin/busybox", "suites", "tests/kernel", "tests/unit", "tests/mem"} <= entries.keys()

@@ -67,22 +67,24 @@ def program_files(programs, work, is_static):
     return files + [(path.lstrip("/"), 0o755, file) for path, file in linked.items()]
 
 
-def build(store, kernel, work, suites, programs, extra=()):
-    """Writes `work`/initramfs. `suites` are the lines of /suites; see tests/vm/init for what they mean."""
+def build(store, kernel, work, suites, programs, extra=(), stub=None):
+    """Writes `work`/initramfs. `suites` are the lines of /suites; see tests/vm/init for what they mean. `stub`: a
+    module of ours, loaded after the others."""
     folder = store.folder(kernel) / "modules"
     # In today's order, whenever they were fetched.
     modules = [module for module in all_modules() if (folder / f"{module}.ko").is_file()]
-    files = [
+    files = {module: folder / f"{module}.ko" for module in modules} | ({stub.stem: stub} if stub else {})
+    contents = [
         ("bin/busybox", 0o755, store.busybox(kernel.arch)),
         ("init", 0o755, FOLDER / "init"),
         ("suites", 0o644, "".join(f"{line}\n" for line in suites).encode()),
-        ("modules/order", 0o644, "".join(f"{module}\n" for module in modules).encode()),
-        *((f"modules/{module}.ko", 0o644, folder / f"{module}.ko") for module in modules),
+        ("modules/order", 0o644, "".join(f"{module}\n" for module in files).encode()),
+        *((f"modules/{module}.ko", 0o644, file) for module, file in files.items()),
         *program_files(programs, work, is_static=kernel.arch is not None),
         *extra,
     ]
     with (work / "initramfs").open("wb") as out:
-        write_cpio(out, files)
+        write_cpio(out, contents)
 
 
 def fresh(folder):

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 from . import initramfs, qemu, report
-from .settings import ROOT, Failed
+from .settings import ROOT, Failed, Skip
 
 ARM64 = "aarch64-unknown-linux-musl"
 LIBTEST = "--test-threads=1 --show-output"
@@ -59,9 +59,15 @@ def suite_programs(arch):
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER": "rust-lld",
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUSTFLAGS": "-C strip=debuginfo",
         }
-    targets = [("dmalane-vfio", "kernel"), ("dmalane-vfio", "dmalane_vfio"), ("dmalane-dma", "dmalane_dma")]
-    paths = test_binaries(*targets, options=["--lib", "--test", "kernel", *options], env=env)
-    return dict(zip(("kernel", "unit", "mem"), paths, strict=True))
+    targets = {
+        "kernel": ("dmalane-vfio", "kernel"),
+        "unit": ("dmalane-vfio", "dmalane_vfio"),
+        "mem": ("dmalane-dma", "dmalane_dma"),
+    }
+    if arch is None:
+        targets["slash"] = ("dmalane-slash", "kernel")
+    paths = test_binaries(*targets.values(), options=["--lib", "--test", "kernel", *options], env=env)
+    return dict(zip(targets, paths, strict=True))
 
 
 def suite_lines(kernel, name_filter):
@@ -97,7 +103,14 @@ def run_suites(store, kernels):
     guests = []
     for kernel in kernels:
         work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
-        initramfs.build(store, kernel, work, suite_lines(kernel, settings.filter), programs)
+        lines, stub = suite_lines(kernel, settings.filter), None
+        if "slash" in programs:
+            try:
+                stub = store.stub(kernel)
+                lines.append(f"slash devices slash {LIBTEST} {settings.filter}")
+            except Skip as reason:
+                print("\n".join(report.ignored(f"slash_stub_{kernel.name}", reason)))
+        initramfs.build(store, kernel, work, lines, programs, stub=stub)
         machine = qemu.x86 if kernel.arch is None else qemu.arm64
         command = machine(store.folder(kernel) / "vmlinuz", work, qemu.suite_devices(work))
         guests.append(qemu.Guest(kernel.name, command, work, settings.seconds or SUITE_SECONDS))

@@ -85,7 +85,7 @@ fn load_everywhere(name: &str, len: u64) {
         let there = first.map_or(at < half && at + len > half, |first| at == first);
         assert!(there, "{placement}: {at:#x}, halves meet at {half:#x}");
         assert_there(&model, at, len, placement);
-        let Counts { calls, channels: moved, small, buffers } = model.counts();
+        let Counts { calls, channels: moved, small, buffers, .. } = model.counts();
         let (transfers, all): (u64, u64) = (calls[Request::Transfer.name()], calls.values().sum());
         println!("{placement}: {all} calls, {transfers} transfers, {moved:?} bytes, {buffers:?} buffers");
         // Each byte went to the card once, out of the buffers into which the file was read, and none through a page of
