@@ -249,7 +249,7 @@ impl Queue for Bursts {
 }
 
 #[test]
-fn a_disk_has_reads_again_before_what_it_gave_is_hashed() {
+fn a_disk_that_ends_its_reads_in_bursts_is_full_again_at_once() {
     let (len, starved) = (40 << 20, Arc::new(AtomicUsize::new(0)));
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(len).unwrap();

@@ -273,10 +273,16 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
             match device.export_dma_buf(span) {
                 Ok((fd, offset)) => {
                     assert!(can && offset == 0);
-                    drop(SharedBuf::import_dma_buf(fd).map(|shared| assert!(shared.len() >= SIZE)));
+                    match SharedBuf::import_dma_buf(fd) {
+                        Ok(shared) => assert!(shared.len() >= SIZE),
+                        Err(e) => println!("SKIPPED: what the driver exports cannot be mapped: {e}"),
+                    }
                 }
                 Err(e @ Error::Call(_)) => println!("SKIPPED: the driver does not export it: {e}"),
-                Err(e) => assert!(!can, "{e}"),
+                Err(e) => {
+                    assert!(!can, "{e}");
+                    println!("SKIPPED: the driver exports no dma-bufs");
+                }
             }
             let beyond = Span::new(span.first(), span.len() * 2).unwrap();
             assert!(matches!(device.export_dma_buf(beyond), Err(Error::NotAllocated(_) | Error::Range(_))));
