@@ -431,11 +431,11 @@ impl Bench {
             UDMABUF | UDMABUF_DIRECT => {
                 let mode = if row == UDMABUF { Mode::Buffered } else { Mode::Direct };
                 let small = MemfdHeap::starting_at(PageKind::Base).reserve(4096)?.populate()?;
-                if export_dma_buf(&small).is_err() {
+                if export_dma_buf(&small.reference()).is_err() {
                     return Ok(None);
                 }
                 let buf = self.mmap_read(mode)?;
-                export_dma_buf(&buf)?;
+                export_dma_buf(&buf.reference())?;
                 Left::Buffer(buf)
             }
             SENDFILE => Left::Memfd(self.sendfile(false)?),

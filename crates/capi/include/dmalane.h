@@ -264,6 +264,12 @@ int32_t dml_target_submit(dml_target target, const void *copies, size_t stride, 
  * dml_last_error() then has the details of the last that did. */
 int32_t dml_target_poll(dml_target target, struct dml_completion *done, size_t capacity, uint64_t timeout_ms,
 	size_t *count);
+/* Stops all copies: those in flight end soon, with -ECANCELED unless they were done, and are polled as ever; further
+ * ones are refused. -EOPNOTSUPP where the device cannot. */
+int32_t dml_target_stop(dml_target target);
+/* Lets the device copy again. -EBUSY while completions have not been polled;
+ * -EINVAL if it has not stopped, or cannot run again. */
+int32_t dml_target_restart(dml_target target);
 
 #define DML_LOAD_VERIFY (1u << 0) /* reads everything back and compares it with the file; -EBADMSG if it differs */
 

@@ -692,6 +692,16 @@ exported! {
         result
     }
 
+    /// Stops the copies of a device.
+    fn dml_target_stop(target: u64) {
+        targets::stop(target)
+    }
+
+    /// Lets a device copy again.
+    fn dml_target_restart(target: u64) {
+        targets::restart(target)
+    }
+
     /// Loads a file onto a device.
     fn dml_target_load(target: u64, path: *const c_char, placement: *const c_char, flags: u32, load: *mut u64) {
         // SAFETY: the contract of the function.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane::device::{AddressSpaceKind, MemoryError, SpaceError};
 use dmalane::dma::{BufferSlice, SharedBuf};
 use dmalane::load::{Error as LoadingError, Loaded, LoadedTensor};
-use dmalane::queue::{Completion, Direction, OpError, Operation, Queue, Refusal, Registered, StopReason};
+use dmalane::queue::{Abilities, Completion, Direction, OpError, Operation, Queue, Refusal, Registered, StopReason};
 use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
@@ -393,6 +393,25 @@ pub(crate) fn poll(
         drop(opened);
         std::thread::yield_now();
     }
+}
+
+/// Stops the queues. What the device does not end is given back with an error.
+pub(crate) fn stop(target: u64) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock()?;
+    let queue = opened.device.queue_mut();
+    if !queue.abilities().contains(Abilities::STOP) {
+        return Err(Refused::new(Errno::NotSup, "the queues of the device cannot be stopped"));
+    }
+    queue.stop(StopReason::Requested("dml_target_stop".into()));
+    Ok(())
+}
+
+/// Lets stopped queues run again.
+pub(crate) fn restart(target: u64) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let restarted = target.lock_idle()?.device.queue_mut().restart();
+    restarted.then_some(()).ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped that can run again"))
 }
 
 /// Loads a file onto a target.

@@ -523,6 +523,18 @@ static void target(const char *name)
 	}
 	CHECK(seen == 23 && !dml_target_poll(target, done, 4, UINT64_MAX, &count) && count == 0);
 
+	/* Stopped: what was submitted comes back, with or without its bytes, and no more is taken until a restart. */
+	CHECK(dml_target_restart(target) == -EINVAL && dml_target_stop(target + 1000) == -ENOENT);
+	CHECK(!dml_target_submit(target, both, sizeof to, 2, &count) && count == 2 && !dml_target_stop(target));
+	CHECK(dml_target_restart(target) == -EBUSY);
+	for (int n = 0; n < 2; n += (int)count) {
+		CHECK(!dml_target_poll(target, done, 1, 10000, &count) && count == 1);
+		CHECK(!done[0].result || done[0].result == -ECANCELED);
+		if (line_of_failure) return;
+	}
+	CHECK(dml_target_submit(target, &to, sizeof to, 1, &count) == -ECANCELED && count == 0);
+	CHECK(!dml_target_restart(target) && !one(target, to));
+
 	/* A filled buffer goes in as it is. */
 	int fd = mkstemp(path);
 	CHECK(fd >= 0 && write(fd, data, LEN) == LEN);
