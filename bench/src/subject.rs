@@ -1,10 +1,14 @@
 //! One way to do a job: what every variant offers, ours, and the floor.
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dmalane::addr::{Access, Iova, PhysAddr, Span};
+use dmalane::addr::{Access, CardAddr, Iova, PhysAddr, Span};
+use dmalane::card::{Card, CardTables};
+use dmalane::dma::Registrar;
 use dmalane::iopt::{Arm64S1_4k, Format, HeapTables, PageTable, TablePool, Tables};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 
 use crate::job::{BASE, Call, Job, PAGE};
 
@@ -106,13 +110,35 @@ impl<F: Format> Ours<F> {
     }
 }
 
+/// A pool, which stays for as long as the program runs.
+fn pool() -> Pool {
+    const TABLES: usize = 4096;
+    let words = Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect());
+    Box::leak(Box::new(TablePool::new::<Arm64S1_4k>(TABLES_AT, words)))
+}
+
 impl Ours<Arm64S1_4k, Pool> {
-    /// With tables in a pool, which stays for as long as the program runs.
+    /// With tables in a pool with one owner.
     pub fn in_pool(name: &str, shape: Shape) -> Self {
-        const TABLES: usize = 4096;
-        let words = Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect());
-        let pool = Box::new(TablePool::new::<Arm64S1_4k>(TABLES_AT, words));
-        Self::in_memory(name, shape, Box::leak(pool))
+        Self::in_memory(name, shape, pool())
+    }
+}
+
+impl Ours<Arm64S1_4k, &'static TablePool<'static, PhysAddr>> {
+    /// With tables in a pool that threads share.
+    pub fn in_shared_pool(name: &str, shape: Shape) -> Self {
+        Self::in_memory(name, shape, pool())
+    }
+}
+
+impl Ours<Arm64S1_4k, CardTables<SoftBus>> {
+    /// With tables in the memory of a software card.
+    pub fn on_card(name: &str, shape: Shape) -> Result<Self, Box<dyn std::error::Error>> {
+        let config = CardConfig { ddr: 64 << 20, hbm: 64 << 20, ..CardConfig::default() };
+        let bus: Arc<SoftBus> = Arc::new(SoftBus::new(SoftHost::new(HostConfig::default())?, config)?);
+        let card = Card::open(bus.clone(), &*bus.heap(None))?;
+        let tables = card.tables(Span::new(CardAddr::new(0), 64 << 20).ok_or("no span")?)?;
+        Ok(Self::in_memory(name, shape, tables))
     }
 }
 

@@ -63,19 +63,21 @@ impl<B: Mmio> CardTables<B> {
     }
 
     /// Writes entries as they are in the copy to the card.
-    #[inline]
     fn write(&mut self, slot: usize, range: Range<usize>) -> bool {
         let at = self.addr(slot).bits() + 8 * range.start as u64;
         let entries = &self.copy[slot][range];
-        // One entry, as most often, is not worth more than eight bytes.
-        let written = if let [entry] = entries {
-            self.bus.write_bytes(BAR_MEMORY, at, &entry.to_le_bytes())
-        } else if cfg!(target_endian = "little") {
+        let written = if cfg!(target_endian = "little") {
             self.bus.write_bytes(BAR_MEMORY, at, entries.as_bytes())
         } else {
             let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
             self.bus.write_bytes(BAR_MEMORY, at, &bytes)
         };
+        self.noted(written)
+    }
+
+    /// True for a write that the card has taken. Keeps the first error.
+    #[inline]
+    fn noted(&mut self, written: Result<(), mem::Error>) -> bool {
         match written {
             Ok(()) => true,
             Err(e) => {
@@ -107,18 +109,29 @@ impl<B: Mmio> Tables for CardTables<B> {
     type Addr = CardAddr;
 
     fn allocate(&mut self) -> Option<CardAddr> {
+        let table = self.allocate_unzeroed()?;
+        self.zero_but(table, 0..0);
+        Some(table)
+    }
+
+    fn allocate_unzeroed(&mut self) -> Option<CardAddr> {
         let slot = match self.free.pop() {
-            Some(slot) => {
-                let slot = slot as usize;
-                if self.copy[slot].iter().any(|entry| *entry != 0) {
-                    self.copy[slot] = [0; ENTRIES];
-                    self.write(slot, 0..ENTRIES);
-                }
-                slot
-            }
+            Some(slot) => slot as usize,
             None => self.fresh()?,
         };
         Some(self.addr(slot))
+    }
+
+    /// # Panics
+    /// When the address is not that of a table or the range reaches beyond 512.
+    fn zero_but(&mut self, table: CardAddr, written: Range<usize>) {
+        let slot = self.slot(table);
+        for rest in [0..written.start, written.end..ENTRIES] {
+            if !self.is_zero(table, rest.clone()) {
+                self.copy[slot][rest.clone()].fill(0);
+                self.write(slot, rest);
+            }
+        }
     }
 
     /// # Panics
@@ -131,16 +144,19 @@ impl<B: Mmio> Tables for CardTables<B> {
 
     /// # Panics
     /// When the address is not that of a table or the index is not below 512.
+    #[inline]
     fn load(&self, table: CardAddr, index: usize) -> u64 {
         self.copy[self.slot(table)][index]
     }
 
     /// # Panics
     /// When the address is not that of a table or the index is not below 512.
+    #[inline]
     fn store(&mut self, table: CardAddr, index: usize, entry: u64) {
         let slot = self.slot(table);
         self.copy[slot][index] = entry;
-        self.write(slot, index..index + 1);
+        let written = self.bus.write64(BAR_MEMORY, table.bits() + 8 * index as u64, entry);
+        self.noted(written);
     }
 
     /// Makes the memory for that many tables present on the card now.

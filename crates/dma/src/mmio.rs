@@ -29,6 +29,15 @@ pub trait Mmio: Registrar {
     /// [`Error::NoRegister`] when they do not lie within it.
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error>;
 
+    /// Writes an aligned 64-bit word into a memory BAR, whole: an entry of a page table.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`] when it does not lie within it.
+    #[inline]
+    fn write64(&self, bar: u8, offset: u64, value: u64) -> Result<(), Error> {
+        self.write_bytes(bar, offset, &value.to_le_bytes())
+    }
+
     /// Lets a device model without threads do some of its work; true when it did any. Does nothing for other devices.
     fn progress(&self) -> bool {
         false

@@ -96,6 +96,13 @@ impl<'m, A: Address> TablePool<'m, A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
+    /// The position of one word, as of heap tables: a walk waits for the address of the table.
+    #[inline]
+    fn position(&self, table: A, index: usize) -> usize {
+        let offset = (8 * index as u64).wrapping_sub(self.base.bits());
+        (table.bits().wrapping_add(offset) / 8) as usize
+    }
+
     /// The address of `count` slots that follow each other and are in use from now on.
     fn address(&self, slot: usize, count: usize) -> Option<A> {
         let bytes = self.shape.table.bytes();
@@ -229,14 +236,14 @@ impl<A: Address> Tables for &TablePool<'_, A> {
     /// When the address is not that of a table.
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
-        self.words[self.first(table) + index].load(Ordering::Acquire)
+        self.words[self.position(table, index)].load(Ordering::Acquire)
     }
 
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
     fn store(&mut self, table: A, index: usize, entry: u64) {
-        self.words[self.first(table) + index].store(entry, Ordering::Release);
+        self.words[self.position(table, index)].store(entry, Ordering::Release);
     }
 
     fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64> {

@@ -85,14 +85,21 @@ impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
 
     /// Writes card memory through BAR 2. Whole aligned 64-bit words are written each atomically, in order.
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
-        let nowhere = mem::Error::NoRegister { bar, offset, bytes: bytes.len() as u64 };
         if bar != BAR_MEMORY {
-            return Err(nowhere);
+            return Err(mem::Error::NoRegister { bar, offset, bytes: bytes.len() as u64 });
         }
         self.memory().write(CardAddr::new(offset), bytes).map_err(|e| match e {
             Error::NoMemory { source, .. } => mem::Error::Allocate { len: bytes.len(), kind: "card memory", source },
-            _ => nowhere,
+            _ => mem::Error::NoRegister { bar, offset, bytes: bytes.len() as u64 },
         })
+    }
+
+    #[inline]
+    fn write64(&self, bar: u8, offset: u64, value: u64) -> Result<(), mem::Error> {
+        if bar == BAR_MEMORY && self.memory().store(CardAddr::new(offset), value) {
+            return Ok(());
+        }
+        self.write_bytes(bar, offset, &value.to_le_bytes())
     }
 
     fn progress(&self) -> bool {

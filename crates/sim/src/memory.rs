@@ -173,6 +173,15 @@ impl CardMemory {
         bank.buf.view().load_u64(usize::try_from(offset).ok()?)
     }
 
+    /// Stores the 64-bit word at `at`, if that is a multiple of 8 in a block that is present: [`CardMemory::write`] of
+    /// one entry.
+    #[inline]
+    pub(crate) fn store(&self, at: CardAddr, value: u64) -> bool {
+        let offset = |bank: &Bank| at.offset_from(bank.span.first()).filter(|offset| bank.is_present(offset / BLOCK));
+        let store = |bank: &Bank| bank.buf.view().store_u64(usize::try_from(offset(bank)?).ok()?, value);
+        self.bank(at).and_then(store).is_some()
+    }
+
     #[inline]
     fn bank(&self, at: CardAddr) -> Option<&Bank> {
         let bank = if at < self.hbm.span.first() { &self.ddr } else { &self.hbm };
@@ -332,6 +341,9 @@ mod tests {
         memory.write(CardAddr::new(HBM_BASE), &7u64.to_le_bytes()).unwrap();
         assert_eq!(memory.load(CardAddr::new(HBM_BASE)), Some(7));
         assert_eq!(memory.load(CardAddr::new(HBM_BASE + 4)), None, "not a multiple of 8");
+        assert!(memory.store(CardAddr::new(HBM_BASE + 8), 9) && !memory.store(CardAddr::new(HBM_BASE + 4), 1));
+        assert!(!memory.store(CardAddr::new(HBM_BASE + BLOCK), 1) && !memory.store(CardAddr::new(HBM_BASE - 8), 1));
+        assert_eq!([0, 8].map(|at| memory.load(CardAddr::new(HBM_BASE + at))), [Some(7), Some(9)]);
         assert_eq!(memory.touched(), (2 * BLOCK, BLOCK));
     }
 
