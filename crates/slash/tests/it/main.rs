@@ -3,5 +3,6 @@
 mod bars;
 mod cases;
 mod faults;
+mod overhead;
 mod suites;
 mod vrtd;
