@@ -301,7 +301,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let (done, stop) = if kind == Kind::single(F::LEVELS - 1) {
                 self.fill_pages(table, at, source, access, blank)
             } else {
-                self.fill_blocks(table, kind, at, &mut source.now, access, blank)
+                self.fill_blocks(table, kind, at, source, access, blank)
             };
             if blank {
                 self.link_table(at, level, done)?;
@@ -367,7 +367,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         table: T::Addr,
         kind: Kind,
         at: u64,
-        now: &mut Extent,
+        source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
         blank: bool,
     ) -> (usize, Option<Stop<O>>) {
@@ -375,14 +375,18 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = page_size::<F>(level).bytes();
         let first = index::<F>(at, level);
         let group = 1usize << group_bits::<F>(level);
+        let now = &mut source.now;
         let mut count = (now.len / page).min((entries::<F>(level) - first) as u64) as usize;
         if kind.group {
             count &= !(group - 1);
         } else if group > 1 && (at ^ now.out) & (page * group as u64 - 1) == 0 {
             count = count.min(group - first % group); // the next group may start there: decide again
         }
+        if count == 1 && group == 1 && source.pending.len != 0 {
+            return self.fill_single(table, kind, first, source, access, blank);
+        }
         if count == 1 {
-            // A leaf in a list of such, or a call for each.
+            // The last one of a list, or a call for each.
             if !blank && F::decode(level, self.load(table, first)) != Entry::Invalid {
                 return (0, Some(Stop::Taken(first)));
             }
@@ -402,6 +406,61 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             slots::clean::<F, T>(&mut self.tables, table, first..first + count);
         }
         (count, taken.map(Stop::Taken))
+    }
+
+    /// Fills a table with a leaf for the start of the present extent, and with those behind it that are extents of
+    /// their own: lists of large pages that do not continue each other. For formats without groups of such pages. Gives
+    /// the number of entries written.
+    #[inline]
+    fn fill_single(
+        &mut self,
+        table: T::Addr,
+        kind: Kind,
+        first: usize,
+        source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
+        access: Access,
+        blank: bool,
+    ) -> (usize, Option<Stop<O>>) {
+        let page = page_size::<F>(kind.level).bytes();
+        let template = encode_template::<F>(kind, access);
+        let range = first..entries::<F>(kind.level);
+        let (mut next, mut stop) = (first, None);
+        let each = |entries: &mut [u64]| {
+            let before = next;
+            for entry in entries {
+                if source.now.len == 0 {
+                    match source.take() {
+                        Some(Ok(extent)) => source.now = extent,
+                        Some(Err(segment)) => {
+                            stop = Some(Stop::BadSegment(segment));
+                            break;
+                        }
+                        None => break,
+                    }
+                }
+                let now = &mut source.now;
+                if next != first && (now.len != page || now.out & (page - 1) != 0) {
+                    break;
+                }
+                if !blank && *entry != 0 && is_taken::<F>(*entry, kind.level) {
+                    stop = Some(Stop::Taken(next));
+                    break;
+                }
+                *entry = template | encode_output::<F>(kind, now.out);
+                now.skip(page);
+                next += 1;
+            }
+            next - before
+        };
+        let done = if blank {
+            slots::fill::<F, T>(&mut self.tables, table, range, each)
+        } else {
+            slots::edit::<F, T>(&mut self.tables, table, range, each)
+        };
+        if done > 0 {
+            slots::clean::<F, T>(&mut self.tables, table, first..first + done);
+        }
+        (done, stop)
     }
 
     /// Stores entries of one kind that map an extent, which moves along, in a table that may be blank.

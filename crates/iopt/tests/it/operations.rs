@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use crate::formats::{Failing, Sizes, leaf_levels, sizes};
-use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
+use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1_16k, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape, Tables, WalkFault, Walked,
-    X86_64_4Level, walk,
+    Arm64S1, Arm64S1_4k, Arm64S1_16k, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape,
+    Tables, WalkFault, Walked, X86_64_4Level, walk,
 };
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
@@ -644,4 +644,71 @@ fn segments_below_a_granule() {
         assert_eq!(e, Error::Misaligned { at, len: len * K, granule: PageSize::SIZE_16K }, "{list:?}");
         assert_eq!((table.mapped_bytes(), table.tables().in_use()), (0, 1));
     }
+}
+
+/// Lists of blocks that do not continue each other, with other segments among them, a block in the way, an empty table
+/// in the way, and one that cannot be mapped.
+#[test]
+fn lists_of_single_blocks() {
+    const BLOCK: u64 = 2 << 20;
+    fn blocks<F: Format>() {
+        // The list in order of the segments, in pages: a block, blocks that continue each other, a page, pages that
+        // make up a block, and blocks that are aligned to pages only.
+        let extents: [(u64, u64); 10] = [
+            (0, 512),
+            (4096, 512),
+            (8192, 1536),
+            (2048, 512),
+            (1 << 20, 512),
+            (513, 512),
+            (6144, 1),
+            (6146, 511),
+            (5120, 512),
+            (7168, 512),
+        ];
+        let list = extents.map(|(at, len)| Segment { addr: PhysAddr::new(at << 12), len: len << 12 });
+        let start = Iova::new(1 << 30);
+        let len: u64 = list.iter().map(|s| s.len).sum();
+        let check = |table: &Table<F, HeapTables<PhysAddr>>| {
+            let mut at = start.bits();
+            for s in list {
+                for offset in (0..s.len).step_by(4096) {
+                    let found = table.lookup(Iova::new(at + offset)).and_then(|l| l.translate(Iova::new(at + offset)));
+                    assert_eq!(found, s.addr.checked_add(offset), "{at:#x} + {offset:#x}");
+                }
+                at += s.len;
+            }
+            assert_eq!(table.mapped_bytes(), len);
+        };
+        let new = || Table::<F, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+        let mut table = new();
+        assert_eq!(table.map_sg(start, list, Access::RW), Ok(len));
+        check(&table);
+        let large = table.leaf_counts().find(|(size, _)| size.bytes() == BLOCK).unwrap().1;
+        assert_eq!(large, 9, "all but the one that is aligned to pages only, and the pages");
+        let all = Span::new(start, len).unwrap();
+
+        // An empty table in the way of the fourth: pages instead.
+        let flush = table.unmap(all).unwrap();
+        table.free_tables(flush);
+        let there = Iova::new(start.bits() + 5 * BLOCK);
+        table.map(there, PhysAddr::new(0), 4096, Access::RW).unwrap();
+        let flush = table.clear(Span::new(there, 4096).unwrap()).unwrap();
+        assert_eq!(flush.tables().len(), 0);
+        assert_eq!(table.map_sg(start, list, Access::RW), Ok(len));
+        check(&table);
+
+        // A block in the way of the fourth, and a segment that cannot be mapped behind the second.
+        let mut table = new();
+        table.map(there, PhysAddr::new(0), BLOCK, Access::RW).unwrap();
+        let e = table.map_sg(start, list, Access::RW).unwrap_err();
+        assert_eq!(e, Error::Overlap { at: NamedAddr::of(there) });
+        let bad = Segment { addr: PhysAddr::new(1 << 63), len: BLOCK };
+        let e = table.map_sg(start, [list[0], list[1], bad, list[3]], Access::RW).unwrap_err();
+        assert_eq!(e, Error::OutputRange { at: NamedAddr::of(bad.addr), len: BLOCK, bits: F::OUTPUT_BITS });
+        assert_eq!(table.mapped_bytes(), BLOCK);
+    }
+    blocks::<X86_64_4Level>();
+    blocks::<Arm64S1_4k>();
+    blocks::<Arm64S1<12, 48, true>>();
 }
