@@ -345,7 +345,9 @@ def _exchange(
     rank = batch.rank
     if batch.span:
         common = flat[: world * batch.span]
-        dist.all_gather_into_tensor(common, common[rank * batch.span :][: batch.span].clone(), group=group)
+        # The name since PyTorch 2.13, and before.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(common, common[rank * batch.span :][: batch.span].clone(), group=group)
     for share in batch.shares:
         at, size = batch.places[share.name], share.bytes_of(rank)
         if share.name in batch.block_places and share.nbytes:

@@ -123,6 +123,53 @@ def test_the_plugin_beside_a_stub(stub, tmp_path):
     assert assembled._get_weights_iterator(Source(tmp_path)) == "the parent's"
 
 
+RANK = """
+import os, sys, torch
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+
+def load(path, load_format, extra):
+    args = EngineArgs(model=path, load_format=load_format, skip_tokenizer_init=True, enforce_eager=True,
+                      dtype="bfloat16", max_model_len=64, tensor_parallel_size=world, model_loader_extra_config=extra)
+    config = args.create_engine_config()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(world, rank, f"file://{store}", rank, "gloo")
+            initialize_model_parallel(world)
+        return {name: p.detach().clone() for name, p in get_model(vllm_config=config).named_parameters()}
+
+rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+for path in sys.argv[4:]:
+    theirs = load(path, "safetensors", {})
+    for extra in ({}, {"distributed": True}, {"memory_limit": "64MiB"}):
+        ours = load(path, "dmalane", extra)
+        assert ours.keys() == theirs.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        print("EQUAL", len(ours), flush=True)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_those_of_the_default_loader(llama, tmp_path, world):
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_DIST_IDENT": f"dmalane-{os.getpid()}-{world}",
+    }  # fmt: skip
+    words = [str(world), str(tmp_path / "store"), str(llama / "single"), str(llama / "sharded")]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *words], env=environment,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]  # fmt: skip
+    done = [rank.communicate(timeout=2400) for rank in ranks]
+    for rank, (out, err) in zip(ranks, done):
+        assert rank.returncode == 0 and out.count("EQUAL") == 6, out[-4000:] + err[-8000:]
+    assert "by dmalane" in done[0][1], "the bar of use_tqdm_on_load"
+
+
 ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
