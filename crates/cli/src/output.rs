@@ -67,7 +67,7 @@ impl Format {
 }
 
 /// Wall times of the same measurement, made several times.
-#[derive(Serialize, Clone, Debug)]
+#[derive(Clone, Debug)]
 pub struct Runs {
     /// Each run, in order, in seconds.
     pub runs_s: Vec<f64>,

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::Args;
 use dmalane::load::{Difference, Part};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::layout::{count, good};
@@ -50,58 +50,31 @@ pub struct Verify {
     quiet: bool,
 }
 
-/// The output of `--json`, described in `docs/formats/json.md`.
-#[derive(Serialize)]
-struct Json {
-    schema: u32,
-    command: &'static str,
-    verified: bool,
-    bytes: u64,
-    wall_s: f64,
-    bytes_per_s: f64,
-    unchecked_files: usize,
-    differences: Vec<JsonDifference>,
-}
-
-#[derive(Serialize)]
-struct JsonDifference {
-    file: String,
-    problem: &'static str,
-    part: Option<&'static str>,
-    tensor: Option<String>,
-    start: Option<u64>,
-    end: Option<u64>,
-    expected_bytes: Option<u64>,
-    found_bytes: Option<u64>,
-}
-
-impl From<&Difference> for JsonDifference {
-    fn from(difference: &Difference) -> Self {
-        let file = difference.file().to_owned();
-        let (mut part, mut place, mut lengths, mut problem): (Option<&Part>, _, _, _) = (None, None, None, "other");
-        match difference {
-            Difference::Changed { part: of, start, end, .. } => {
-                (problem, part, place) = ("changed", Some(of), Some((*start, *end)));
-            }
-            Difference::Short { expected, found, part: of, .. } => {
-                (problem, part, lengths) = ("short", Some(of), Some((*expected, *found)));
-            }
-            Difference::Long { expected, found, .. } => (problem, lengths) = ("long", Some((*expected, *found))),
-            Difference::Missing { .. } => problem = "missing",
-            Difference::Unlisted { .. } => problem = "unlisted",
-            _ => {}
+/// A difference in the output of `--json`, which `docs/formats/json.md` describes.
+fn json(difference: &Difference) -> Value {
+    let (mut part, mut place, mut lengths, mut problem): (Option<&Part>, _, _, _) = (None, None, None, "other");
+    match difference {
+        Difference::Changed { part: of, start, end, .. } => {
+            (problem, part, place) = ("changed", Some(of), Some((*start, *end)));
         }
-        Self {
-            file,
-            problem,
-            part: part.map(Part::kind),
-            tensor: part.and_then(Part::tensor).map(|tensor| tensor.name.clone()),
-            start: place.map(|(start, _)| start),
-            end: place.map(|(_, end)| end),
-            expected_bytes: lengths.map(|(expected, _)| expected),
-            found_bytes: lengths.map(|(_, found)| found),
+        Difference::Short { expected, found, part: of, .. } => {
+            (problem, part, lengths) = ("short", Some(of), Some((*expected, *found)));
         }
+        Difference::Long { expected, found, .. } => (problem, lengths) = ("long", Some((*expected, *found))),
+        Difference::Missing { .. } => problem = "missing",
+        Difference::Unlisted { .. } => problem = "unlisted",
+        _ => {}
     }
+    json!({
+        "file": difference.file(),
+        "problem": problem,
+        "part": part.map(Part::kind),
+        "tensor": part.and_then(Part::tensor).map(|tensor| &tensor.name),
+        "start": place.map(|(start, _)| start),
+        "end": place.map(|(_, end)| end),
+        "expected_bytes": lengths.map(|(expected, _)| expected),
+        "found_bytes": lengths.map(|(_, found)| found),
+    })
 }
 
 impl Verify {
@@ -121,16 +94,16 @@ impl Verify {
         let unchecked = if whole { 0 } else { manifest.files.len().saturating_sub(inputs.len()) };
         let verified = differences.is_empty();
         if self.json {
-            output::print_json(&Json {
-                schema: 1,
-                command: "verify",
-                verified,
-                bytes,
-                wall_s: time.as_secs_f64(),
-                bytes_per_s: bytes as f64 / time.as_secs_f64().max(1e-9),
-                unchecked_files: unchecked,
-                differences: differences.iter().map(JsonDifference::from).collect(),
-            })?;
+            output::print_json(&json!({
+                "schema": 1,
+                "command": "verify",
+                "verified": verified,
+                "bytes": bytes,
+                "wall_s": time.as_secs_f64(),
+                "bytes_per_s": bytes as f64 / time.as_secs_f64().max(1e-9),
+                "unchecked_files": unchecked,
+                "differences": differences.iter().map(json).collect::<Value>(),
+            }))?;
             return Ok(ExitCode::from(u8::from(!verified)));
         }
         if !verified {

@@ -10,7 +10,7 @@ use dmalane_cli::failure::Failure;
 use dmalane_cli::number::within;
 use dmalane_cli::output;
 use dmalane_cli::size::Size;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -36,41 +36,6 @@ pub struct Status {
     json: bool,
 }
 
-#[derive(Serialize)]
-struct Json {
-    schema: u32,
-    command: &'static str,
-    socket: String,
-    uptime_s: u64,
-    served: u64,
-    released: u64,
-    refused: u64,
-    requests: u64,
-    errors: u64,
-    quarantined: u32,
-    ddr_bytes: u64,
-    ddr_total_bytes: u64,
-    hbm_bytes: u64,
-    hbm_total_bytes: u64,
-    clients: Vec<Client>,
-}
-
-#[derive(Serialize)]
-struct Client {
-    client: u64,
-    pid: u32,
-    uid: u32,
-    queues: u32,
-    buffers: u32,
-    buffer_bytes: u64,
-    mappings: u32,
-    ddr_bytes: u64,
-    hbm_bytes: u64,
-    moved_bytes: u64,
-    errors: u64,
-    closing: bool,
-}
-
 impl Status {
     /// Queries the daemon and prints the answer.
     pub fn run(self) -> Result<ExitCode, Failure> {
@@ -89,39 +54,41 @@ impl Status {
     }
 }
 
-fn json(socket: &Path, status: &DaemonStatus) -> Json {
+fn json(socket: &Path, status: &DaemonStatus) -> Value {
     let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
-    let client = |c: &ClientStatus| Client {
-        client: c.client,
-        pid: c.pid,
-        uid: c.uid,
-        queues: c.queues,
-        buffers: c.buffers,
-        buffer_bytes: c.bytes,
-        mappings: c.mappings,
-        ddr_bytes: c.ddr,
-        hbm_bytes: c.hbm,
-        moved_bytes: c.moved,
-        errors: c.errors,
-        closing: c.closing,
+    let client = |c: &ClientStatus| {
+        json!({
+            "client": c.client,
+            "pid": c.pid,
+            "uid": c.uid,
+            "queues": c.queues,
+            "buffers": c.buffers,
+            "buffer_bytes": c.bytes,
+            "mappings": c.mappings,
+            "ddr_bytes": c.ddr,
+            "hbm_bytes": c.hbm,
+            "moved_bytes": c.moved,
+            "errors": c.errors,
+            "closing": c.closing,
+        })
     };
-    Json {
-        schema: 1,
-        command: "status",
-        socket: socket.display().to_string(),
-        uptime_s: *uptime,
-        served: totals.served,
-        released: totals.released,
-        refused: totals.refused,
-        requests: totals.requests,
-        errors: totals.errors,
-        quarantined: *quarantined,
-        ddr_bytes: ddr.0,
-        ddr_total_bytes: ddr.1,
-        hbm_bytes: hbm.0,
-        hbm_total_bytes: hbm.1,
-        clients: clients.iter().map(client).collect(),
-    }
+    json!({
+        "schema": 1,
+        "command": "status",
+        "socket": socket.to_string_lossy(),
+        "uptime_s": uptime,
+        "served": totals.served,
+        "released": totals.released,
+        "refused": totals.refused,
+        "requests": totals.requests,
+        "errors": totals.errors,
+        "quarantined": quarantined,
+        "ddr_bytes": ddr.0,
+        "ddr_total_bytes": ddr.1,
+        "hbm_bytes": hbm.0,
+        "hbm_total_bytes": hbm.1,
+        "clients": clients.iter().map(client).collect::<Value>(),
+    })
 }
 
 fn size(bytes: u64) -> String {

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use dmalane::addr::{Access, PageSize};
-use dmalane::iopt::{FaultKind, FormatId, WalkFault, Walked};
-use serde::{Serialize, Serializer};
+use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
+use serde_json::{Value, json};
 
 use super::Source;
 use super::formats::{self, Run};
@@ -13,52 +13,24 @@ use crate::failure::Failure;
 use crate::{output, size};
 
 /// An address in JSON: a text, since not every reader keeps all digits of a number above 2^53.
-fn as_hex<S: Serializer>(address: &u64, s: S) -> Result<S::Ok, S::Error> {
-    s.serialize_str(&format!("{address:#x}"))
-}
-
-#[derive(Serialize)]
-struct Report<'a, T> {
-    schema: u32,
-    command: &'static str,
-    format: &'static str,
-    image: std::borrow::Cow<'a, str>,
-    #[serde(serialize_with = "as_hex")]
-    root: u64,
-    #[serde(serialize_with = "as_hex")]
-    base: u64,
-    #[serde(flatten)]
-    result: T,
-}
-
-#[derive(Serialize)]
-struct FormatsReport {
-    schema: u32,
-    command: &'static str,
-    formats: Vec<FormatReport>,
-}
-
-#[derive(Serialize)]
-struct FormatReport {
-    format: &'static str,
-    page_bytes: Vec<u64>,
-    input_bits: u32,
-    output_bits: u32,
-    access: Vec<String>,
+fn hex(address: u64) -> String {
+    format!("{address:#x}")
 }
 
 /// The page-table formats.
 pub fn formats(json: bool) -> Result<ExitCode, Failure> {
     if json {
-        let format = |format: &FormatId| FormatReport {
-            format: format.name(),
-            page_bytes: format.page_sizes().iter().map(PageSize::bytes).collect(),
-            input_bits: format.input_bits(),
-            output_bits: format.output_bits(),
-            access: accesses(*format),
+        let format = |format: &FormatId| {
+            json!({
+                "format": format.name(),
+                "page_bytes": format.page_sizes().iter().map(PageSize::bytes).collect::<Vec<_>>(),
+                "input_bits": format.input_bits(),
+                "output_bits": format.output_bits(),
+                "access": accesses(*format),
+            })
         };
-        let formats = FormatId::ALL.iter().map(format).collect();
-        output::print_json(&FormatsReport { schema: 1, command: "iopt formats", formats })?;
+        let formats: Value = FormatId::ALL.iter().map(format).collect();
+        output::print_json(&json!({ "schema": 1, "command": "iopt formats", "formats": formats }))?;
     } else {
         let width = FormatId::ALL.iter().map(|format| format.name().len()).max().unwrap_or(0);
         let line = |format: &FormatId| {
@@ -77,28 +49,6 @@ fn accesses(format: FormatId) -> Vec<String> {
     all.filter(|access| format.supports(*access)).map(|access| access.to_string()).collect()
 }
 
-#[derive(Serialize)]
-struct BuiltResult {
-    bytes: u64,
-    tables: u64,
-    mapped_bytes: u64,
-    leaves: Vec<Leaves>,
-    registers: Vec<Value>,
-}
-
-#[derive(Serialize)]
-struct Value {
-    name: &'static str,
-    #[serde(serialize_with = "as_hex")]
-    value: u64,
-}
-
-#[derive(Serialize)]
-struct Leaves {
-    page_bytes: u64,
-    count: u64,
-}
-
 /// The tables that were built.
 pub fn built(
     format: FormatId,
@@ -108,22 +58,21 @@ pub fn built(
     json: bool,
 ) -> Result<ExitCode, Failure> {
     if json {
-        let leaves = built.leaves.iter().map(|&(page, count)| Leaves { page_bytes: page.bytes(), count });
-        output::print_json(&Report {
-            schema: 1,
-            command: "iopt build",
-            format: format.name(),
-            image: output.to_string_lossy(),
-            root: built.root,
-            base,
-            result: BuiltResult {
-                bytes: built.bytes.len() as u64,
-                tables: built.tables,
-                mapped_bytes: mapped_bytes(&built.leaves),
-                leaves: leaves.collect(),
-                registers: built.registers.iter().map(|r| Value { name: r.name, value: r.value }).collect(),
-            },
-        })?;
+        let leaf = |&(page, count): &(PageSize, u64)| json!({ "page_bytes": page.bytes(), "count": count });
+        let register = |r: &Register| json!({ "name": r.name, "value": hex(r.value) });
+        output::print_json(&json!({
+            "schema": 1,
+            "command": "iopt build",
+            "format": format.name(),
+            "image": output.to_string_lossy(),
+            "root": hex(built.root),
+            "base": hex(base),
+            "bytes": built.bytes.len(),
+            "tables": built.tables,
+            "mapped_bytes": mapped_bytes(&built.leaves),
+            "leaves": built.leaves.iter().map(leaf).collect::<Value>(),
+            "registers": built.registers.iter().map(register).collect::<Value>(),
+        }))?;
     } else {
         output::print(&built_text(format, output, base, built))?;
     }
@@ -154,32 +103,12 @@ fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built
     text
 }
 
-#[derive(Serialize)]
-struct WalkedResult {
-    translations: Vec<Translation>,
-}
-
-#[derive(Serialize)]
-struct Translation {
-    #[serde(serialize_with = "as_hex")]
-    va: u64,
-    pa: Option<String>,
-    page_bytes: Option<u64>,
-    access: Option<String>,
-    fault: Option<Fault>,
-}
-
-#[derive(Serialize)]
-struct Fault {
-    level: u32,
-    kind: &'static str,
-}
-
 /// Where addresses lead.
 pub fn walked(source: &Source, walks: &[(u64, Result<Walked, WalkFault>)]) -> Result<ExitCode, Failure> {
     if source.json {
-        let translations = walks.iter().map(|&(va, walk)| translation(va, walk)).collect();
-        output::print_json(&report("iopt walk", source, WalkedResult { translations }))?;
+        let mut report = head("iopt walk", source);
+        report["translations"] = walks.iter().map(|&(va, walk)| translation(va, walk)).collect();
+        output::print_json(&report)?;
     } else {
         let line = |&(va, walk): &(u64, Result<Walked, WalkFault>)| match walk {
             Ok(leaf) => format!("{va:#x} -> {:#x}  {}  {}\n", leaf.to, leaf.access, leaf.size),
@@ -190,56 +119,31 @@ pub fn walked(source: &Source, walks: &[(u64, Result<Walked, WalkFault>)]) -> Re
     Ok(ExitCode::SUCCESS)
 }
 
-fn report<'a, T>(command: &'static str, source: &'a Source, result: T) -> Report<'a, T> {
-    Report {
-        schema: 1,
-        command,
-        format: source.format.name(),
-        image: source.image.to_string_lossy(),
-        root: source.root.0,
-        base: source.base(),
-        result,
-    }
+fn head(command: &str, source: &Source) -> Value {
+    json!({
+        "schema": 1,
+        "command": command,
+        "format": source.format.name(),
+        "image": source.image.to_string_lossy(),
+        "root": hex(source.root.0),
+        "base": hex(source.base()),
+    })
 }
 
-fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Translation {
-    match walk {
-        Ok(leaf) => Translation {
-            va,
-            pa: Some(format!("{:#x}", leaf.to)),
-            page_bytes: Some(leaf.size.bytes()),
-            access: Some(leaf.access.to_string()),
-            fault: None,
-        },
-        Err(fault) => {
-            let kind = match fault.kind {
-                FaultKind::NotPresent => "not_present",
-                FaultKind::Denied => "denied",
-                FaultKind::BadTable => "bad_table",
-                FaultKind::OutOfRange => "out_of_range",
-            };
-            let fault = Fault { level: fault.level, kind };
-            Translation { va, pa: None, page_bytes: None, access: None, fault: Some(fault) }
-        }
-    }
-}
-
-#[derive(Serialize)]
-struct DumpedResult {
-    mapped_bytes: u64,
-    runs: Vec<DumpedRun>,
-}
-
-#[derive(Serialize)]
-struct DumpedRun {
-    #[serde(serialize_with = "as_hex")]
-    va: u64,
-    #[serde(serialize_with = "as_hex")]
-    pa: u64,
-    len: u64,
-    access: String,
-    page_bytes: u64,
-    count: u64,
+fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
+    let kind = |fault: WalkFault| match fault.kind {
+        FaultKind::NotPresent => "not_present",
+        FaultKind::Denied => "denied",
+        FaultKind::BadTable => "bad_table",
+        FaultKind::OutOfRange => "out_of_range",
+    };
+    json!({
+        "va": hex(va),
+        "pa": walk.ok().map(|leaf| hex(leaf.to)),
+        "page_bytes": walk.ok().map(|leaf| leaf.size.bytes()),
+        "access": walk.ok().map(|leaf| leaf.access.to_string()),
+        "fault": walk.err().map(|fault| json!({ "level": fault.level, "kind": kind(fault) })),
+    })
 }
 
 /// The mappings of the tables.
@@ -247,15 +151,20 @@ pub fn dumped(source: &Source, runs: &[Run]) -> Result<ExitCode, Failure> {
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
     let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));
     if source.json {
-        let runs = runs.iter().map(|run| DumpedRun {
-            va: run.va,
-            pa: run.pa,
-            len: run.len,
-            access: run.access.to_string(),
-            page_bytes: run.page.bytes(),
-            count: run.count,
-        });
-        output::print_json(&report("iopt dump", source, DumpedResult { mapped_bytes, runs: runs.collect() }))?;
+        let run = |run: &Run| {
+            json!({
+                "va": hex(run.va),
+                "pa": hex(run.pa),
+                "len": run.len,
+                "access": run.access.to_string(),
+                "page_bytes": run.page.bytes(),
+                "count": run.count,
+            })
+        };
+        let mut report = head("iopt dump", source);
+        report["mapped_bytes"] = mapped_bytes.into();
+        report["runs"] = runs.iter().map(run).collect();
+        output::print_json(&report)?;
     } else {
         let width = runs.last().map_or(0, |run| format!("{:x}", run.va + (run.len - 1)).len());
         let mut text = String::new();

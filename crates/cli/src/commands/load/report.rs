@@ -1,5 +1,6 @@
 //! The outcome of a load, as text and as JSON.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -7,115 +8,17 @@ use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
 use dmalane::file::FileQueue;
 use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::commands::doctor::HOST_BUFFERS;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, terminal, wrap};
-use crate::output::{Runs, csv_line, plain};
+use crate::output::{csv_line, plain};
 use crate::size::{binary, duration, per_second, rate};
 
-/// The output of `--json`, described in `docs/formats/json.md`.
-#[derive(Serialize)]
-struct Json {
-    schema: u32,
-    command: &'static str,
-    device: String,
-    bytes: u64,
-    tensors: usize,
-    wall_s: f64,
-    bytes_per_s: f64,
-    verified: bool,
-    manifest: Option<String>,
-    verify_s: Option<f64>,
-    verified_by: Option<&'static str>,
-    verified_by_reason: Option<String>,
-    bottleneck: Option<String>,
-    #[serde(flatten)]
-    runs: Runs,
-    stages: Vec<JsonStage>,
-    references: Option<JsonReferences>,
-    host: JsonHost,
-    card: JsonCard,
-    saved: Vec<String>,
-    recorded: Option<String>,
-    traced: Option<String>,
-    reported: Option<String>,
-    files: Vec<JsonFile>,
-}
-
-#[derive(Serialize)]
-struct JsonStage {
-    stage: String,
-    busy_s: f64,
-    wall_s: f64,
-    share: Option<f64>,
-    bytes: u64,
-    bytes_per_s: Option<f64>,
-    reference_bytes_per_s: Option<f64>,
-}
-
-#[derive(Serialize)]
-struct JsonReferences {
-    read_bytes_per_s: f64,
-    copy_bytes_per_s: f64,
-    first_touch_bytes_per_s: f64,
-}
-
-#[derive(Serialize)]
-struct JsonHost {
-    staging_buffers: usize,
-    staging_bytes: u64,
-    page_backing: Option<String>,
-    page_backing_fallbacks: Vec<String>,
-    heap_peak_bytes: u64,
-    resident_before_bytes: u64,
-    resident_peak_bytes: u64,
-    segments: u64,
-    iommu_leaves: Option<Vec<JsonLeaves>>,
-    iommu_tables: Option<usize>,
-    iotlb_hits: Option<u64>,
-    iotlb_misses: Option<u64>,
-    faults: Option<u64>,
-}
-
-#[derive(Serialize)]
-struct JsonCard {
-    transfers: u64,
-    device_leaves: Vec<JsonLeaves>,
-    touched_bytes: Option<u64>,
-}
-
-#[derive(Serialize)]
-struct JsonLeaves {
-    page_bytes: u64,
-    count: u64,
-}
-
-#[derive(Serialize)]
-struct JsonFile {
-    path: String,
-    bytes: u64,
-    format: &'static str,
-    xxh3: Option<String>,
-    direct: bool,
-    io_uring: bool,
-    fallbacks: Vec<String>,
-    tensors: Vec<JsonTensor>,
-}
-
-#[derive(Serialize)]
-struct JsonTensor {
-    name: String,
-    dtype: String,
-    shape: Vec<u64>,
-    bytes: u64,
-    device_va: Option<u64>,
-}
-
-fn tensors(o: &Outcome) -> usize {
-    o.run.loaded.files.iter().map(|f| f.model.tensors.len()).sum()
+fn tensors(loaded: &Loaded) -> usize {
+    loaded.files.iter().map(|f| f.model.tensors.len()).sum()
 }
 
 /// A rate over fewer bytes measures start-up time.
@@ -160,155 +63,142 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
     stages
 }
 
-/// The outcome as what `--json` prints.
-pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
+/// The outcome as what `--json` prints, described in `docs/formats/json.md`.
+pub(super) fn json(o: &Outcome) -> Value {
     let r = &o.run.loaded.report;
     let wall = r.wall.as_secs_f64();
-    let leaves = |leaves: &[(PageSize, u64)]| {
-        leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
+    let leaves = |leaves: &[(PageSize, u64)]| -> Value {
+        leaves.iter().map(|(page, count)| json!({ "page_bytes": page.bytes(), "count": count })).collect()
     };
-    let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
-    let (backing, iommu) = (o.run.backing.as_ref(), o.run.iommu.as_ref());
-    Json {
-        schema: 3,
-        command: "load",
-        device: o.device.clone(),
-        bytes: r.bytes,
-        tensors: tensors(o),
-        wall_s: wall,
-        bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
-        verified: o.verified,
-        manifest: o.manifest.as_ref().map(|path| path.to_string_lossy().into_owned()),
-        verify_s: r.verified.as_ref().map(|v| v.wall.as_secs_f64()),
-        verified_by: r.verified.as_ref().map(|v| if v.by_copies.is_none() { "program" } else { "copies" }),
-        verified_by_reason: r.verified.as_ref().and_then(|v| v.by_copies.clone()),
-        bottleneck: r.slowest().map(|s| s.stage.to_string()),
-        runs: o.runs.clone(),
-        stages: stages(o)
-            .iter()
-            .map(|s| JsonStage {
-                stage: s.stage.to_string(),
-                busy_s: s.busy.as_secs_f64(),
-                wall_s: s.held.as_secs_f64(),
-                share: share(s, r.wall),
-                bytes: s.bytes,
-                bytes_per_s: reached(s),
-                reference_bytes_per_s: reference(s, o),
-            })
-            .collect(),
-        references: o.references.map(|rates| JsonReferences {
-            read_bytes_per_s: rates.read,
-            copy_bytes_per_s: rates.copy,
-            first_touch_bytes_per_s: rates.first_touch,
-        }),
-        host: JsonHost {
-            staging_buffers: r.staging.0,
-            staging_bytes: r.staging.1,
-            page_backing: backing.map(|r| r.kind.to_string()),
-            page_backing_fallbacks: backing
-                .map_or(Vec::new(), |r| r.passed_over.iter().map(|(kind, why)| format!("{kind}: {why}")).collect()),
-            heap_peak_bytes: o.run.heap_peak,
-            resident_before_bytes: r.resident_before,
-            resident_peak_bytes: o.run.resident_peak,
-            segments: r.segments,
-            iommu_leaves: iommu.map(|i| leaves(&i.leaves)),
-            iommu_tables: iommu.map(|i| i.tables),
-            iotlb_hits: iommu.map(|i| i.hits),
-            iotlb_misses: iommu.map(|i| i.misses),
-            faults: iommu.map(|i| i.faults),
-        },
-        card: JsonCard {
-            transfers: r.transfers,
-            device_leaves: leaves(&r.device_leaves),
-            touched_bytes: o.run.touched,
-        },
-        saved: o.saved.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
-        recorded: path(&o.recorded),
-        traced: path(&o.traced),
-        reported: path(&o.reported),
-        files: o
-            .run
-            .loaded
-            .files
-            .iter()
-            .zip(&o.inputs)
-            .map(|(f, input)| {
-                let how = input.queue.how();
-                JsonFile {
-                    path: f.path.to_string_lossy().into_owned(),
-                    bytes: f.model.len,
-                    format: f.model.container.name(),
-                    xxh3: f.checksum.map(|hash| format!("{hash:016x}")),
-                    direct: how.direct,
-                    io_uring: how.uring,
-                    fallbacks: how.reasons.clone(),
-                    tensors: json_tensors(f),
-                }
-            })
-            .collect(),
-    }
+    let (backing, iommu, verified) = (o.run.backing.as_ref(), o.run.iommu.as_ref(), r.verified.as_ref());
+    let stage = |s: &StageReport| {
+        json!({
+            "stage": s.stage.to_string(),
+            "busy_s": s.busy.as_secs_f64(),
+            "wall_s": s.held.as_secs_f64(),
+            "share": share(s, r.wall),
+            "bytes": s.bytes,
+            "bytes_per_s": reached(s),
+            "reference_bytes_per_s": reference(s, o),
+        })
+    };
+    let references = o.references.map(|rates| {
+        json!({
+            "read_bytes_per_s": rates.read,
+            "copy_bytes_per_s": rates.copy,
+            "first_touch_bytes_per_s": rates.first_touch,
+        })
+    });
+    let fallbacks = backing.map_or(&[][..], |r| &r.passed_over);
+    let host = json!({
+        "staging_buffers": r.staging.0,
+        "staging_bytes": r.staging.1,
+        "page_backing": backing.map(|r| r.kind.to_string()),
+        "page_backing_fallbacks": fallbacks.iter().map(|(kind, why)| format!("{kind}: {why}")).collect::<Value>(),
+        "heap_peak_bytes": o.run.heap_peak,
+        "resident_before_bytes": r.resident_before,
+        "resident_peak_bytes": o.run.resident_peak,
+        "segments": r.segments,
+        "iommu_leaves": iommu.map(|i| leaves(&i.leaves)),
+        "iommu_tables": iommu.map(|i| i.tables),
+        "iotlb_hits": iommu.map(|i| i.hits),
+        "iotlb_misses": iommu.map(|i| i.misses),
+        "faults": iommu.map(|i| i.faults),
+    });
+    let card = json!({
+        "transfers": r.transfers,
+        "device_leaves": leaves(&r.device_leaves),
+        "touched_bytes": o.run.touched,
+    });
+    let file = |(f, input): (&LoadedFile, &Input<FileQueue>)| {
+        let how = input.queue.how();
+        json!({
+            "path": f.path.to_string_lossy(),
+            "bytes": f.model.len,
+            "format": f.model.container.name(),
+            "xxh3": f.checksum.map(|hash| format!("{hash:016x}")),
+            "direct": how.direct,
+            "io_uring": how.uring,
+            "fallbacks": how.reasons,
+            "tensors": json_tensors(f),
+        })
+    };
+    json!({
+        "schema": 3,
+        "command": "load",
+        "device": o.device,
+        "bytes": r.bytes,
+        "tensors": tensors(&o.run.loaded),
+        "wall_s": wall,
+        "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
+        "verified": o.verified,
+        "manifest": path(o.manifest.as_ref()),
+        "verify_s": verified.map(|v| v.wall.as_secs_f64()),
+        "verified_by": verified.map(|v| if v.by_copies.is_none() { "program" } else { "copies" }),
+        "verified_by_reason": verified.and_then(|v| v.by_copies.as_ref()),
+        "bottleneck": r.slowest().map(|s| s.stage.to_string()),
+        "runs_s": o.runs.runs_s,
+        "median_s": o.runs.median_s,
+        "fastest_s": o.runs.fastest_s,
+        "slowest_s": o.runs.slowest_s,
+        "stages": stages(o).iter().map(stage).collect::<Value>(),
+        "references": references,
+        "host": host,
+        "card": card,
+        "saved": o.saved.iter().map(|path| path.to_string_lossy()).collect::<Value>(),
+        "recorded": path(o.recorded.as_ref()),
+        "traced": path(o.traced.as_ref()),
+        "reported": path(o.reported.as_ref()),
+        "files": o.run.loaded.files.iter().zip(&o.inputs).map(file).collect::<Value>(),
+    })
 }
 
-fn json_tensors(file: &LoadedFile) -> Vec<JsonTensor> {
-    let tensor = |t: &LoadedTensor| JsonTensor {
-        name: t.tensor.name.clone(),
-        dtype: t.tensor.dtype.clone(),
-        shape: t.tensor.shape.clone(),
-        bytes: t.tensor.len,
-        device_va: t.va.map(|va| va.first().bits()),
+fn path(path: Option<&PathBuf>) -> Option<Cow<'_, str>> {
+    path.map(|path| path.to_string_lossy())
+}
+
+fn json_tensors(file: &LoadedFile) -> Value {
+    let tensor = |t: &LoadedTensor| {
+        json!({
+            "name": t.tensor.name,
+            "dtype": t.tensor.dtype,
+            "shape": t.tensor.shape,
+            "bytes": t.tensor.len,
+            "device_va": t.va.map(|va| va.first().bits()),
+        })
     };
     file.tensors().map(tensor).collect()
 }
 
-/// The output of `--dry-run --json`.
-#[derive(Serialize)]
-struct JsonPlan {
-    schema: u32,
-    command: &'static str,
-    dry_run: bool,
-    device: String,
-    tensors: usize,
-    device_bytes: u64,
-    files: Vec<JsonPlannedFile>,
-}
-
-#[derive(Serialize)]
-struct JsonPlannedFile {
-    path: String,
-    bytes: u64,
-    format: &'static str,
-    device_bytes: u64,
-    tensors: Vec<JsonTensor>,
-}
-
 /// The plan of a load, as `--dry-run --json` prints it.
-pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize + use<> {
-    let file = |f: &LoadedFile| JsonPlannedFile {
-        path: f.path.to_string_lossy().into_owned(),
-        bytes: f.model.len,
-        format: f.model.container.name(),
-        device_bytes: f.device_bytes(),
-        tensors: json_tensors(f),
+pub(super) fn plan_json(device: &str, placed: &Loaded) -> Value {
+    let file = |f: &LoadedFile| {
+        json!({
+            "path": f.path.to_string_lossy(),
+            "bytes": f.model.len,
+            "format": f.model.container.name(),
+            "device_bytes": f.device_bytes(),
+            "tensors": json_tensors(f),
+        })
     };
-    JsonPlan {
-        schema: 3,
-        command: "load",
-        dry_run: true,
-        device: device.to_owned(),
-        tensors: placed.files.iter().map(|f| f.model.tensors.len()).sum(),
-        device_bytes: placed.files.iter().map(LoadedFile::device_bytes).sum(),
-        files: placed.files.iter().map(file).collect(),
-    }
+    json!({
+        "schema": 3,
+        "command": "load",
+        "dry_run": true,
+        "device": device,
+        "tensors": tensors(placed),
+        "device_bytes": placed.files.iter().map(LoadedFile::device_bytes).sum::<u64>(),
+        "files": placed.files.iter().map(file).collect::<Value>(),
+    })
 }
 
 /// The plan of a load, as text.
 pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue>], list: bool) -> String {
-    let tensors = placed.files.iter().map(|f| f.model.tensors.len()).sum();
     let bytes = placed.files.iter().map(LoadedFile::device_bytes).sum();
     let mut out = wrap(
         &format!(
             "Would load {} of {} onto {}: {} of its memory",
-            count(tensors, "tensor"),
+            count(tensors(placed), "tensor"),
             count(placed.files.len(), "file"),
             plain(device),
             binary(bytes),
@@ -357,7 +247,7 @@ pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
     let answer = format!(
         "Loaded {} in {} ({}) in {}: {}",
-        count(tensors(o), "tensor"),
+        count(tensors(&o.run.loaded), "tensor"),
         count(o.inputs.len(), "file"),
         binary(r.bytes),
         duration(r.wall),
@@ -396,7 +286,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
             (Some(why), AddressSpaceKind::Driver { .. }) => format!("by copies from device virtual addresses ({why})"),
             (Some(_), AddressSpaceKind::Flat) => "from the device's memory (it has no MMU)".to_owned(),
         };
-        let tensors = count(tensors(o), "tensor");
+        let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
     }
     for path in &o.saved {

@@ -3,137 +3,76 @@
 use std::time::Duration;
 
 use dmalane::load::StageReport;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, wrap};
-use crate::output::{Runs, csv_line, plain};
+use crate::output::{csv_line, plain};
 use crate::size::{binary, duration, per_second, rate};
-
-/// The output of `--json`, described in `docs/formats/json.md`.
-#[derive(Serialize)]
-struct Json {
-    schema: u32,
-    command: &'static str,
-    bytes: u64,
-    wall_s: f64,
-    bytes_per_s: f64,
-    first_chunk_s: f64,
-    workers: usize,
-    bottleneck: Option<String>,
-    #[serde(flatten)]
-    runs: Runs,
-    stages: Vec<JsonStage>,
-    memory: JsonMemory,
-    device: Option<JsonDevice>,
-    manifest: Option<String>,
-    files: Vec<JsonFile>,
-}
-
-#[derive(Serialize)]
-struct JsonStage {
-    stage: String,
-    busy_s: f64,
-    wall_s: f64,
-    bytes: u64,
-    bytes_per_s: Option<f64>,
-}
-
-#[derive(Serialize)]
-struct JsonDevice {
-    name: String,
-    verified: bool,
-}
-
-#[derive(Serialize)]
-struct JsonMemory {
-    heap: &'static str,
-    heap_fallbacks: Vec<String>,
-    shareable: bool,
-    dma_buf: bool,
-    page_backing: Option<String>,
-    page_backing_fallbacks: Vec<String>,
-    segments: Option<u64>,
-    mappings: Option<usize>,
-}
-
-#[derive(Serialize)]
-struct JsonFile {
-    path: String,
-    bytes: u64,
-    xxh3: Option<String>,
-    direct: bool,
-    io_uring: bool,
-    direct_bytes: u64,
-    buffered_bytes: u64,
-    reason: String,
-    fallbacks: Vec<String>,
-    cached_before: Option<f64>,
-}
 
 fn per_stage(s: &StageReport) -> Option<f64> {
     (!s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
 }
 
-/// The outcome as what `--json` prints.
-pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
+/// The outcome as what `--json` prints, described in `docs/formats/json.md`.
+pub(super) fn json(o: &Outcome) -> Value {
     let r = &o.run.report;
     let wall = r.wall.as_secs_f64();
     let can = o.picked.heap.abilities();
-    let stage = |s: &StageReport| JsonStage {
-        stage: s.stage.to_string(),
-        busy_s: s.busy.as_secs_f64(),
-        wall_s: s.held.as_secs_f64(),
-        bytes: s.bytes,
-        bytes_per_s: per_stage(s),
+    let stage = |s: &StageReport| {
+        json!({
+            "stage": s.stage.to_string(),
+            "busy_s": s.busy.as_secs_f64(),
+            "wall_s": s.held.as_secs_f64(),
+            "bytes": s.bytes,
+            "bytes_per_s": per_stage(s),
+        })
     };
-    Json {
-        schema: 3,
-        command: "read",
-        bytes: r.bytes,
-        wall_s: wall,
-        bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
-        first_chunk_s: r.first_chunk.as_secs_f64(),
-        workers: r.workers,
-        bottleneck: slowest(o).map(|s| s.stage.to_string()),
-        runs: o.runs.clone(),
-        stages: r.stages.iter().map(stage).collect(),
-        memory: JsonMemory {
-            heap: o.picked.heap.name(),
-            heap_fallbacks: o.picked.passed_over.iter().map(|(heap, why)| format!("{heap}: {why}")).collect(),
-            shareable: can.shareable,
-            dma_buf: can.dma_buf,
-            page_backing: r.backing.as_ref().map(|backing| backing.kind.to_string()),
-            page_backing_fallbacks: r
-                .backing
-                .iter()
-                .flat_map(|backing| &backing.passed_over)
-                .map(|(kind, why)| format!("{kind}: {why}"))
-                .collect(),
-            segments: o.run.segments,
-            mappings: o.run.mappings,
-        },
-        device: o.device.as_ref().map(|device| JsonDevice { name: device.to_string(), verified: o.verified }),
-        manifest: o.manifest.as_ref().map(|path| path.to_string_lossy().into_owned()),
-        files: o
-            .run
-            .files
-            .iter()
-            .map(|super::ReadFile { path, bytes, checksum, method }| JsonFile {
-                path: path.to_string_lossy().into_owned(),
-                bytes: *bytes,
-                xxh3: checksum.map(|hash| format!("{hash:016x}")),
-                direct: method.how.direct,
-                io_uring: method.how.uring,
-                direct_bytes: method.moved.direct,
-                buffered_bytes: method.moved.buffered,
-                reason: method.reason.clone(),
-                fallbacks: method.how.reasons.clone(),
-                cached_before: method.cached.map(|cached| cached.share()),
-            })
-            .collect(),
-    }
+    let why_not_pages = r.backing.iter().flat_map(|backing| &backing.passed_over);
+    let memory = json!({
+        "heap": o.picked.heap.name(),
+        "heap_fallbacks": o.picked.passed_over.iter().map(|(heap, why)| format!("{heap}: {why}")).collect::<Value>(),
+        "shareable": can.shareable,
+        "dma_buf": can.dma_buf,
+        "page_backing": r.backing.as_ref().map(|backing| backing.kind.to_string()),
+        "page_backing_fallbacks": why_not_pages.map(|(kind, why)| format!("{kind}: {why}")).collect::<Value>(),
+        "segments": o.run.segments,
+        "mappings": o.run.mappings,
+    });
+    let file = |super::ReadFile { path, bytes, checksum, method }: &super::ReadFile| {
+        json!({
+            "path": path.to_string_lossy(),
+            "bytes": bytes,
+            "xxh3": checksum.map(|hash| format!("{hash:016x}")),
+            "direct": method.how.direct,
+            "io_uring": method.how.uring,
+            "direct_bytes": method.moved.direct,
+            "buffered_bytes": method.moved.buffered,
+            "reason": method.reason,
+            "fallbacks": method.how.reasons,
+            "cached_before": method.cached.map(|cached| cached.share()),
+        })
+    };
+    json!({
+        "schema": 3,
+        "command": "read",
+        "bytes": r.bytes,
+        "wall_s": wall,
+        "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
+        "first_chunk_s": r.first_chunk.as_secs_f64(),
+        "workers": r.workers,
+        "bottleneck": slowest(o).map(|s| s.stage.to_string()),
+        "runs_s": o.runs.runs_s,
+        "median_s": o.runs.median_s,
+        "fastest_s": o.runs.fastest_s,
+        "slowest_s": o.runs.slowest_s,
+        "stages": r.stages.iter().map(stage).collect::<Value>(),
+        "memory": memory,
+        "device": o.device.as_ref().map(|device| json!({ "name": device.to_string(), "verified": o.verified })),
+        "manifest": o.manifest.as_ref().map(|path| path.to_string_lossy()),
+        "files": o.run.files.iter().map(file).collect::<Value>(),
+    })
 }
 
 /// The stages as CSV, and the whole as the last row.

@@ -3,112 +3,15 @@
 use std::path::Path;
 use std::time::Duration;
 
+use dmalane::validate::link::Limit;
 use dmalane::validate::link::fit::{Answer, Cause, Question};
 use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::layout::{Table, bad, good, wrap};
 use crate::output::{csv_line, plain};
 use crate::size::{binary, giga};
-
-/// The output of `--json`, described in `docs/formats/json.md`.
-#[derive(Serialize)]
-struct Json<'a> {
-    schema: u32,
-    command: &'static str,
-    device: &'a str,
-    notes: &'a [String],
-    passed: bool,
-    complete: bool,
-    settings: JsonSettings,
-    integrity: Vec<JsonIntegrity<'a>>,
-    figures: Vec<JsonFigure>,
-    reference: &'a str,
-    plot: Option<String>,
-    skipped: &'a [String],
-    no_effect: &'a [String],
-    fit: Option<JsonFit>,
-}
-
-#[derive(Serialize)]
-struct JsonSettings {
-    threads: usize,
-    starting_offset: u64,
-    offset: Option<u64>,
-    channel_region_stride: Option<u64>,
-    channels: Vec<Option<usize>>,
-    allocation: &'static str,
-    raw: bool,
-    registered: bool,
-    iterations: Option<u64>,
-    duration_s: Option<f64>,
-}
-
-#[derive(Serialize)]
-struct JsonIntegrity<'a> {
-    memory: String,
-    buffer_bytes: u64,
-    pages: &'static str,
-    ok: usize,
-    threads: usize,
-    mismatches: &'a [String],
-}
-
-#[derive(Serialize)]
-struct JsonFigure {
-    memory: String,
-    buffer_bytes: u64,
-    pages: &'static str,
-    page_kind: String,
-    direction: &'static str,
-    read: Option<JsonRate>,
-    write: Option<JsonRate>,
-    total_bytes_per_s: f64,
-    least_bytes_per_s: Option<f64>,
-    greatest_bytes_per_s: Option<f64>,
-    reference_bytes_per_s: Option<f64>,
-}
-
-#[derive(Serialize)]
-struct JsonRate {
-    bytes_per_s: f64,
-    mb_per_s: f64,
-    mib_per_s: f64,
-    p50_us: f64,
-    p99_us: f64,
-    buffers: u64,
-}
-
-#[derive(Serialize)]
-struct JsonFit {
-    noise: f64,
-    points: Vec<Vec<JsonFlow>>,
-    limits: Vec<JsonLimit>,
-    explanations: Vec<Vec<String>>,
-    answers: Vec<JsonAnswer>,
-}
-
-#[derive(Serialize)]
-struct JsonFlow {
-    channel: usize,
-    half: String,
-    direction: &'static str,
-    bytes_per_s: f64,
-}
-
-#[derive(Serialize)]
-struct JsonLimit {
-    name: String,
-    bytes_per_s: f64,
-}
-
-#[derive(Serialize)]
-struct JsonAnswer {
-    question: &'static str,
-    answer: &'static str,
-    causes: Vec<String>,
-}
 
 fn direction(directions: Directions) -> &'static str {
     match directions {
@@ -138,103 +41,103 @@ fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
 
-pub fn json<'a>(outcome: &'a Outcome, plot: Option<&Path>) -> impl Serialize + use<'a> {
+/// The outcome as what `--json` prints, described in `docs/formats/json.md`.
+pub fn json(outcome: &Outcome, plot: Option<&Path>) -> Value {
     let Outcome { settings, report, .. } = outcome;
-    let rate = |r: &Rate| JsonRate {
-        bytes_per_s: r.bytes_per_s,
-        mb_per_s: hundredths(r.bytes_per_s / MB),
-        mib_per_s: hundredths(r.bytes_per_s / MIB),
-        p50_us: us(r.p50),
-        p99_us: us(r.p99),
-        buffers: r.buffers,
+    let (iterations, duration) = match settings.stop {
+        Stop::After(n) => (Some(n), None),
+        Stop::For(time) => (None, Some(time.as_secs_f64())),
     };
-    Json {
-        schema: 4,
-        command: "validate",
-        device: &outcome.device,
-        notes: &outcome.notes,
-        passed: report.passed(),
-        complete: outcome.complete,
-        settings: JsonSettings {
-            threads: settings.threads,
-            starting_offset: settings.starting_offset,
-            offset: settings.stride,
-            channel_region_stride: settings.region_stride,
-            channels: settings.channels.entries().to_vec(),
-            allocation: match settings.allocation {
-                Allocation::Auto => "auto",
-                Allocation::Paired => "paired",
-            },
-            raw: settings.raw,
-            registered: settings.registered,
-            iterations: match settings.stop {
-                Stop::After(n) => Some(n),
-                Stop::For(_) => None,
-            },
-            duration_s: match settings.stop {
-                Stop::After(_) => None,
-                Stop::For(time) => Some(time.as_secs_f64()),
-            },
+    let options = json!({
+        "threads": settings.threads,
+        "starting_offset": settings.starting_offset,
+        "offset": settings.stride,
+        "channel_region_stride": settings.region_stride,
+        "channels": settings.channels.entries(),
+        "allocation": match settings.allocation {
+            Allocation::Auto => "auto",
+            Allocation::Paired => "paired",
         },
-        integrity: report
-            .integrity
-            .iter()
-            .map(|i| JsonIntegrity {
-                memory: i.phase.to_string(),
-                buffer_bytes: i.buffer,
-                pages: pages(i.pages),
-                ok: i.ok,
-                threads: i.threads,
-                mismatches: &i.wrong,
-            })
-            .collect(),
-        figures: report
-            .figures
-            .iter()
-            .enumerate()
-            .map(|(i, f)| JsonFigure {
-                memory: f.phase.to_string(),
-                buffer_bytes: f.buffer,
-                pages: pages(f.pages),
-                page_kind: f.kind.to_string(),
-                direction: direction(f.directions),
-                read: f.read.as_ref().map(rate),
-                write: f.write.as_ref().map(rate),
-                total_bytes_per_s: f.total(),
-                least_bytes_per_s: outcome.spreads.get(i).map(|spread| spread.least),
-                greatest_bytes_per_s: outcome.spreads.get(i).map(|spread| spread.greatest),
-                reference_bytes_per_s: f.reference,
-            })
-            .collect(),
-        reference: report.reference,
-        plot: plot.map(|path| path.to_string_lossy().into_owned()),
-        skipped: &report.left_out,
-        no_effect: &outcome.no_effect,
-        fit: outcome.fit.as_ref().map(|(fit, settings)| JsonFit {
-            noise: settings.noise,
-            points: fit.points.iter().map(|p| p.flows.iter().map(flow).collect()).collect(),
-            limits: fit
-                .fit
-                .limits
-                .iter()
-                .map(|l| JsonLimit { name: l.name.clone(), bytes_per_s: l.capacity[0].1 })
-                .collect(),
-            explanations: fit.fit.explanations.iter().map(|e| names(e)).collect(),
-            answers: fit.fit.answers.iter().map(|(question, answer)| json_answer(*question, answer)).collect(),
-        }),
-    }
+        "raw": settings.raw,
+        "registered": settings.registered,
+        "iterations": iterations,
+        "duration_s": duration,
+    });
+    let integrity = report.integrity.iter().map(|i| {
+        json!({
+            "memory": i.phase.to_string(),
+            "buffer_bytes": i.buffer,
+            "pages": pages(i.pages),
+            "ok": i.ok,
+            "threads": i.threads,
+            "mismatches": i.wrong,
+        })
+    });
+    let rate = |r: &Rate| {
+        json!({
+            "bytes_per_s": r.bytes_per_s,
+            "mb_per_s": hundredths(r.bytes_per_s / MB),
+            "mib_per_s": hundredths(r.bytes_per_s / MIB),
+            "p50_us": us(r.p50),
+            "p99_us": us(r.p99),
+            "buffers": r.buffers,
+        })
+    };
+    let figures = report.figures.iter().enumerate().map(|(i, f)| {
+        let spread = outcome.spreads.get(i);
+        json!({
+            "memory": f.phase.to_string(),
+            "buffer_bytes": f.buffer,
+            "pages": pages(f.pages),
+            "page_kind": f.kind.to_string(),
+            "direction": direction(f.directions),
+            "read": f.read.as_ref().map(rate),
+            "write": f.write.as_ref().map(rate),
+            "total_bytes_per_s": f.total(),
+            "least_bytes_per_s": spread.map(|spread| spread.least),
+            "greatest_bytes_per_s": spread.map(|spread| spread.greatest),
+            "reference_bytes_per_s": f.reference,
+        })
+    });
+    let fit = outcome.fit.as_ref().map(|(fit, settings)| {
+        let limit = |l: &Limit| json!({ "name": l.name, "bytes_per_s": l.capacity[0].1 });
+        json!({
+            "noise": settings.noise,
+            "points": fit.points.iter().map(|p| p.flows.iter().map(flow).collect::<Value>()).collect::<Value>(),
+            "limits": fit.fit.limits.iter().map(limit).collect::<Value>(),
+            "explanations": fit.fit.explanations.iter().map(|e| names(e)).collect::<Value>(),
+            "answers": fit.fit.answers.iter().map(|(asked, answer)| json_answer(*asked, answer)).collect::<Value>(),
+        })
+    });
+    json!({
+        "schema": 4,
+        "command": "validate",
+        "device": outcome.device,
+        "notes": outcome.notes,
+        "passed": report.passed(),
+        "complete": outcome.complete,
+        "settings": options,
+        "integrity": integrity.collect::<Value>(),
+        "figures": figures.collect::<Value>(),
+        "reference": report.reference,
+        "plot": plot.map(|path| path.to_string_lossy()),
+        "skipped": report.left_out,
+        "no_effect": outcome.no_effect,
+        "fit": fit,
+    })
 }
 
-fn flow((stream, rate): &(dmalane::validate::link::Stream, f64)) -> JsonFlow {
+fn flow((stream, rate): &(dmalane::validate::link::Stream, f64)) -> Value {
     let direction = if stream.direction == dmalane::queue::Direction::ToHost { "read" } else { "write" };
-    JsonFlow { channel: stream.channel, half: format!("{:?}", stream.half), direction, bytes_per_s: *rate }
+    let half = format!("{:?}", stream.half);
+    json!({ "channel": stream.channel, "half": half, "direction": direction, "bytes_per_s": rate })
 }
 
 fn names(causes: &[Cause]) -> Vec<String> {
     causes.iter().map(Cause::to_string).collect()
 }
 
-fn json_answer(question: Question, answer: &Answer) -> JsonAnswer {
+fn json_answer(question: Question, answer: &Answer) -> Value {
     let question = match question {
         Question::DuplexHalves => "duplex_halves",
         Question::TogetherCapped => "together_capped",
@@ -246,7 +149,7 @@ fn json_answer(question: Question, answer: &Answer) -> JsonAnswer {
         Answer::CannotTell(causes) => ("cannot_tell", names(causes)),
         Answer::Unexplained => ("unexplained", Vec::new()),
     };
-    JsonAnswer { question, answer, causes }
+    json!({ "question": question, "answer": answer, "causes": causes })
 }
 
 pub fn csv(outcome: &Outcome) -> String {

@@ -11,9 +11,9 @@ use dmalane::addr::{Address, DeviceVa, SgIndex, SgTable, Span};
 use dmalane::device::{AddressSpace, AddressSpaceKind, Device, DeviceMemory, Placement, SpaceError};
 use dmalane::vm::trace::{Lines, Times, TraceOperation};
 use dmalane::vm::{AnyVm, BindRequest, Bo};
-use serde::Serialize;
+use serde_json::json;
 
-use super::report::{TimesJson, chain, each_of};
+use super::report::{chain, each_of, times_json};
 use crate::failure::Failure;
 use crate::output::{self, plain};
 use crate::size;
@@ -196,40 +196,6 @@ fn translate(operations: &Operations, device: &mut dyn Device, scale: u64) -> Re
 }
 
 /// The times of one way to apply the operations.
-#[derive(Serialize)]
-struct Ways {
-    one_by_one: TimesJson,
-    waited: TimesJson,
-    batched: TimesJson,
-    tables_one_by_one: TimesJson,
-    tables_batched: TimesJson,
-}
-
-#[derive(Serialize)]
-struct DeviceJson {
-    name: String,
-    kind: &'static str,
-    page_bytes: u64,
-    scale: u64,
-    ranges: usize,
-    bos: u64,
-    bytes: u64,
-    batch: usize,
-    operations: usize,
-    refused: usize,
-    skipped: u64,
-    times: Ways,
-}
-
-#[derive(Serialize)]
-struct Json<'a> {
-    schema: u32,
-    command: &'static str,
-    trace: &'a str,
-    format: &'static str,
-    device: DeviceJson,
-}
-
 #[derive(Clone, Copy, PartialEq)]
 enum Class {
     Bind,
@@ -358,25 +324,32 @@ pub fn run(
     let (tables_one_by_one, tables_batched) = (in_tables(1)?, in_tables(batch)?);
 
     if json {
-        let [one_by_one, waited, batched, tables_one_by_one, tables_batched] =
-            [one_by_one, waited, batched, tables_one_by_one, tables_batched].map(|times| TimesJson::of(&times));
-        let times = Ways { one_by_one, waited, batched, tables_one_by_one, tables_batched };
+        let times = json!({
+            "one_by_one": times_json(&one_by_one),
+            "waited": times_json(&waited),
+            "batched": times_json(&batched),
+            "tables_one_by_one": times_json(&tables_one_by_one),
+            "tables_batched": times_json(&tables_batched),
+        });
         let Translated { windows, bos, bytes, .. } = &translated;
-        let device = DeviceJson {
-            name: title,
-            kind,
-            page_bytes: page,
-            scale,
-            ranges: windows.len(),
-            bos: *bos,
-            bytes: *bytes,
-            batch,
-            operations: all.len(),
-            refused,
-            skipped: operations.skipped,
-            times,
-        };
-        output::print_json(&Json { schema: 1, command: "vm replay", trace: name, format, device })?;
+        let device = json!({
+            "name": title,
+            "kind": kind,
+            "page_bytes": page,
+            "scale": scale,
+            "ranges": windows.len(),
+            "bos": bos,
+            "bytes": bytes,
+            "batch": batch,
+            "operations": all.len(),
+            "refused": refused,
+            "skipped": operations.skipped,
+            "times": times,
+        });
+        let command = "vm replay";
+        output::print_json(
+            &json!({ "schema": 1, "command": command, "trace": name, "format": format, "device": device }),
+        )?;
     } else {
         let mut text = format!("{}: {kind}, pages of {}", plain(&title), size::binary(page));
         if scale > 1 {

@@ -7,6 +7,7 @@ use dmalane::iopt::FormatId;
 use dmalane::vm::trace::{Outcome, Replay, Timed, Times};
 use dmalane::vm::{AnyVm, Mapped, Source};
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::output::plain;
 use crate::size;
@@ -18,21 +19,6 @@ pub struct Report {
     /// The next element of a list is its first.
     first: bool,
     result: io::Result<()>,
-}
-
-#[derive(Serialize)]
-struct Head<'a> {
-    schema: u32,
-    command: &'static str,
-    trace: &'a str,
-    format: &'static str,
-    range: Range,
-}
-
-#[derive(Serialize)]
-struct Range {
-    va: String,
-    len: u64,
 }
 
 #[derive(Serialize)]
@@ -63,36 +49,18 @@ struct Run {
 }
 
 /// Times as JSON has them.
-#[derive(Serialize)]
-pub struct TimesJson {
-    first_bind: TimedJson,
-    other_binds: TimedJson,
-    unbinds: TimedJson,
-    others: TimedJson,
-}
-
-#[derive(Serialize)]
-struct TimedJson {
-    operations: u64,
-    ns: u128,
-    ns_per_operation: Option<f64>,
-    mops: Option<f64>,
-}
-
-impl TimesJson {
-    /// The same times.
-    pub fn of(times: &Times) -> Self {
-        let timed = |timed: &Timed| {
-            let (ns_per_operation, mops) = each_of(timed).unzip();
-            TimedJson { operations: timed.operations, ns: timed.took.as_nanos(), ns_per_operation, mops }
-        };
-        Self {
-            first_bind: timed(&times.first_bind),
-            other_binds: timed(&times.other_binds),
-            unbinds: timed(&times.unbinds),
-            others: timed(&times.others),
-        }
-    }
+pub fn times_json(times: &Times) -> Value {
+    let timed = |timed: &Timed| {
+        let (ns_per_operation, mops) = each_of(timed).unzip();
+        let ns = u64::try_from(timed.took.as_nanos()).unwrap_or(u64::MAX);
+        json!({ "operations": timed.operations, "ns": ns, "ns_per_operation": ns_per_operation, "mops": mops })
+    };
+    json!({
+        "first_bind": timed(&times.first_bind),
+        "other_binds": timed(&times.other_binds),
+        "unbinds": timed(&times.unbinds),
+        "others": timed(&times.others),
+    })
 }
 
 /// Nanoseconds for each operation, and million operations in a second; none where there were none.
@@ -110,9 +78,17 @@ impl Report {
     pub fn new(trace: &str, format: FormatId, vm: &dyn AnyVm, json: bool) -> Self {
         let mut report = Self { out: BufWriter::new(io::stdout()), json, first: true, result: Ok(()) };
         if json {
-            let range = Range { va: hex(vm.range().first().bits()), len: vm.range().len() };
-            let head = Head { schema: 1, command: "vm replay", trace, format: format.name(), range };
-            report.head(&head);
+            let range = json!({ "va": hex(vm.range().first().bits()), "len": vm.range().len() });
+            let head = json!({
+                "schema": 1,
+                "command": "vm replay",
+                "trace": trace,
+                "format": format.name(),
+                "range": range,
+            });
+            // Its end follows the results.
+            let text = head.to_string();
+            report.write(|out| write!(out, "{},\"results\":[", text.strip_suffix('}').unwrap_or(&text)));
         }
         report
     }
@@ -121,14 +97,6 @@ impl Report {
         if self.result.is_ok() {
             self.result = write(&mut self.out);
         }
-    }
-
-    /// The fields of `head`, and the beginning of the results.
-    fn head(&mut self, head: &impl Serialize) {
-        self.write(|out| {
-            let text = serde_json::to_string(head)?;
-            write!(out, "{},\"results\":[", text.strip_suffix('}').unwrap_or(&text))
-        });
     }
 
     /// An element of the list that is being written.
@@ -195,7 +163,7 @@ impl Report {
                 write!(out, "\n],\"operations\":{operations},\"refused\":{refused},\"bindings\":{bindings},")?;
                 write!(out, "\"mapped_bytes\":{mapped},\"stopped\":{}", serde_json::to_string(&stopped)?)?;
                 match times {
-                    Some(times) => writeln!(out, ",\"times\":{}}}", serde_json::to_string(&TimesJson::of(times))?),
+                    Some(times) => writeln!(out, ",\"times\":{}}}", times_json(times)),
                     None => writeln!(out, "}}"),
                 }
             });
