@@ -486,40 +486,20 @@ impl Inner {
 }
 
 impl Registrar for Client {
-    /// Records the buffer; the daemon pins it when it maps it.
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.pin_range(buffer, 0..buffer.len())
-    }
-
-    /// As [`Client::pin`](Registrar::pin). [`ClientError::NotShareable`] for memory without a descriptor.
+    /// Records the buffer; the daemon pins it when it maps it. [`ClientError::NotShareable`] for memory without a
+    /// descriptor.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
-        let len = buffer.len();
-        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
-            return Err(mem::Error::BadRange { range, len });
-        }
+        buffer.check_pages(&range, 4096)?;
         buffer.export().map_err(|e| match e {
             mem::Error::NoDescriptor => ClientError::NotShareable.into(),
             e => e,
         })?;
-        Ok(Pinned::of_range(buffer.clone(), range, None, self.0.clone()))
-    }
-
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
-        self.map_list(vec![pinned], access)
+        Ok(Pinned::new(buffer.clone(), range, None, self.0.clone()))
     }
 
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
-        if list.iter().any(|pinned| !pinned.is_from(&self.0)) {
-            return Err(mem::Error::ForeignPin);
-        }
-        if list.is_empty() {
-            return Err(mem::Error::WholeBuffers);
-        }
-        if !access.intersects(Access::RW) {
-            return Err(mem::Error::NoAccess(access));
-        }
         // Before the device can write: waits until no thread borrows the bytes as a slice.
-        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let len = Pinned::admit_all(&mut list, &self.0, access)?;
         let answer = {
             let mut memories: Vec<&BufferRef> = Vec::new();
             let mut segments = Vec::new();
@@ -545,7 +525,6 @@ impl Registrar for Client {
             let asked = self.0.ask_for::<PairAnswer>(&ClientRequest::Map { access, segments: &segments }, &fds);
             asked?.0
         };
-        let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
         let first = answer.first.get();
         let span = Span::new(Iova::new(first), answer.len.get()).filter(|span| span.len() == len);
         let lease = span.and_then(|span| lock(&self.0.iovas).reserve(span).ok());
@@ -553,8 +532,7 @@ impl Registrar for Client {
             let what = "a mapping of the wrong length, or one that overlaps another";
             return Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what }.into());
         };
-        let more = list.split_off(1);
-        Ok(Mapping::of_list(list.remove(0), more, lease, access))
+        Ok(Mapping::new(list, lease, access))
     }
 
     fn pin_limit(&self) -> Option<u64> {

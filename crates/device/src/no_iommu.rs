@@ -106,19 +106,17 @@ impl Undo for Names {
 
 impl Registrar for NoIommu {
     /// Pins nothing.
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        Ok(Pinned::new(buffer.clone(), None, self.owner()))
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
         if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
             return Err(Error::BadRange { range, len: buffer.len() });
         }
-        Ok(Pinned::of_range(buffer.clone(), range, None, self.owner()))
+        Ok(Pinned::new(buffer.clone(), range, None, self.owner()))
     }
 
-    fn map(&self, mut pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+    /// One buffer at a time.
+    fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        let [pinned] = &mut list[..] else { return Err(Error::WholeBuffers) };
         if !pinned.is_from(&self.0) {
             return Err(Error::ForeignPin);
         }
@@ -133,7 +131,7 @@ impl Registrar for NoIommu {
         state.next += len; // no overflow: the span lies in a space of 2^56
         state.live.insert(first, held);
         drop(state);
-        Ok(Mapping::new(pinned, lease, access))
+        Ok(Mapping::new(list, lease, access))
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

@@ -141,6 +141,18 @@ impl BufferRef {
         &self.0.backing
     }
 
+    /// For registrars: checks that a range to pin is whole pages of this memory, of `page` bytes.
+    ///
+    /// # Errors
+    /// [`Error::BadRange`].
+    pub fn check_pages(&self, range: &Range<usize>, page: usize) -> Result<(), Error> {
+        let len = self.len();
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {
+            return Err(Error::BadRange { range: range.clone(), len });
+        }
+        Ok(())
+    }
+
     /// True when `part` is a slice of this memory.
     #[inline]
     pub fn holds(&self, part: &BufferSlice) -> bool {

@@ -64,7 +64,7 @@ pub enum Error {
     /// The memory cannot be exported while its bytes are lent as a slice.
     #[error("the memory cannot be exported while its bytes are borrowed")]
     Borrowed,
-    /// The registrar can map neither several buffers at once nor a range of one.
+    /// The registrar maps one buffer at a time, or the list of buffers is empty.
     #[error("this device maps whole buffers, one at a time")]
     WholeBuffers,
     /// An error of the crate that implements the registrar; `downcast` gives its type.

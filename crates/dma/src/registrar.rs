@@ -11,35 +11,34 @@ use crate::{AnonHeap, BufferRef, BufferSlice, Error, Heap, PageKind};
 ///
 /// Every device has one. All methods may be called from several threads.
 pub trait Registrar: Send + Sync {
-    /// Pins a buffer: its pages do not move until the result is dropped.
+    /// Pins whole 4 KiB pages of a buffer: they do not move until the result is dropped.
     ///
     /// # Errors
-    /// [`Error::OutOfFrames`] and the like when the host cannot hold that much.
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error>;
+    /// [`Error::BadRange`]; [`Error::OutOfFrames`] and the like when the host cannot hold that much.
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error>;
 
-    /// Maps a pinned buffer at IOVAs of the registrar's choice, contiguous, until the result is dropped.
+    /// Maps pinned buffers, or ranges of one, one behind the other at contiguous IOVAs of the registrar's choice, until
+    /// the result is dropped.
     ///
     /// # Errors
-    /// When no IOVAs or no page tables are left, or the buffer was pinned elsewhere.
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error>;
+    /// When no IOVAs or no page tables are left, or a buffer was pinned elsewhere; [`Error::WholeBuffers`] for an empty
+    /// list, and for several where the registrar maps one at a time.
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error>;
 
-    /// As [`Registrar::pin`], only these bytes of the buffer: whole 4 KiB pages.
+    /// As [`Registrar::pin_range`], all of a buffer.
     ///
     /// # Errors
-    /// Those of [`Registrar::pin`]; [`Error::BadRange`], [`Error::WholeBuffers`].
-    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        if range == (0..buffer.len()) { self.pin(buffer) } else { Err(Error::WholeBuffers) }
+    /// Those of [`Registrar::pin_range`].
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        self.pin_range(buffer, 0..buffer.len())
     }
 
-    /// As [`Registrar::map`], several pinned buffers, or ranges of one, one behind the other at contiguous IOVAs.
+    /// As [`Registrar::map_list`], one pinned buffer.
     ///
     /// # Errors
-    /// Those of [`Registrar::map`]; [`Error::WholeBuffers`], also for an empty list.
-    fn map_list(&self, mut pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
-        match (pinned.pop(), pinned.is_empty()) {
-            (Some(only), true) => self.map(only, access),
-            _ => Err(Error::WholeBuffers),
-        }
+    /// Those of [`Registrar::map_list`].
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.map_list(vec![pinned], access)
     }
 
     /// Bytes of all buffers that may be pinned at one time (RLIMIT_MEMLOCK); `None` when the registrar knows no limit.
@@ -85,21 +84,30 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// For registrars: wraps a buffer that has just been pinned; dropping the result unpins it. `pages` is the
-    /// scatter-gather table, or `None` where the registrar does not know it (a kernel that pins and maps in one step).
-    pub fn new(buffer: BufferRef, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
-        let range = 0..buffer.len();
-        Self::of_range(buffer, range, pages, owner)
+    /// For registrars: wraps a range of a buffer that has just been pinned; dropping the result unpins it. `pages` is
+    /// the scatter-gather table, or `None` where the registrar does not know it (a kernel that pins and maps in one
+    /// step).
+    pub fn new(buffer: BufferRef, range: Range<usize>, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
+        Self { buffer, range, pages, owner, writable: false, kept: false }
     }
 
-    /// As [`Pinned::new`] for a range within the buffer.
-    pub fn of_range(
-        buffer: BufferRef,
-        range: Range<usize>,
-        pages: Option<SgTable<PhysAddr>>,
-        owner: Arc<dyn Undo>,
-    ) -> Self {
-        Self { buffer, range, pages, owner, writable: false, kept: false }
+    /// For registrars: checks a list that `owner` is to map, admits the access ([`Pinned::admit`]), and gives the bytes.
+    ///
+    /// # Errors
+    /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`], [`Error::NoAccess`].
+    pub fn admit_all<T>(list: &mut [Self], owner: &Arc<T>, access: Access) -> Result<u64, Error> {
+        if list.is_empty() {
+            return Err(Error::WholeBuffers);
+        }
+        if list.iter().any(|pinned| !pinned.is_from(owner)) {
+            return Err(Error::ForeignPin);
+        }
+        if !access.intersects(Access::RW) {
+            return Err(Error::NoAccess(access));
+        }
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        // The buffers exist, so the sum does not overflow.
+        Ok(list.iter().map(|pinned| pinned.range.len() as u64).sum())
     }
 
     /// The pinned range of the buffer, in bytes.
@@ -184,20 +192,18 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// For registrars: wraps a mapping that has just been established. `lease` is its IOVA range, which is as long as
-    /// the buffer; dropping the result unmaps it.
-    pub fn new(mut pinned: Pinned, lease: Lease<Iova>, access: Access) -> Self {
+    /// For registrars: wraps a mapping of these buffers that has just been established. `lease` is its IOVA range, as
+    /// long as all of them; dropping the result unmaps it.
+    ///
+    /// # Panics
+    /// When the list is empty.
+    pub fn new(list: Vec<Pinned>, lease: Lease<Iova>, access: Access) -> Self {
+        let mut list = list.into_iter();
+        let mut pinned = list.next().expect("a mapping has a buffer");
+        let mut more: Vec<Pinned> = list.collect();
         pinned.admit(access);
-        Self { span: lease.span(), lease: Some(lease), access, pinned, more: Vec::new() }
-    }
-
-    /// As [`Mapping::new`] for several buffers at contiguous IOVAs, `pinned` first: the range is as long as all of them
-    /// together.
-    pub fn of_list(pinned: Pinned, mut more: Vec<Pinned>, lease: Lease<Iova>, access: Access) -> Self {
-        more.iter_mut().for_each(|p| p.admit(access));
-        let mut this = Self::new(pinned, lease, access);
-        this.more = more;
-        this
+        more.iter_mut().for_each(|pinned| pinned.admit(access));
+        Self { span: lease.span(), lease: Some(lease), access, pinned, more }
     }
 
     /// The IOVA range of the mapping.
@@ -216,11 +222,6 @@ impl Mapping {
     #[inline]
     pub fn pinned(&self) -> &Pinned {
         &self.pinned
-    }
-
-    /// All mapped buffers, in order.
-    pub fn all_pinned(&self) -> impl Iterator<Item = &Pinned> {
-        std::iter::once(&self.pinned).chain(&self.more)
     }
 
     /// The IOVA range of a buffer slice; `None` when the slice is empty or not within one of the mapped buffers.

@@ -171,7 +171,7 @@ mod tests {
 
     /// The pin that a device with this access holds.
     fn admitted(reference: &BufferRef, access: Access) -> Pinned {
-        let mut pinned = Pinned::new(reference.clone(), None, Arc::new(Nothing));
+        let mut pinned = Pinned::new(reference.clone(), 0..reference.len(), None, Arc::new(Nothing));
         pinned.admit(access);
         pinned
     }

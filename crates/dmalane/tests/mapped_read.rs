@@ -57,14 +57,6 @@ impl Failing {
 }
 
 impl Registrar for Failing {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        self.host.pin(buffer)
-    }
-
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        self.host.map(pinned, access)
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         self.call()?;
         self.host.pin_range(buffer, range)

@@ -49,14 +49,6 @@ impl<F: Format, M: Format> SoftBus<F, M> {
 }
 
 impl<F: Format, M: Format> Registrar for SoftBus<F, M> {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.host.pin(buffer)
-    }
-
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
-        self.host.map(pinned, access)
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         self.host.pin_range(buffer, range)
     }

@@ -254,12 +254,12 @@ impl Script {
 }
 
 impl Registrar for HostileBus {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        self.host.pin(buffer)
+    fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, Error> {
+        self.host.pin_range(buffer, range)
     }
 
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        self.host.map(pinned, access)
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        self.host.map_list(pinned, access)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

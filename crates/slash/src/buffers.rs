@@ -145,16 +145,12 @@ impl OwnBuffers {
 }
 
 impl Registrar for OwnBuffers {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, DmaError> {
-        self.names.pin(buffer)
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, DmaError> {
         self.names.pin_range(buffer, range)
     }
 
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, DmaError> {
-        self.names.map(pinned, access)
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, DmaError> {
+        self.names.map_list(pinned, access)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

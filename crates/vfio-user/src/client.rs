@@ -409,40 +409,19 @@ fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
 }
 
 impl Registrar for UserBus {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
-        self.pin_range(buffer, 0..buffer.len())
-    }
-
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, dma::Error> {
-        self.map_list(vec![pinned], access)
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
-        let len = buffer.len();
-        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
-            return Err(dma::Error::BadRange { range, len });
-        }
-        Ok(Pinned::of_range(buffer.clone(), range, None, self.inner.clone()))
+        buffer.check_pages(&range, 4096)?;
+        Ok(Pinned::new(buffer.clone(), range, None, self.inner.clone()))
     }
 
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
-        if list.iter().any(|pinned| !pinned.is_from(&self.inner)) {
-            return Err(dma::Error::ForeignPin);
-        }
-        if !access.intersects(Access::RW) {
-            return Err(dma::Error::NoAccess(access));
-        }
-        if list.is_empty() {
-            return Err(dma::Error::WholeBuffers);
-        }
         for pinned in &list {
             pinned.reference().export().map_err(|e| match e {
                 dma::Error::NoDescriptor => Error::NotMemfd.into(),
                 e => e,
             })?;
         }
-        list.iter_mut().for_each(|pinned| pinned.admit(access));
-        let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
+        let len = Pinned::admit_all(&mut list, &self.inner, access)?;
         let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
         let lease = lock(&self.inner.iovas).allocate(len, align)?;
         let span = lease.span();
@@ -462,8 +441,7 @@ impl Registrar for UserBus {
             done += n;
         }
         self.inner.mapped.fetch_add(len, Ordering::Relaxed);
-        let more = list.split_off(1);
-        Ok(Mapping::of_list(list.remove(0), more, lease, access))
+        Ok(Mapping::new(list, lease, access))
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

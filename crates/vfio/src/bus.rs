@@ -110,21 +110,10 @@ impl VfioBus {
 
 impl Registrar for VfioBus {
     /// Only records the buffer: the kernel pins memory when it is mapped.
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
-        self.pin_range(buffer, 0..buffer.len())
-    }
-
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, dma::Error> {
-        self.map_list(vec![pinned], access)
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
-        let len = buffer.len();
         let page = self.device.container().page_sizes().smallest().map_or(4096, |page| page.bytes() as usize);
-        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {
-            return Err(dma::Error::BadRange { range, len });
-        }
-        Ok(Pinned::of_range(buffer.clone(), range, None, self.device.container().0.clone()))
+        buffer.check_pages(&range, page)?;
+        Ok(Pinned::new(buffer.clone(), range, None, self.device.container().0.clone()))
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {

@@ -385,18 +385,7 @@ impl Inner {
         access: Access,
         at: Option<Iova>,
     ) -> Result<Mapping, dma::Error> {
-        if list.iter().any(|pinned| !pinned.is_from(self)) {
-            return Err(dma::Error::ForeignPin);
-        }
-        if !access.intersects(Access::RW) {
-            return Err(dma::Error::NoAccess(access));
-        }
-        if list.is_empty() {
-            return Err(dma::Error::WholeBuffers);
-        }
-        // The buffers exist, so the sum does not overflow.
-        let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
-        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let len = Pinned::admit_all(&mut list, self, access)?;
         let mut state = self.lock();
         let mut taken = None;
         let first = match at {
@@ -429,8 +418,7 @@ impl Inner {
         };
         drop(state);
         self.mapped.fetch_add(len, Ordering::Relaxed);
-        let more = list.split_off(1);
-        Ok(Mapping::of_list(list.remove(0), more, lease, access))
+        Ok(Mapping::new(list, lease, access))
     }
 
     /// Maps the list at contiguous IOVAs. An error comes with the span that is still mapped.
@@ -873,9 +861,9 @@ mod tests {
         let info = sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None };
         container.0.lock().update(info);
         let map = |buf: &dma::SharedBuf, access| {
-            let pinned = Pinned::new(buf.reference(), None, container.0.clone());
+            let pinned = Pinned::new(buf.reference(), 0..buf.len(), None, container.0.clone());
             container.0.mapped.fetch_add(4096, Ordering::Relaxed);
-            Mapping::new(pinned, container.0.lock().allocate(0, 4096).unwrap(), access)
+            Mapping::new(vec![pinned], container.0.lock().allocate(0, 4096).unwrap(), access)
         };
         let allocate = || dma::Heap::allocate(&dma::AnonHeap::new(), 4096).unwrap().share();
         let (read, written) = (allocate(), allocate());
@@ -889,7 +877,7 @@ mod tests {
         assert!(container.0.lock().reserve(span).is_err(), "its addresses stay taken");
         // A list that was mapped in part.
         let (buf, other) = (allocate(), allocate());
-        let list = [&buf, &other].map(|buf| Pinned::new(buf.reference(), None, container.0.clone()));
+        let list = [&buf, &other].map(|buf| Pinned::new(buf.reference(), 0..buf.len(), None, container.0.clone()));
         assert!(container.map_list(list.into(), Access::RW).is_err());
         assert!(buf.into_cpu().is_ok(), "nothing of it was mapped");
     }

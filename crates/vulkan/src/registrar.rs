@@ -171,40 +171,22 @@ impl Undo for Imports {
 
 impl Registrar for Importer {
     /// Pins nothing: the driver does that when it imports.
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, DmaError> {
-        Ok(Pinned::new(buffer.clone(), None, self.owner()))
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, DmaError> {
         let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
         if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
             return Err(DmaError::BadRange { range, len: buffer.len() });
         }
-        Ok(Pinned::of_range(buffer.clone(), range, None, self.owner()))
-    }
-
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, DmaError> {
-        self.map_list(vec![pinned], access)
+        Ok(Pinned::new(buffer.clone(), range, None, self.owner()))
     }
 
     fn map_list(&self, mut pinned: Vec<Pinned>, access: Access) -> Result<Mapping, DmaError> {
-        if pinned.is_empty() {
-            return Err(DmaError::WholeBuffers);
-        }
-        if access.is_empty() {
-            return Err(DmaError::NoAccess(access));
-        }
-        if pinned.iter().any(|p| !p.is_from(&self.0)) {
-            return Err(DmaError::ForeignPin);
-        }
-        let bytes = pinned.iter().try_fold(0u64, |sum, p| sum.checked_add(p.range().len() as u64));
-        let len = bytes.and_then(|bytes| bytes.checked_next_multiple_of(PageSize::SIZE_4K.bytes()));
         // Before the GPU can write: nobody may hold the bytes as a plain slice.
-        pinned.iter_mut().for_each(|p| p.admit(access));
+        let bytes = Pinned::admit_all(&mut pinned, &self.0, access)?;
         let mut state = self.0.lock();
         let first = state.next;
+        let len = bytes.checked_next_multiple_of(PageSize::SIZE_4K.bytes());
         let span = len.and_then(|len| Span::new(Iova::new(first), len));
-        let span = span.ok_or(DmaError::BadLength(bytes.map_or(usize::MAX, |b| b as usize)))?;
+        let span = span.ok_or(DmaError::BadLength(bytes as usize))?;
         let lease = state.iovas.reserve(span)?;
         state.next += span.len(); // no overflow: the span lies in a space of 2^56
         drop(state);
@@ -218,9 +200,7 @@ impl Registrar for Importer {
             at += pinned.range().len() as u64;
         }
         self.0.lock().live.insert(first, imports);
-        let more = pinned.split_off(1);
-        let first = pinned.pop().expect("the list is not empty");
-        Ok(Mapping::of_list(first, more, lease, access))
+        Ok(Mapping::new(pinned, lease, access))
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

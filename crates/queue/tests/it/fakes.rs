@@ -49,23 +49,20 @@ impl Bus {
 }
 
 impl Registrar for Bus {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        self.pin_range(buffer, 0..buffer.len())
-    }
-
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         let (wanted, pinned, limit) = (range.len() as u64, self.pinned(), self.0.limit);
         if pinned + wanted > limit {
             return Err(Error::PinLimit { wanted, pinned, limit });
         }
-        Ok(Pinned::of_range(buffer.clone(), range, None, self.0.clone()))
+        Ok(Pinned::new(buffer.clone(), range, None, self.0.clone()))
     }
 
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+    fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        let [pinned] = &list[..] else { return Err(Error::WholeBuffers) };
         let len = pinned.range().len() as u64;
         self.0.pinned.fetch_add(len, Ordering::Relaxed);
         let lease = self.0.iovas.lock().unwrap().allocate(len, PageSize::SIZE_4K)?;
-        Ok(Mapping::new(pinned, lease, access))
+        Ok(Mapping::new(list, lease, access))
     }
 
     fn pin_limit(&self) -> Option<u64> {

@@ -201,35 +201,13 @@ impl<F: Format> SoftHost<F> {
 }
 
 impl<F: Format> Registrar for SoftHost<F> {
-    /// Gives every page of the buffer a frame.
-    ///
-    /// # Errors
-    /// [`Error::OutOfFrames`].
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
-        self.pin_range(buffer, 0..buffer.len())
-    }
-
-    /// Maps a pinned buffer at contiguous IOVAs, congruent with its frames so that large leaves fit.
-    ///
-    /// # Errors
-    /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`PageTable`](crate::Error::PageTable); nothing
-    /// stays mapped.
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        self.map_list(vec![pinned], access)
-    }
-
-    /// Gives some pages of the buffer frames.
+    /// Gives pages of the buffer frames.
     ///
     /// # Errors
     /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`],
     /// [`Error::OutOfFrames`].
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        let len = buffer.len();
-        let frame = FRAME as usize;
-        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
-            return Err(Error::BadRange { range, len });
-        }
+        buffer.check_pages(&range, FRAME as usize)?;
         let wanted = range.len() as u64 / FRAME;
         let mut frames = lock(&self.0.frames);
         let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
@@ -242,35 +220,22 @@ impl<F: Format> Registrar for SoftHost<F> {
             frames.release(&pages);
             return Err(out);
         }
-        Ok(Pinned::of_range(buffer.clone(), range, Some(pages), self.owner()))
+        Ok(Pinned::new(buffer.clone(), range, Some(pages), self.owner()))
     }
 
-    /// Maps several, one behind the other at contiguous IOVAs, in one batch of page-table entries.
+    /// Maps them in one batch of page-table entries, congruent with their frames so that large leaves fit.
     ///
     /// # Errors
-    /// As [`SoftHost::map`]; [`Error::WholeBuffers`] for an empty list.
+    /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`],
+    /// [`PageTable`](crate::Error::PageTable); nothing stays mapped.
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
-        list.iter_mut().for_each(|pinned| pinned.admit(access));
-        let mut len = 0;
-        for pinned in &list {
-            let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
-            len += pages.len(); // of frames that exist
-        }
-        if !access.intersects(Access::RW) {
-            return Err(Error::NoAccess(access));
-        }
-        if list.is_empty() {
-            return Err(Error::WholeBuffers);
-        }
+        let len = Pinned::admit_all(&mut list, &self.0, access)?;
         let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
         let lease = self.0.allocate(len, segments.clone())?;
         let span = lease.span();
         let mapped = self.0.write().table.map_sg(span.first(), segments, access);
         match mapped {
-            Ok(_) => {
-                let more = list.split_off(1);
-                Ok(Mapping::of_list(list.remove(0), more, lease, access))
-            }
+            Ok(_) => Ok(Mapping::new(list, lease, access)),
             Err(source) => {
                 lock(&self.0.iovas).free(lease);
                 Err(crate::Error::PageTable { span, source }.into())

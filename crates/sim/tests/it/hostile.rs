@@ -73,12 +73,12 @@ impl Liar {
 }
 
 impl Registrar for Liar {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.bus.pin(buffer)
+    fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
+        self.bus.pin_range(buffer, range)
     }
 
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
-        self.bus.map(pinned, access)
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+        self.bus.map_list(pinned, access)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

@@ -47,12 +47,6 @@ impl Faulty {
 }
 
 impl Registrar for Faulty {
-    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.bus.pin(buffer)
-    }
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
-        self.bus.map(pinned, access)
-    }
     fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
         self.bus.pin_range(buffer, range)
     }
