@@ -319,7 +319,7 @@ impl Bench {
             .filter(|row| *row != FIO || (self.size >= LARGE && cold))
             .collect();
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
-        // What is short is disturbed easily, and costs little.
+        // Short runs are disturbed easily, and cost little.
         let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
         for round in 0..=rounds {
             for &row in &rows {
@@ -516,7 +516,7 @@ impl Bench {
         let buf = SharedBuf::sparse("normal", self.size as usize)?;
         let options = FileOptions { mode, io: Io::Pread, depth: 1, block: 1 << 30 };
         let mut channel = FileQueue::open(&self.path, options)?;
-        let transfer = Operation::read(buf.into_part(), FileOffset::new(0));
+        let transfer = Operation::read(buf.into_slice(), FileOffset::new(0));
         let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(300))?;
         back.into_slice().and_then(|slice| slice.into_whole().ok()).ok_or_else(|| "a part of a buffer".into())
     }
@@ -574,7 +574,7 @@ impl Bench {
     fn ready(&mut self) -> Result<BufferSlice> {
         match self.ready.take() {
             Some(part) => Ok(part),
-            None => Ok(AnonHeap::new().reserve(self.size as usize)?.populate()?.into_part()),
+            None => Ok(AnonHeap::new().reserve(self.size as usize)?.populate()?.into_slice()),
         }
     }
 

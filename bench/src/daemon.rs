@@ -113,7 +113,7 @@ impl<B: Mmio> Side<B> {
         let card = Card::open(bus.clone(), &*bus.heap(None))?;
         let buf = buffer(len)?;
         let via = Registered::new(&*bus, &buf, Access::RW)?;
-        Ok(Self { bus, card, via, part: Some(buf.into_part()) })
+        Ok(Self { bus, card, via, part: Some(buf.into_slice()) })
     }
 
     /// Cuts the first `region` bytes into operations.
@@ -146,7 +146,7 @@ impl<B: Mmio> Side<B> {
         let via = Registered::new(&*self.bus, &other, Access::RW)?;
         let at = DeviceAddr::Card(self.card.layout().ddr.first());
         let _ticket =
-            queue.submit(Operation::copy(Direction::ToHost, (other.into_part(), via), at)).map_err(|e| e.reason)?;
+            queue.submit(Operation::copy(Direction::ToHost, (other.into_slice(), via), at)).map_err(|e| e.reason)?;
         let mut ended = Vec::new();
         while ended.is_empty() {
             queue.wait(&mut ended, Duration::from_secs(10));

@@ -118,7 +118,7 @@ impl Bench {
         };
         let heap = AnonHeap::new();
         let chunk = usize::try_from(options.chunk)?;
-        let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(chunk)?.share().into_part())).collect::<Result<_>>()?;
+        let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(chunk)?.share().into_slice())).collect::<Result<_>>()?;
         let size = usize::try_from(options.size)?;
         let card = SharedBuf::sparse("bench", size)?;
         card.populate(0, card.len())?;
@@ -217,7 +217,7 @@ impl Bench {
         let mut channel = self.channel(Mode::Direct)?;
         let heap = AnonHeap::new();
         let old = std::mem::replace(&mut self.whole, heap.allocate(4096)?.share());
-        let (part, tail) = old.into_part().split_at(self.size as usize).map_err(|_| "a short buffer")?;
+        let (part, tail) = old.into_slice().split_at(self.size as usize).map_err(|_| "a short buffer")?;
         let transfer = Operation::read(part, FileOffset::new(0));
         let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(60))?;
         let whole = back

@@ -210,7 +210,7 @@ impl Report {
 
     /// Rows of transfers.
     fn per_byte(&self, out: &mut String) {
-        // What takes microseconds has them.
+        // Times of some microseconds are printed in them.
         let ms = |seconds: f64| {
             if seconds < 0.01 { format!("{:.3}", seconds * 1e3) } else { format!("{:.1}", seconds * 1e3) }
         };

@@ -171,7 +171,7 @@ fn sample<H: Handle>(
     check(&mut tree(), shares, true)?;
     let took = together(threads, |thread| {
         let mut tree = tree();
-        // What was checked is in the caches of who has checked it.
+        // Checked bytes are in the caches of the thread that checked them.
         again(&mut tree, thread);
         move || (0..goes).for_each(|_| again(&mut tree, thread))
     });

@@ -269,7 +269,7 @@ fn inline(options: &Options, direction: Direction, name: &str, report: &mut Repo
         bench.bus.memory().write(CardAddr::new(0), &bytes)?;
     }
     for case in cases(options.cold).into_iter().filter(|c| format!("{name} {}", c.name()).contains(&options.only)) {
-        let (region, rest) = buf.into_part().split_at(case.region).map_err(|_| "a short buffer")?;
+        let (region, rest) = buf.into_slice().split_at(case.region).map_err(|_| "a short buffer")?;
         let mut walk = Walk::new(bench.card.queue(0)?, region, &via, direction, case.size, 0, CacheHint::Auto)?;
         let hint = if case.hot { CacheHint::Hot } else { CacheHint::Cold };
         let mut samples: [Vec<f64>; 5] = Default::default();
@@ -348,7 +348,7 @@ fn worker(options: &Options, report: &mut Report) -> Result<()> {
             let (buf, via) = bench.buffer(case.region)?;
             let at = (i * half) as u64;
             let queue = bench.card.queue(i)?;
-            walks.push(Walk::new(queue, buf.into_part(), &via, Direction::FromHost, case.size, at, hint)?);
+            walks.push(Walk::new(queue, buf.into_slice(), &via, Direction::FromHost, case.size, at, hint)?);
         }
         let turns = case.total() / case.region;
         let (mut references, mut ours) = (Vec::new(), Vec::new());
@@ -424,7 +424,7 @@ fn doorbell(options: &Options, report: &mut Report) -> Result<()> {
     let bench = Bench::new(Workers::Inline, 0.5, 16 * MIB)?;
     let (buf, via) = bench.buffer(256 * 4 * KIB)?;
     let mut walk =
-        Walk::new(bench.card.queue(0)?, buf.into_part(), &via, Direction::FromHost, 4 * KIB, 0, CacheHint::Auto)?;
+        Walk::new(bench.card.queue(0)?, buf.into_slice(), &via, Direction::FromHost, 4 * KIB, 0, CacheHint::Auto)?;
     let mut samples: [Vec<f64>; 3] = Default::default();
     for _ in 0..options.rounds * 20 {
         for (how, batch) in [(0, 1), (1, 32)] {
@@ -460,7 +460,7 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
         for size in [4 * KIB, 64 * KIB, MIB, 64 * MIB] {
             let (buf, via) = bench.buffer(size)?;
             let mut queue = bench.card.queue(0)?;
-            let mut slice = Some(buf.into_part());
+            let mut slice = Some(buf.into_slice());
             let mut copy = |via: Registered| {
                 let at = DeviceAddr::Card(CardAddr::new(0));
                 let operation = Operation::copy(Direction::FromHost, (slice.take().expect("the slice"), via), at);

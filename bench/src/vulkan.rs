@@ -86,7 +86,7 @@ fn copies(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resu
         let buf = buf.share();
         let via = Registered::new(&*registrar, &buf, Access::RW)?;
         let imported = by_hand.import(&buf.reference())?;
-        let mut rest = buf.into_part();
+        let mut rest = buf.into_slice();
         let mut slices: Vec<_> = (0..copies).filter_map(|_| rest.split_off_front(len as usize)).collect();
         for direction in [Direction::FromHost, Direction::ToHost] {
             let to = if direction == Direction::FromHost { "to the GPU" } else { "to the host" };

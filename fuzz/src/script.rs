@@ -14,7 +14,7 @@ use dmalane_queue::{
 /// Bytes of the target.
 pub const TARGET: usize = 1 << 16;
 
-/// What queues of one run share: their target, and the decisions that are left.
+/// State that the queues of one run share: their target, and the decisions that are left.
 pub struct Script {
     /// Bytes that operations reach.
     pub target: Vec<u8>,
@@ -150,7 +150,7 @@ impl Queue for ScriptQueue {
 /// A buffer slice of `len` bytes, all of them `byte`.
 pub fn slice(len: usize, byte: u8) -> BufferSlice {
     let (slice, _) =
-        AnonHeap::new().allocate(len.max(1)).expect("memory").share().into_part().split_at(len).expect("fits");
+        AnonHeap::new().allocate(len.max(1)).expect("memory").share().into_slice().split_at(len).expect("fits");
     slice.view().fill(byte);
     slice
 }

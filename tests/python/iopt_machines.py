@@ -56,12 +56,12 @@ class Machine:
     format: str
     # Takes the registers that `iopt build` gives, by name, and the address and bytes of the image.
     start: Callable
-    # What the program says of the format; see `of`.
+    # The program's answers about the format; see `of`.
     # Logarithms of the page sizes.
     leaves: tuple = ()
     input_bits: int = 0
     output_bits: int = 64
-    # What the format can express.
+    # Rights that the format can express.
     accesses: tuple = ()
     # Output bits that the machine has; the format may have more.
     machine_bits: int = 64
@@ -69,7 +69,7 @@ class Machine:
     signed: bool = False
     # Bits of an address as the MMU takes it.
     address_bits: int = 64
-    # What is asked for: reading, writing, fetching.
+    # Accesses: reading, writing, fetching.
     kinds: tuple = tuple(KINDS)
     # Its accesses are privileged: they reach the pages that others do not.
     privileged: bool = False
@@ -249,7 +249,7 @@ ARM_SHORT = (0, 1, 2, 3, 4, 9, 10, 11, 15, 16, 17)
 # Unicorn sets A and D itself, and does not mind U in a pointer.
 RISCV = (0, 1, 2, 3, 5, 8, 9)
 
-# What Unicorn can walk, a line each. Geometry and rights of each format are what the program says.
+# Formats that Unicorn can walk, a line each. Geometry and rights are those that the program tells.
 MACHINES = [
     Machine("arm64-s1-4k", arm64_stage1, flips=ARM64_S1),
     Machine("arm64-s1-4k-39", arm64_stage1, flips=ARM64_S1),

@@ -339,7 +339,7 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
     input_at, taken = iommu.input(at)
     mapped, to, which = spec.lookup(input_at)
     mapped &= taken
-    # What the device has read it writes here, where it can be seen.
+    # The device writes the bytes that it has read here, where they can be seen.
     va, pa, _, _ = next(m for m in spec.mappings if {"r", "w"} <= set(iommu.permits(m[3])))
     seen_va, seen_pa = int(iommu.address(np.array([va], np.uint64))[0]), pa
     tally = Counter({"images": 1, "addresses": count})

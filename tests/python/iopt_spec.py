@@ -119,7 +119,7 @@ def random_addresses(rng, spec, machine, count):
         [end + small, inside // leaf * leaf + small, near, anywhere],
         default=inside,
     )
-    # What fell off either end of the space comes back at the other.
+    # Addresses past either end of the space come back at the other.
     at = machine.address(at & np.uint64(space - 1))
     # A mapped address with one more bit set, or one less.
     if machine.input_bits < machine.address_bits:

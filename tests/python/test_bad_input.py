@@ -18,7 +18,7 @@ def u8(start, end):
     return entry("U8", [end - start], start, end)
 
 
-# What is in the file, and what the message must say of it (a regular expression; case does not matter).
+# The file, and the message that it must cause (a regular expression; case does not matter).
 BAD_FILES = {
     "empty": (b"", r"empty"),
     "one-byte": (b"x", r"\b1 byte|header"),

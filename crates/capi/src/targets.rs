@@ -141,7 +141,7 @@ pub(crate) fn close(target: u64) -> Result<(), Refused> {
 /// Keeps a registered buffer, and says where its bytes are.
 fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut u8) {
     let (len, at) = (buffer.len(), buffer.view().as_ptr());
-    let idle = Mutex::new(BTreeMap::from([(0, buffer.into_part())]));
+    let idle = Mutex::new(BTreeMap::from([(0, buffer.into_slice())]));
     (lock(&MEMORIES).add(HostMemory { via, len, idle }), at)
 }
 

@@ -73,7 +73,7 @@ fn a_memory_cgroup() {
         assert!(text.contains("the files need 192 MiB, and the memory cgroup /"), "{text}");
         assert!(text.contains("\nhint: read less at a time with --range\n"), "{text}");
     }
-    // What fits is read, though the file as a whole would not.
+    // A range that fits is read, though the whole file would not fit.
     let output = run(&join, "--range 16MiB..48MiB --buffered", file.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

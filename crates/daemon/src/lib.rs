@@ -29,7 +29,7 @@
 //! buf.view().write(b"hello");
 //! let via = Registered::new(&client, &buf, Access::RW)?;
 //! let at = DeviceAddr::Card(card.layout().hbm.first());
-//! let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_part(), via), at)).unwrap();
+//! let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_slice(), via), at)).unwrap();
 //! queue.flush();
 //! let mut ended = Vec::new();
 //! while queue.in_flight() > 0 {

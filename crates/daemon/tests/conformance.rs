@@ -41,7 +41,7 @@ impl Bench {
         let ddr_end = card.layout().ddr.last().bits() + 1;
         let buf = client.buffer(TARGET_LEN as usize).unwrap();
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
-        let back = Some((card.queue(0).unwrap(), buf.into_part(), via));
+        let back = Some((card.queue(0).unwrap(), buf.into_slice(), via));
         let (fragments, mmu) = (Vec::new(), None);
         let mut this = Self { daemon, client, card, heap, fragments, mmu, back };
         if virtually {
@@ -139,7 +139,7 @@ impl conformance::Fixture for Bench {
         // Neither at the start nor at the end of its buffer.
         let buf = self.heap.allocate(len + 30).unwrap().share();
         let via = Registered::new(&self.client, &buf, Access::RW).unwrap();
-        let (_, rest) = buf.into_part().split_at(13).unwrap();
+        let (_, rest) = buf.into_slice().split_at(13).unwrap();
         (rest.split_at(len).unwrap().0, via).into()
     }
 

@@ -156,7 +156,7 @@ impl Bystander {
         for (memory, &direction) in directions.iter().cycle().take(2 * directions.len()).enumerate() {
             let layout = self.card.layout();
             let at = if memory < directions.len() { layout.ddr.first() } else { layout.hbm.first() };
-            let part = self.buf.take().unwrap().into_part();
+            let part = self.buf.take().unwrap().into_slice();
             let operation = Operation::copy(direction, (part, self.via.clone()), DeviceAddr::Card(at));
             let _ticket = queue.submit(operation).unwrap();
             let mut ended = Vec::new();

@@ -61,7 +61,7 @@ impl Driven {
 
     fn with(client: Client, card: Card<Client>, queue: CardQueue<Client>, buf: SharedBuf) -> Self {
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
-        Self { client, card, queue, part: Some(buf.into_part()), via }
+        Self { client, card, queue, part: Some(buf.into_slice()), via }
     }
 
     fn at(&self, offset: u64) -> DeviceAddr {
@@ -120,7 +120,7 @@ fn client_to_be_killed(socket: &Path) -> ! {
             _ => MemfdHeap::new().allocate(MIB).unwrap().share(),
         };
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
-        ready.push((buf.into_part(), via).into());
+        ready.push((buf.into_slice(), via).into());
     }
     println!("begun");
     let mut ended = Vec::new();
@@ -586,7 +586,7 @@ fn memory_is_limited_for_users_and_for_all() {
     let more = driven.client.buffer(16 * MIB).unwrap();
     let refused = Registered::new(&driven.client, &more, Access::RW).map(drop).unwrap_err().to_string();
     assert!(refused.contains("(--user-memory)"), "{refused}");
-    // What is over the limit on the card is an error of one operation.
+    // Exceeding the limit on the card is an error of one operation.
     let mut failed = 0;
     for i in 1..6u64 {
         let (part, at) = (driven.part.take().unwrap(), driven.at(i * 8 * MIB as u64));

@@ -401,7 +401,7 @@ impl Copies {
         let queue = card.queue(0).unwrap();
         let buf = client.buffer(len * parts).unwrap();
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
-        let (mut ready, mut rest, mut at) = (Vec::new(), Some(buf.into_part()), card.layout().ddr.first());
+        let (mut ready, mut rest, mut at) = (Vec::new(), Some(buf.into_slice()), card.layout().ddr.first());
         for i in 0..parts {
             let mut part = rest.take().unwrap();
             if i + 1 < parts {

@@ -62,7 +62,7 @@ impl Bounce {
     ) -> Result<Self, dmalane_dma::Error> {
         let buf = heap.allocate(len)?.share();
         let via = Registered::new(registrar, &buf, Access::RW)?;
-        Ok(Self { slice: Some(buf.into_part()), via, timeout })
+        Ok(Self { slice: Some(buf.into_slice()), via, timeout })
     }
 
     /// Bytes that one operation moves at most; 0 once the buffer was lost.

@@ -70,7 +70,7 @@ impl<'a> Taken<'a> {
         buf[..bytes.len()].copy_from_slice(bytes);
         let buf = buf.share();
         let via = Registered::new(&*self.registrar, &buf, Access::RW).unwrap();
-        (buf.into_part().split_at(bytes.len()).unwrap().0, via)
+        (buf.into_slice().split_at(bytes.len()).unwrap().0, via)
     }
 
     fn write(&mut self, queue: usize, at: DeviceAddr, bytes: &[u8]) {
@@ -155,7 +155,7 @@ fn host_memory_is_registered(device: &dyn Device) {
         assert!(!registrar.owns(other.mapping()), "what another registrar has mapped means nothing here");
         drop(other);
         assert_eq!(via.mapping().access(), Access::RW);
-        let (front, rest) = buf.into_part().split_at(4096).unwrap();
+        let (front, rest) = buf.into_slice().split_at(4096).unwrap();
         let (a, b) = (via.iova_of(&front).unwrap(), via.iova_of(&rest).unwrap());
         assert_eq!(a.last().checked_add(1), Some(b.first()), "contiguous IOVAs");
         drop(front.join(rest).unwrap());
@@ -456,7 +456,7 @@ fn dropped_with_operations_in_flight(open: &mut dyn FnMut() -> Box<dyn Device>, 
                 buf[..bytes.len()].copy_from_slice(&bytes);
                 let buf = buf.share();
                 let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-                let slice = buf.into_part().split_at(bytes.len()).unwrap().0;
+                let slice = buf.into_slice().split_at(bytes.len()).unwrap().0;
                 let at = DeviceAddr::Card(places[0].1.first());
                 let _ticket = queue.submit(Operation::write((slice, via), at)).unwrap();
             }

@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(Arc::strong_count(&held), before + 1);
         drop(registered);
         assert_eq!(Arc::strong_count(&held), before);
-        assert!(buf.into_part().with_bytes(|_| ()).is_some(), "the refused one lets no device write");
+        assert!(buf.into_slice().with_bytes(|_| ()).is_some(), "the refused one lets no device write");
     }
 
     #[test]

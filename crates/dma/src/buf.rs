@@ -34,7 +34,7 @@ impl CpuBuf {
     /// Makes the memory reachable for devices. From now on it is accessed through volatile slices only.
     pub fn share(self) -> SharedBuf {
         let (region, backing, account) = (self.memory.into_region(), self.backing, self.account);
-        SharedBuf { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) }
+        SharedBuf { slice: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) }
     }
 }
 
@@ -153,10 +153,10 @@ impl BufferRef {
         Ok(())
     }
 
-    /// True when `part` is a slice of this memory.
+    /// True when `slice` is a slice of this memory.
     #[inline]
-    pub fn holds(&self, part: &BufferSlice) -> bool {
-        part.is_of(&self.0)
+    pub fn holds(&self, slice: &BufferSlice) -> bool {
+        slice.is_of(&self.0)
     }
 
     /// As [`SharedBuf::export`], for code that registers memory without owning the buffer.
@@ -206,7 +206,7 @@ impl std::fmt::Debug for BufferRef {
 /// A whole buffer that devices may access. Its owner has exclusive use of all its bytes.
 #[derive(Debug)]
 pub struct SharedBuf {
-    pub(crate) part: BufferSlice,
+    pub(crate) slice: BufferSlice,
 }
 
 impl SharedBuf {
@@ -227,7 +227,7 @@ impl SharedBuf {
             source,
         })?;
         let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
-        Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
+        Ok(Self { slice: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
     /// Memory as that of [`SharedBuf::sparse`] for some ranges of one memfd: one buffer for each range, and the sealed
@@ -246,7 +246,7 @@ impl SharedBuf {
         })?;
         let buffer = |region| {
             let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
-            Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) }
+            Self { slice: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) }
         };
         Ok((regions.into_iter().map(buffer).collect(), fd))
     }
@@ -268,7 +268,7 @@ impl SharedBuf {
     pub fn import_up_to(fd: OwnedFd, most: u64) -> Result<Self, Error> {
         let region = Region::import(fd, most).map_err(Error::Import)?;
         let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
-        Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
+        Ok(Self { slice: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
     /// Maps a whole dma-buf of a driver or kernel heap. Devices may write it at any time; the CPU accesses it within
@@ -279,7 +279,7 @@ impl SharedBuf {
     pub fn import_dma_buf(fd: OwnedFd) -> Result<Self, Error> {
         let region = Region::import_dma_buf(fd).map_err(Error::Import)?;
         let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
-        Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
+        Ok(Self { slice: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
     /// Runs `f` with access to a dma-buf, for reading or also for writing (`writes`). The exporter synchronises caches
@@ -296,7 +296,7 @@ impl SharedBuf {
                 let _ = self.0.sync(false, self.1);
             }
         }
-        let region = &self.part.memory().region;
+        let region = &self.slice.memory().region;
         region.sync(true, writes)?;
         let _access = Access(region, writes);
         Ok(f(self.view()))
@@ -308,40 +308,40 @@ impl SharedBuf {
     /// # Errors
     /// The kernel's error when there is no memory; `InvalidInput` when the range does not lie within the buffer.
     pub fn populate(&self, offset: usize, len: usize) -> std::io::Result<()> {
-        self.part.memory().region.populate(offset, len)
+        self.slice.memory().region.populate(offset, len)
     }
 
     /// Bytes.
     #[allow(clippy::len_without_is_empty)] // a buffer is never empty
     pub fn len(&self) -> usize {
-        self.part.len()
+        self.slice.len()
     }
 
     /// A reference to the memory, for pinning and mapping.
     pub fn reference(&self) -> BufferRef {
-        self.part.reference()
+        self.slice.reference()
     }
 
     /// The kind of pages behind the buffer.
     pub fn backing(&self) -> &PageBacking {
-        &self.part.memory().backing
+        &self.slice.memory().backing
     }
 
     /// The whole buffer as a slice, which can be split and passed to operations.
-    pub fn into_part(self) -> BufferSlice {
-        self.part
+    pub fn into_slice(self) -> BufferSlice {
+        self.slice
     }
 
     /// The bytes, for reading and writing.
     #[inline]
     pub fn view(&self) -> VolatileSlice<'_> {
-        self.part.view()
+        self.slice.view()
     }
 
     /// The descriptor behind the buffer (a memfd sealed against shrinking, or a dma-buf), for another process or driver
     /// to map; `None` for anonymous memory. After this call the buffer can no longer become a [`CpuBuf`].
     pub fn export(&self) -> Option<BorrowedFd<'_>> {
-        self.part.memory().region.export()
+        self.slice.memory().region.export()
     }
 
     /// Turns the buffer back into memory that only the CPU accesses.
@@ -349,14 +349,16 @@ impl SharedBuf {
     /// # Errors
     /// Returns the buffer while a mapping, registration or other reference exists, and always once it was exported.
     pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
-        if self.part.memory().region.is_exported() {
+        if self.slice.memory().region.is_exported() {
             return Err(self);
         }
-        let Memory { region, backing, account, .. } = Arc::try_unwrap(self.part.into_memory())
-            .map_err(|memory| SharedBuf { part: BufferSlice::whole(memory) })?;
+        let Memory { region, backing, account, .. } = Arc::try_unwrap(self.slice.into_memory())
+            .map_err(|memory| SharedBuf { slice: BufferSlice::whole(memory) })?;
         match Exclusive::new(region) {
             Ok(memory) => Ok(CpuBuf { memory, backing, account }),
-            Err(region) => Err(SharedBuf { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) }),
+            Err(region) => {
+                Err(SharedBuf { slice: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) })
+            }
         }
     }
 }
@@ -372,8 +374,8 @@ mod tests {
     #[test]
     fn parts_rejoin_only_with_their_neighbour() {
         let heap = AnonHeap::new();
-        let (a, b) = heap.allocate(8192).unwrap().share().into_part().split_at(4096).unwrap();
-        let (c, d) = heap.allocate(8192).unwrap().share().into_part().split_at(4096).unwrap();
+        let (a, b) = heap.allocate(8192).unwrap().share().into_slice().split_at(4096).unwrap();
+        let (c, d) = heap.allocate(8192).unwrap().share().into_slice().split_at(4096).unwrap();
         let (a, d) = a.join(d).unwrap_err();
         let (b, a) = b.join(a).unwrap_err();
         let a = a.into_whole().unwrap_err();

@@ -14,7 +14,7 @@
 //! let mut buf = heap.allocate(1 << 20)?;
 //! buf[..5].copy_from_slice(b"hello");
 //! let shared = buf.share();
-//! let (head, tail) = shared.into_part().split_at(4096).unwrap();
+//! let (head, tail) = shared.into_slice().split_at(4096).unwrap();
 //! let mut bytes = [0; 5];
 //! head.read(0, &mut bytes).unwrap();
 //! assert_eq!(&bytes, b"hello");

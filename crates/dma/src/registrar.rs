@@ -91,7 +91,7 @@ impl Pinned {
         Self { buffer, range, pages, owner, writable: false, kept: false }
     }
 
-    /// For registrars: checks a list that `owner` is to map, admits the access ([`Pinned::admit`]), and gives the bytes.
+    /// For registrars: checks a list that `owner` is to map, [admits](Pinned::admit) the access, and gives the bytes.
     ///
     /// # Errors
     /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`], [`Error::NoAccess`].
@@ -117,9 +117,9 @@ impl Pinned {
 
     /// Offset of a slice from the first pinned byte; `None` when the slice is not completely pinned here.
     #[inline]
-    fn place_of(&self, part: &BufferSlice) -> Option<u64> {
-        let inside = self.buffer.holds(part) && part.offset() >= self.range.start;
-        (inside && part.offset() + part.len() <= self.range.end).then(|| (part.offset() - self.range.start) as u64)
+    fn place_of(&self, slice: &BufferSlice) -> Option<u64> {
+        let inside = self.buffer.holds(slice) && slice.offset() >= self.range.start;
+        (inside && slice.offset() + slice.len() <= self.range.end).then(|| (slice.offset() - self.range.start) as u64)
     }
 
     /// A reference to the memory.
@@ -226,19 +226,19 @@ impl Mapping {
 
     /// The IOVA range of a buffer slice; `None` when the slice is empty or not within one of the mapped buffers.
     #[inline]
-    pub fn iova_of(&self, part: &BufferSlice) -> Option<Span<Iova>> {
-        match self.pinned.place_of(part) {
-            Some(place) => self.span.sub(place, part.len() as u64),
-            None => self.iova_of_more(part),
+    pub fn iova_of(&self, slice: &BufferSlice) -> Option<Span<Iova>> {
+        match self.pinned.place_of(slice) {
+            Some(place) => self.span.sub(place, slice.len() as u64),
+            None => self.iova_of_more(slice),
         }
     }
 
-    fn iova_of_more(&self, part: &BufferSlice) -> Option<Span<Iova>> {
+    fn iova_of_more(&self, slice: &BufferSlice) -> Option<Span<Iova>> {
         let mut before = self.pinned.range.len() as u64;
         self.more.iter().find_map(|pinned| {
-            let place = pinned.place_of(part).map(|place| before + place);
+            let place = pinned.place_of(slice).map(|place| before + place);
             before += pinned.range.len() as u64;
-            self.span.sub(place?, part.len() as u64)
+            self.span.sub(place?, slice.len() as u64)
         })
     }
 }

@@ -85,15 +85,15 @@ impl BufferSlice {
         let this = &*self;
         this.memory.while_unwritten(|| {
             let view = this.view();
-            // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other parts
-            // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a part), views of this
-            // part borrow it and so cannot exist beside `&mut self`, an operation of the kernel or a device in flight
-            // owns its part, and devices that could write without one need a mapping with that right, which
+            // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other slices
+            // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a slice), views of
+            // this slice borrow it and so cannot exist beside `&mut self`, an operation of the kernel or a device in
+            // flight owns its slice, and devices that could write without one need a mapping with that right, which
             // `while_unwritten` has just ruled out and keeps out. Nor does another process: `while_unwritten` refuses
             // an exported buffer, and none becomes exported meanwhile: `SharedBuf::export` takes a `SharedBuf`, which
-            // does not exist beside a part of it, and `BufferRef::export` refuses memory of which `while_unwritten` has
-            // counted a borrow; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend lets
-            // nobody write without an admission that `while_unwritten` has ruled out.
+            // does not exist beside a slice of it, and `BufferRef::export` refuses memory of which `while_unwritten`
+            // has counted a borrow; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend
+            // lets nobody write without an admission that `while_unwritten` has ruled out.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
@@ -140,7 +140,7 @@ impl BufferSlice {
     /// # Errors
     /// Returns the slice when it is not the whole buffer.
     pub fn into_whole(self) -> Result<SharedBuf, BufferSlice> {
-        if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { part: self }) } else { Err(self) }
+        if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { slice: self }) } else { Err(self) }
     }
 }
 
@@ -180,37 +180,39 @@ mod tests {
     fn bytes_are_borrowed_only_while_no_device_can_write() {
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         let reference = buf.reference();
-        let (mut part, _rest) = buf.into_part().split_at(4096).unwrap();
-        part.write(5, b"x").unwrap();
-        assert_eq!(part.with_bytes(|b| (b.len(), b[5])), Some((4096, b'x')));
+        let (mut slice, _rest) = buf.into_slice().split_at(4096).unwrap();
+        slice.write(5, b"x").unwrap();
+        assert_eq!(slice.with_bytes(|b| (b.len(), b[5])), Some((4096, b'x')));
         let reader = admitted(&reference, Access::READ);
-        assert!(part.with_bytes(|_| ()).is_some());
+        assert!(slice.with_bytes(|_| ()).is_some());
         let writer = admitted(&reference, Access::RW);
-        assert!(part.with_bytes(|_| ()).is_none());
+        assert!(slice.with_bytes(|_| ()).is_none());
         drop(writer);
-        assert!(part.with_bytes(|_| ()).is_some());
+        assert!(slice.with_bytes(|_| ()).is_some());
         drop(reader);
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
         assert!(buf.export().is_some());
-        assert!(buf.into_part().with_bytes(|_| ()).is_none());
+        assert!(buf.into_slice().with_bytes(|_| ()).is_none());
     }
 
     #[test]
     fn what_is_borrowed_is_not_exported() {
         let buf = MemfdHeap::new().allocate(8192).unwrap().share();
         let reference = buf.reference();
-        let (mut part, mut other) = buf.into_part().split_at(4096).unwrap();
-        part.with_bytes(|_| {
-            assert!(matches!(reference.export(), Err(Error::Borrowed)));
-            // Two borrows of one memory: the first to end does not end the other.
-            other.with_bytes(|_| ()).unwrap();
-            assert!(matches!(reference.export(), Err(Error::Borrowed)));
-        })
-        .unwrap();
-        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| part.with_bytes(|_| panic!("inside"))));
+        let (mut slice, mut other) = buf.into_slice().split_at(4096).unwrap();
+        slice
+            .with_bytes(|_| {
+                assert!(matches!(reference.export(), Err(Error::Borrowed)));
+                // Two borrows of one memory: the first to end does not end the other.
+                other.with_bytes(|_| ()).unwrap();
+                assert!(matches!(reference.export(), Err(Error::Borrowed)));
+            })
+            .unwrap();
+        let panicked =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| slice.with_bytes(|_| panic!("inside"))));
         assert!(panicked.is_err());
         assert!(reference.export().is_ok(), "a borrow that panicked has ended");
-        assert!(part.with_bytes(|_| ()).is_none(), "an exported buffer is not borrowed");
+        assert!(slice.with_bytes(|_| ()).is_none(), "an exported buffer is not borrowed");
         let anonymous = AnonHeap::new().allocate(4096).unwrap().share().reference();
         assert!(matches!(anonymous.export(), Err(Error::NoDescriptor)));
     }
@@ -219,15 +221,16 @@ mod tests {
     fn write_access_waits_while_bytes_are_borrowed() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         let reference = buf.reference();
-        let mut part = buf.into_part();
+        let mut slice = buf.into_slice();
         std::thread::scope(|s| {
-            part.with_bytes(|_| {
-                let mapper = s.spawn(|| admitted(&reference, Access::RW));
-                std::thread::sleep(std::time::Duration::from_millis(30));
-                assert!(!mapper.is_finished(), "waits until the borrow ends");
-            })
-            .unwrap();
+            slice
+                .with_bytes(|_| {
+                    let mapper = s.spawn(|| admitted(&reference, Access::RW));
+                    std::thread::sleep(std::time::Duration::from_millis(30));
+                    assert!(!mapper.is_finished(), "waits until the borrow ends");
+                })
+                .unwrap();
         });
-        assert!(part.with_bytes(|_| ()).is_some(), "the device has been and gone");
+        assert!(slice.with_bytes(|_| ()).is_some(), "the device has been and gone");
     }
 }

@@ -247,8 +247,8 @@ mod tests {
     #[test]
     fn refuses_access_out_of_range() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
-        let part = buf.into_part();
-        let view = part.view();
+        let slice = buf.into_slice();
+        let view = slice.view();
         assert!(view.sub(4096, 0).is_some() && view.sub(4096, 1).is_none() && view.sub(usize::MAX, 2).is_none());
         assert_eq!(view.load_u64(4), None, "unaligned");
         assert_eq!(view.load_u64(4092), None, "beyond the end");
@@ -262,29 +262,29 @@ mod tests {
     #[test]
     #[should_panic(expected = "a copy of 10 bytes into 9")]
     fn refuses_a_copy_that_does_not_fit() {
-        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
-        let view = part.view();
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        let view = slice.view();
         view.sub(0, 9).unwrap().copy_from(view.sub(100, 10).unwrap(), CopyHint::Keep);
     }
 
     #[test]
     #[should_panic(expected = "a read of")]
     fn refuses_a_read_that_does_not_fit() {
-        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
-        part.view().sub(0, 9).unwrap().read(&mut [0; 10]);
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        slice.view().sub(0, 9).unwrap().read(&mut [0; 10]);
     }
 
     #[test]
     #[should_panic(expected = "a write of")]
     fn refuses_a_write_that_does_not_fit() {
-        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
-        part.view().sub(0, 9).unwrap().write(&[0; 10]);
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        slice.view().sub(0, 9).unwrap().write(&[0; 10]);
     }
 
     #[test]
     fn a_word_is_written_whole_and_read_in_either_size() {
-        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
-        let view = part.view();
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        let view = slice.view();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for i in 0..200_000u64 {
@@ -309,8 +309,8 @@ mod tests {
     #[test]
     fn of_two_that_swap_and_then_look_one_sees_the_other() {
         const ROUNDS: u32 = 20_000;
-        let part = AnonHeap::new().allocate(4096).unwrap().share().into_part();
-        let view = part.view();
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        let view = slice.view();
         let together = std::sync::Barrier::new(2);
         let side = |mine: usize, theirs: usize| {
             let mut saw = Vec::new();
@@ -335,8 +335,8 @@ mod tests {
 
     #[test]
     fn a_message_is_complete_once_its_flag_is_seen() {
-        let part = AnonHeap::new().allocate(8192).unwrap().share().into_part();
-        let view = part.view();
+        let slice = AnonHeap::new().allocate(8192).unwrap().share().into_slice();
+        let view = slice.view();
         let line = |round: u32| (round as usize % 32) * 128;
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -378,7 +378,7 @@ mod tests {
             }
             let mut want = vec![0u8; b.len()];
             want[to..to + len].copy_from_slice(&a[from..from + len]);
-            let (a, b) = (a.share().into_part(), b.share().into_part());
+            let (a, b) = (a.share().into_slice(), b.share().into_slice());
             b.view().sub(to, len).unwrap().copy_from(a.view().sub(from, len).unwrap(), hint);
             let mut got = vec![0u8; want.len()];
             b.view().read(&mut got);

@@ -26,7 +26,7 @@ fn there_and_back<B: Mmio>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
     let via = Registered::new(&*bus, &buf, Access::RW)?;
     let at = |offset| DeviceAddr::Card(card.layout().hbm.first()).advance(offset).ok_or("beyond the card");
     let mut ended = Vec::new();
-    let up = Operation::copy(Direction::FromHost, (buf.into_part(), via.clone()), at(0)?);
+    let up = Operation::copy(Direction::FromHost, (buf.into_slice(), via.clone()), at(0)?);
     for operation in [up, Operation::within(at(0)?, at(6)?, 6)] {
         let _ticket = queue.submit(operation).map_err(|e| e.reason)?;
     }

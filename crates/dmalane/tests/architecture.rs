@@ -243,8 +243,8 @@ fn unsafe_is_only_in_listed_files() {
     report(&wrong);
 }
 
-/// What `cargo deny` checks at night, as far as lock files and manifests tell: where dependencies come from, that there
-/// is one version of each, and their licences.
+/// The checks of `cargo deny`, which runs at night, as far as lock files and manifests tell: where dependencies come
+/// from, that there is one version of each, and their licences.
 #[test]
 fn dependencies_are_allowed() {
     let deny: Table = read(&root().join("deny.toml")).parse().expect("deny.toml");

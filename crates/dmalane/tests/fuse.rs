@@ -154,7 +154,7 @@ impl Mounted {
         let cached = !orders.uncached;
         *self.orders.lock().unwrap() = Orders::default();
         let file = File::open(self.path()).unwrap();
-        // What was cached by the last test is forgotten.
+        // The kernel forgets pages that the last test cached.
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
         drop(file);
         *self.orders.lock().unwrap() = orders;

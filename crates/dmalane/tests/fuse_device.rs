@@ -211,7 +211,7 @@ impl Drop for Mounted {
 fn copy(node: &FileDevice, heap: &AnonHeap, direction: Direction, bytes: &[u8], at: u64) -> Operation {
     let buf = heap.allocate(bytes.len()).unwrap().share();
     let via = Registered::new(&*node.registrar(), &buf, Access::RW).unwrap();
-    let mut part = buf.into_part().split_off_front(bytes.len()).unwrap();
+    let mut part = buf.into_slice().split_off_front(bytes.len()).unwrap();
     part.write(0, bytes).unwrap();
     Operation::copy(direction, (part, via), DeviceAddr::Card(CardAddr::new(at)))
 }

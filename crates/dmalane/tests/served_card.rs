@@ -42,7 +42,7 @@ fn card() -> (Arc<VfioBus>, Card<VfioBus>) {
 
 fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction, at: u64) -> Operation {
     let via = Registered::new(bus, &buf, Access::RW).unwrap();
-    Operation::copy(direction, (buf.into_part(), via), DeviceAddr::Card(CardAddr::new(at)))
+    Operation::copy(direction, (buf.into_slice(), via), DeviceAddr::Card(CardAddr::new(at)))
 }
 
 fn filled(byte: u8, len: usize) -> SharedBuf {
@@ -77,7 +77,7 @@ impl Fixture for Under {
     fn host(&mut self, len: usize) -> HostSlice {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
         let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
-        (buf.into_part().split_at(len).unwrap().0, via).into()
+        (buf.into_slice().split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {
@@ -118,7 +118,7 @@ fn it_is_a_pci_device_with_large_mappable_memory() {
     let layout = card.layout();
     assert!(memory.len >= 64 << 30 && memory.len > layout.hbm.last().bits(), "large, and holds both memories");
     assert!(regions[1].len == 0 && regions[0].len >= 0x2000);
-    // What the processor writes through the BAR the card copies, and the other way round; where nothing was touched are
+    // The card copies bytes that the processor writes through the BAR, and the other way round; untouched memory is
     // zeros.
     let ddr = layout.ddr.last().bits() + 1;
     for at in [ddr / 2 - MIB, ddr - MIB, layout.hbm_half.bits() - MIB] {

@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for _ in 0..arg(3).map_or(Ok(5), str::parse)? {
         let mut buffers = Vec::new();
         for _ in 0..4 {
-            buffers.push(heap.allocate(GATHER)?.share().into_part());
+            buffers.push(heap.allocate(GATHER)?.share().into_slice());
         }
         let begin = Instant::now();
         let mut channel = FileQueue::open(path, Options { mode, io, ..Options::default() })?;

@@ -20,7 +20,7 @@
 //! # let path = dir.path().join("greeting");
 //! std::fs::write(&path, b"hello, device")?;
 //! let mut file = FileQueue::open(&path, Options::default())?;
-//! let (slice, _) = AnonHeap::new().allocate(4096)?.share().into_part().split_at(13).unwrap();
+//! let (slice, _) = AnonHeap::new().allocate(4096)?.share().into_slice().split_at(13).unwrap();
 //! let read = run(&mut file, Operation::read(slice, FileOffset::new(0)), std::time::Duration::from_secs(10))?;
 //! let mut bytes = [0; 13];
 //! read.into_slice().unwrap().read(0, &mut bytes).unwrap();

@@ -399,7 +399,7 @@ mod tests {
     }
 
     fn read_of(at: u64, len: usize) -> Operation<FileOffset> {
-        let whole = AnonHeap::new().allocate(len).unwrap().share().into_part();
+        let whole = AnonHeap::new().allocate(len).unwrap().share().into_slice();
         let (slice, _) = whole.split_at(len).unwrap();
         Operation::read(slice, FileOffset::new(at))
     }

@@ -419,7 +419,7 @@ mod tests {
     /// A ring with one read of a pipe that nobody writes to, which does not end by itself.
     fn stuck(heap: &AnonHeap) -> Option<(Ring, File)> {
         let (from, to) = rustix::pipe::pipe().unwrap();
-        let slice = heap.allocate(LEN).unwrap().share().into_part();
+        let slice = heap.allocate(LEN).unwrap().share().into_slice();
         let mut ring = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()?;
         let file = Arc::new(from.into());
         let read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, slice, at: 0, done: 0 };
@@ -460,12 +460,12 @@ mod tests {
         let Some((mut ring, open)) = stuck(&heap) else { return };
         let file = Arc::new(open.try_clone().unwrap());
         for index in 1..4 {
-            let slice = heap.allocate(LEN).unwrap().share().into_part();
+            let slice = heap.allocate(LEN).unwrap().share().into_slice();
             let file = file.clone();
             let read = Request { ask: Ask::Read, op: 0, index, direct: false, file, slice, at: 0, done: 0 };
             assert!(ring.push(read).is_ok());
         }
-        let slice = heap.allocate(LEN).unwrap().share().into_part();
+        let slice = heap.allocate(LEN).unwrap().share().into_slice();
         let read = Request { ask: Ask::Read, op: 0, index: 4, direct: false, file, slice, at: 0, done: 0 };
         assert!(ring.push(read).is_err(), "full");
         assert!(ring.take_back().is_none(), "not while it lives");

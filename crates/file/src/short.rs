@@ -42,7 +42,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), [7; 10_000]).unwrap();
         let file = file.reopen().unwrap();
-        let slice = |len| AnonHeap::new().allocate(len).unwrap().share().into_part().split_off_front(len).unwrap();
+        let slice = |len| AnonHeap::new().allocate(len).unwrap().share().into_slice().split_off_front(len).unwrap();
         let mut bytes = [0; 8000];
         let mut there = slice(8000);
         read_now(&file, &mut there, FileOffset::new(2000)).unwrap();

@@ -21,7 +21,7 @@ fn without_a_ring_files_are_read_one_block_at_a_time() {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).unwrap();
     let demanded = FileQueue::from_file(opened, file.path(), Options { io: Io::Uring, mode, ..Options::default() });
-    let part = AnonHeap::new().allocate(data.len()).unwrap().share().into_part().split_at(data.len()).unwrap().0;
+    let part = AnonHeap::new().allocate(data.len()).unwrap().share().into_slice().split_at(data.len()).unwrap().0;
     let read = Operation::read(part, FileOffset::new(0));
     let read = run(&mut channel, read, Duration::from_secs(30)).unwrap();
     setrlimit(Resource::Nofile, limit).unwrap();

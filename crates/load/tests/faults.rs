@@ -80,7 +80,7 @@ fn a_thousand_faults() {
     let pool = Pool::new(MemfdHeap::starting_at(PageKind::Base), 2 << 20);
     let heaps: [&dyn Heap; 3] =
         [&AnonHeap::starting_at(PageKind::Base), &MemfdHeap::starting_at(PageKind::Base), &pool];
-    // What is made once, such as the allocator's arenas and thread stacks, is made now.
+    // Things that are made once, such as the allocator's arenas and thread stacks, are made now.
     (0..30).for_each(|seed| round(seed, &sources, heaps[seed as usize % 3]));
     pool.trim(0);
     let (before, memory) = (held(), footprint().unwrap());

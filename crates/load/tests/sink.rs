@@ -19,7 +19,7 @@ use dmalane_sim::{DevicePort, HostConfig, SoftHost};
 use script::{Fault, Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 
-/// What goes wrong when a byte of the device's memory is written.
+/// The fault when a byte of the device's memory is written.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Broken {
     /// The device fails the transfer.
@@ -44,7 +44,7 @@ struct Card {
     dead: bool,
     ended: usize,
     stopped: Option<StopReason>,
-    /// What hangs ends when it is stopped.
+    /// Operations that hang end when the queue is stopped.
     lets_go: bool,
 }
 

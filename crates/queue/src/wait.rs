@@ -214,7 +214,7 @@ pub(crate) mod fake {
     }
 
     pub(crate) fn operation() -> Operation {
-        let slice = AnonHeap::new().allocate(8192).unwrap().share().into_part();
+        let slice = AnonHeap::new().allocate(8192).unwrap().share().into_slice();
         Operation::read(slice, DeviceAddr::Card(dmalane_addr::CardAddr::new(0)))
     }
 }

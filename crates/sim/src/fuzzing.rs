@@ -181,12 +181,12 @@ pub fn fuzz_driver(bytes: &[u8]) {
     let Ok(mut queue) = card.queue(0) else { return };
     let buf = heap.allocate(64 << 10).expect("a buffer").share();
     let via = Registered::new(&*bus, &buf, Access::RW).expect("a registration");
-    let mut rest = buf.into_part();
+    let mut rest = buf.into_slice();
     let at = DeviceAddr::Card(CardAddr::new(0));
     let (mut done, mut taken, mut ended, mut back) = (Vec::new(), 0, 0, 0);
     for i in 0..24u64 {
         let mut slice = || {
-            let whole = std::mem::replace(&mut rest, heap.allocate(1).expect("a page").share().into_part());
+            let whole = std::mem::replace(&mut rest, heap.allocate(1).expect("a page").share().into_slice());
             let (slice, more) = whole.split_at(2048).expect("long enough");
             rest = more;
             slice

@@ -24,7 +24,7 @@
 //! let buf = buf.share();
 //! let via = Registered::new(&*bus, &buf, Access::RW)?;
 //! let at = card.layout().hbm.first();
-//! let write = Operation::write((buf.into_part(), via), DeviceAddr::Card(at));
+//! let write = Operation::write((buf.into_slice(), via), DeviceAddr::Card(at));
 //! run(&mut queue, write, Duration::from_secs(1))?;
 //!
 //! let mut there = [0; 5];

@@ -171,7 +171,7 @@ impl SlashDevice {
         let registrar = Arc::new(OwnBuffers::new(&buffers));
         // The pages of both queues: of the first buffer, which also says how the channels should be used.
         let of = |e: dmalane_dma::Error| Error::call(Request::BufferCreate, kernels(e));
-        let mut pages = Some(heap(&buffers).allocate(2 * DEPTH * MAX_PARTS * page()).map_err(of)?.share().into_part());
+        let mut pages = Some(heap(&buffers).allocate(2 * DEPTH * MAX_PARTS * page()).map_err(of)?.share().into_slice());
         let mut next_page = || match pages.take()?.split_at(page()) {
             Ok((page, rest)) => {
                 pages = Some(rest);

@@ -63,7 +63,7 @@ fn host(device: &SlashDevice, bytes: &[u8]) -> (BufferSlice, Registered) {
     buf[..bytes.len()].copy_from_slice(bytes);
     let buf = buf.share();
     let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-    (buf.into_part().split_at(bytes.len()).unwrap().0, via)
+    (buf.into_slice().split_at(bytes.len()).unwrap().0, via)
 }
 
 fn noise(seed: u8, len: usize) -> Vec<u8> {
@@ -107,7 +107,7 @@ fn a_file_is_read_directly_into_a_buffer_of_the_driver() {
     assert_eq!(read, Ok(MIB), "the kernel takes the driver's pages for direct I/O");
     let buf = buf.share();
     let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-    run(&mut *queue, Operation::write((buf.into_part(), via), card(DDR.0)), LONG).unwrap();
+    run(&mut *queue, Operation::write((buf.into_slice(), via), card(DDR.0)), LONG).unwrap();
     let back = run(&mut *queue, Operation::read(host(&device, &noise(9, MIB)), card(DDR.0)), LONG).unwrap();
     let mut there = vec![0; MIB];
     back.into_slice().unwrap().read(0, &mut there).unwrap();

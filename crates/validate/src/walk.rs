@@ -63,7 +63,7 @@ impl Walk {
     pub fn new(buf: SharedBuf, places: &[(CardAddr, u64)], registrar: &dyn Registrar) -> Result<Self, ValidateError> {
         let memory = buf.reference();
         let via = Some(Registered::new(registrar, &buf, Access::RW).map_err(ValidateError::Memory)?);
-        let (mut rest, mut offset, mut stretches) = (buf.into_part(), 0, Vec::new());
+        let (mut rest, mut offset, mut stretches) = (buf.into_slice(), 0, Vec::new());
         for (at, len) in places {
             let slice = rest.split_off_front(*len as usize);
             stretches.push(Stretch { at: *at, slice, offset });

@@ -872,7 +872,7 @@ mod tests {
         drop((first, map(&written, Access::RW)));
         assert_eq!((container.failed_unmaps(), container.mapped_bytes()), (2, 0));
         assert!(read.into_cpu().is_err(), "a device may still read it");
-        let mut part = written.into_part();
+        let mut part = written.into_slice();
         assert!(part.with_bytes(|_| ()).is_none(), "a device may still write it");
         assert!(container.0.lock().reserve(span).is_err(), "its addresses stay taken");
         // A list that was mapped in part.

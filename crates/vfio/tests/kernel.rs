@@ -301,7 +301,7 @@ fn an_interrupt_increments_its_eventfd() {
 /// A new registration, and a transfer of its first 1024 bytes.
 fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered, Operation) {
     let registered = Registered::new(bus, &buf, Access::RW).unwrap();
-    let part = buf.into_part().split_at(1024).unwrap().0;
+    let part = buf.into_slice().split_at(1024).unwrap().0;
     let copy = Operation::copy(direction, (part, registered.clone()), DeviceAddr::Card(CardAddr::new(0)));
     (registered, copy)
 }
@@ -789,7 +789,7 @@ impl Fixture for EduFixture {
         let buf = self.heap.allocate(len).unwrap().share();
         let via = Registered::new(&**self.edu.bus(), &buf, Access::RW).unwrap();
         // Exactly `len` bytes: an operation has at most 2048.
-        (buf.into_part().split_at(len).unwrap().0, via).into()
+        (buf.into_slice().split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {

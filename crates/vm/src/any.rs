@@ -33,7 +33,7 @@ pub trait AnyVm {
     /// As of [`Vm::plan`].
     fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError>;
 
-    /// [`Vm::plan_array`], or [`Vm::plan_reserved_array`] where `reserved` is true, and commit.
+    /// [`Vm::plan_array`] and commit; where `reserved` is true, as [`Vm::plan_reserved`].
     ///
     /// # Errors
     /// As of these; the VM is as it was.

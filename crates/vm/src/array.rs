@@ -198,17 +198,9 @@ pub enum Reason {
     Vm(#[from] Error),
 }
 
+crate::errno::named!(Reason);
+
 impl Reason {
-    /// A name for programs, which stays when the message changes.
-    pub fn name(&self) -> &'static str {
-        self.name_and_number().0
-    }
-
-    /// The number that kernels give for it.
-    pub fn errno(&self) -> Errno {
-        self.name_and_number().1
-    }
-
     fn name_and_number(&self) -> (&'static str, Errno) {
         match self {
             Self::Stride { .. } => ("stride", Errno::Inval),
@@ -340,20 +332,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         handles: &Handles,
     ) -> Result<Plan<'_, F, T>, ArrayError> {
         self.plan_operations(bytes, stride, count, handles, false)
-    }
-
-    /// As [`Vm::plan_reserved`], for an array of operations.
-    ///
-    /// # Errors
-    /// As [`plan_array`](Self::plan_array).
-    pub fn plan_reserved_array(
-        &mut self,
-        bytes: &[u8],
-        stride: usize,
-        count: usize,
-        handles: &Handles,
-    ) -> Result<Plan<'_, F, T>, ArrayError> {
-        self.plan_operations(bytes, stride, count, handles, true)
     }
 
     /// Plans each operation as soon as it is read, so that nothing is kept of it but its step.

@@ -54,17 +54,27 @@ impl Errno {
     }
 }
 
+/// Gives an error type a name and a number, from its `name_and_number`.
+macro_rules! named {
+    ($error:ty) => {
+        impl $error {
+            /// A name for programs, which stays when the message changes: `beyond_bo`.
+            pub fn name(&self) -> &'static str {
+                self.name_and_number().0
+            }
+
+            /// The number that kernels give for it, or that comes nearest.
+            pub fn errno(&self) -> Errno {
+                self.name_and_number().1
+            }
+        }
+    };
+}
+pub(crate) use named;
+
+named!(Error);
+
 impl Error {
-    /// A name for programs, which stays when the message changes: `beyond_bo`.
-    pub fn name(&self) -> &'static str {
-        self.name_and_number().0
-    }
-
-    /// The number that comes nearest.
-    pub fn errno(&self) -> Errno {
-        self.name_and_number().1
-    }
-
     fn name_and_number(&self) -> (&'static str, Errno) {
         match self {
             Self::Empty { .. } => ("empty", Errno::Inval),

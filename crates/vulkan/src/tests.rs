@@ -73,7 +73,7 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 % 251) as u8).collect();
         let queue = &mut *queues[0];
         let (buf, via) = register(&*registrar, &*heap, &bytes)?;
-        let write = Operation::write(HostSlice::from((buf.into_part(), via)), at(0));
+        let write = Operation::write(HostSlice::from((buf.into_slice(), via)), at(0));
         // Each depends on the one before.
         let moved = [
             write,
@@ -84,7 +84,7 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         ];
         drop(run(queue, moved.into())?);
         let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
-        let back = run(queue, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at(1 << 20))])?;
+        let back = run(queue, vec![Operation::read(HostSlice::from((buf.into_slice(), via)), at(1 << 20))])?;
         let mut got = vec![0; LEN];
         back.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
         assert!(got == bytes, "what was copied within the GPU");
@@ -98,9 +98,9 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         let seen = bound.and_then(|()| {
             let at = space.at(range.first());
             let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
-            let copied = run(queue, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at)])?;
+            let copied = run(queue, vec![Operation::read(HostSlice::from((buf.into_slice(), via)), at)])?;
             let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
-            let read = run(&mut *programs, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at)])?;
+            let read = run(&mut *programs, vec![Operation::read(HostSlice::from((buf.into_slice(), via)), at)])?;
             Ok([copied, read])
         });
         space.unbind(range).map_err(|e| e.to_string())?;
@@ -189,7 +189,7 @@ fn memory_is_freed_when_no_copy_uses_it_any_more() {
     let (buf, via) = register(&*registrar, &*registrar.heap(None), &vec![7; 16 << 20]).unwrap();
     let held = left(&live);
     assert_eq!([held[0], held[1]], [before[0] + 2, before[1] + 1]);
-    let host = HostSlice::from((buf.into_part(), via));
+    let host = HostSlice::from((buf.into_slice(), via));
     let _ticket = queues[0].submit(Operation::copy(Direction::FromHost, host, at)).unwrap();
     queues[0].flush();
     memory.free(table.segments()).unwrap();
@@ -409,7 +409,7 @@ fn random_binds_are_seen_as_a_model_says() {
             for (n, name) in shown.iter().enumerate() {
                 let at = space.at(dmalane_addr::DeviceVa::new(range.first().bits() + n as u64 * page));
                 let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
-                let slice = buf.into_part().split_at(8).unwrap().0;
+                let slice = buf.into_slice().split_at(8).unwrap().0;
                 let read = run(&mut *queues[0], vec![Operation::read(HostSlice::from((slice, via)), at)]);
                 assert_eq!(read.is_ok(), *name != 0, "round {round}, page {n} of {range}");
                 if let Ok(done) = read {
@@ -493,7 +493,7 @@ fn random_batches_are_seen_as_a_model_says() {
         // The first bytes of all pages, at once; those of holes one by one, because they are refused.
         let space = device.address_space();
         let (buf, via) = register(&*registrar, &*heap, &vec![0; PAGES as usize * 8]).unwrap();
-        let mut rest = buf.into_part();
+        let mut rest = buf.into_slice();
         let mut reads = Vec::new();
         for (n, name) in (0..).zip(&shown) {
             let slice = rest.split_off_front(8).unwrap();

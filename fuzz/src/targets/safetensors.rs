@@ -52,7 +52,7 @@ pub fn target(file: &[u8]) {
     assert!(layout.bo_len >= model.tensors.iter().map(|t| t.len).sum());
 }
 
-/// What the loader refuses and the library does not: shapes of many dimensions, and a type that is an object.
+/// Files that the loader refuses and the library accepts: shapes of many dimensions, and a type that is an object.
 fn beyond_limits(file: &[u8]) -> bool {
     let text: Vec<u8> = file.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect();
     let has = |needle: &[u8]| text.windows(needle.len()).any(|window| window == needle);

@@ -134,7 +134,7 @@ pub fn target(data: &[u8]) {
 fn text(data: &[u8]) {
     let mut lines = Lines::new(data);
     if let Ok(header) = TraceHeader::read(&mut lines) {
-        // What it says of a VM is another one than the model's.
+        // A VM in the header is not the model's.
         let _ = (header.vm::<AgxUat>(), header.vm::<X86_64_4Level>());
     } else {
         lines = Lines::new(data);

@@ -9,7 +9,7 @@ from .settings import ROOT, Failed, Skip
 
 ARM64 = "aarch64-unknown-linux-musl"
 LIBTEST = "--test-threads=1 --show-output"
-# What this machine's processor takes for a table of `bar-map` is an hour.
+# A table of `bar-map` takes this machine's processor an hour.
 BAR_MAP_SECONDS, DMA_MAP_SECONDS, SUITE_SECONDS = 7200, 3600, 600
 
 
@@ -120,7 +120,7 @@ def run_suites(store, kernels):
         if guest.failure is not None:
             print(guest.failure)
             passed = False
-        # What it said may be worth reading all the same.
+        # Its output may be worth reading all the same.
         passed &= report.show(guest.name, guest.work)
         for file in ("bar", "disk", "initramfs"):
             (guest.work / file).unlink(missing_ok=True)

@@ -165,7 +165,7 @@ fn a_card_that_is_killed_while_it_is_loaded_is_an_error_and_no_hang() {
     let output = load.wait_with_output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{text}");
-    // What it was doing for the load just then: mapping memory, or moving bytes.
+    // Its work for the load just then: mapping memory, or moving bytes.
     assert!(text.contains("the load failed") && text.contains("does not answer"), "{text}");
     assert!(began.elapsed() < Duration::from_secs(15), "{:?}: {text}", began.elapsed());
 }

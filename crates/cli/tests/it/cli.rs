@@ -341,7 +341,7 @@ fn a_sample_that_does_not_fit_is_not_written() {
     ] {
         let text = complains(&[&["load"], args.as_slice()].concat(), 1);
         assert!(text.starts_with("dmalane: a sample of 3 MiB does not fit the card: "), "{text}");
-        // What is said to be enough is.
+        // The amount that it names is enough.
         let enough = text.split(option).nth(1).unwrap().split(' ').next().unwrap();
         let mut args = args;
         args[3] = enough;
@@ -749,7 +749,7 @@ fn a_part_of_a_model_is_loaded_and_saved() {
     let part = ["load", &at("a.safetensors"), "--tensors", "*.mlp.*", "--tensors", "emb*", "--verify", "--json"];
     let report = json(&[&part[..], &["--save", &at("part.safetensors")]].concat());
     assert_eq!((names(&report).len(), &report["saved"][0]), (2, &at("part.safetensors").into()), "{report}");
-    // What was saved is a file of these tensors, with the same bytes.
+    // The saved file has these tensors, with the same bytes.
     let again = json(&["load", &at("part.safetensors"), "--verify", "--json"]);
     assert_eq!((names(&again), &again["tensors"]), (names(&report), &2.into()));
     let whole = std::fs::read(at("a.safetensors")).unwrap();

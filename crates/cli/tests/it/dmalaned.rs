@@ -254,7 +254,7 @@ fn manual_pages_are_written() {
 
 #[test]
 fn the_files_of_the_package_are_there() {
-    // What cargo-deb is told to pack, and what the units name.
+    // The files that cargo-deb packs, and those that the units name.
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
     let (socket, service) = (read("packaging/dmalaned.socket"), read("packaging/dmalaned.service"));

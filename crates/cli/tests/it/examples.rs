@@ -54,7 +54,7 @@ fn examples(program: &str, words: &[String], found: &mut Vec<String>) {
     // Lines that are indented further show output.
     found.extend(block(&help, "Examples:").filter_map(|line| {
         let line = line.strip_prefix("  ").filter(|line| !line.starts_with(' '))?;
-        // What follows several spaces is a comment.
+        // Text behind several spaces is a comment.
         Some(line.split("  ").next().unwrap_or(line).to_owned())
     }));
     assert!(found.len() > before, "{program} {words:?} has no examples");
@@ -140,7 +140,7 @@ fn every_example_runs_as_printed() {
             false if example.contains("inspect") && error.contains("cachestat") => {
                 println!("SKIPPED: no cachestat for: {example}");
             }
-            // What jq prints for a field that is not there.
+            // jq prints this for a field that is not there.
             true if output.stdout.split(|b| *b == b'\n').any(|line| line == b"null") => {
                 wrong.push(format!("{example}\nprints null"));
             }

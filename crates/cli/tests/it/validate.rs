@@ -344,7 +344,7 @@ fn limits_are_named() {
     assert_eq!(found["fit"]["points"].as_array().unwrap().len(), 36);
     let answers = found["fit"]["answers"].as_array().unwrap();
     let questions: Vec<&str> = answers.iter().map(|a| a["question"].as_str().unwrap()).collect();
-    // What the answers are is tested where a busy machine may have another try.
+    // The answers are tested where a busy machine may have another try.
     assert_eq!(questions, ["duplex_halves", "together_capped", "hbm_reads_slow"]);
     assert!(found["reference"].as_str().unwrap().contains("optimum"));
     assert!(found["notes"][1].as_str().unwrap().contains("divided by 50"));

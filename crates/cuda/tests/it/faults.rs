@@ -11,7 +11,7 @@ use dmalane_vm::{BindRequest, Bo};
 
 use crate::gpu::{Gpu, named};
 
-/// What only tidies up: its failure is not an error of anything.
+/// Calls that only tidy up: their failure is no error.
 const TIDY: &[&str] = &[
     "cuCtxPopCurrent_v2",
     "cuDevicePrimaryCtxRelease_v2",
@@ -25,8 +25,7 @@ const TIDY: &[&str] = &[
     "cuStreamDestroy_v2",
 ];
 
-/// What has another way when it fails: an attribute is missing, an event cannot be had, a wait is repeated, less memory
-/// is taken.
+/// Calls with a fallback: an attribute is missing, an event cannot be had, a wait is repeated, less memory is taken.
 const FORGIVEN: &[&str] = &[
     "cuCtxPushCurrent_v2",
     "cuDeviceGetAttribute",
@@ -88,7 +87,7 @@ fn everything(name: &GpuName) -> Result<(), String> {
     buf[..5000].copy_from_slice(&bytes[..5000]);
     let buf = buf.share();
     let via = Registered::new(&*gpu.registrar, &buf, Access::RW).map_err(|e| text(&e))?;
-    gpu.run(0, Operation::write((buf.into_part(), via), at(0)))?;
+    gpu.run(0, Operation::write((buf.into_slice(), via), at(0)))?;
     if gpu.read(1, at(0), 5000)? != bytes[..5000] {
         return Err("other bytes of the heap".to_owned());
     }
@@ -207,7 +206,7 @@ fn where_registration_is_refused_the_driver_allocates_host_memory() {
     let buf = buf.share();
     let via = Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap();
     let at = DeviceAddr::Card(span.first());
-    let back = gpu.run(0, Operation::write((buf.into_part(), via), at)).unwrap();
+    let back = gpu.run(0, Operation::write((buf.into_slice(), via), at)).unwrap();
     let back = gpu.run(0, Operation::read(back.into_host().pop().unwrap(), at)).unwrap();
     assert_eq!(dmalane_queue::conformance::host_bytes(&back), [7; 8192]);
     assert_eq!(heap.stats().live, 8192);

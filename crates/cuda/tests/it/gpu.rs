@@ -52,7 +52,7 @@ impl Gpu {
         buf[..bytes.len()].copy_from_slice(bytes);
         let buf = buf.share();
         let via = Registered::new(&*self.registrar, &buf, Access::RW).map_err(|e| e.to_string())?;
-        Ok((buf.into_part().split_at(bytes.len()).unwrap().0, via).into())
+        Ok((buf.into_slice().split_at(bytes.len()).unwrap().0, via).into())
     }
 
     pub fn run(&mut self, queue: usize, operation: Operation) -> Result<Operation, String> {

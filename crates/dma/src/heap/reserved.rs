@@ -69,8 +69,8 @@ impl Reserved {
         if len == 0 {
             return None;
         }
-        let part = self.rest.split_off_front(len)?;
-        Some(Absent { part, kind: self.kind, present: self.present })
+        let slice = self.rest.split_off_front(len)?;
+        Some(Absent { slice, kind: self.kind, present: self.present })
     }
 
     /// Populates the whole buffer.
@@ -79,7 +79,7 @@ impl Reserved {
     /// [`Error::Allocate`] when the kernel has no more pages, and when ranges were taken before.
     pub fn populate(mut self) -> Result<SharedBuf, Error> {
         let (len, kind) = (self.len, self.kind);
-        let whole = self.next(len).map(Absent::populate).transpose()?.and_then(|part| part.into_whole().ok());
+        let whole = self.next(len).map(Absent::populate).transpose()?.and_then(|slice| slice.into_whole().ok());
         whole.ok_or_else(|| Error::Allocate { len, kind, source: std::io::Error::other("a part was already taken") })
     }
 }
@@ -87,7 +87,7 @@ impl Reserved {
 /// A range of a [`Reserved`] buffer that is not populated yet.
 #[derive(Debug)]
 pub struct Absent {
-    part: BufferSlice,
+    slice: BufferSlice,
     kind: &'static str,
     present: bool,
 }
@@ -95,13 +95,13 @@ pub struct Absent {
 impl Absent {
     /// Offset of the range in its buffer, in bytes.
     pub fn offset(&self) -> usize {
-        self.part.offset()
+        self.slice.offset()
     }
 
     /// Bytes; never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
-        self.part.len()
+        self.slice.len()
     }
 
     /// Fills the range with `len` bytes of a mapped file from file offset `at` on, and the rest of the last page with
@@ -113,7 +113,7 @@ impl Absent {
     /// The range as it was, to be populated instead, with the reason: `Unsupported` for other memory, and where `len`
     /// does not end in the range's last page; the kernel's.
     pub fn copy_from_file(self, file: &FileMapping, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
-        let memory = self.part.memory();
+        let memory = self.slice.memory();
         let whole_pages = self.offset().is_multiple_of(page()) && len.next_multiple_of(page()) == self.len();
         if self.present || memory.backing.kind != PageKind::Base || !whole_pages {
             return Err((self, io::ErrorKind::Unsupported.into()));
@@ -131,17 +131,17 @@ impl Absent {
     /// [`Error::Allocate`] when the kernel has no more pages.
     pub fn populate(self) -> Result<BufferSlice, Error> {
         if !self.present {
-            let (region, len, kind) = (&self.part.memory().region, self.len(), self.kind);
+            let (region, len, kind) = (&self.slice.memory().region, self.len(), self.kind);
             region.populate(self.offset(), len).map_err(|source| Error::Allocate { len, kind, source })?;
         }
         Ok(self.now_present())
     }
 
     fn now_present(self) -> BufferSlice {
-        let Self { part, present, .. } = self;
-        if let Some(home) = part.memory().region.home().filter(|_| !present) {
-            home.now_present(part.len());
+        let Self { slice, present, .. } = self;
+        if let Some(home) = slice.memory().region.home().filter(|_| !present) {
+            home.now_present(slice.len());
         }
-        part
+        slice
     }
 }

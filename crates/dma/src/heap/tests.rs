@@ -51,19 +51,19 @@ fn conformance(heap: &dyn Heap) {
         assert!(size - len < page() || len >= 4 << 20, "small ones are not rounded up to huge pages");
         assert_eq!(heap.stats().live, size);
         assert!(reserved.next(0).is_none());
-        let mut parts = Vec::new();
+        let mut slices = Vec::new();
         while let Some(absent) = reserved.next(1_000_000) {
             assert_eq!(absent.offset() + absent.len() + reserved.left(), size);
-            let mut part = absent.populate().unwrap();
+            let mut slice = absent.populate().unwrap();
             if fresh {
-                let zero = part.with_bytes(|bytes| bytes.iter().all(|b| *b == 0));
+                let zero = slice.with_bytes(|bytes| bytes.iter().all(|b| *b == 0));
                 assert_eq!(zero, Some(true), "new pages are zero");
             }
-            part.write(0, b"x").unwrap();
-            parts.push(part);
+            slice.write(0, b"x").unwrap();
+            slices.push(slice);
         }
         drop(reserved);
-        let whole = parts.into_iter().reduce(|a, b| a.join(b).unwrap()).unwrap().into_whole().unwrap();
+        let whole = slices.into_iter().reduce(|a, b| a.join(b).unwrap()).unwrap().into_whole().unwrap();
         assert_eq!((whole.len(), heap.stats().live), (size, size));
         // Half of it, and then no more.
         let mut half = heap.reserve(len).unwrap();
@@ -251,8 +251,8 @@ fn a_pool_caches_neither_exported_nor_incomplete_buffers() {
     drop(buf);
     assert_eq!(pool.pool_stats().kept, 0, "exported");
     let mut reserved = pool.reserve(4 << 20).unwrap();
-    let part = reserved.next(1 << 20).unwrap().populate().unwrap();
-    drop((part, reserved));
+    let slice = reserved.next(1 << 20).unwrap().populate().unwrap();
+    drop((slice, reserved));
     assert_eq!((pool.pool_stats().kept, pool.stats().live), (0, 0), "three quarters have no pages");
     drop(pool.reserve(4 << 20).unwrap().populate().unwrap());
     assert_eq!(pool.pool_stats().kept, 4 << 20);

@@ -56,7 +56,7 @@ pub(super) fn try_short(
     let first_chunk = begin.elapsed();
     let failed = |error| ReadError::Read { path: source::name(file), error };
     let lost = || failed(OpError::Stopped(StopReason::Protocol("a buffer came apart".into())));
-    let mut rest = whole.into_part();
+    let mut rest = whole.into_slice();
     let mut front = rest.split_off_front(len as usize).ok_or_else(lost)?;
     read_now(file, &mut front, FileOffset::new(start)).map_err(failed)?;
     let checksum = options.checksum.then(|| front.with_bytes(XxHash3_64::oneshot)).flatten();

@@ -32,7 +32,7 @@ pub(super) fn to_end(
     loop {
         let at = skip + len as u64;
         let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
-        let chunk = heap.reserve(CHUNK).and_then(Reserved::populate).map_err(memory)?.into_part();
+        let chunk = heap.reserve(CHUNK).and_then(Reserved::populate).map_err(memory)?.into_slice();
         let failed = |error| ReadError::Read { path: source.path.clone(), error };
         let protocol = |what: &str| OpError::Stopped(StopReason::Protocol(what.into()));
         let (operation, n, ended) = match run(&mut queue, Operation::read(chunk, FileOffset::new(at)), left) {

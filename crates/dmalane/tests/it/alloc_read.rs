@@ -156,7 +156,7 @@ fn of_a_half_cached_file_each_half_is_read_in_its_own_way() {
         assert_eq!(read.method.moved, Moved { direct: half as u64, buffered: half as u64 }, "{}", read.method);
         // A load chooses in the same way, as long as the kernel keeps the pages.
         let mut input = dmalane::open_file(file.path(), dmalane::file::Options::default()).unwrap();
-        let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_part();
+        let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_slice();
         let operation = dmalane::queue::Operation::read(slice, FileOffset::new(0));
         let back = dmalane::queue::run(&mut input.queue, operation, Duration::from_secs(60)).unwrap();
         assert!(back.into_slice().unwrap().with_bytes(|bytes| bytes == data).unwrap());
@@ -180,7 +180,7 @@ fn pages_that_are_not_on_the_disk_yet_do_not_decide_for_the_rest_of_the_file() {
     if seen.dirty == 0 || seen.cached > 1 << 20 || !input.queue.how().direct {
         return println!("SKIPPED: {}, or nothing is dirty: {seen:?}", input.queue.how());
     }
-    let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_part();
+    let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_slice();
     let operation = dmalane::queue::Operation::read(slice, FileOffset::new(0));
     let back = dmalane::queue::run(&mut input.queue, operation, Duration::from_secs(60)).unwrap();
     assert!(back.into_slice().unwrap().with_bytes(|bytes| bytes == data).unwrap());

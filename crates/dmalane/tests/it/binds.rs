@@ -24,7 +24,7 @@ fn buffer(bus: &SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
     buf.fill(fill);
     let buf = buf.share();
     let via = Registered::new(bus, &buf, Access::RW).unwrap();
-    (buf.into_part(), via)
+    (buf.into_slice(), via)
 }
 
 fn transfer(part: BufferSlice, direction: Direction, at: DeviceAddr, via: &Registered) -> Operation {
@@ -87,7 +87,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
         let end = ended.pop().unwrap();
         assert!(end.ticket == ticket && end.result.is_ok() && bound.fence(step).is_signalled());
 
-        // What was bound is seen by the card's MMU.
+        // The card's MMU sees the bindings.
         let (down, via) = buffer(&bus, MIB as usize, 0);
         let _ = channel.submit(transfer(down, Direction::ToHost, DeviceAddr::Va(va), &via)).unwrap();
         let [done] = wait(&mut channel).try_into().unwrap_or_else(|_| panic!("one operation"));

@@ -75,7 +75,7 @@ impl Fixture for Under {
     fn host(&mut self, len: usize) -> HostSlice {
         let buf = heap().allocate(len).unwrap().share();
         let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
-        (buf.into_part().split_at(len).unwrap().0, via).into()
+        (buf.into_slice().split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {
@@ -152,7 +152,7 @@ fn each_client_gets_an_empty_card_and_leaves_nothing() {
     let buf = heap().allocate(8 << 20).unwrap().share();
     let via = Registered::new(&*first, &buf, Access::RW).unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
-    run(&mut card.queue(0).unwrap(), Operation::write((buf.into_part(), via.clone()), at), LONG).unwrap();
+    run(&mut card.queue(0).unwrap(), Operation::write((buf.into_slice(), via.clone()), at), LONG).unwrap();
     drop((card, via, first));
     let second = house.connect();
     let mut bytes = [1; 8];
@@ -172,7 +172,7 @@ fn a_dma_to_what_is_not_mapped_is_a_fault() {
     let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
     let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
     let mut channel = card.queue(0).unwrap();
-    let refused = run(&mut channel, Operation::read((buf.into_part(), via), at), LONG);
+    let refused = run(&mut channel, Operation::read((buf.into_slice(), via), at), LONG);
     assert!(refused.unwrap_err().to_string().contains("does not permit"));
     drop((channel, card, bus));
     assert_eq!(house.end(), [true]);
@@ -189,7 +189,7 @@ fn the_command_register_is_obeyed() {
         let buf = heap().allocate(4096).unwrap().share();
         buf.view().fill(byte);
         let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
-        Operation::write((buf.into_part(), via), at)
+        Operation::write((buf.into_slice(), via), at)
     };
     let there = || {
         let mut bytes = [0; 4096];
@@ -269,7 +269,7 @@ fn a_server_that_goes_away_is_an_error_and_no_hang() {
     let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
     cut.shutdown(std::net::Shutdown::Both).unwrap();
     let began = Instant::now();
-    let error = run(&mut channel, Operation::write((buf.into_part(), via), at), LONG);
+    let error = run(&mut channel, Operation::write((buf.into_slice(), via), at), LONG);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("halted") && error.contains("does not answer"), "{error}");
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
@@ -294,7 +294,7 @@ fn a_reset_in_mid_transfer() {
         buf.view().fill(byte);
         let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
         let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
-        Operation::write((buf.into_part(), via), at)
+        Operation::write((buf.into_slice(), via), at)
     };
     let mut all = 0;
     for round in 0..20 {
@@ -389,7 +389,7 @@ fn noise_in_every_region_ends_nothing() {
     bus.reset().unwrap();
     let card = Card::open(bus.clone(), &heap()).unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
-    run(&mut card.queue(0).unwrap(), Operation::write((buf.into_part(), via.clone()), at), LONG).unwrap();
+    run(&mut card.queue(0).unwrap(), Operation::write((buf.into_slice(), via.clone()), at), LONG).unwrap();
     drop((card, via, bus));
     assert_eq!(house.end(), [true]);
 }

@@ -109,7 +109,7 @@ fn other_lengths_and_other_files_are_named() {
         let short = Difference::Short { file: "a.safetensors".into(), expected: 100_000, found: len as u64, part };
         assert_eq!(verify(&manifest, &paths), [short]);
     }
-    // What is there is compared all the same.
+    // The bytes that are there are compared all the same.
     let mut longer = [&bytes[..], b"more"].concat();
     longer[3] ^= 1;
     fs::write(&paths[0], longer).unwrap();

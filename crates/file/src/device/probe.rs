@@ -217,7 +217,7 @@ impl Probe<'_> {
 /// Exactly a probe's bytes of memory, aligned as direct I/O may want it.
 fn fresh() -> Result<BufferSlice, String> {
     let buf = AnonHeap::new().allocate(LEN).map_err(|e| e.to_string())?;
-    buf.share().into_part().split_off_front(LEN).ok_or_else(|| "short memory".to_owned())
+    buf.share().into_slice().split_off_front(LEN).ok_or_else(|| "short memory".to_owned())
 }
 
 fn whole(ended: &[(Request, i32)], what: &str) -> Result<(), String> {

@@ -148,7 +148,7 @@ mod tests {
     use crate::ring::Ask;
 
     fn slice(heap: &AnonHeap) -> BufferSlice {
-        heap.allocate(4096).unwrap().share().into_part()
+        heap.allocate(4096).unwrap().share().into_slice()
     }
 
     fn request(file: &Arc<File>, slice: BufferSlice, ask: Ask) -> Request {

@@ -34,7 +34,7 @@ impl conformance::Fixture for Fixture {
     }
 
     fn host(&mut self, len: usize) -> HostSlice {
-        AnonHeap::new().allocate(len).unwrap().share().into_part().split_at(len).unwrap().0.into()
+        AnonHeap::new().allocate(len).unwrap().share().into_slice().split_at(len).unwrap().0.into()
     }
 
     fn peek(&mut self) -> Vec<u8> {

@@ -49,7 +49,7 @@ impl Fixture {
     fn buffer(&mut self, len: usize) -> (BufferSlice, Registered) {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
         let via = Registered::new(&*self.device.registrar(), &buf, Access::RW).unwrap();
-        (buf.into_part().split_off_front(len).unwrap(), via)
+        (buf.into_slice().split_off_front(len).unwrap(), via)
     }
 
     fn read(&self, offset: u64, len: usize) -> Vec<u8> {
@@ -275,7 +275,7 @@ fn what_has_no_addresses_or_cannot_be_written_is_refused() {
             let buf = AnonHeap::new().allocate(4096).unwrap().share();
             let via = Registered::new(&*device.registrar(), &buf, Access::RW).unwrap();
             let at = DeviceAddr::Card(CardAddr::new(8192));
-            let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_part(), via), at)).unwrap();
+            let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_slice(), via), at)).unwrap();
             let end = drain(&mut queue).remove(0);
             assert_eq!(end.result, Err(OpError::Io { at: FileOffset::new(8192), errno: 1 }));
         }
@@ -341,7 +341,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
     // Only to be read by the device.
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
     let via = Registered::new(&*fixture.device.registrar(), &buf, Access::READ).unwrap();
-    let down = Operation::copy(Direction::ToHost, (buf.into_part(), via), at);
+    let down = Operation::copy(Direction::ToHost, (buf.into_slice(), via), at);
     assert_eq!(queue.submit(down).unwrap_err().reason, Refusal::NotPermitted);
     let top = fixture.copy(Direction::ToHost, &[0; 16], i64::MAX as u64 - 15);
     assert_eq!(queue.submit(top).unwrap_err().reason, Refusal::PastTheTop);

@@ -25,7 +25,7 @@ fn noise(len: usize) -> Vec<u8> {
 }
 
 fn part(len: usize) -> BufferSlice {
-    AnonHeap::new().allocate(len).unwrap().share().into_part().split_at(len).unwrap().0
+    AnonHeap::new().allocate(len).unwrap().share().into_slice().split_at(len).unwrap().0
 }
 
 fn to_host(part: BufferSlice, at: u64) -> Operation<FileOffset> {
@@ -298,7 +298,7 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
         for round in 0..20u64 {
             let mut channel = FileQueue::open(file.path(), Options { mode, depth: 8, ..Options::default() }).unwrap();
             for i in 0..8 {
-                let part = heap.allocate(2 << 20).unwrap().share().into_part();
+                let part = heap.allocate(2 << 20).unwrap().share().into_slice();
                 let _ticket = channel.submit(to_host(part, i * (2 << 20))).unwrap();
             }
             channel.poll(&mut Vec::new());

@@ -13,7 +13,7 @@ use dmalane_queue::{Abilities, OpError, Operation, Queue, Refusal, Work, conform
 const LONG: Duration = Duration::from_secs(30);
 
 fn to_host(at: u64, len: usize) -> Operation<FileOffset> {
-    let part = AnonHeap::new().allocate(len).unwrap().share().into_part().split_at(len).unwrap().0;
+    let part = AnonHeap::new().allocate(len).unwrap().share().into_slice().split_at(len).unwrap().0;
     Operation::read(part, FileOffset::new(at))
 }
 

@@ -476,7 +476,7 @@ fn refusals<F: Format>() {
         let fault = walk::<F>(table.root().bits(), at, |_| panic!("nothing to fetch")).unwrap_err();
         assert_eq!((fault.level, fault.kind), (0, FaultKind::OutOfRange));
     }
-    let leaves = block / F::PAGE_SIZES.largest_fit(block, block).unwrap().bytes();
+    let leaves = block / F::PAGE_SIZES.largest_within(block, block).unwrap().bytes();
     assert_eq!(table.runs(Span::inclusive(Iova::new(1), Iova::new(u64::MAX)).unwrap()).count() as u64, leaves);
     agree(&table, &model).unwrap();
 }
@@ -581,7 +581,7 @@ fn table_memory<F: Format>() {
     assert_eq!((table.root().bits(), table.tables().in_use()), (0, 1));
 }
 
-/// What is encoded is decoded, at every level that has leaves.
+/// Entries decode to what was encoded, at every level that has leaves.
 fn round_trip<F: Format>(out: u64, access: Access) -> Result<(), TestCaseError> {
     for level in 0..F::LEVELS {
         prop_assert_eq!(F::decode(level, 0), Entry::Invalid);

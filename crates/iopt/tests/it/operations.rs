@@ -23,7 +23,7 @@ struct Stale(Rc<Inner>);
 
 struct Inner {
     heap: RefCell<HeapTables<PhysAddr>>,
-    /// What the device sees, by byte address.
+    /// The bytes that the device sees, by address.
     seen: RefCell<BTreeMap<u64, u64>>,
     shape: Cell<TableShape>,
     lines: Cell<usize>,
@@ -109,7 +109,7 @@ fn leaves<F: Format, T: Tables>(table: &Table<F, T>) -> Vec<(u64, u64, u64)> {
     runs.map(|r| (r.at.bits(), r.to.bits(), r.size.bytes())).collect()
 }
 
-/// What is mapped, whatever the leaves.
+/// The mappings, whatever the leaves.
 fn extents<F: Format, T: Tables>(table: &Table<F, T>) -> Vec<(u64, u64, u64)> {
     let mut all: Vec<(u64, u64, u64)> = Vec::new();
     for (at, to, len) in leaves(table) {
@@ -181,7 +181,7 @@ fn map_through<F: Format, G: Format>() {
         let expected: Vec<_> = extents(&source).into_iter().filter(|e| e.0 >= start && e.0 < 3 * block).collect();
         assert_eq!(extents(&table), expected);
         // The largest leaves that this format has, whatever the source has.
-        let largest = F::PAGE_SIZES.largest_fit(block, block).unwrap();
+        let largest = F::PAGE_SIZES.largest_within(block, block).unwrap();
         assert_eq!(table.lookup(Iova::new(2 * block)).unwrap().size, largest);
     }
 
@@ -317,7 +317,7 @@ fn without_memory<F: Format>() {
     }
 }
 
-/// What a device that does not snoop sees after each call; one clean per cache line.
+/// The tables as a device that does not snoop sees them after each call; one clean per cache line.
 fn clean<F: Format>() {
     let Sizes { page, entries, block, large, .. } = sizes::<F>();
     let memory = Stale::new();
@@ -444,7 +444,7 @@ fn clear_and_prune<F: Format>() {
     let (size, count) = (table.lookup(Iova::new(at)).unwrap().size, table.runs(span(at, large)).count());
     assert!(size.bytes() < block || F::PAGE_SIZES.bits().count_ones() == 1);
     assert!(count as u64 >= block / size.bytes());
-    // What is in use is not pruned, what is empty goes once.
+    // Tables in use are not pruned; empty ones go once.
     assert!(table.prune(span(0, sizes::<F>().top)).is_empty());
     let flush = table.clear(span(at, large - page)).unwrap();
     table.free_tables(flush);

@@ -250,7 +250,7 @@ fn an_empty_table_in_the_way() {
     assert_eq!(table.mapped_bytes(), 6 << 20);
 }
 
-/// What a stock holds, others cannot have; what it is told to reserve it has; in the end it has nothing.
+/// Others cannot have the tables of a stock; it has those that it was told to reserve; in the end it has none.
 #[test]
 fn a_stock_keeps_reserves_and_gives_back() {
     let memory = memory::<X86_64_4Level>(12);

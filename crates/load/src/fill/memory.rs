@@ -163,7 +163,7 @@ impl Staging {
         let (via, backing) = (Registered::from_mapping(mapping), buf.backing().clone());
         // Whole pages, so that direct I/O finds every slot aligned.
         let step = PageSize::SIZE_4K.round_up(len / len.div_ceil(SLOT)).unwrap_or(len) as usize;
-        let mut rest = buf.into_part();
+        let mut rest = buf.into_slice();
         while !rest.is_empty() {
             let slice = rest.split_off_front(step.min(rest.len()));
             let len = slice.as_ref().map_or(0, BufferSlice::len);

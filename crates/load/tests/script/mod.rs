@@ -10,7 +10,7 @@ use dmalane_queue::{
     Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
 };
 
-/// What goes wrong when the byte at an offset is read.
+/// The fault when the byte at an offset is read.
 #[derive(Clone, PartialEq, Debug)]
 #[allow(dead_code)] // one of the tests that share this file needs none of them
 pub enum Fault {
@@ -152,7 +152,7 @@ pub fn noise(seed: u64, len: usize) -> Arc<Vec<u8>> {
     Arc::new((0..len).map(|_| random.below(256) as u8).collect())
 }
 
-/// What buffers hold after a job: the slow version.
+/// The contents of buffers after a job: the slow version.
 #[allow(dead_code)] // one of the tests that share this file needs none of them
 pub fn naive(job: &Job, sources: &[Arc<Vec<u8>>]) -> Vec<Vec<u8>> {
     let mut buffers: Vec<Vec<u8>> = job.buffers.iter().map(|len| vec![0; *len as usize]).collect();

@@ -79,7 +79,7 @@ pub fn pages(n: usize) -> SharedBuf {
 }
 
 pub fn slice(len: usize) -> BufferSlice {
-    pages(len.div_ceil(4096).max(1)).into_part().split_at(len).unwrap().0
+    pages(len.div_ceil(4096).max(1)).into_slice().split_at(len).unwrap().0
 }
 
 /// A read into new memory, told from others by its card address.
@@ -94,7 +94,7 @@ pub fn number(operation: &Operation) -> u64 {
     }
 }
 
-/// What a [`Device`] got and what it shall do.
+/// The operations that a [`Device`] got, and its orders.
 #[derive(Default)]
 pub struct Orders {
     /// Numbers of the operations in the order in which they came.

@@ -1,4 +1,4 @@
-//! What an operation is, and which ones no queue takes.
+//! Operations, and those that no queue takes.
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_queue::{
@@ -21,7 +21,7 @@ fn a_slice_needs_a_registration_of_this_bus_that_permits_it() {
     let buffer = || {
         let buf = pages(1);
         let via = Registered::new(&bus, &buf, Access::READ).unwrap();
-        HostSlice::from((buf.into_part(), via))
+        HostSlice::from((buf.into_slice(), via))
     };
     let host = buffer();
     assert_eq!(host.check(&bus, Access::READ), Ok(()));

@@ -155,10 +155,10 @@ fn a_registration_knows_whether_it_is_used() {
     assert!(via.is_busy());
     let via = via.deregister().unwrap_err();
     drop(clone);
-    let (part, rest) = one.into_part().split_at(100).unwrap();
+    let (part, rest) = one.into_slice().split_at(100).unwrap();
     assert_eq!(via.iova_of(&part), via.mapping().span().sub(0, 100));
     assert_eq!(via.iova_of(&rest), via.mapping().span().sub(100, 3996));
-    assert_eq!(via.iova_of(&two.into_part()), None);
+    assert_eq!(via.iova_of(&two.into_slice()), None);
     via.deregister().unwrap();
     assert_eq!(bus.pinned(), 0);
 }

@@ -200,10 +200,10 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     assert_eq!((next.wait(&mut done, Duration::from_secs(1)), number(&done[0].operation)), (1, 5));
     assert_eq!(format!("{:?}", next.shared()), "SharedQueue(1 handles, 0 in flight)", "the others have left");
 
-    // What a handle did not collect goes with it.
+    // Completions that a handle did not collect go with it.
     let (buf, card) = (crate::fakes::pages(1), dmalane_addr::CardAddr::new(6));
     let memory = buf.reference();
-    let _ = next.submit(dmalane_queue::Operation::read(buf.into_part(), card.into())).unwrap();
+    let _ = next.submit(dmalane_queue::Operation::read(buf.into_slice(), card.into())).unwrap();
     orders.lock().unwrap().end = 1;
     shared.poll();
     assert!(!memory.is_last());

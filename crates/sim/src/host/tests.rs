@@ -323,7 +323,7 @@ fn only_a_mapping_that_lets_the_device_write_keeps_bytes_from_the_processor() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
     let reference = buf.reference();
-    let mut part = buf.into_part();
+    let mut part = buf.into_slice();
     let _reader = host.map(host.pin(&reference).unwrap(), Access::READ).unwrap();
     assert!(part.with_bytes(|_| ()).is_some());
     let writer = host.map(host.pin(&reference).unwrap(), Access::RW).unwrap();

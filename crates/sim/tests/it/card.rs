@@ -42,13 +42,13 @@ fn buffer(bus: &Bus, len: usize, access: Access) -> (SharedBuf, Registered) {
 }
 
 fn to_card(buf: SharedBuf, via: &Registered, at: DeviceAddr) -> Operation {
-    Operation::write((buf.into_part(), via.clone()), at)
+    Operation::write((buf.into_slice(), via.clone()), at)
 }
 
 /// Runs one transfer of a new buffer; the error when it fails.
 fn copy(channel: &mut CardQueue<Bus>, bus: &Bus, direction: Direction, at: DeviceAddr) -> Result<(), OpError> {
     let (buf, via) = buffer(bus, 8192, Access::RW);
-    match run(channel, Operation::copy(direction, (buf.into_part(), via), at), SECOND) {
+    match run(channel, Operation::copy(direction, (buf.into_slice(), via), at), SECOND) {
         Ok(_) => Ok(()),
         Err(RunError::Failed(_, e)) => Err(e),
         Err(e) => panic!("{e}"),
@@ -92,7 +92,7 @@ fn refuses_what_the_registration_does_not_permit() {
     let card = card(&bus, 16);
     let mut channel = card.queue(0).unwrap();
     let (buf, via) = buffer(&bus, 4096, Access::READ);
-    let refused = channel.submit(Operation::read((buf.into_part(), via), at(0))).unwrap_err();
+    let refused = channel.submit(Operation::read((buf.into_slice(), via), at(0))).unwrap_err();
     assert_eq!(refused.reason, Refusal::NotPermitted);
     let (_, other) = buffer(&bus, 4096, Access::RW);
     let part = refused.operation.into_slice().unwrap();
@@ -115,7 +115,7 @@ fn a_tiny_ring_goes_round_many_times() {
         let bus = bus(workers);
         let mut channel = card(&bus, 2).queue(0).unwrap();
         let (buf, via) = buffer(&bus, 1000 * 8, Access::RW);
-        let (mut rest, mut done, mut ended) = (buf.into_part(), Vec::new(), 0);
+        let (mut rest, mut done, mut ended) = (buf.into_slice(), Vec::new(), 0);
         for i in 0..1000u64 {
             let (part, more) = rest.split_at(8).unwrap();
             rest = more;

@@ -143,7 +143,7 @@ impl<F: Format, K: Kind<F>> Fixture for Under<F, K> {
         // Neither at the start nor at the end of its buffer.
         let buf = self.0.heap.allocate(len + 30).unwrap().share();
         let via = Registered::new(&*self.0.bus, &buf, Access::RW).unwrap();
-        let (_, rest) = buf.into_part().split_at(13).unwrap();
+        let (_, rest) = buf.into_slice().split_at(13).unwrap();
         (rest.split_at(len).unwrap().0, via).into()
     }
 

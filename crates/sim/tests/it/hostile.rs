@@ -115,7 +115,7 @@ impl Mmio for Liar {
 fn submit(bus: &Arc<Liar>, channel: &mut CardQueue<Liar>) -> Result<(), Refusal> {
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
     let via = Registered::new(&**bus, &buf, Access::RW).unwrap();
-    let read = Operation::read((buf.into_part(), via), DeviceAddr::Card(CardAddr::new(0)));
+    let read = Operation::read((buf.into_slice(), via), DeviceAddr::Card(CardAddr::new(0)));
     channel.submit(read).map(drop).map_err(|refused| refused.reason)
 }
 

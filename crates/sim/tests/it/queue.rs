@@ -123,7 +123,7 @@ impl Bench {
 
     fn copy(&self, len: usize) -> Operation {
         let (buf, via) = self.buffer(len);
-        Operation::copy(Direction::FromHost, (buf.into_part(), via), at(0))
+        Operation::copy(Direction::FromHost, (buf.into_slice(), via), at(0))
     }
 
     /// Only the rings are pinned, nothing was given up.
@@ -148,7 +148,7 @@ impl Fixture for Bench {
     }
     fn host(&mut self, len: usize) -> HostSlice {
         let (buf, via) = self.buffer(len);
-        (buf.into_part().split_at(len).unwrap().0, via).into()
+        (buf.into_slice().split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {
@@ -221,7 +221,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
                 queue.wait(&mut ended, Duration::from_micros(random.below(300)));
             }
             97 if random.below(4) == 0 => {
-                // What is in flight is finished by the drop; nobody hears of it.
+                // The drop finishes operations in flight; nobody hears of it.
                 dropped += waiting.len() as u64;
                 shares.clear();
                 drop(queue);
@@ -453,9 +453,9 @@ fn sixty_four_threads_share_a_queue() {
                             let bytes = random.bytes(8192);
                             let (buf, via) = bench.buffer(8192);
                             buf.view().write(&bytes);
-                            run(&mut handle, Operation::write((buf.into_part(), via), place), LONG).unwrap();
+                            run(&mut handle, Operation::write((buf.into_slice(), via), place), LONG).unwrap();
                             let (buf, via) = bench.buffer(8192);
-                            let read = Operation::read((buf.into_part(), via), place);
+                            let read = Operation::read((buf.into_slice(), via), place);
                             let read = run(&mut handle, read, LONG).unwrap();
                             assert!(host_bytes(&read) == bytes, "thread {thread}");
                         }
@@ -524,7 +524,7 @@ fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
     let bench = Bench::new(Workers::Inline, 2);
     let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
     let mut handle = shared.handle(Class::Normal);
-    let unregistered = bench.heap.allocate(4096).unwrap().share().into_part();
+    let unregistered = bench.heap.allocate(4096).unwrap().share().into_slice();
     let _ticket = handle.submit(Operation::write(unregistered, at(0))).unwrap();
     assert_eq!(drain(&mut handle)[0].result, Err(OpError::Refused(Refusal::NotRegistered)));
 }
@@ -625,12 +625,12 @@ fn a_list_of_buffers_is_one_range_for_the_device() {
     assert_eq!(via.mapping().span().len(), (16 << 10) + (3 << 20));
     let mut next = via.mapping().span().first().bits();
     for buf in bufs {
-        let part = buf.into_part();
+        let part = buf.into_slice();
         let span = via.iova_of(&part).expect("each is in it");
         assert_eq!((span.first().bits(), span.len()), (next, part.len() as u64));
         next += span.len();
     }
-    let other = bench.heap.allocate(4096).unwrap().share().into_part();
+    let other = bench.heap.allocate(4096).unwrap().share().into_slice();
     assert!(via.iova_of(&other).is_none());
     assert!(matches!(bench.bus.bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
     // Ranges of one buffer, out of order.
@@ -638,7 +638,7 @@ fn a_list_of_buffers_is_one_range_for_the_device() {
     let pin = |range| bench.bus.pin_range(&buf.reference(), range).unwrap();
     let list = vec![pin(32 << 10..64 << 10), pin(0..4096)];
     let via = Registered::from_mapping(bench.bus.map_list(list, Access::RW).unwrap());
-    let (head, rest) = buf.into_part().split_at(4096).unwrap();
+    let (head, rest) = buf.into_slice().split_at(4096).unwrap();
     let (middle, tail) = rest.split_at(28 << 10).unwrap();
     let first = via.mapping().span().first().bits();
     assert_eq!(via.iova_of(&tail).unwrap().first().bits(), first);

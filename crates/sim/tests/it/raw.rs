@@ -215,7 +215,7 @@ fn a_new_root_forgets_the_translations_of_the_old_one() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         buf.view().fill(round as u8 + 1);
         let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
-        let write = Operation::write((buf.into_part(), via), DeviceAddr::Va(va));
+        let write = Operation::write((buf.into_slice(), via), DeviceAddr::Va(va));
         run(&mut channel, write, std::time::Duration::from_secs(1)).unwrap();
     }
     let byte = |at| {

@@ -9,7 +9,7 @@ use dmalane_slash::model::{Answer, FileId, Model, Version, words_of};
 use dmalane_slash::{DDR, HBM, Request};
 use libc::{EBADF, EINVAL, ENODEV, ENOENT, ENOTTY};
 
-/// What is expected of a case.
+/// The expectation of a case.
 enum Case {
     /// The model passes it.
     Passes(fn(&mut Rig)),

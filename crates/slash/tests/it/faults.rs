@@ -50,7 +50,7 @@ fn one(seed: u64, faults: &mut u64) {
             let buf = registrar.heap(None).allocate(LEN).unwrap().share();
             let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
             let skip = [0, 0, 1, 4095, 4096][random.below(5) as usize];
-            let (_, mut part) = buf.into_part().split_at(skip).unwrap();
+            let (_, mut part) = buf.into_slice().split_at(skip).unwrap();
             let bytes = random.bytes(part.len());
             part.write(0, &bytes).unwrap();
             shares.push(part.reference());
@@ -95,7 +95,7 @@ fn one(seed: u64, faults: &mut u64) {
         let buf = registrar.heap(None).allocate(LEN).unwrap().share();
         let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
         let at = DeviceAddr::Card(CardAddr::new(DDR.0));
-        dmalane_queue::run(&mut **queue, Operation::write((buf.into_part(), via), at), LONG).unwrap();
+        dmalane_queue::run(&mut **queue, Operation::write((buf.into_slice(), via), at), LONG).unwrap();
     }
     let hits = hits.load(Ordering::Relaxed);
     assert!(wrong >= hits.min(1), "a fault is reported");
@@ -133,7 +133,7 @@ fn a_queue_that_cannot_be_stopped_keeps_its_buffers_for_ever() {
             let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
             shares.push(buf.reference());
             let at = DeviceAddr::Card(CardAddr::new(DDR.0 + i * LEN as u64));
-            let _ticket = queue.submit(Operation::write((buf.into_part(), via), at)).unwrap();
+            let _ticket = queue.submit(Operation::write((buf.into_slice(), via), at)).unwrap();
         }
         let mut done = Vec::new();
         let begun = Instant::now();
@@ -173,7 +173,7 @@ fn commands_are_in_flight_together_and_end_in_order() {
         let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
         // Not beside each other, and two parts make a call.
         let at = DeviceAddr::Card(CardAddr::new(DDR.0 + i * 2 * LEN as u64));
-        let _ticket = queues[0].submit(Operation::write((buf.into_part(), via), at)).unwrap();
+        let _ticket = queues[0].submit(Operation::write((buf.into_slice(), via), at)).unwrap();
     }
     let done = dmalane_queue::drain(&mut *queues[0], LONG);
     let tickets: Vec<_> = done.iter().map(|c| (c.ticket.number(), c.result.is_ok())).collect();

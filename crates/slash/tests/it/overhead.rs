@@ -51,7 +51,7 @@ fn from_the_submission_to_the_drivers_call() {
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     let buf = registrar.heap(None).allocate(2 << 20).unwrap().share();
     let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-    let mut host: HostSlice = (buf.into_part(), via).into();
+    let mut host: HostSlice = (buf.into_slice(), via).into();
     let mut times = Vec::with_capacity(rounds);
     for _ in 0..rounds {
         let before = kernel.begun.elapsed().as_nanos() as u64;

@@ -63,7 +63,7 @@ impl Fixture for Border {
     fn host(&mut self, len: usize) -> HostSlice {
         let buf = self.registrar.heap(None).allocate(len).unwrap().share();
         let via = Registered::new(&*self.registrar, &buf, Access::RW).unwrap();
-        (buf.into_part().split_at(len).unwrap().0, via).into()
+        (buf.into_slice().split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {
@@ -162,7 +162,7 @@ fn operations_that_touch_are_one_transfer_and_aligned_ones_are_not_copied() {
     let heap = registrar.heap(None);
     let buf = heap.allocate(8 << 20).unwrap().share();
     let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-    let mut rest = Some(buf.into_part());
+    let mut rest = Some(buf.into_slice());
     let queue = &mut queues[0];
     for i in 0..8 {
         let (part, after) = rest.take().unwrap().split_at(1 << 20).unwrap();
@@ -176,7 +176,7 @@ fn operations_that_touch_are_one_transfer_and_aligned_ones_are_not_copied() {
     // One byte into a page: what lies before the next page is copied, and both go in one call.
     let buf = heap.allocate(1 << 20).unwrap().share();
     let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-    let (_, part) = buf.into_part().split_at(1).unwrap();
+    let (_, part) = buf.into_slice().split_at(1).unwrap();
     run(&mut **queue, Operation::write((part, via), DeviceAddr::Card(CardAddr::new(DDR.0))), LONG).unwrap();
     assert_eq!((device.transfer_calls(), device.copied_bytes()), (2, 4095));
 }

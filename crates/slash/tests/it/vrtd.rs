@@ -82,7 +82,7 @@ fn only_granted_memory_can_be_used() {
     let mut write = |at: u64| {
         let buf = registrar.heap(None).allocate(8192).unwrap().share();
         let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-        let operation = Operation::write((buf.into_part(), via), DeviceAddr::Card(CardAddr::new(at)));
+        let operation = Operation::write((buf.into_slice(), via), DeviceAddr::Card(CardAddr::new(at)));
         match run(&mut *queue, operation, LONG) {
             Ok(_) => Ok(()),
             Err(RunError::Failed(_, OpError::NoCardMemory(at))) => Err(at.bits()),

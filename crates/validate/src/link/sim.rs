@@ -297,7 +297,7 @@ impl<P: Policy> Rig<P> {
         let mut waiting = VecDeque::new();
         for c in copies {
             // The bytes are never touched, so the pages never exist.
-            let slice = SharedBuf::sparse("dmalane-link", usize::try_from(c.bytes)?)?.into_part();
+            let slice = SharedBuf::sparse("dmalane-link", usize::try_from(c.bytes)?)?.into_slice();
             let (slice, _) = slice.split_at(c.bytes as usize).map_err(|_| "the heap gave less than was asked for")?;
             waiting.push_back(Operation::copy(c.direction, slice, DeviceAddr::Card(c.at)));
         }

@@ -67,7 +67,7 @@ proptest! {
         ];
         let (got, brute) = (shortest(&link, &demands, &[]).unwrap(), brute_force(&link, &demands, 40));
         prop_assert!(got <= brute * 1.000_001, "{got} {brute}");
-        // What the steps can miss: half a step of each demand on the slowest channel.
+        // The steps can miss this: half a step of each demand on the slowest channel.
         let coarse = bytes.iter().sum::<u64>() as f64 * MIB as f64 / 80.0 / (f64::from(rates[0].min(rates[1])) * GB);
         prop_assert!(got >= brute - coarse - 1e-9, "{got} {brute} {coarse}");
     }

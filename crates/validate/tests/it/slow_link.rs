@@ -30,7 +30,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
     let mut bytes: Vec<u8> = (0..len).map(|i| (i / 7 + i / 4096) as u8).collect();
     let buf = heap.allocate(len).unwrap().share();
     let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
-    let mut slice = buf.into_part();
+    let mut slice = buf.into_slice();
     let at = card.layout().ddr.first();
     // On a busy machine both channels may be looked at equally late; not again and again.
     let mut told_apart = [false; 2];

@@ -119,17 +119,9 @@ pub enum TraceRefusal {
     Vm(#[from] crate::Error),
 }
 
+crate::errno::named!(TraceRefusal);
+
 impl TraceRefusal {
-    /// A name for programs, which stays when the message changes.
-    pub fn name(&self) -> &'static str {
-        self.name_and_number().0
-    }
-
-    /// The number that comes nearest.
-    pub fn errno(&self) -> Errno {
-        self.name_and_number().1
-    }
-
     fn name_and_number(&self) -> (&'static str, Errno) {
         match self {
             Self::LineTooLong => ("line_too_long", Errno::TooBig),

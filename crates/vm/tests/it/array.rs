@@ -95,7 +95,7 @@ fn every_kind() {
     let again = [rw(first + 9), rw(first + 9), r(first + 10), r(first + 11), r(first + 10)];
     assert_eq!(seen[..4], [rw(first), r(null), r(null), rw(first + 3)]);
     assert_eq!(seen[4..], again);
-    // What is bound, as runs.
+    // The bindings, as runs.
     let mut runs = Vec::new();
     AnyVm::mapping(&vm, vm.range(), &mut |run| {
         runs.push((run.span.first().bits() / PAGE, run.span.len() / PAGE, run.source));

@@ -28,7 +28,7 @@ impl Random {
     }
 }
 
-/// What a page shows, and where that is.
+/// The contents of a page, and where they are.
 type Page = Option<(u64, u64, CardAddr, Access)>;
 
 /// Stands for the null page where a buffer is named.

@@ -142,7 +142,7 @@ fn a_private_buffer_is_bound_in_its_vm_alone() {
     assert_eq!((rows(&home), rows(&other)), (vec![(0, TABLE)], vec![]));
 }
 
-/// What is noted of a page far from all others does not take a table's worth of memory.
+/// The record of a page far from all others does not take a table's worth of memory.
 #[test]
 fn pages_far_apart_take_little_memory() {
     const PAGES: u64 = 1000;

@@ -167,7 +167,7 @@ fn agree<F: Format>(vm: &Vm<F, Strict>, model: &Model, bos: &[Arc<Bo>]) -> Resul
 const RANGE_PAGES: u64 = 4 * 512;
 const FIRST: u64 = 512; // the first block of the space is not part of the VM
 
-/// What a random request uses: contiguous and aligned, in single pages, blocks that are not in order.
+/// Buffers of random requests: contiguous and aligned, in single pages, blocks that are not in order.
 fn buffers() -> Vec<Arc<Bo>> {
     let scattered: Vec<_> = (0..600).map(|i| (100_000 + 2 * (i * 7 % 600), 1)).collect();
     vec![bo(0, &[(4 * 512, 4 * 512)]), bo(1, &scattered), bo(2, &[(40 * 512, 512), (3, 40), (20 * 512, 700)])]

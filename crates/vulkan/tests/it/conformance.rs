@@ -89,7 +89,7 @@ impl Fixture for Gpu {
     fn host(&mut self, len: usize) -> HostSlice {
         let buf = self.registrar.heap(None).allocate(len).unwrap().share();
         let via = Registered::new(&*self.registrar, &buf, Access::RW).unwrap();
-        (buf.into_part().split_at(len).unwrap().0, via).into()
+        (buf.into_slice().split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {

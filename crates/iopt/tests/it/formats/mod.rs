@@ -9,7 +9,7 @@ pub struct Sizes {
     pub page: u64,
     /// Pages of a table of the last level.
     pub entries: u64,
-    /// What such a table translates. The size of a large leaf, in formats that have one there.
+    /// Bytes that such a table translates. The size of a large leaf, in formats that have one there.
     pub block: u64,
     /// The largest leaf, or a block where that is larger.
     pub large: u64,
