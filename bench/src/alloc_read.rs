@@ -36,6 +36,10 @@ pub struct Options {
     #[arg(long, default_value_t = 5)]
     rounds: usize,
 
+    /// Seconds at most, of which each case gets an equal share of what is left; a case has a round at least
+    #[arg(long, default_value_t = 290)]
+    seconds: u64,
+
     /// Bytes of a chunk: allocated together before it is read
     #[arg(long)]
     chunk: Option<u64>,
@@ -109,14 +113,19 @@ impl Cached {
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("alloc-read");
     std::fs::create_dir_all(&options.folder)?;
+    let end = Instant::now() + Duration::from_secs(options.seconds);
+    let cases = |size: &u64| if *size >= LARGE { 3 } else { 2 };
+    let mut left: u32 = options.sizes.iter().map(cases).sum();
     for &size in &options.sizes {
         let mut bench = Bench::new(size, options)?;
-        let cold = bench.table(Cached::None, options, &mut report)?;
-        let warm = bench.table(Cached::All, options, &mut report)?;
-        let half = match size >= LARGE {
-            true => bench.table(Cached::Half, options, &mut report)?,
-            false => Medians::new(),
+        let mut table = |cached, bench: &mut Bench| {
+            let share = end.saturating_duration_since(Instant::now()) / left;
+            left -= 1;
+            bench.table(cached, options, share, &mut report)
         };
+        let cold = table(Cached::None, &mut bench)?;
+        let warm = table(Cached::All, &mut bench)?;
+        let half = if size >= LARGE { table(Cached::Half, &mut bench)? } else { Medians::new() };
         if options.only.is_empty() {
             goals(&mut report, &bench, &cold, &warm, &half);
         }
@@ -265,6 +274,9 @@ const ROWS: [&str; 18] = [
     SHARED_HUGE,
 ];
 
+/// Those of the largest files: what goals are about.
+const GOALS: [&str; 8] = [REFERENCE, ALLOCATION, NORMAL, SENDFILE, OURS_BUFFERED, OURS, SHARED, SHARED_HUGE];
+
 impl Bench {
     fn new(size: u64, options: &Options) -> Result<Self> {
         let mut file = tempfile::Builder::new().suffix(".bin").tempfile_in(&options.folder)?;
@@ -303,10 +315,12 @@ impl Bench {
         })
     }
 
-    fn table(&mut self, cached: Cached, options: &Options, report: &mut Report) -> Result<Medians> {
+    /// Measures a case for as many rounds as were asked for, or as `share` allows.
+    fn table(&mut self, cached: Cached, options: &Options, share: Duration, report: &mut Report) -> Result<Medians> {
         let cold = cached == Cached::None;
         let all: &[&'static str] = match cached {
             Cached::Half => &[AUTO, FIRST, SECOND],
+            Cached::None | Cached::All if self.size > 1 << 30 && options.only.is_empty() => &GOALS,
             Cached::None | Cached::All => &ROWS,
         };
         let rows: Vec<&'static str> = all
@@ -321,13 +335,25 @@ impl Bench {
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
         // Short runs are disturbed easily, and cost little.
         let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
+        let end = Instant::now() + share;
         for round in 0..=rounds {
+            let began = Instant::now();
             for &row in &rows {
                 let Some(seconds) = self.sample(row, cached)? else { continue };
                 // The first round fills pools and warms what is warm.
-                if round > 0 || rounds == 1 {
-                    samples.entry(row).or_default().push(seconds);
+                if round == 1 && rounds > 1 {
+                    samples.remove(row);
                 }
+                samples.entry(row).or_default().push(seconds);
+            }
+            if end.saturating_duration_since(Instant::now()) < began.elapsed() {
+                eprintln!(
+                    "bench: {} {}: {} of {rounds} rounds, for time",
+                    name(self.size),
+                    cached.name(),
+                    round.max(1)
+                );
+                break;
             }
         }
         self.ready = None;

@@ -173,14 +173,33 @@ struct dml_filled {
 	uint64_t checksum; /* 0 unless asked for */
 };
 
-/* Allocates a buffer and reads the open file `fd` into it while it is being allocated. Clears O_DIRECT and
- * O_NONBLOCK of the file. Pipes and sockets are read from their current position. Returns -ENODATA when the file
+/* Allocates a buffer and reads the open file `fd` into it while it is being allocated. The flags and the position of
+ * the file stay as they are. Pipes and sockets are read from their current position. Returns -ENODATA when the file
  * ends early, -ESTALE when its size changed meanwhile, -ENOMEM, or the kernel's error. After an error nothing is in
  * flight or allocated. */
 int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
+
+/* A range of a file, and its place in a buffer. */
+struct dml_range {
+	uint64_t offset; /* in the file, in bytes */
+	uint64_t len; /* bytes; 0 for all to the end, of a file that has one */
+	uint64_t to; /* offset in the buffer */
+	int32_t fd; /* of an open file */
+	uint32_t buffer; /* which of the buffers, from 0 on */
+};
+
+/* Allocates `buffer_count` buffers and reads `count` ranges of open files into them, all at once. A buffer ends with
+ * the last of its ranges; bytes that no range names are 0. `buffers` and `filled` have room for as many; `offset` and
+ * `len` of the configuration are 0, `limit` is of all buffers together. -EINVAL where ranges overlap in a buffer or a
+ * buffer has none. After an error there is no buffer; the rest is as for dml_alloc_and_read(). */
+int32_t dml_alloc_and_read_ranges(const struct dml_range *ranges, size_t count, const struct dml_read_config *config,
+				  size_t buffer_count, dml_buffer *buffers, struct dml_filled *filled);
 /* Returns a new descriptor of the buffer's memory, sealed against changes of its size, which the caller closes;
  * -EOPNOTSUPP without DML_READ_SHAREABLE. */
 int32_t dml_buffer_export(dml_buffer buffer, int *fd);
+/* The same pages as a dma-buf, which drivers import (by /dev/udmabuf). -ENOENT where the kernel has no udmabuf,
+ * -EOPNOTSUPP without DML_READ_SHAREABLE, -EINVAL for a buffer larger than size_limit_mb of the module udmabuf. */
+int32_t dml_buffer_export_dma_buf(dml_buffer buffer, int *fd);
 int32_t dml_buffer_destroy(dml_buffer buffer);
 
 /* An open device: a card, a GPU, a file. Calls on one target take turns. */

@@ -12,6 +12,7 @@ use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use dmalane::load::fill::FilledBuf;
 use dmalane_addr::{CardAddr, Segment};
 use dmalane_vm::Errno;
 
@@ -122,6 +123,22 @@ pub struct DmlReadConfig {
     pub limit: u64,
     /// Milliseconds at most; 0 for no limit.
     pub timeout_ms: u64,
+}
+
+/// `struct dml_range`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlRange {
+    /// Offset in the file, in bytes.
+    pub offset: u64,
+    /// Bytes; 0 for all to the end.
+    pub len: u64,
+    /// Offset in the buffer.
+    pub to: u64,
+    /// An open file.
+    pub fd: i32,
+    /// Which of the buffers.
+    pub buffer: u32,
 }
 
 /// `struct dml_filled`.
@@ -328,22 +345,60 @@ unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     Ok(unsafe { at.read_unaligned() })
 }
 
+/// 64 bits at an offset of a structure of C's.
+fn number(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_ne_bytes)
+}
+
+/// 32 bits at an offset of a structure of C's.
+fn half(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_ne_bytes)
+}
+
 /// A copy from its bytes, of which there are enough.
 fn copy(bytes: &[u8]) -> Result<targets::Request, Refused> {
-    let number = |at: usize| bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_ne_bytes);
-    let half = |at: usize| bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_ne_bytes);
     let later = bytes.iter().skip(size_of::<DmlCopy>()).any(|b| *b != 0);
-    if later || half(offset_of!(DmlCopy, zero)) != 0 {
+    if later || half(bytes, offset_of!(DmlCopy, zero)) != 0 {
         return Err(refused(Errno::TooBig, "fields of a copy that this version does not know"));
     }
     Ok(targets::Request {
-        direction: half(offset_of!(DmlCopy, direction)),
-        user: number(offset_of!(DmlCopy, user)),
-        len: number(offset_of!(DmlCopy, len)),
-        at: number(offset_of!(DmlCopy, at)),
-        memory: number(offset_of!(DmlCopy, memory)),
-        offset: number(offset_of!(DmlCopy, offset)),
+        direction: half(bytes, offset_of!(DmlCopy, direction)),
+        user: number(bytes, offset_of!(DmlCopy, user)),
+        len: number(bytes, offset_of!(DmlCopy, len)),
+        at: number(bytes, offset_of!(DmlCopy, at)),
+        memory: number(bytes, offset_of!(DmlCopy, memory)),
+        offset: number(bytes, offset_of!(DmlCopy, offset)),
     })
+}
+
+/// An open file of C's.
+///
+/// # Safety
+/// `fd` is negative, or an open descriptor that stays open while the result is in use.
+unsafe fn file<'a>(fd: i32) -> Result<BorrowedFd<'a>, Refused> {
+    if fd < 0 {
+        return Err(refused(Errno::Inval, format_args!("{fd} is no file descriptor")));
+    }
+    // SAFETY: not -1, checked above; the caller says that it is open and stays so.
+    Ok(unsafe { BorrowedFd::borrow_raw(fd) })
+}
+
+/// The place of an element of an array of C's; null for none.
+fn place<T>(array: *mut T, i: usize) -> *mut T {
+    if array.is_null() { array } else { array.wrapping_add(i) }
+}
+
+/// No buffer.
+const NOTHING: DmlFilled = DmlFilled { data: std::ptr::null_mut(), len: 0, checksum: 0 };
+
+fn filled_by(made: &FilledBuf) -> DmlFilled {
+    let view = made.view();
+    DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) }
+}
+
+fn read_request(c: DmlReadConfig) -> Request {
+    let DmlReadConfig { flags, threads, offset, len, chunk, limit, timeout_ms, .. } = c;
+    Request { flags, threads, offset, len, chunk, limit, timeout_ms }
 }
 
 fn refused(errno: Errno, what: impl std::fmt::Display) -> Refused {
@@ -391,10 +446,9 @@ exported! {
         let len = count.checked_mul(size_of::<DmlSegment>()).ok_or_else(|| fault("too many segments"))?;
         // SAFETY: the contract of the function: `count` segments are there.
         let bytes = unsafe { bytes(segments.cast(), len)? };
-        let number = |b: &[u8]| b.try_into().map_or(0, u64::from_ne_bytes); // 8 bytes each, by the chunks
         let each = bytes.chunks_exact(size_of::<DmlSegment>()).map(|segment| {
-            let (pa, len) = segment.split_at(8);
-            Segment { addr: CardAddr::new(number(pa)), len: number(len) }
+            let pa = number(segment, offset_of!(DmlSegment, pa));
+            Segment { addr: CardAddr::new(pa), len: number(segment, offset_of!(DmlSegment, len)) }
         });
         let made = objects::create_bo(device, each)?;
         // SAFETY: the contract of the function.
@@ -501,35 +555,59 @@ exported! {
 
     /// Allocates a buffer and reads a file into it while it is being allocated.
     fn dml_alloc_and_read(fd: i32, config: *const DmlReadConfig, buffer: *mut u64, filled: *mut DmlFilled) {
-        let nothing = DmlFilled { data: std::ptr::null_mut(), len: 0, checksum: 0 };
         // SAFETY: the contract of the function.
         unsafe { put(buffer, 0)? };
         // SAFETY: the contract of the function.
-        unsafe { put(filled, nothing)? };
+        unsafe { put(filled, NOTHING)? };
         // SAFETY: the contract of the function; the header says that `size` is the first field.
-        let c = unsafe { self::config(config)? };
-        if fd < 0 {
-            return Err(refused(Errno::Inval, format_args!("{fd} is no file descriptor")));
-        }
-        // SAFETY: not -1; the header says that it is open and stays so during the call.
-        let file = unsafe { BorrowedFd::borrow_raw(fd) };
-        let request = Request {
-            flags: c.flags,
-            threads: c.threads,
-            offset: c.offset,
-            len: c.len,
-            chunk: c.chunk,
-            limit: c.limit,
-            timeout_ms: c.timeout_ms,
-        };
-        let (number, made) = buffers::alloc_and_read(file, &request)?;
-        let view = made.view();
-        let checksum = made.checksum().unwrap_or(0);
-        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum };
+        let request = read_request(unsafe { self::config(config)? });
+        // SAFETY: the header says that it is open and stays so during the call.
+        let (number, made) = buffers::alloc_and_read(unsafe { file(fd)? }, &request)?;
         // SAFETY: the contract of the function.
-        unsafe { put(filled, data)? };
+        unsafe { put(filled, filled_by(&made))? };
         // SAFETY: the contract of the function.
         unsafe { put(buffer, number) }
+    }
+
+    /// Allocates buffers and reads ranges of files into them.
+    fn dml_alloc_and_read_ranges(
+        ranges: *const DmlRange,
+        count: usize,
+        config: *const DmlReadConfig,
+        buffer_count: usize,
+        buffers: *mut u64,
+        filled: *mut DmlFilled,
+    ) {
+        for i in 0..buffer_count {
+            // SAFETY: the contract of the function: there is room for `buffer_count`.
+            unsafe { put(place(buffers, i), 0)? };
+            // SAFETY: the same again.
+            unsafe { put(place(filled, i), NOTHING)? };
+        }
+        // SAFETY: the contract of the function; the header says that `size` is the first field.
+        let request = read_request(unsafe { self::config(config)? });
+        let len = count.checked_mul(size_of::<DmlRange>()).ok_or_else(|| fault("too many ranges"))?;
+        // SAFETY: the contract of the function: `count` ranges are there.
+        let bytes = unsafe { bytes(ranges.cast(), len)? };
+        let each = bytes.chunks_exact(size_of::<DmlRange>()).map(|range| {
+            Ok(buffers::Range {
+                // SAFETY: the header says that it is open and stays so during the call.
+                file: unsafe { file(half(range, offset_of!(DmlRange, fd)).cast_signed())? },
+                offset: number(range, offset_of!(DmlRange, offset)),
+                len: number(range, offset_of!(DmlRange, len)),
+                to: number(range, offset_of!(DmlRange, to)),
+                buffer: half(range, offset_of!(DmlRange, buffer)),
+            })
+        });
+        let ranges = each.collect::<Result<Vec<_>, Refused>>()?;
+        let made = buffers::read_ranges(&ranges, &request, buffer_count)?;
+        for (i, (number, made)) in made.into_iter().enumerate() {
+            // SAFETY: the contract of the function.
+            unsafe { put(place(filled, i), filled_by(&made))? };
+            // SAFETY: the contract of the function.
+            unsafe { put(place(buffers, i), number)? };
+        }
+        Ok(())
     }
 
     /// A descriptor of the memory of a buffer, for another process or driver.
@@ -537,6 +615,15 @@ exported! {
         // SAFETY: the contract of the function.
         unsafe { put(fd, -1)? };
         let exported = buffers::export(buffer)?;
+        // SAFETY: the contract of the function. Were it refused here, it would have been above.
+        unsafe { put(fd, exported.into_raw_fd()) }
+    }
+
+    /// A dma-buf of the memory of a buffer, for another driver.
+    fn dml_buffer_export_dma_buf(buffer: u64, fd: *mut i32) {
+        // SAFETY: the contract of the function.
+        unsafe { put(fd, -1)? };
+        let exported = buffers::export_dma_buf(buffer)?;
         // SAFETY: the contract of the function. Were it refused here, it would have been above.
         unsafe { put(fd, exported.into_raw_fd()) }
     }

@@ -1,15 +1,20 @@
 //! Buffers that files were read into, behind the numbers that C holds.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::ops::Bound;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dmalane::dma::{Needs, pick};
+use dmalane::dma::{Needs, Picked, pick};
 use dmalane::file::{Error, Mode};
-use dmalane::load::fill::{FillError, FilledBuf};
-use dmalane::{AllocAndRead, ReadError, ReadOptions};
+use dmalane::load::fill::{Extent, FillError, FilledBuf, Job};
+use dmalane::{AllocAndRead, Read, ReadError, ReadOptions, ReadSource};
+use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
 use crate::objects::{Number, Numbered, Refused, chain, lock};
@@ -24,6 +29,7 @@ const CHECKSUM: u32 = 1 << 3;
 // Numbers of asm-generic/errno.h that the bind manager has no use for.
 const EIO: i32 = 5;
 const EISDIR: i32 = 21;
+const ESPIPE: i32 = 29;
 const ENODATA: i32 = 61;
 const ETIMEDOUT: i32 = 110;
 const ESTALE: i32 = 116;
@@ -39,7 +45,17 @@ pub(crate) struct Request {
     pub(crate) timeout_ms: u64,
 }
 
-pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<(u64, Arc<FilledBuf>), Refused> {
+/// `struct dml_range`, with the file that it is of.
+pub(crate) struct Range<'a> {
+    pub(crate) file: BorrowedFd<'a>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) to: u64,
+    pub(crate) buffer: u32,
+}
+
+/// Options of a read, and the heap that it takes memory from.
+fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
     let has = |flag| request.flags & flag != 0;
     let mode = match (has(DIRECT), has(BUFFERED)) {
         (false, false) => Mode::Auto,
@@ -53,13 +69,6 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
     if request.threads > 64 {
         return Err(Refused::new(Errno::Range, format_args!("{} threads", request.threads)));
     }
-    let end = match request.len {
-        0 => Bound::Unbounded,
-        len => match request.offset.checked_add(len) {
-            Some(end) => Bound::Excluded(end),
-            None => return Err(Refused::new(Errno::Overflow, format_args!("{len} bytes from {} on", request.offset))),
-        },
-    };
     let some = |n: u64| (n > 0).then_some(n);
     let default = ReadOptions::default();
     let options = ReadOptions {
@@ -71,13 +80,85 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
         timeout: some(request.timeout_ms).map(Duration::from_millis),
         ..default
     };
-    let owned = file.try_clone_to_owned().map_err(|e| kernel(&e))?;
     let picked = pick(Needs { shareable: has(SHAREABLE), ..Needs::default() });
-    let picked = picked.map_err(|e| Refused::new(Errno::NoMem, chain(&e)))?;
+    Ok((options, picked.map_err(|e| Refused::new(Errno::NoMem, chain(&e)))?))
+}
+
+fn end(offset: u64, len: u64) -> Result<u64, Refused> {
+    let past = || Refused::new(Errno::Overflow, format_args!("{len} bytes from {offset} on"));
+    offset.checked_add(len).ok_or_else(past)
+}
+
+fn owned(file: BorrowedFd<'_>) -> Result<File, Refused> {
+    file.try_clone_to_owned().map(File::from).map_err(|e| kernel(&e))
+}
+
+pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<(u64, Arc<FilledBuf>), Refused> {
+    let (options, picked) = prepare(request)?;
+    let end = match request.len {
+        0 => Bound::Unbounded,
+        len => Bound::Excluded(end(request.offset, len)?),
+    };
     let range = (Bound::Included(request.offset), end);
-    let read = picked.heap.alloc_and_read(&File::from(owned), range, &options)?;
+    let read = picked.heap.alloc_and_read(&owned(file)?, range, &options)?;
+    add(read.buffer)
+}
+
+/// Reads ranges into so many buffers.
+pub(crate) fn read_ranges(
+    ranges: &[Range<'_>],
+    request: &Request,
+    count: usize,
+) -> Result<Vec<(u64, Arc<FilledBuf>)>, Refused> {
+    if request.offset != 0 || request.len != 0 {
+        return Err(Refused::new(Errno::Inval, "a range in the configuration"));
+    }
+    let (options, picked) = prepare(request)?;
+    let mut job = Job { buffers: vec![0; count], extents: Vec::with_capacity(ranges.len()) };
+    let mut named = vec![false; count];
+    // A file that is named several times is opened once.
+    let (mut sources, mut numbers) = (Vec::new(), BTreeMap::new());
+    for (i, range) in ranges.iter().enumerate() {
+        let source = match numbers.entry(range.file.as_raw_fd()) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                let name = format!("file descriptor {}", range.file.as_raw_fd());
+                sources.push(ReadSource { file: owned(range.file)?, path: name.into() });
+                *new.insert(sources.len() - 1)
+            }
+        };
+        let len = match range.len {
+            0 => {
+                let kind = sources[source].file.metadata().map_err(|e| kernel(&e))?.file_type();
+                if !kind.is_file() && !kind.is_block_device() {
+                    let what = format_args!("range {i} goes to the end of a stream, which has none");
+                    return Err(Refused::new(Number::Kernel(ESPIPE), what));
+                }
+                sources[source].size()?.saturating_sub(range.offset)
+            }
+            len => len,
+        };
+        end(range.offset, len)?;
+        let (Some(buffer), Some(named)) =
+            (job.buffers.get_mut(range.buffer as usize), named.get_mut(range.buffer as usize))
+        else {
+            let what = format_args!("range {i} is of buffer {}, and there are {count}", range.buffer);
+            return Err(Refused::new(Errno::Inval, what));
+        };
+        (*buffer, *named) = ((*buffer).max(end(range.to, len)?), true);
+        let (at, buffer) = (FileOffset::new(range.offset), range.buffer as usize);
+        job.extents.push(Extent { source, at, len, buffer, to: range.to });
+    }
+    if let Some(buffer) = named.iter().position(|named| !named) {
+        return Err(Refused::new(Errno::Inval, format_args!("no range is of buffer {buffer}")));
+    }
+    let read = Read::sources(sources).job(job).options(options).into_memory(&*picked.heap)?;
+    read.filled.buffers.into_iter().map(add).collect()
+}
+
+fn add(buffer: FilledBuf) -> Result<(u64, Arc<FilledBuf>), Refused> {
     let mut buffers = lock(&BUFFERS);
-    let number = buffers.add(read.buffer);
+    let number = buffers.add(buffer);
     Ok((number, buffers.get(number, "buffer")?))
 }
 
@@ -86,6 +167,15 @@ pub(crate) fn export(buffer: u64) -> Result<OwnedFd, Refused> {
     let memfd = buffer.shared().export();
     let memfd = memfd.ok_or_else(|| Refused::new(Errno::NotSup, "the buffer was not created as shareable"))?;
     memfd.try_clone_to_owned().map_err(|e| kernel(&e))
+}
+
+pub(crate) fn export_dma_buf(buffer: u64) -> Result<OwnedFd, Refused> {
+    dmalane::dma::export_dma_buf(&get(buffer)?.shared().reference()).map_err(|e| match e.kind() {
+        ErrorKind::Unsupported => Refused::new(Errno::NotSup, "the buffer was not created as shareable"),
+        ErrorKind::NotFound => Refused::new(Errno::NoEnt, &e),
+        ErrorKind::InvalidInput => Refused::new(Errno::Inval, &e),
+        _ => kernel(&e),
+    })
 }
 
 pub(crate) fn get(buffer: u64) -> Result<Arc<FilledBuf>, Refused> {
@@ -134,6 +224,7 @@ impl From<ReadError> for Refused {
             ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
                 Errno::NoMem.into()
             }
+            ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
             ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
             _ => Number::Kernel(EIO),
         };

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -56,6 +57,7 @@ static int says(const char *name, const char *text)
 static void layout(void)
 {
 	CHECK(sizeof(struct dml_segment) == 16);
+	CHECK(sizeof(struct dml_range) == 32);
 	CHECK(sizeof(struct dml_vm_config) == 80);
 	CHECK(sizeof(struct dml_vm_op) == 32);
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
@@ -403,6 +405,84 @@ static void reads(void)
 	fclose(file);
 }
 
+/* Ranges of several files into several buffers, and a dma-buf of one. */
+static void ranges(void)
+{
+	enum { LEN = 3000000 };
+	static unsigned char bytes[2][LEN];
+	FILE *files[2] = {tmpfile(), tmpfile()};
+	struct dml_read_config config = {.size = sizeof config, .flags = DML_READ_SHAREABLE | DML_READ_CHECKSUM};
+	struct dml_filled filled[2];
+	dml_buffer buffers[2] = {7, 7};
+	struct stat stat;
+	int fds[2], pipes[2], fd = 7;
+
+	for (int f = 0; f < 2; f++) {
+		for (size_t i = 0; i < LEN; i++) bytes[f][i] = (unsigned char)((i ^ i >> 8) + f);
+		CHECK(files[f] && fwrite(bytes[f], 1, LEN, files[f]) == LEN && !fflush(files[f]));
+		fds[f] = fileno(files[f]);
+	}
+	struct dml_range all[] = {
+		{.fd = fds[0], .offset = 4096, .len = 100000, .buffer = 1},
+		{.fd = fds[1], .offset = 1000, .buffer = 0, .to = 5},
+		{.fd = fds[0], .offset = LEN - 1, .len = 1, .buffer = 1, .to = 100001},
+	};
+	CHECK(!dml_alloc_and_read_ranges(all, 3, &config, 2, buffers, filled));
+	CHECK(filled[0].len == LEN - 995 && filled[0].checksum && filled[1].checksum);
+	CHECK(!memcmp(filled[0].data, "\0\0\0\0\0", 5));
+	CHECK(!memcmp((char *)filled[0].data + 5, bytes[1] + 1000, LEN - 1000));
+	unsigned char *second = filled[1].data;
+	CHECK(filled[1].len == 100002 && !memcmp(second, bytes[0] + 4096, 100000));
+	CHECK(second[100000] == 0 && second[100001] == bytes[0][LEN - 1]);
+
+	int32_t exported = dml_buffer_export_dma_buf(buffers[0], &fd);
+	if (exported) {
+		CHECK(exported == -ENOENT && fd == -1 && says("ENOENT", "/dev/udmabuf"));
+		fprintf(stderr, "SKIPPED: the kernel has no /dev/udmabuf\n");
+	} else {
+		/* A dma-buf ends where its memory does, and has the bytes. */
+		off_t end = lseek(fd, 0, SEEK_END);
+		CHECK(end >= LEN - 995 && end % 4096 == 0);
+		unsigned char *mapped = mmap(NULL, (size_t)end, PROT_READ, MAP_SHARED, fd, 0);
+		CHECK(mapped != MAP_FAILED && !memcmp(mapped + 5, bytes[1] + 1000, LEN - 1000));
+		CHECK(!munmap(mapped, (size_t)end) && !close(fd));
+	}
+	CHECK(!dml_buffer_export(buffers[1], &fd) && !fstat(fd, &stat) && stat.st_size >= 100002 && !close(fd));
+	CHECK(!dml_buffer_destroy(buffers[0]) && !dml_buffer_destroy(buffers[1]));
+	CHECK(dml_buffer_export_dma_buf(buffers[0], &fd) == -ENOENT && fd == -1);
+
+	/* Nothing is left behind. */
+	all[2].to = 99999;
+	CHECK(dml_alloc_and_read_ranges(all, 3, &config, 2, buffers, filled) == -EINVAL && !buffers[0] && !filled[1].data);
+	CHECK(says("EINVAL", "overlap"));
+	all[2].to = UINT64_MAX;
+	CHECK(dml_alloc_and_read_ranges(all, 3, &config, 2, buffers, filled) == -EOVERFLOW);
+	all[2].to = 100001, all[2].buffer = 2;
+	CHECK(dml_alloc_and_read_ranges(all, 3, &config, 2, buffers, filled) == -EINVAL);
+	CHECK(dml_alloc_and_read_ranges(all, 3, &config, 4, buffers, NULL) == -EFAULT);
+	CHECK(dml_alloc_and_read_ranges(all, 1, &config, 2, buffers, filled) == -EINVAL);
+	CHECK(says("EINVAL", "no range is of buffer 0"));
+	all[1].len = LEN;
+	CHECK(dml_alloc_and_read_ranges(all, 2, &config, 2, buffers, filled) == -ENODATA);
+	all[1].fd = -1;
+	CHECK(dml_alloc_and_read_ranges(all, 2, &config, 2, buffers, filled) == -EINVAL);
+	all[1].fd = 1000000;
+	CHECK(dml_alloc_and_read_ranges(all, 2, &config, 2, buffers, filled) == -EBADF);
+	CHECK(!pipe(pipes) && write(pipes[1], "piped", 5) == 5);
+	all[0] = (struct dml_range){.fd = pipes[0], .len = 5};
+	CHECK(!dml_alloc_and_read_ranges(all, 1, &config, 1, buffers, filled) && !memcmp(filled[0].data, "piped", 5));
+	CHECK(!dml_buffer_destroy(buffers[0]));
+	all[0].len = 0;
+	CHECK(dml_alloc_and_read_ranges(all, 1, &config, 1, buffers, filled) == -ESPIPE);
+	CHECK(!close(pipes[0]) && !close(pipes[1]));
+	config.len = 1;
+	CHECK(dml_alloc_and_read_ranges(all, 1, &config, 1, buffers, filled) == -EINVAL);
+	config.len = 0;
+	CHECK(dml_alloc_and_read_ranges(NULL, 1, &config, 1, buffers, filled) == -EFAULT);
+	CHECK(!dml_alloc_and_read_ranges(NULL, 0, &config, 0, NULL, NULL));
+	fclose(files[0]), fclose(files[1]);
+}
+
 /* Submits one copy and waits for it. */
 static int32_t one(dml_target target, struct dml_copy copy)
 {
@@ -590,6 +670,7 @@ int main(void)
 	refused();
 	threads();
 	reads();
+	ranges();
 	target("soft");
 	target("ram:64MiB");
 	return line_of_failure ? 1 : 0;

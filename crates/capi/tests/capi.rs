@@ -54,6 +54,7 @@ fn a_program_in_c() {
         let program = compile("cc", "tests/capi.c", &format!("capi-{kind}"), &["-std=c11"], &library);
         let ran = Command::new(&program).output().unwrap();
         let (said, status) = (String::from_utf8_lossy(&ran.stdout), ran.status);
+        print!("{}", String::from_utf8_lossy(&ran.stderr)); // what was skipped
         assert!(
             status.success() && said.is_empty(),
             "{kind}: {status}\n{said}{}",

@@ -13,8 +13,8 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
@@ -52,6 +52,8 @@ pub(crate) struct Region {
     fd: Option<OwnedFd>,
     /// Set permanently once `fd` was exported: another process may have the memory mapped.
     exported: AtomicBool,
+    /// Held by the thread that writes to `fd`: the kernel lets one do so at a time.
+    writing: Mutex<()>,
     /// The pool that gets the memory on drop; `None` to unmap it.
     home: Option<Home>,
     /// The mapping that contains this fragment: unmapped with its last fragment, and accessed only through fragments.
@@ -83,7 +85,8 @@ impl Region {
     /// A mapping that was just made, with the file behind it.
     fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
         let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { ptr, len, fd, exported: AtomicBool::new(false), home: None, slab: None, driver: None })
+        let (exported, writing) = (AtomicBool::new(false), Mutex::new(()));
+        Ok(Self { ptr, len, fd, exported, writing, home: None, slab: None, driver: None })
     }
 
     /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
@@ -222,7 +225,7 @@ impl Region {
     pub(crate) fn of_driver(memory: Box<dyn DriverMemory>) -> Self {
         let (ptr, len) = memory.span();
         let (exported, driver) = (AtomicBool::new(false), Some(memory));
-        Self { ptr, len: len.get(), fd: None, exported, home: None, slab: None, driver }
+        Self { ptr, len: len.get(), fd: None, exported, writing: Mutex::new(()), home: None, slab: None, driver }
     }
 
     /// True for memory, or a fragment of it, that a driver has mapped: the kernel takes no advice about it.
@@ -296,6 +299,7 @@ impl Region {
             len: len.min(whole - at),
             fd: None,
             exported: AtomicBool::new(false),
+            writing: Mutex::new(()),
             home: None,
             slab: Some(slab.clone()),
             driver: None,
@@ -332,32 +336,63 @@ impl Region {
         }
     }
 
-    /// Fills a range with bytes of a file, by writing them to the memfd: its pages are then allocated without being
-    /// zeroed first.
+    /// Fills a range, none of whose pages is present, with bytes of a mapped file: see [`Region::write_absent`].
     ///
     /// # Errors
-    /// `Unsupported` for memory without a descriptor, or one that cannot be written (hugetlbfs, a dma-buf);
-    /// `InvalidInput` for a range that is not within this memory or the mapping; the kernel's. Some of it may have been
-    /// written.
+    /// `InvalidInput` for a range that is not within this memory or the mapping; as [`Region::write_absent`].
     pub(crate) fn write_from_file(&self, offset: usize, len: usize, file: &FileMapping, at: u64) -> io::Result<()> {
-        let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
-        let within = |start: usize, all: usize| start.checked_add(len).is_some_and(|end| len > 0 && end <= all);
         let skip = at.checked_sub(file.start).and_then(|skip| usize::try_from(skip).ok());
-        let skip = skip.filter(|skip| within(*skip, file.len) && within(offset, self.len));
-        let skip = skip.ok_or(io::ErrorKind::InvalidInput)?;
+        let skip = skip.filter(|skip| within(*skip, len, file.len)).ok_or(io::ErrorKind::InvalidInput)?;
         let first = skip & !(page() - 1);
         // SAFETY: the range lies in this mapping (checked above), and the advice changes no contents.
         unsafe {
             mm::madvise(file.ptr.as_ptr().wrapping_add(first).cast(), skip - first + len, Advice::LinuxPopulateRead)
         }?;
-        let mut done = 0;
+        // SAFETY: `len` bytes from `skip` on lie in the mapping (checked above), which lives through the call.
+        unsafe { self.write_absent(offset, len, file.ptr.as_ptr().wrapping_add(skip)) }
+    }
+
+    /// Fills a range, none of whose pages is present, with the bytes of a view of the same length: see
+    /// [`Region::write_absent`].
+    ///
+    /// # Errors
+    /// As [`Region::write_absent`].
+    pub(crate) fn write_from_view(&self, offset: usize, from: VolatileSlice<'_>) -> io::Result<()> {
+        // SAFETY: the view's bytes are mapped, and stay so while it is borrowed.
+        unsafe { self.write_absent(offset, from.len(), from.as_ptr()) }
+    }
+
+    /// Fills a range of a memfd of ordinary pages, none of which is present, with the `len` bytes at `from`. The kernel
+    /// does not zero the pages first: it makes them with these contents, by `userfaultfd`, for several threads at a
+    /// time, or, where that is not allowed (the seccomp profiles of containers), by `pwrite`, for one. What is left of
+    /// the last page is zero.
+    ///
+    /// # Errors
+    /// `Unsupported` for memory without a descriptor, or one that cannot be written (hugetlbfs, a dma-buf);
+    /// `InvalidInput` for a range that is not within this memory; `WouldBlock` where another thread writes it and there
+    /// is no `userfaultfd`; the kernel's. Some of it may have been written.
+    ///
+    /// # Safety
+    /// `len` bytes are mapped at `from` throughout the call; they may be bytes of a file that has ended.
+    unsafe fn write_absent(&self, offset: usize, len: usize, from: *const u8) -> io::Result<()> {
+        let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        if len == 0 || !within(offset, len, self.len) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: whole pages of this region (checked above), and as many bytes as the caller promises.
+        let mut done = unsafe { self.copy_absent(offset, len - len % page(), from) };
+        let _alone = match self.writing.try_lock() {
+            // The rest of a page is written soon.
+            alone if done == 0 && len >= page() => Some(alone.map_err(|_| io::ErrorKind::WouldBlock)?),
+            _ => None,
+        };
         while done < len {
-            let from = file.ptr.as_ptr().wrapping_add(skip + done);
-            // SAFETY: the kernel reads `len - done` bytes from `skip + done` on of a mapping that has `skip + len` and
-            // lives through the call; bytes that cannot be had are an error of the call. It writes to a file of which
-            // the range belongs to this region, and sealing keeps it as long as it is.
+            let rest = from.wrapping_add(done);
+            // SAFETY: the kernel reads bytes that the caller vouches for; bytes that cannot be had are an error of the
+            // call. It writes to a file of which the range belongs to this region, and sealing keeps it as long as it
+            // is.
             let n =
-                unsafe { libc::pwrite64(fd.as_raw_fd(), from.cast(), len - done, (offset + done) as libc::off64_t) };
+                unsafe { libc::pwrite64(fd.as_raw_fd(), rest.cast(), len - done, (offset + done) as libc::off64_t) };
             match usize::try_from(n) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(n) => done += n,
@@ -369,6 +404,58 @@ impl Region {
             }
         }
         Ok(())
+    }
+
+    /// Makes whole pages with the contents at `from` as far as the kernel does it, and returns the number of bytes.
+    ///
+    /// The range is registered with a `userfaultfd` only during the call: while it is, a thread that touched a missing
+    /// page of it would wait for ever.
+    ///
+    /// # Safety
+    /// As [`Region::write_absent`]; the range is within this region, and its offset and length are whole pages.
+    unsafe fn copy_absent(&self, offset: usize, len: usize, from: *const u8) -> usize {
+        const USER_MODE_ONLY: libc::c_int = 1;
+        // Of linux/userfaultfd.h; the structures are words.
+        const VERSION: u64 = 0xaa;
+        const API: u32 = request(3, size_of::<[u64; 3]>(), 0xaa, 0x3f);
+        const REGISTER: u32 = request(3, size_of::<[u64; 4]>(), 0xaa, 0);
+        const COPY: u32 = request(3, size_of::<[u64; 5]>(), 0xaa, 3);
+        const MISSING: u64 = 1;
+        const WAKE_NOBODY: u64 = 1;
+        if len == 0 {
+            return 0;
+        }
+        // SAFETY: the call takes no pointer, and the descriptor that it returns is nobody else's.
+        let faults = match unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | USER_MODE_ONLY) } {
+            fd if fd < 0 => return 0,
+            // SAFETY: as above; descriptors are small numbers.
+            fd => unsafe { OwnedFd::from_raw_fd(fd as i32) },
+        };
+        let ask = |request: u32, words: *mut u64| {
+            // SAFETY: each request is passed as many words as its number says, which live through the call. `REGISTER`
+            // and `COPY` name pages of this region and the bytes at `from`, for which the caller vouches.
+            unsafe { libc::ioctl(faults.as_raw_fd(), request as libc::Ioctl, words) }
+        };
+        let to = self.ptr.as_ptr().wrapping_add(offset).addr() as u64;
+        let (mut api, mut register) = ([VERSION, 0, 0], [to, len as u64, MISSING, 0]);
+        if ask(API, api.as_mut_ptr()) < 0 || ask(REGISTER, register.as_mut_ptr()) < 0 {
+            return 0;
+        }
+        let from = from.expose_provenance() as u64;
+        let mut done = 0;
+        while done < len {
+            // The last word: how many bytes were copied, or a negative error number.
+            let mut copy = [to + done as u64, from + done as u64, (len - done) as u64, WAKE_NOBODY, 0];
+            let all = ask(COPY, copy.as_mut_ptr()) >= 0;
+            match copy[4].cast_signed() {
+                n if n > 0 => done += n as usize,
+                _ if all => break,
+                // Memory of the process is being mapped by another thread.
+                n if n == -i64::from(libc::EAGAIN) => {}
+                _ => break,
+            }
+        }
+        done
     }
 
     /// Advises the kernel about a range, which the caller has checked to lie within.
@@ -388,6 +475,11 @@ impl Region {
         let fd = self.fd.as_ref()?;
         self.exported.store(true, Ordering::Relaxed);
         Some(fd.as_fd())
+    }
+
+    /// True for memory behind a descriptor.
+    pub(crate) fn has_file(&self) -> bool {
+        self.fd.is_some()
     }
 
     /// The file behind the region, which does not count as exported by that.
@@ -470,6 +562,7 @@ impl Drop for Region {
                 len: self.len,
                 fd,
                 exported: AtomicBool::new(false),
+                writing: Mutex::new(()),
                 home: None,
                 slab,
                 driver,
@@ -571,6 +664,11 @@ struct UdmabufCreate {
     flags: u32,
     offset: u64,
     size: u64,
+}
+
+/// True for `len` bytes from `start` on that lie within `all` bytes.
+fn within(start: usize, len: usize, all: usize) -> bool {
+    start.checked_add(len).is_some_and(|end| end <= all)
 }
 
 /// The number of a request: direction, size, type, number (asm-generic/ioctl.h).

@@ -12,8 +12,8 @@ use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
@@ -371,8 +371,7 @@ fn read<'a>(
     };
     let from_cache = FromCache {
         files: sources.iter().zip(&choices).map(map).collect(),
-        written: sources.iter().map(|_| AtomicU64::new(0)).collect(),
-        writing: Mutex::new(()),
+        copied: sources.iter().map(|_| AtomicU64::new(0)).collect(),
     };
     let memory = Stays { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
@@ -386,8 +385,8 @@ fn read<'a>(
         }
     }
     let method = |(i, choice): (usize, Choice)| {
-        let written = from_cache.written[i].load(Ordering::Relaxed);
-        let mut moved = Moved { direct: 0, buffered: written };
+        let copied = from_cache.copied[i].load(Ordering::Relaxed);
+        let mut moved = Moved { direct: 0, buffered: copied };
         // The worker that moved most; all are alike unless something was refused to one of them.
         let all = |m: Moved| m.direct + m.buffered;
         let most = workers.iter().max_by_key(|of| all(of[i].moved())).map(|of| &of[i]);
@@ -395,8 +394,8 @@ fn read<'a>(
             (moved.direct, moved.buffered) = (moved.direct + queue.direct, moved.buffered + queue.buffered);
         }
         let mut how = most.map_or_else(How::plain, Source::how);
-        if written > 0 {
-            how.reasons.push(format!("{written} bytes by writing them to the memfd"));
+        if copied > 0 {
+            how.reasons.push(format!("{copied} bytes copied to the memfd"));
         }
         ReadMethod { how, reason: choice.reason, moved, cached: choice.cached }
     };

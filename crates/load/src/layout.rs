@@ -87,7 +87,7 @@ mod tests {
             Arc::new(Tensor {
                 name: String::new(),
                 dtype: String::new(),
-                shape: vec![],
+                shape: Box::default(),
                 at: FileOffset::new(0),
                 len: *len,
             })

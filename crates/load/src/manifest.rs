@@ -545,7 +545,7 @@ impl From<&Region> for JsonRegion {
             kind: region.part.kind().to_owned(),
             name: tensor.map(|t| t.name.clone()),
             dtype: tensor.map(|t| t.dtype.clone()),
-            shape: tensor.map(|t| t.shape.clone()),
+            shape: tensor.map(|t| t.shape.to_vec()),
             start: region.start,
             end: region.end,
             xxh3: format!("{:016x}", region.digest.xxh3),
@@ -591,7 +591,7 @@ impl JsonRegion {
             ("tensor", Some(name)) => Part::Tensor(Arc::new(Tensor {
                 name,
                 dtype: dtype.unwrap_or_default(),
-                shape: shape.unwrap_or_default(),
+                shape: shape.unwrap_or_default().into(),
                 at: FileOffset::new(start),
                 len: end.saturating_sub(start),
             })),

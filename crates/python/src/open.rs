@@ -309,7 +309,7 @@ impl Files {
         let (file, index) = self.inner.find(name)?;
         let source = &self.inner.files[file];
         let tensor = &source.model.tensors[index];
-        Ok((tensor.dtype.clone(), tensor.shape.clone(), tensor.len, source.name(), tensor.at.bits()))
+        Ok((tensor.dtype.clone(), tensor.shape.to_vec(), tensor.len, source.name(), tensor.at.bits()))
     }
 
     /// Reads all tensors.
@@ -496,7 +496,7 @@ pub(crate) fn plan(file: &Source, tensors: Range<usize>, align: Option<u64>) -> 
 
 /// The shape of a tensor; that of bytes without a type is their number.
 pub(crate) fn shape_of(tensor: &dmalane::load::Tensor) -> Vec<u64> {
-    if tensor.dtype.is_empty() { vec![tensor.len] } else { tensor.shape.clone() }
+    if tensor.dtype.is_empty() { vec![tensor.len] } else { tensor.shape.to_vec() }
 }
 
 /// The runs of consecutive bytes that a slice of a tensor consists of: where each starts in the tensor, and the bytes

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Account, PageBacking, PageKind};
 use crate::buf::Memory;
 use crate::sys::{FileMapping, Region, page};
-use crate::{BufferSlice, Error, SharedBuf};
+use crate::{BufferSlice, Error, SharedBuf, VolatileSlice};
 
 /// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
 /// [`BufferSlice`] when it is populated.
@@ -63,6 +63,12 @@ impl Reserved {
         self.fresh
     }
 
+    /// True for new memory of ordinary pages behind a memfd: faster to fill by [`Absent::copy_from`] than to populate,
+    /// which zeroes it, and to read into.
+    pub fn is_better_copied_to(&self) -> bool {
+        !self.present && self.backing().kind == PageKind::Base && self.rest.memory().region.has_file()
+    }
+
     /// Takes the next `len` bytes, or all that are left; `None` when none are left.
     pub fn next(&mut self, len: usize) -> Option<Absent> {
         let len = len.min(self.rest.len());
@@ -105,20 +111,36 @@ impl Absent {
     }
 
     /// Fills the range with `len` bytes of a mapped file from file offset `at` on, and the rest of the last page with
-    /// zeroes. Memory behind a memfd of ordinary pages is written through the memfd, so that the kernel need not zero
-    /// its pages first; the pages are present afterwards, but this process has not touched them. Only worth it for
-    /// bytes that are in the page cache. Writers of one memfd wait for each other.
+    /// zeroes. Memory behind a memfd of ordinary pages is made with these contents by the kernel, which then need not
+    /// zero its pages first; this process has not touched them. Only worth it for bytes that are in the page cache.
     ///
     /// # Errors
     /// The range as it was, to be populated instead, with the reason: `Unsupported` for other memory, and where `len`
-    /// does not end in the range's last page; the kernel's.
+    /// does not end in the range's last page; `WouldBlock` while another thread fills a range, on systems that let one
+    /// do so at a time; the kernel's.
     pub fn copy_from_file(self, file: &FileMapping, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
+        self.made_by(len, |region, offset| region.write_from_file(offset, len, file, at))
+    }
+
+    /// Fills the range as [`Absent::copy_from_file`] does, with bytes of other memory.
+    ///
+    /// # Errors
+    /// As [`Absent::copy_from_file`].
+    pub fn copy_from(self, from: VolatileSlice<'_>) -> Result<BufferSlice, (Self, io::Error)> {
+        self.made_by(from.len(), |region, offset| region.write_from_view(offset, from))
+    }
+
+    fn made_by(
+        self,
+        len: usize,
+        write: impl FnOnce(&Region, usize) -> io::Result<()>,
+    ) -> Result<BufferSlice, (Self, io::Error)> {
         let memory = self.slice.memory();
         let whole_pages = self.offset().is_multiple_of(page()) && len.next_multiple_of(page()) == self.len();
         if self.present || memory.backing.kind != PageKind::Base || !whole_pages {
             return Err((self, io::ErrorKind::Unsupported.into()));
         }
-        match memory.region.write_from_file(self.offset(), len, file, at) {
+        match write(&memory.region, self.offset()) {
             Ok(()) => Ok(self.now_present()),
             Err(e) => Err((self, e)),
         }

@@ -312,6 +312,37 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     assert!(FileMapping::new(std::fs::File::open("/").unwrap().as_fd(), 0..5).is_err(), "a directory");
 }
 
+#[test]
+fn threads_fill_absent_memory_from_other_memory() {
+    let len = 40 * page() + 5;
+    let mut from = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap();
+    from[..len].iter_mut().enumerate().for_each(|(i, b)| *b = (i >> 4) as u8 | 1);
+    let (want, from) = (from[..len].to_vec(), from.share());
+    let heap = MemfdHeap::starting_at(PageKind::Base);
+    let mut reserved = heap.reserve(len).unwrap();
+    assert!(reserved.is_better_copied_to() && !AnonHeap::new().reserve(len).unwrap().is_better_copied_to());
+    let ranges: Vec<_> = std::iter::from_fn(|| reserved.next(7 * page())).collect();
+    let fill = |absent: Absent| {
+        let (offset, all) = (absent.offset(), absent.len());
+        let bytes = from.view().sub(offset, all.min(len - offset)).unwrap();
+        // Where only one may write at a time, the others populate, as those who call this do.
+        absent.copy_from(bytes).unwrap_or_else(|(absent, why)| {
+            assert_eq!(why.kind(), std::io::ErrorKind::WouldBlock, "{why}");
+            let there = absent.populate().unwrap();
+            there.view().sub(0, bytes.len()).unwrap().copy_from(bytes, crate::CopyHint::Keep);
+            there
+        })
+    };
+    let filled: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = ranges.into_iter().map(|range| scope.spawn(|| fill(range))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    drop(reserved);
+    let whole = filled.into_iter().map(Some).reduce(|a, b| a?.join(b?).ok()).flatten().unwrap();
+    let cpu = whole.into_whole().unwrap().into_cpu().unwrap();
+    assert!(cpu[..len] == want && cpu[len..].iter().all(|b| *b == 0));
+}
+
 /// Number of present pages in a range of virtual addresses.
 fn present(at: usize, len: usize) -> usize {
     let mut words = vec![0; len / page() * 8];

@@ -203,7 +203,7 @@ fn cached_files_are_written_to_memfds() {
         assert_eq!(read.buffer.checksum(), Some(twox_hash::XxHash3_64::oneshot(&data[range.clone()])));
         assert_eq!(read.method.moved, Moved { direct: 0, buffered: range.len() as u64 });
         let how = read.method.to_string();
-        assert!(threads > 1 || how.contains(&format!("{} bytes by writing them to the memfd", range.len())), "{how}");
+        assert!(threads > 1 || how.contains(&format!("{} bytes copied to the memfd", range.len())), "{how}");
     }
 }
 

@@ -61,17 +61,6 @@ const TYPES: &[(u32, &str, u64, u64)] = &[
     (41, "Q1_0", 128, 18),
 ];
 
-/// A tensor as the header describes it.
-struct Described {
-    name: String,
-    dtype: u32,
-    shape: Vec<u64>,
-    /// From the start of the tensors' bytes.
-    offset: u64,
-    /// Where its description starts in the file.
-    at: u64,
-}
-
 /// True for files that start with the format's magic number.
 pub(super) fn detect(_path: &Path, head: &[u8]) -> bool {
     head.starts_with(MAGIC)
@@ -175,8 +164,11 @@ impl<R: BufRead> Header<R> {
         Ok(Model { len: self.file, tensors, metadata: Some(metadata), container: Container::Gguf })
     }
 
-    fn tensor(&mut self) -> Result<Described, HeaderError> {
-        let at = self.at;
+    /// Reads a tensor as its description has it: `at` counts from the start of the tensors' bytes, and `len` is where
+    /// the description is in the file, below its type. A file may have millions of tensors: no more is kept of each.
+    fn tensor(&mut self) -> Result<Arc<Tensor>, HeaderError> {
+        const { assert!(MAX_HEADER <= u32::MAX as u64) };
+        let described = self.at << 32;
         let name = self.text()?;
         let dims = self.u32()?;
         if dims > MAX_DIMS {
@@ -185,7 +177,8 @@ impl<R: BufRead> Header<R> {
         // The file names the fastest dimension first; shapes here name it last.
         let mut shape = (0..dims).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
         shape.reverse();
-        Ok(Described { name, shape, dtype: self.u32()?, offset: self.u64()?, at })
+        let (len, at) = (described | u64::from(self.u32()?), FileOffset::new(self.u64()?));
+        Ok(Arc::new(Tensor { name, dtype: String::new(), shape: shape.into(), at, len }))
     }
 
     /// Reads a value, as text where it is a short scalar or text.
@@ -304,51 +297,54 @@ impl<R: BufRead> Header<R> {
     }
 }
 
-/// The tensors in the order of their bytes, none of which overlap.
+/// Puts described tensors in the order of their bytes, none of which overlap, and completes them.
 fn place(
-    mut described: Vec<Described>,
+    mut tensors: Vec<Arc<Tensor>>,
     start: u64,
     alignment: u64,
     file: u64,
 ) -> Result<Vec<Arc<Tensor>>, FormatError> {
-    described.sort_by_key(|d| d.offset);
-    let mut names: Vec<&str> = described.iter().map(|d| d.name.as_str()).collect();
-    names.sort_unstable();
-    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(FormatError::Gguf { reason: format!("two tensors are called {:?}", twice[0]) });
+    tensors.sort_unstable_by_key(|t| (t.at, t.len >> 32));
+    let name = |i: &u32| &*tensors[*i as usize].name;
+    let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
+    by_name.sort_unstable_by_key(name);
+    if let Some(twice) = by_name.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
+        return Err(FormatError::Gguf { reason: format!("two tensors are called {:?}", name(&twice[0])) });
     }
-    drop(names);
-    let mut tensors = Vec::with_capacity(described.len());
-    let (mut end_before, mut described) = (start, described.into_iter());
-    while let Some(Described { name, dtype, shape, offset, at }) = described.next() {
-        let next = described.as_slice().first().map_or(Some(file), |next| start.checked_add(next.offset));
-        let wrong = |reason: String| FormatError::Tensor { tensor: name.clone(), at: FileOffset::new(at), reason };
+    drop(by_name);
+    let mut end_before = start;
+    for i in 0..tensors.len() {
+        let next = tensors.get(i + 1).map_or(Some(file), |next| start.checked_add(next.at.bits()));
+        let Tensor { name, dtype, shape, at: first, len } = Arc::make_mut(&mut tensors[i]);
+        let (at, number) = (FileOffset::new(*len >> 32), *len as u32);
+        let wrong = |reason: String| FormatError::Tensor { tensor: name.clone(), at, reason };
         let overflow = || wrong("its size does not fit 64 bits".to_owned());
-        let first = start.checked_add(offset).ok_or_else(overflow)?;
+        let offset = first.bits();
+        *first = FileOffset::new(start.checked_add(offset).ok_or_else(overflow)?);
         if offset % alignment != 0 {
             return Err(wrong(format!("offset {offset:#x} is not a multiple of {alignment}")));
         }
-        let known = TYPES.iter().find(|(number, ..)| *number == dtype);
-        let (dtype, len) = match known {
-            Some((_, dtype, block, bytes)) => {
+        (*dtype, *len) = match TYPES.iter().find(|known| known.0 == number) {
+            Some((_, name, block, bytes)) => {
                 let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim)).ok_or_else(overflow)?;
                 if shape.last().is_some_and(|row| row % block != 0) {
                     return Err(wrong(format!("a row is not made of whole blocks of {block} elements")));
                 }
-                (dtype.to_string(), elements.div_ceil(*block).checked_mul(*bytes).ok_or_else(overflow)?)
+                ((*name).to_owned(), elements.div_ceil(*block).checked_mul(*bytes).ok_or_else(overflow)?)
             }
             // A type that came later: all bytes up to the next tensor.
-            None => (format!("type {dtype}"), next.and_then(|next| next.checked_sub(first)).ok_or_else(overflow)?),
+            None => {
+                (format!("type {number}"), next.and_then(|next| next.checked_sub(first.bits())).ok_or_else(overflow)?)
+            }
         };
-        let end = first.checked_add(len).ok_or_else(overflow)?;
+        let end = first.bits().checked_add(*len).ok_or_else(overflow)?;
         if end > file {
-            return Err(FormatError::TensorBeyondEnd { tensor: name, end: FileOffset::new(end), len: file });
+            return Err(FormatError::TensorBeyondEnd { tensor: name.clone(), end: FileOffset::new(end), len: file });
         }
-        if len > 0 && first < end_before {
+        if *len > 0 && first.bits() < end_before {
             return Err(wrong(format!("it overlaps the tensor before it, which ends at {end_before:#x}")));
         }
         end_before = end_before.max(end);
-        tensors.push(Arc::new(Tensor { name, dtype, shape, at: FileOffset::new(first), len }));
     }
     Ok(tensors)
 }
@@ -420,7 +416,7 @@ mod tests {
         let model = parsed(&file).unwrap();
         let start = file.len() as u64 - 296;
         let found: Vec<_> =
-            model.tensors.iter().map(|t| (&*t.name, &*t.dtype, t.shape.clone(), t.at.bits() - start, t.len)).collect();
+            model.tensors.iter().map(|t| (&*t.name, &*t.dtype, t.shape.to_vec(), t.at.bits() - start, t.len)).collect();
         assert_eq!(
             found,
             [

@@ -119,7 +119,7 @@ pub struct Tensor {
     /// The type of its elements as the header spells it ("F32"); empty for a blob.
     pub dtype: String,
     /// Its shape; empty for a scalar and for a blob.
-    pub shape: Vec<u64>,
+    pub shape: Box<[u64]>,
     /// Where its bytes start in the file.
     pub at: FileOffset,
     /// Bytes; may be 0.

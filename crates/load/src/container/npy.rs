@@ -61,7 +61,7 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     let shape = value("shape")?.strip_prefix('(').and_then(|rest| Some(rest.split_once(')')?.0));
     let shape = shape.ok_or_else(|| bad("its shape is not a tuple"))?;
     let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty()).map(str::parse);
-    let shape: Vec<u64> = dims.collect::<Result<_, _>>().map_err(|_| bad("its shape is not made of numbers"))?;
+    let shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad("its shape is not made of numbers"))?;
     let size = shape.iter().try_fold(bytes, |n: u64, dim| n.checked_mul(*dim));
     let end = size.and_then(|size| data.checked_add(size)).ok_or_else(|| bad("its size does not fit 64 bits"))?;
     if end > len {
@@ -135,7 +135,7 @@ mod tests {
             let bytes_of_file = file(version, &dictionary, bytes);
             let model = parsed(&bytes_of_file).unwrap();
             let tensor = &model.tensors[0];
-            assert_eq!((&*tensor.name, &*tensor.dtype, &tensor.shape), ("weights", dtype, &dims), "{dictionary}");
+            assert_eq!((&*tensor.name, &*tensor.dtype, &*tensor.shape), ("weights", dtype, &*dims), "{dictionary}");
             assert_eq!((tensor.at.bits() + tensor.len, tensor.len), (bytes_of_file.len() as u64, bytes as u64));
             assert_eq!(model.metadata.is_some(), order == "True");
             assert_eq!(Container::detect(Path::new("x"), &bytes_of_file[..16]), Container::Npy);

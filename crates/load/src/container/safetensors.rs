@@ -105,7 +105,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
         tensors.push(Arc::new(Tensor {
             name: name.into(),
             dtype: info.dtype.to_string(),
-            shape: info.shape.dims.into(),
+            shape: info.shape.dims,
             // Neither sum exceeds `len`.
             at: FileOffset::new(data + start),
             len: stop - start,

@@ -2,8 +2,9 @@
 //!
 //! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`Stays`]) are
 //! reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next one
-//! is being allocated and registered. A load onto a device uses the slots of a few staging buffers instead. Bytes that
-//! have arrived are hashed, if checksums are on, in the order of their buffer while they are in the processor's cache.
+//! is being allocated and registered; small pages behind a memfd are filled from landing places instead. A load onto a device uses the slots of a few staging buffers instead. Bytes that
+//! have arrived are hashed, if checksums are on, in the order of their buffer while they are in the processor's cache;
+//! large jobs without a device have a thread for that where there is a processor that no worker needs.
 //! With a device as the [`Sink`] they are transferred right after that; a buffer that stays is rejoined in the end.
 //!
 //! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
@@ -12,6 +13,7 @@
 
 mod hash;
 mod job;
+mod landing;
 mod memory;
 mod sink;
 mod state;
@@ -333,30 +335,44 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     epoch: Option<Instant>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
-    let state = State::new(memory, sink, job, sources, options, watch, epoch)?;
+    let state = State::new(memory, sink, job, (workers.len(), sources), options, watch, epoch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
-    let clocks = |worker: usize| Clocks::recording(&format!("worker {worker}"), epoch);
-    let clocks = if others.is_empty() {
-        Worker::new(&state, first, clocks(0)).run()
+    let clocks = |name: String| Clocks::recording(&name, epoch);
+    let clocks = if others.is_empty() && !state.aside {
+        Worker::new(&state, first, clocks("worker 0".to_owned())).run()
     } else {
         std::thread::scope(|scope| {
             let state = &state;
+            let hasher = state.aside.then(|| scope.spawn(move || state.hash_aside(clocks("hashing".to_owned()))));
+            let reading = AllRead(state);
+            let named = |(queues, i)| (queues, clocks(format!("worker {i}")));
             let threads: Vec<_> = others
                 .iter_mut()
                 .zip(1..)
-                .map(|(queues, i)| scope.spawn(move || Worker::new(state, queues, clocks(i)).run()))
+                .map(named)
+                .map(|(queues, clocks)| scope.spawn(move || Worker::new(state, queues, clocks).run()))
                 .collect();
-            let mut clocks = Worker::new(state, first, clocks(0)).run();
-            for thread in threads {
-                match thread.join() {
-                    Ok(other) => clocks.add(other),
-                    Err(panic) => std::panic::resume_unwind(panic),
-                }
-            }
+            let mut clocks = Worker::new(state, first, clocks("worker 0".to_owned())).run();
+            let mut add = |thread: std::thread::ScopedJoinHandle<'_, Clocks>| match thread.join() {
+                Ok(other) => clocks.add(other),
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            threads.into_iter().for_each(&mut add);
+            drop(reading);
+            hasher.into_iter().for_each(add);
             clocks
         })
     };
     state.finish(clocks)
+}
+
+/// Tells the thread that hashes when workers have ended, by a panic too.
+struct AllRead<'s, 'a, 'w>(&'s State<'a, 'w>);
+
+impl Drop for AllRead<'_, '_, '_> {
+    fn drop(&mut self) {
+        self.0.all_read();
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

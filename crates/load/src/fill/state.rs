@@ -1,9 +1,9 @@
 //! The state that workers share: memory that is not taken yet, fragments that have arrived, and whether to go on.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, FileOffset};
@@ -11,6 +11,7 @@ use dmalane_dma::{Absent, BufferSlice, Error, PageKind, Registrar, Reserved, Sha
 use dmalane_queue::Registered;
 
 use super::hash::{Hasher, Hashes};
+use super::landing::{Full, Landed, Landing, Place};
 use super::memory::{FillCached, Memory, Staging};
 use super::sink::{DeviceSink, Failed};
 use super::worker::NAP;
@@ -31,6 +32,10 @@ pub(super) struct State<'a, 'w> {
     stays: bool,
     register: Option<(&'a dyn Registrar, Access)>,
     cached: Option<&'a dyn FillCached>,
+    /// Where reads go, if not to the memory itself.
+    landing: Option<Landing>,
+    /// Chunks that have landed.
+    full: Mutex<VecDeque<Full>>,
     /// For each buffer the registrations of its chunks.
     mappings: Mutex<Vec<BTreeMap<usize, Registered>>>,
     /// Buffers whose memory is new, and so zero.
@@ -38,6 +43,10 @@ pub(super) struct State<'a, 'w> {
     /// Reads whose memory was taken and whose bytes were not sent on yet.
     ahead: AtomicUsize,
     progress: Mutex<Progress>,
+    /// A thread of its own hashes: [`State::hash_aside`].
+    pub aside: bool,
+    /// There is something to hash, or nothing will come any more.
+    hashable: Condvar,
     device: Option<DeviceSink<'a>>,
     watch: Mutex<&'a mut Watch<'w>>,
     stop: AtomicBool,
@@ -64,6 +73,8 @@ struct Progress {
     buffers: Vec<Arrived>,
     /// Buffers whose next bytes to be hashed are there, and nobody hashes them.
     ready: BTreeSet<usize>,
+    /// No worker reads any more.
+    all_read: bool,
     /// Bytes of each extent that have not arrived, or that the sink is not done with.
     missing: Vec<u64>,
     done: u64,
@@ -102,6 +113,8 @@ pub(super) struct Tag {
     slot: usize,
     /// The registration of the memory.
     pub via: Option<Registered>,
+    /// The chunk that the bytes are still to be copied to.
+    landed: Option<Arc<Landed>>,
 }
 
 impl Fragment {
@@ -136,7 +149,8 @@ pub(super) enum Claimed {
 }
 
 enum Taken {
-    Absent(Absent),
+    /// Memory that is not present, and where reads into it land.
+    Absent(Absent, Option<Place>),
     Slot(Fragment),
 }
 
@@ -160,7 +174,7 @@ impl<'a, 'w> State<'a, 'w> {
         memory: Memory<'a>,
         sink: Sink<'a>,
         job: &'a Job,
-        sources: usize,
+        (workers, sources): (usize, usize),
         options: &'a FillOptions,
         watch: &'a mut Watch<'w>,
         epoch: Option<Instant>,
@@ -173,7 +187,7 @@ impl<'a, 'w> State<'a, 'w> {
         }
         let pages = |bytes: u64| usize::try_from(bytes.clamp(1, 1 << 40)).unwrap_or(1 << 30).next_multiple_of(4096);
         let mut chunk = pages(options.chunk);
-        let (mut register, mut cached) = (None, None);
+        let (mut register, mut cached, mut landing) = (None, None, None);
         let pages_of_job = match memory {
             // A slot is free at once, so there is no point in taking one before there is room to read into it.
             Memory::Staging(staging) => {
@@ -200,6 +214,7 @@ impl<'a, 'w> State<'a, 'w> {
                     reserved.push(stays.heap.reserve(len).map_err(memory)?);
                 }
                 enough(&reserved)?;
+                landing = Landing::new(&reserved, chunk);
                 Pages::Stays(reserved)
             }
         };
@@ -214,6 +229,9 @@ impl<'a, 'w> State<'a, 'w> {
             Pages::Staging(..) => vec![false; job.buffers.len()],
         };
         let (first, stays) = (options.chunk < job.bytes(), matches!(&pages_of_job, Pages::Stays(_)));
+        let device = DeviceSink::new(sink, options.timeout, epoch);
+        let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > workers);
+        let aside = device.is_none() && Hasher::is_wanted(options) && job.bytes() >= ASIDE_FROM && spare();
         let state = Self {
             options,
             chunk,
@@ -225,19 +243,24 @@ impl<'a, 'w> State<'a, 'w> {
             stays,
             register,
             cached,
+            landing,
+            full: Mutex::default(),
             mappings: Mutex::new(vec![BTreeMap::new(); job.buffers.len()]),
             fresh,
             ahead: AtomicUsize::new(0),
             progress: Mutex::new(Progress {
                 buffers: job.buffers.iter().enumerate().map(arrived).collect(),
                 ready: BTreeSet::new(),
+                all_read: false,
                 missing: job.extents.iter().map(|e| e.len).collect(),
                 done: 0,
                 away: 0,
                 failed: None,
                 first_read: None,
             }),
-            device: DeviceSink::new(sink, options.timeout, epoch),
+            aside,
+            hashable: Condvar::new(),
+            device,
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };
@@ -307,10 +330,16 @@ impl<'a, 'w> State<'a, 'w> {
             let Some(len) = self.lens.get(buffer) else { return Ok(Claimed::Nothing) };
             let taken = match pages {
                 Pages::Stays(reserved) => {
+                    let reserved = reserved.get_mut(buffer);
+                    let copied = reserved.as_ref().is_some_and(|r| r.left() > 0 && r.is_better_copied_to());
+                    let place = self.landing.as_ref().filter(|_| copied).map(Landing::take);
+                    if let Some(None) = place {
+                        return Ok(Claimed::Later);
+                    }
                     // The first chunk is a single block, so that reading can begin.
                     let len = if std::mem::take(first) { self.block.min(self.chunk) } else { self.chunk };
-                    let absent = reserved.get_mut(buffer).and_then(|reserved| reserved.next(len));
-                    absent.map(|absent| (absent.offset() + absent.len(), Taken::Absent(absent)))
+                    let absent = reserved.and_then(|reserved| reserved.next(len));
+                    absent.map(|absent| (absent.offset() + absent.len(), Taken::Absent(absent, place.flatten())))
                 }
                 Pages::Staging(_, at) if *at as u64 >= *len => {
                     *at = 0;
@@ -323,7 +352,7 @@ impl<'a, 'w> State<'a, 'w> {
                     let taken = staging.take(*len - *at as u64, clocks);
                     let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
                     let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Claimed::Later) };
-                    let tag = Tag { buffer, offset: *at, extent: None, slot, via: Some(via) };
+                    let tag = Tag { buffer, offset: *at, extent: None, slot, via: Some(via), landed: None };
                     *at += slice.len();
                     Some((*at, Taken::Slot(Fragment { tag, slice })))
                 }
@@ -341,21 +370,35 @@ impl<'a, 'w> State<'a, 'w> {
         let extents = &self.plan[buffer][begin..begin + more];
         let rest = match taken {
             Taken::Slot(fragment) => fragment,
-            Taken::Absent(absent) => {
-                let place = (buffer, absent.offset());
-                let failed = |error| (place, error);
+            Taken::Absent(absent, place) => {
+                let offset = absent.offset();
+                let failed = |error| ((buffer, offset), error);
+                let memory = |source| failed(FillError::Memory { buffer, source });
+                let unused = |place| self.landing.as_ref().zip(place).map_or((), |(l, place)| l.give_back(place));
                 let absent = match self.fill_cached(absent, buffer, extents, clocks) {
                     Err(absent) => absent,
                     Ok((slice, extent, len)) => {
+                        unused(place);
                         let rest = self.register(buffer, slice, clocks).map_err(failed)?;
                         self.filled(rest, extent, len);
                         return Ok(Claimed::Reads(Vec::new()));
                     }
                 };
-                let (slice, len) = (clocks.time(Stage::Allocate, || absent.populate()), end - place.1);
-                let slice = slice.map_err(|source| failed(FillError::Memory { buffer, source }))?;
-                clocks.bytes(Stage::Allocate, len as u64);
-                self.register(buffer, slice, clocks).map_err(failed)?
+                match (&self.landing, place) {
+                    // Bytes that nobody reads are zero as soon as they are present.
+                    (Some(landing), Some(place)) if !extents.is_empty() => {
+                        let landed = clocks.time(Stage::Allocate, || landing.begin(place, absent));
+                        let (slice, landed) = landed.map_err(memory)?;
+                        let tag = Tag { buffer, offset, extent: None, slot: 0, via: None, landed: Some(landed) };
+                        Fragment { tag, slice }
+                    }
+                    (_, place) => {
+                        unused(place);
+                        let slice = clocks.time(Stage::Allocate, || absent.populate()).map_err(memory)?;
+                        clocks.bytes(Stage::Allocate, (end - offset) as u64);
+                        self.register(buffer, slice, clocks).map_err(failed)?
+                    }
+                }
             }
         };
         Ok(Claimed::Reads(self.cut(rest, extents)))
@@ -436,7 +479,7 @@ impl<'a, 'w> State<'a, 'w> {
             via = Some(registered);
         }
         self.tell(Event::Allocated { buffer, offset: offset as u64, len: len as u64, reference });
-        Ok(Fragment { tag: Tag { buffer, offset, extent: None, slot: 0, via }, slice })
+        Ok(Fragment { tag: Tag { buffer, offset, extent: None, slot: 0, via, landed: None }, slice })
     }
 
     /// The bytes before `to` belong to no extent: they are zero.
@@ -445,10 +488,11 @@ impl<'a, 'w> State<'a, 'w> {
         if len > 0
             && let Some(gap) = rest.split_off_front(len)
         {
-            if !self.fresh[gap.tag.buffer] {
+            let landed = gap.tag.landed.is_some();
+            if landed || !self.fresh[gap.tag.buffer] {
                 gap.slice.view().fill(0);
             }
-            self.settle(gap);
+            if landed { self.landed(gap) } else { self.settle(gap) }
         }
     }
 
@@ -457,8 +501,42 @@ impl<'a, 'w> State<'a, 'w> {
         self.progress().first_read.get_or_insert_with(Instant::now);
     }
 
+    /// Takes a fragment in its landing place.
+    fn landed(&self, mut fragment: Fragment) {
+        if let Some(full) = fragment.tag.landed.take().and_then(|landed| landed.add(fragment)) {
+            locked(&self.full).push_back(full);
+        }
+    }
+
+    /// Copies a chunk that has landed to where it belongs; false where there is none. Only one: its landing place is
+    /// read into again while the next one is copied.
+    pub fn copy(&self, clocks: &mut Clocks) -> bool {
+        let (Some(landing), Some(mut full)) = (&self.landing, locked(&self.full).pop_front()) else { return false };
+        let (buffer, offset, len) = (full.buffer, full.absent.offset(), full.absent.len());
+        let tags = std::mem::take(&mut full.tags);
+        let copied = clocks.time(Stage::Allocate, || landing.copy(full));
+        clocks.bytes(Stage::Allocate, len as u64);
+        let copied = copied.map_err(|source| FillError::Memory { buffer, source });
+        let mut rest = match copied.and_then(|slice| self.register(buffer, slice, clocks)) {
+            Ok(rest) => rest,
+            Err(error) => {
+                self.fail((buffer, offset), error);
+                return true;
+            }
+        };
+        for (extent, len) in tags {
+            let Some(mut front) = rest.split_off_front(len) else { break };
+            front.tag.extent = extent;
+            if extent.is_some() { self.arrived(front) } else { self.settle(front) }
+        }
+        true
+    }
+
     /// Takes a fragment that was read.
     pub fn arrived(&self, fragment: Fragment) {
+        if fragment.tag.landed.is_some() {
+            return self.landed(fragment);
+        }
         let Tag { buffer, offset, extent, .. } = fragment.tag;
         let len = fragment.slice.len() as u64;
         // Held from here on, so that workers tell events in the order in which they count bytes.
@@ -485,6 +563,32 @@ impl<'a, 'w> State<'a, 'w> {
         let Tag { buffer, offset, .. } = fragment.tag;
         progress.buffers[buffer].fragments.insert(offset, fragment);
         progress.make_ready(buffer);
+        if self.aside {
+            self.hashable.notify_one();
+        }
+    }
+
+    /// Hashes as bytes arrive, until workers read no more.
+    pub fn hash_aside(&self, mut clocks: Clocks) -> Clocks {
+        loop {
+            self.hash(&mut clocks);
+            let mut progress = self.progress();
+            while progress.ready.is_empty() {
+                if progress.all_read {
+                    return clocks;
+                }
+                progress = self.hashable.wait(progress).unwrap_or_else(PoisonError::into_inner);
+            }
+            if self.stop.load(Ordering::Relaxed) {
+                return clocks;
+            }
+        }
+    }
+
+    /// Notes that no worker reads any more.
+    pub fn all_read(&self) {
+        self.progress().all_read = true;
+        self.hashable.notify_one();
     }
 
     /// Hashes the fragments whose turn it is and sends them on: with a device only one, so that it is transferred while
@@ -644,6 +748,9 @@ impl Progress {
         }
     }
 }
+
+/// Fewer bytes than this are hashed sooner than a thread has started.
+const ASIDE_FROM: u64 = 32 << 20;
 
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;

@@ -50,7 +50,8 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             // Before anything is done with what has arrived, so that the disk always has as many reads as it takes.
             let (claimed, later) = self.refill();
             busy |= claimed;
-            busy |= self.state.hash(&mut self.clocks);
+            busy |= self.state.copy(&mut self.clocks);
+            busy |= !self.state.aside && self.state.hash(&mut self.clocks);
             busy |= self.state.drive(Duration::ZERO);
             if busy {
                 continue;

@@ -460,7 +460,7 @@ mod tests {
             tensor: std::sync::Arc::new(Tensor {
                 name: name.to_owned(),
                 dtype: "F32".to_owned(),
-                shape: shape.to_vec(),
+                shape: shape.into(),
                 at: FileOffset::new(0),
                 len,
             }),
