@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_device::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, PageTableSpace, Region};
+use dmalane_device::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, PageTableSpace, ReadCounters, Region};
 use dmalane_dma::{Mmio, Registrar};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_queue::{DeviceQueue, Route};
@@ -19,7 +19,7 @@ pub struct CardDevice<B: Mmio> {
     regions: Vec<Region>,
     queues: Vec<Box<DeviceQueue>>,
     space: Box<dyn AddressSpace>,
-    counters: Box<dyn Fn() -> Counters + Send>,
+    counters: ReadCounters,
 }
 
 /// How a card is driven.
@@ -72,13 +72,13 @@ impl<B: Mmio + 'static> CardDevice<B> {
             true => Box::new(FlatSpace::new()),
             false => Box::new(page_tables(driver, &mut regions, how.va_bits)?),
         };
-        Ok(Self { bus, info, regions, queues, space, counters: Box::new(Counters::default) })
+        Ok(Self { bus, info, regions, queues, space, counters: Arc::new(Counters::default) })
     }
 
     /// The same device with counters, for a bus that has some.
     #[must_use]
-    pub fn counted(self, counters: impl Fn() -> Counters + Send + 'static) -> Self {
-        Self { counters: Box::new(counters), ..self }
+    pub fn counted(self, counters: impl Fn() -> Counters + Send + Sync + 'static) -> Self {
+        Self { counters: Arc::new(counters), ..self }
     }
 
     /// The bus that the card is on.
@@ -108,8 +108,8 @@ impl<B: Mmio + 'static> Device for CardDevice<B> {
         &mut *self.space
     }
 
-    fn counters(&self) -> Counters {
-        (self.counters)()
+    fn counters(&self) -> ReadCounters {
+        self.counters.clone()
     }
 }
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::program::{self, Completions, Man};
-use crate::{commands, completion_examples};
+use crate::{commands, completion_examples, job};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -47,11 +47,13 @@ enum Command {
 
 /// Runs the program `dmalane` with these words, of which the first is its name.
 pub fn run(words: Vec<OsString>) -> ExitCode {
-    program::start(true, words, |dmalane: Dmalane| match dmalane.command {
+    let status = program::start(true, words, |dmalane: Dmalane| match dmalane.command {
         Command::Command(command) => command.run(),
         Command::Completions(completions) => completions.run::<Dmalane>(),
         Command::Man(man) => man.run::<Dmalane>(),
-    })
+    });
+    job::end();
+    status
 }
 
 #[cfg(test)]

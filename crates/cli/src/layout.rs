@@ -61,6 +61,14 @@ pub fn cut_front(name: &str, terminal: Option<usize>) -> String {
     }
 }
 
+/// `text` with at most so many characters.
+pub fn cut_end(text: &str, most: usize) -> String {
+    match text.chars().count() > most {
+        true => format!("{}...", text.chars().take(most.saturating_sub(3)).collect::<String>()),
+        false => text.to_owned(),
+    }
+}
+
 /// The stage with the largest share of the wall time, as a line; start-up is what no stage took. Nothing without
 /// stages.
 pub fn bottleneck<S: Display>(stages: impl Iterator<Item = (S, f64)>) -> String {
@@ -134,6 +142,7 @@ mod tests {
         let cut = cut_front(&name, Some(100));
         assert!(cut.starts_with("...x") && cut.ends_with(".mlp.7.weight") && cut.len() == 50, "{cut}");
         assert_eq!(cut_front("short", Some(80)), "short");
+        assert_eq!((cut_end("12345678", 8), cut_end("123456789", 8)), ("12345678".into(), "12345...".into()));
         assert_eq!(cut_front(&"\u{e9}".repeat(60), Some(100)).chars().count(), 50);
     }
 

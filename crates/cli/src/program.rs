@@ -29,13 +29,25 @@ pub fn start<P: Parser>(
 
 fn parse<P: Parser>(configured: bool, mut words: Vec<OsString>) -> Result<Result<P, clap::Error>, Failure> {
     if configured {
-        let matches = match P::command().try_get_matches_from(&words) {
+        let matches = match command::<P>().try_get_matches_from(&words) {
             Ok(matches) => matches,
             Err(error) => return Ok(Err(error)),
         };
         words = config::complete(&mut P::command(), words, &matches, &|name| std::env::var_os(name))?;
     }
-    Ok(P::try_parse_from(words))
+    let mut command = command::<P>();
+    let parsed = command.try_get_matches_from_mut(words).and_then(|matches| P::from_arg_matches(&matches));
+    Ok(parsed.map_err(|error| error.format(&mut command)))
+}
+
+/// The command line of `P`, in which a negative number is a wrong value and not an option.
+fn command<P: Parser>() -> clap::Command {
+    fn numbers(command: clap::Command) -> clap::Command {
+        let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
+        let command = command.mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg });
+        command.mut_subcommands(numbers)
+    }
+    numbers(P::command())
 }
 
 /// Prints the help or version that was asked for, or reports the usage error in the form of a [`Failure`].
@@ -113,5 +125,30 @@ impl Man {
     pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
         clap_mangen::generate_to(P::command(), self.directory)?;
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// The words of this process as a shell would take them.
+pub fn command_line() -> String {
+    shell_words(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))
+}
+
+fn shell_words(words: impl Iterator<Item = String>) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./,:=+@%".contains(c);
+    let quoted = |word: String| match !word.is_empty() && word.chars().all(plain) {
+        true => word,
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    };
+    words.map(quoted).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        let words = ["dmalane", "a b", "it's", "", "--x=1"].map(str::to_owned);
+        assert_eq!(shell_words(words.into_iter()), r"dmalane 'a b' 'it'\''s' '' --x=1");
     }
 }

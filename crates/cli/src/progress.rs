@@ -2,9 +2,12 @@
 
 use std::fmt::Write;
 use std::io::IsTerminal;
+use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
+
+use crate::job::{self, Job};
 
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
@@ -14,68 +17,80 @@ const SETTLED: Duration = Duration::from_millis(500);
 
 /// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
 /// next starts on a clean line.
-pub struct Progress(ProgressBar);
+pub struct Progress {
+    bar: ProgressBar,
+    job: Arc<Job>,
+}
 
 impl Progress {
-    /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
+    /// A bar for `what`, shown if `wanted` and somebody is watching stderr. `dmalane top` shows the progress anyway.
     pub fn new(what: &'static str, wanted: bool) -> Self {
-        if !wanted || !std::io::stderr().is_terminal() {
-            return Self(ProgressBar::hidden());
-        }
-        // A test reads the template; and a plain bar is still a bar.
-        let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Self(
-            ProgressBar::new(0)
-                .with_style(style.progress_chars("=> ").with_key("left", left).with_key("rate", rate))
-                .with_prefix(what)
-                .with_finish(ProgressFinish::AndClear),
-        )
+        let job = job::this();
+        job.phase(what, true);
+        let bar = bar(TEMPLATE, wanted, |style| style.with_key("left", left).with_key("rate", rate)).with_prefix(what);
+        Self { bar, job }
     }
 
     /// Sets the total number of bytes.
     pub fn set_length(&self, bytes: u64) {
-        self.0.set_length(bytes);
+        self.job.total(bytes);
+        self.bar.set_length(bytes);
     }
 
     /// Adds to the bytes that are done.
     pub fn advance(&self, bytes: u64) {
-        self.0.inc(bytes);
+        self.job.advance(bytes);
+        self.bar.inc(bytes);
     }
 
     /// Removes the bar.
     pub fn finish(&self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }
 
 /// Steps done of steps known, with what the step is about. It disappears as [`Progress`] does.
-pub struct Steps(ProgressBar);
+pub struct Steps {
+    bar: ProgressBar,
+    job: Arc<Job>,
+}
 
 impl Steps {
-    /// A bar, shown if `wanted` and somebody is watching stderr.
-    pub fn new(wanted: bool) -> Self {
-        if !wanted || !std::io::stderr().is_terminal() {
-            return Self(ProgressBar::hidden());
-        }
-        let style = ProgressStyle::with_template(STEPS).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Self(ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_finish(ProgressFinish::AndClear))
+    /// A bar for `what`, shown as [`Progress`] is.
+    pub fn new(what: &'static str, wanted: bool) -> Self {
+        let job = job::this();
+        job.phase(what, false);
+        Self { bar: bar(STEPS, wanted, |style| style), job }
     }
 
     /// Adds to the total number of steps.
     pub fn more(&self, steps: usize) {
-        self.0.inc_length(steps as u64);
+        self.bar.inc_length(steps as u64);
+        self.job.more(steps as u64);
     }
 
     /// Completes the current step, if any, and begins this one.
     pub fn step(&self, what: String) {
-        self.0.set_message(what);
-        self.0.inc(1);
+        self.job.message(&what);
+        self.job.advance(1);
+        self.bar.set_message(what);
+        self.bar.inc(1);
     }
 
     /// Removes the bar.
     pub fn finish(&self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
+}
+
+/// A bar on stderr, hidden unless `wanted` and somebody is watching.
+fn bar(template: &str, wanted: bool, keys: impl FnOnce(ProgressStyle) -> ProgressStyle) -> ProgressBar {
+    if !wanted || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    // A test reads the templates; and a plain bar is still a bar.
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(0).with_style(keys(style.progress_chars("=> "))).with_finish(ProgressFinish::AndClear)
 }
 
 fn rate(state: &ProgressState, out: &mut dyn Write) {

@@ -15,7 +15,7 @@ use crate::{AddressSpace, DeviceMemory};
 ///
 /// Object-safe. The [crate documentation](crate) has a complete one.
 pub trait Device: Send {
-    /// Its description.
+    /// Its description. How it is driven may change while it is used.
     fn info(&self) -> DeviceInfo;
 
     /// Its memory, in the order of preference: the first region is the default. No two overlap; memory that the device
@@ -45,9 +45,9 @@ pub trait Device: Send {
     /// Where programs on the device see its memory.
     fn address_space(&mut self) -> &mut dyn AddressSpace;
 
-    /// Counters of what can be observed of it.
-    fn counters(&self) -> Counters {
-        Counters::default()
+    /// Reads counters of what can be observed of it, also on other threads and while it works.
+    fn counters(&self) -> ReadCounters {
+        Arc::new(Counters::default)
     }
 
     /// The files of a device that is made of files: what they hold can be read before a measurement and put back after
@@ -86,7 +86,7 @@ impl<D: Device + ?Sized> Device for Box<D> {
         (**self).address_space()
     }
 
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> ReadCounters {
         (**self).counters()
     }
 
@@ -161,6 +161,9 @@ impl Region {
 pub fn areas(regions: &[Region]) -> Vec<Area> {
     regions.iter().map(|r| Area { span: r.span, route: r.route }).collect()
 }
+
+/// Reads the counters of a device.
+pub type ReadCounters = Arc<dyn Fn() -> Counters + Send + Sync>;
 
 /// Counters of a device; `None` where it cannot tell.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, Registrar};
 use dmalane_file::{How, Mode, Moved, Residency};
-use dmalane_load::OpenDevice;
 use dmalane_load::fill::{Cuts, Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
+use dmalane_load::{Live, OpenDevice};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
@@ -68,6 +68,12 @@ pub struct ReadOptions {
     pub timeout: Option<Duration>,
     /// Refuse to allocate more bytes of memory than this.
     pub limit: Option<u64>,
+    /// The beginning of a timeline that is recorded
+    /// ([`FillReport::timeline`](dmalane_load::fill::FillReport::timeline)); with the channels of a device that was
+    /// opened with [`DriveOptions::timeline`](dmalane_load::DriveOptions::timeline). Short files and streams have none.
+    pub timeline: Option<Instant>,
+    /// Told about the stages meanwhile.
+    pub live: Option<Arc<Live>>,
 }
 
 impl Default for ReadOptions {
@@ -83,6 +89,8 @@ impl Default for ReadOptions {
             cuts: None,
             timeout: None,
             limit: None,
+            timeline: None,
+            live: None,
         }
     }
 }
@@ -315,16 +323,19 @@ impl<'a> Read<'a> {
             Some(job) => job,
             None => Job::whole(&sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>()?),
         };
-        let registrar;
-        let (mut register, mut sink) = (self.register, Sink::Memory);
-        let targets;
-        if let Some((device, places)) = self.device {
-            registrar = device.registrar().clone();
-            register = Some((&*registrar, Access::READ));
-            targets = places;
-            sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &targets };
+        let Some((device, places)) = self.device else {
+            let memory = Stays { register: self.register, ..Stays::of(heap) };
+            return read(memory, Sink::Memory, &sources, &job, &self.options, &mut *self.watch, true);
+        };
+        let registrar = device.registrar().clone();
+        let memory = Stays { register: Some((&*registrar, Access::READ)), ..Stays::of(heap) };
+        self.options.timeline.into_iter().for_each(|epoch| device.record_channels(epoch));
+        let sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &places };
+        let mut files = read(memory, sink, &sources, &job, &self.options, &mut *self.watch, true)?;
+        if let Some(timeline) = &mut files.filled.report.timeline {
+            timeline.lanes.extend(device.channel_lanes());
         }
-        read(Stays { register, ..Stays::of(heap) }, sink, &sources, &job, &self.options, &mut *self.watch, true)
+        Ok(files)
     }
 }
 
@@ -359,6 +370,8 @@ fn read<'a>(
         checksum: options.checksum,
         cuts: options.cuts.clone(),
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
+        timeline: options.timeline,
+        live: options.live.clone(),
         ..FillOptions::default()
     };
     // Memory that is not shareable cannot be written by a descriptor.

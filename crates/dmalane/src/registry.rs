@@ -1,12 +1,12 @@
 //! The kinds of devices that can be opened by name, one entry each.
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_cuda::{CudaDevice, Gpu, GpuName};
-use dmalane_daemon::{Client, SOCKET};
+use dmalane_daemon::{Client, ClientOptions, SOCKET};
 use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -46,7 +46,7 @@ pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
         options: SOFT, always_flat: false, check: nothing, list: list_soft, open: soft },
     DeviceKind { name: "daemon", syntax: "daemon[:SOCKET[,server-uid=UID]]", about: "a share of the card of a dmalaned",
-        options: DAEMON, always_flat: false, check: anything, list: list_daemon, open: daemon },
+        options: DAEMON, always_flat: false, check: daemon_socket, list: list_daemon, open: daemon },
     DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a dmalane card (PCI ID 4c44:0001) bound to vfio-pci",
         options: CARD, always_flat: false, check: parse::<Bdf>, list: list_vfio, open: vfio },
     DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket",
@@ -98,10 +98,6 @@ pub struct Listed {
 
 fn nothing(rest: &str) -> Result<(), String> {
     if rest.is_empty() { Ok(()) } else { Err("nothing follows it".to_owned()) }
-}
-
-fn anything(_: &str) -> Result<(), String> {
-    Ok(())
 }
 
 fn parse<T: std::str::FromStr<Err: std::fmt::Display>>(rest: &str) -> Result<(), String> {
@@ -190,18 +186,32 @@ fn list_soft(_: &Path) -> Vec<Listed> {
     }]
 }
 
-fn daemon(rest: &str, options: &OpenOptions) -> Opened {
+fn daemon_socket(rest: &str) -> Result<(), String> {
+    daemon_options(rest).map(drop)
+}
+
+/// The connection to a daemon that `SOCKET[,server-uid=UID]` names; the default socket if it is empty.
+///
+/// # Errors
+/// The user is no number.
+pub fn daemon_options(rest: &str) -> Result<ClientOptions, String> {
     let (path, server) = match rest.rsplit_once(",server-uid=") {
-        Some((path, uid)) => (path, Some(uid.parse::<u32>()?)),
+        Some((path, uid)) => {
+            (path, Some(uid.parse::<u32>().map_err(|_| format!("{uid:?} is not the number of a user"))?))
+        }
         None => (rest, None),
     };
-    let path = PathBuf::from(if path.is_empty() { SOCKET } else { path });
+    let mut options = ClientOptions::new(if path.is_empty() { SOCKET } else { path });
+    options.server_uids.extend(server);
+    Ok(options)
+}
+
+fn daemon(rest: &str, options: &OpenOptions) -> Opened {
     let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.div_ceil(to).saturating_mul(to));
     let (ddr, hbm) = (whole(options.card_ddr, 2 << 20), whole(options.card_hbm, 4 << 20));
-    let mut wanted = dmalane_daemon::ClientOptions { ddr, hbm, ..dmalane_daemon::ClientOptions::new(&path) };
-    wanted.server_uids.extend(server);
+    let wanted = ClientOptions { ddr, hbm, ..daemon_options(rest)? };
+    let name = format!("the card daemon:{}", wanted.path.display());
     let client = Client::connect(wanted)?;
-    let name = format!("the card daemon:{}", path.display());
     Ok(Box::new(CardDevice::open(Arc::new(client), used(&name, false, options))?))
 }
 

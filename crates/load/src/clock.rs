@@ -1,9 +1,11 @@
 //! A clock on each stage of the path.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::StageReport;
+use crate::live::{Live, LiveStage};
 use crate::timeline::{Lane, Recorder, Timeline};
 
 /// A stage of the path.
@@ -60,14 +62,27 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Time and bytes of each stage, and a recording if there is one.
+/// Time and bytes of each stage, a recording if there is one, and who is told meanwhile.
 #[derive(Debug, Default)]
 pub(crate) struct Clocks {
     clocks: [Clock; Stage::ALL.len()],
     recording: Option<Box<Recording>>,
     /// The records of other recorders.
     lanes: Vec<Lane>,
+    tap: Option<Box<Tap>>,
 }
+
+/// What others were told of the clocks.
+#[derive(Debug)]
+struct Tap {
+    live: Arc<Live>,
+    told: [Clock; Stage::ALL.len()],
+    /// When they are told again.
+    due: Instant,
+}
+
+/// Time between two reports to others.
+const TELL_EVERY: Duration = Duration::from_millis(25);
 
 /// The records of one thread or device.
 #[derive(Debug)]
@@ -84,6 +99,8 @@ struct Clock {
     held: Duration,
     bytes: u64,
     since: Option<Instant>,
+    /// Operations in flight.
+    in_flight: usize,
 }
 
 impl Clocks {
@@ -98,17 +115,22 @@ impl Clocks {
         if let Some(recording) = &mut self.recording {
             recording.work.add(stage, start, end, 0);
         }
+        self.tell_if_due(end);
         result
     }
 
-    /// Clocks that record under this name too, if `epoch`, the beginning of the timeline, is given.
-    pub(crate) fn recording(name: &str, epoch: Option<Instant>) -> Self {
+    /// Clocks that record under this name too, if `epoch`, the beginning of the timeline, is given, and that tell
+    /// `live`.
+    pub(crate) fn observed(name: &str, epoch: Option<Instant>, live: Option<&Arc<Live>>) -> Self {
         let recorder = |name: String, epoch| Recorder::new(name, epoch);
         let recording = epoch.map(|epoch| {
             let operations = recorder(format!("{name}, in flight"), epoch);
             Box::new(Recording { work: recorder(name.to_owned(), epoch), operations })
         });
-        Self { recording, ..Self::default() }
+        let tap = live.map(|live| {
+            Box::new(Tap { live: live.clone(), told: Default::default(), due: Instant::now() + TELL_EVERY })
+        });
+        Self { recording, tap, ..Self::default() }
     }
 
     /// The time, if an operation that begins now is to be recorded.
@@ -128,7 +150,9 @@ impl Clocks {
     pub(crate) fn hold<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = f();
-        self.clocks[stage as usize].held += start.elapsed();
+        let end = Instant::now();
+        self.clocks[stage as usize].held += end - start;
+        self.tell_if_due(end);
         result
     }
 
@@ -139,10 +163,16 @@ impl Clocks {
         }
     }
 
-    /// Notes whether an asynchronous stage has anything in flight; the time in between counts as busy.
-    pub(crate) fn in_flight(&mut self, stage: Stage, any: bool) {
+    /// Notes how many operations a stage has in flight.
+    pub(crate) fn depth(&mut self, stage: Stage, in_flight: usize) {
+        self.clocks[stage as usize].in_flight = in_flight;
+    }
+
+    /// As [`Clocks::depth`], of an asynchronous stage: the time with anything in flight counts as busy.
+    pub(crate) fn in_flight(&mut self, stage: Stage, in_flight: usize) {
+        self.depth(stage, in_flight);
         let clock = &mut self.clocks[stage as usize];
-        match (clock.since, any) {
+        match (clock.since, in_flight > 0) {
             (None, true) => clock.since = Some(Instant::now()),
             (Some(since), false) => {
                 clock.busy += since.elapsed();
@@ -154,10 +184,14 @@ impl Clocks {
 
     /// Adds times, bytes and recordings of others.
     pub(crate) fn add(&mut self, mut other: Self) {
-        for (mine, theirs) in self.clocks.iter_mut().zip(other.clocks) {
-            mine.busy += theirs.busy;
-            mine.held += theirs.held;
-            mine.bytes += theirs.bytes;
+        other.tell(Instant::now());
+        let told = self.tap.iter_mut().filter(|_| other.tap.is_some()).map(|tap| &mut tap.told);
+        for clocks in told.chain([&mut self.clocks]) {
+            for (mine, theirs) in clocks.iter_mut().zip(other.clocks) {
+                mine.busy += theirs.busy;
+                mine.held += theirs.held;
+                mine.bytes += theirs.bytes;
+            }
         }
         self.lanes.append(&mut other.take_lanes());
     }
@@ -175,14 +209,51 @@ impl Clocks {
         own.chain(self.lanes.drain(..)).collect()
     }
 
+    /// Adds the lanes of others.
+    pub(crate) fn lanes(&mut self, lanes: Vec<Lane>) {
+        self.lanes.extend(lanes);
+    }
+
+    fn tell_if_due(&mut self, now: Instant) {
+        if self.tap.as_ref().is_some_and(|tap| now >= tap.due) {
+            self.tell(now);
+        }
+    }
+
+    /// Tells what was not told yet.
+    fn tell(&mut self, now: Instant) {
+        let Some(tap) = &mut self.tap else { return };
+        tap.due = now + TELL_EVERY;
+        for ((LiveStage { report, in_flight }, told), clock) in
+            tap.live.lock().iter_mut().zip(&mut tap.told).zip(&self.clocks)
+        {
+            let busy = clock.busy + clock.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+            report.busy += busy.saturating_sub(told.busy);
+            report.held += clock.held - told.held;
+            report.bytes += clock.bytes - told.bytes;
+            *in_flight = *in_flight + clock.in_flight - told.in_flight;
+            *told = Clock { busy, ..*clock };
+        }
+    }
+
     /// All stages in the order of the path.
-    pub(crate) fn stages(&self) -> impl Iterator<Item = StageReport> {
+    pub(crate) fn stages(&mut self) -> impl Iterator<Item = StageReport> {
+        self.tell(Instant::now());
         Stage::ALL.into_iter().map(|stage| self.get(stage))
     }
 
     fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.clocks[stage as usize];
         StageReport { stage, busy: clock.busy, held: clock.held, bytes: clock.bytes }
+    }
+}
+
+impl Drop for Tap {
+    /// Nothing is in flight any more.
+    fn drop(&mut self) {
+        for (live, told) in self.live.lock().iter_mut().zip(&self.told) {
+            live.in_flight -= told.in_flight;
+        }
     }
 }
 
@@ -194,12 +265,36 @@ mod tests {
     fn overlapping_operations_count_once() {
         let mut c = Clocks::default();
         let start = Instant::now();
-        for any in [true, true, false, false, true, false] {
-            c.in_flight(Stage::Read, any);
+        for n in [1, 2, 0, 0, 1, 0] {
+            c.in_flight(Stage::Read, n);
             std::thread::sleep(Duration::from_millis(2));
         }
         let busy = c.get(Stage::Read).busy;
         assert!(busy >= Duration::from_millis(6) && busy < start.elapsed(), "{busy:?}");
         assert_eq!(Stage::ALL.map(|s| s as usize), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    }
+    #[test]
+    fn others_are_told_everything_once_and_nothing_in_flight_stays() {
+        let live = Arc::new(Live::default());
+        let clocks = || Clocks::observed("test", None, Some(&live));
+        let stage = || live.stages()[Stage::Read as usize];
+        let (mut a, mut b) = (clocks(), clocks());
+        a.in_flight(Stage::Read, 3);
+        b.in_flight(Stage::Read, 2);
+        for clocks in [&mut a, &mut b] {
+            clocks.bytes(Stage::Read, 100);
+            clocks.tell(Instant::now() + Duration::from_secs(1));
+        }
+        assert_eq!((stage().report.bytes, stage().in_flight), (200, 5));
+        let busy = stage().report.busy;
+        assert!(busy >= Duration::from_secs(2), "time of what is in flight counts: {busy:?}");
+        b.bytes(Stage::Read, 7);
+        a.add(b);
+        assert_eq!((stage().report.bytes, stage().in_flight), (207, 3));
+        a.time(Stage::Read, || std::thread::sleep(2 * TELL_EVERY));
+        let all: u64 = a.stages().map(|s| s.bytes).sum();
+        assert_eq!((all, stage().report.bytes), (207, 207), "what was merged is not told twice");
+        drop(a);
+        assert_eq!(stage().in_flight, 0);
     }
 }

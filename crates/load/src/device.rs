@@ -4,20 +4,21 @@ use std::ops::Index;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
 use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
-    MemoryError, Placement, Region, areas,
+    MemoryError, Placement, ReadCounters, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
 use dmalane_vm::Bo;
 
+use crate::channels::Channels;
 use crate::fill::Staging;
 use crate::layout::ALIGN;
-use crate::{Error, Layout, Model, Report, Tensor};
+use crate::{Error, Lane, Layout, Live, Model, Report, Tensor};
 
 /// Settings for driving a device.
 #[derive(Clone)]
@@ -33,15 +34,17 @@ pub struct DriveOptions {
     pub heap: Option<Arc<dyn Heap>>,
     /// Hash files as their bytes arrive.
     pub checksum: bool,
-    /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker.
+    /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker and each channel.
     pub timeline: bool,
+    /// Told about the stages of loads meanwhile.
+    pub live: Option<Arc<Live>>,
 }
 
 impl Default for DriveOptions {
     /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing, no timeline.
     fn default() -> Self {
         let (queues, timeout) = (QueueChoice::Auto, Duration::from_secs(30));
-        Self { chunk: 16 << 20, queues, timeout, heap: None, checksum: true, timeline: false }
+        Self { chunk: 16 << 20, queues, timeout, heap: None, checksum: true, timeline: false, live: None }
     }
 }
 
@@ -71,6 +74,9 @@ pub struct OpenDevice {
     pub(crate) timeout: Duration,
     pub(crate) checksum: bool,
     pub(crate) timeline: bool,
+    pub(crate) live: Option<Arc<Live>>,
+    /// Records its channels, if timelines are recorded.
+    pub(crate) channels: Option<Channels>,
     /// Carries the bytes of loads.
     pub(crate) staging: Staging,
     bounce: Option<Bounce>,
@@ -236,7 +242,7 @@ impl OpenDevice {
     /// # Errors
     /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
     pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
-        let DriveOptions { chunk, queues: choice, timeout, heap, checksum, timeline } = options;
+        let DriveOptions { chunk, queues: choice, timeout, heap, checksum, timeline, live } = options;
         let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
         let has = queues.len();
         if let Some(wanted) = choice.list().iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
@@ -249,6 +255,11 @@ impl OpenDevice {
             [] => Box::new(BalancePolicy::new(areas(device.regions()))),
             list => Box::new(BalancePolicy::only(list)),
         };
+        let channels = timeline.then(Channels::default);
+        let policy = match &channels {
+            Some(channels) => channels.of(policy),
+            None => policy,
+        };
         let chunk = PageSize::SIZE_4K.round_up(chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
         Ok(Self {
             queue: Split::new(queues, policy),
@@ -260,6 +271,8 @@ impl OpenDevice {
             timeout,
             checksum,
             timeline,
+            live,
+            channels,
             bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,
@@ -269,9 +282,14 @@ impl OpenDevice {
         })
     }
 
-    /// The device's properties.
+    /// The device's properties when it was opened.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    /// How it is driven, as it is now: the kernel may refuse later what it accepted at first.
+    pub fn notes(&self) -> Vec<String> {
+        self.device.info().notes
     }
 
     /// Its memory.
@@ -316,6 +334,11 @@ impl OpenDevice {
 
     /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
+        self.read_counters()()
+    }
+
+    /// Reads its counters, also on other threads and during loads.
+    pub fn read_counters(&self) -> ReadCounters {
         self.device.counters()
     }
 
@@ -323,6 +346,19 @@ impl OpenDevice {
     /// themselves.
     pub fn stop_when(&mut self, stop: Option<Arc<AtomicBool>>) {
         self.stop = stop;
+    }
+
+    /// Records which of its queues moves what from now on, on a timeline that began at `epoch`, if
+    /// [`DriveOptions::timeline`] was set; [`OpenDevice::channel_lanes`] ends it. Loads do so by themselves.
+    pub fn record_channels(&mut self, epoch: Instant) {
+        if let Some(channels) = &self.channels {
+            channels.begin(epoch);
+        }
+    }
+
+    /// What was recorded since [`OpenDevice::record_channels`]: a lane for each queue.
+    pub fn channel_lanes(&mut self) -> Vec<Lane> {
+        self.channels.as_ref().map_or(Vec::new(), Channels::end)
     }
 
     /// Writes `bytes` to the device at `at`, and returns when they are there.

@@ -11,6 +11,7 @@
 //! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
 mod again;
+mod channels;
 mod clock;
 pub mod container;
 
@@ -20,6 +21,7 @@ mod error;
 pub mod fill;
 mod input;
 mod layout;
+mod live;
 mod manifest;
 mod pipeline;
 mod readback;
@@ -37,6 +39,7 @@ pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, Select};
 pub use layout::{Layout, Place};
+pub use live::{Live, LiveStage};
 pub use manifest::{Difference, Expected, Manifest, ManifestFile, Part, Region};
 pub use reference::ReferenceRates;
 pub use report::{Report, StageReport, Verified};

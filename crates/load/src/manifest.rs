@@ -472,7 +472,7 @@ fn digest<S: Queue<Addr = FileOffset>>(
     };
     let job = Job::whole(lens);
     let result =
-        fill::run(Memory::Staging(&mut staging), Sink::Memory, &job, &mut workers(inputs), &options, &mut watch, None);
+        fill::run(Memory::Staging(&mut staging), Sink::Memory, &job, &mut workers(inputs), &options, &mut watch);
     let done = result.map_err(|error| describe(error, |file| (inputs[file].path.clone(), None)))?;
     Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
 }

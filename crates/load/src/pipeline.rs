@@ -46,7 +46,8 @@ impl OpenDevice {
         let resident_before = self.resident.see();
         let start = Instant::now();
         let epoch = self.timeline.then_some(start);
-        let mut parse = Clocks::recording("start", epoch);
+        let mut parse = Clocks::observed("start", epoch, self.live.as_ref());
+        epoch.into_iter().for_each(|epoch| self.record_channels(epoch));
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
@@ -75,6 +76,7 @@ impl OpenDevice {
             }
         };
         self.resident.see();
+        clocks.lanes(self.channel_lanes());
         loaded.report = Report {
             bytes: loaded.files.iter().map(|f| f.model.len).sum(),
             wall,
@@ -124,10 +126,10 @@ impl OpenDevice {
         let lens: Vec<u64> = files.iter().map(|f| f.model.len).collect();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
-        let (mut binds, mut transfers, mut failed) = (Clocks::recording("binds", epoch), 0, None);
+        let (mut binds, mut transfers, mut failed) = (Clocks::observed("binds", epoch, self.live.as_ref()), 0, None);
         let whole_files = self.binds_whole_files();
-        let Self { queue, device, info, staging, timeout, checksum, resident, stop, .. } = self;
-        let stop = stop.clone();
+        let Self { queue, device, info, staging, timeout, checksum, resident, stop, live, .. } = self;
+        let (stop, live) = (stop.clone(), live.clone());
         staging.prepare(lens.iter().copied().max().unwrap_or(0));
         let space = device.address_space();
         let placed = &*files;
@@ -156,11 +158,13 @@ impl OpenDevice {
         };
         let (checksum, timeout) = (*checksum, *timeout);
         let cuts = expected.cuts();
-        let options = FillOptions { block: u64::MAX, checksum, cuts, timeout, ..FillOptions::default() };
+        let timeline = epoch;
+        let options =
+            FillOptions { block: u64::MAX, checksum, cuts, timeout, timeline, live, ..FillOptions::default() };
         let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
         let mut workers = workers(inputs);
         let job = Job::whole(&lens);
-        let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch, epoch);
+        let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }

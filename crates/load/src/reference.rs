@@ -49,7 +49,7 @@ impl OpenDevice {
         let options = FillOptions { block: u64::MAX, timeout: self.timeout, ..FillOptions::default() };
         let memory = Memory::Staging(&mut self.staging);
         let mut go = |_| ControlFlow::Continue(());
-        if let Err(error) = fill::run(memory, Sink::Memory, &Job::whole(&lens), &mut workers, &options, &mut go, None) {
+        if let Err(error) = fill::run(memory, Sink::Memory, &Job::whole(&lens), &mut workers, &options, &mut go) {
             // Slots that were in flight are incomplete: new ones are made next time.
             self.staging.clear();
             return Err(describe(error, |file| (inputs[file].path.clone(), None)));

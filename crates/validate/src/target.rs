@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, SgTable, Span};
-use dmalane_device::{BackingFiles, Device, DeviceMemory, Placement, Region, areas};
+use dmalane_device::{BackingFiles, Device, DeviceMemory, Placement, ReadCounters, Region, areas};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
@@ -39,8 +39,8 @@ pub enum Contents {
 pub struct Target {
     /// A description for people.
     pub name: String,
-    /// How it is driven, for people; a line each.
-    pub notes: Vec<String>,
+    /// The modelled link, for people.
+    link: Option<String>,
     pub(crate) registrar: Arc<dyn Registrar>,
     pub(crate) queues: Vec<SharedQueue<Box<DeviceQueue>>>,
     pub(crate) memories: Memories,
@@ -57,7 +57,7 @@ pub struct Target {
     contents: Contents,
     recovered: Option<PathBuf>,
     /// The owner of the queues; dropped after them.
-    _device: Box<dyn Device>,
+    device: Box<dyn Device>,
 }
 
 /// Memory that was allocated for a measurement.
@@ -213,7 +213,7 @@ impl Target {
             }
         })?;
         target.name = format!("{} behind the modelled link {name}", target.name);
-        target.notes.push(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
+        target.link = Some(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
         target.reference = Reference::Optimum { link, halves };
         target.concurrent = true;
         Ok(target)
@@ -242,7 +242,7 @@ impl Target {
         let memory = device.memory();
         Ok(Self {
             name: info.name,
-            notes: info.notes,
+            link: None,
             registrar: device.registrar(),
             queues: share(device.take_queues())?,
             memories: Memories::of(device.regions()),
@@ -254,8 +254,18 @@ impl Target {
             cancelled: Arc::default(),
             contents,
             recovered,
-            _device: device,
+            device,
         })
+    }
+
+    /// How it is driven, as it is now, for people; a line each.
+    pub fn notes(&self) -> Vec<String> {
+        self.device.info().notes.into_iter().chain(self.link.clone()).collect()
+    }
+
+    /// Reads its counters, also on other threads and during measurements.
+    pub fn counters(&self) -> ReadCounters {
+        self.device.counters()
     }
 
     /// The number of channels.

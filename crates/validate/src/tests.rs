@@ -119,7 +119,7 @@ fn files_pass_and_are_left_as_they_were() {
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     for probe_at in [None, Some(MIB)] {
         let target = file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }).unwrap();
-        assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
+        assert!(target.notes()[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
         let report = check(&target, &ValidateSettings { starting_offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
         assert!(std::fs::read(memory.path()).unwrap() == before);
@@ -685,7 +685,7 @@ fn any_device_can_be_measured() {
     );
     let target = Target::new(card(CardConfig::default(), how), Contents::Refuse).unwrap();
     assert!(!target.concurrent);
-    assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
+    assert_eq!((target.name.as_str(), target.notes()[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
     let target = Target::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), Contents::Refuse).unwrap();

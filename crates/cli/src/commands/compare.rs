@@ -171,7 +171,7 @@ impl Compare {
         }
         all.retain(|loader| self.only.is_empty() || self.only.contains(&loader.name));
         let timeout = Duration::from_secs(self.timeout);
-        let steps = Steps::new(!(self.quiet || self.json || self.csv));
+        let steps = Steps::new("compare", !(self.quiet || self.json || self.csv));
         steps.more(all.len() * (1 + 2 * self.rounds as usize));
         let want = worker::digest(&files).map_err(|e| Failure::because("cannot read the files", &e))?;
         let mut loaders: Vec<Compared> = Vec::new();

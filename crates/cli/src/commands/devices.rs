@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::failure::Failure;
+use crate::layout::wrap;
 use crate::probe::Probe;
 use crate::{output, size};
 
@@ -87,14 +88,17 @@ fn json(device: &Listed) -> Value {
 fn text(devices: &[Listed]) -> String {
     let mut text = String::new();
     for Listed { name, about, memories, channels, facts, .. } in devices {
-        text += &format!("{name}\n    {about}\n");
+        text += &format!("{name}\n{}", wrap(&format!("    {about}"), 4));
         if let (false, Some(channels)) = (memories.is_empty(), channels) {
             let sizes: Vec<_> =
                 memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
-            text += &format!(
-                "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} \
-                 channels\n",
-                sizes.join(", ")
+            let memories = sizes.join(", ");
+            text += &wrap(
+                &format!(
+                    "    memories {memories} (allocated as they fill; --card-ddr and --card-hbm set the sizes), \
+                     {channels} channels"
+                ),
+                4,
             );
         }
         let facts: Vec<_> = facts
@@ -116,7 +120,7 @@ fn text(devices: &[Listed]) -> String {
             })
             .collect();
         if !facts.is_empty() {
-            text += &format!("    {}\n", facts.join(", "));
+            text += &wrap(&format!("    {}", facts.join(", ")), 4);
         }
     }
     text += "\nEvery kind, as -d names it:\n";

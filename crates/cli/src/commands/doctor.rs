@@ -232,13 +232,18 @@ fn text(report: &Report) -> String {
             Status::Missing => bad("MISSING"),
             Status::Note => "note   ".to_owned(),
         };
-        text += &format!("{status}  {:width$}  {}\n", check.name, check.found);
+        text += &wrap(&format!("{status}  {:width$}  {}", check.name, check.found), width + 11);
         // The reason matters only where something is not ok.
         if check.status != Status::Ok {
-            text += &format!("         why: {}\n", check.why);
+            text += &wrap(&format!("         why: {}", check.why), 14);
         }
         if let Some(fix) = &check.fix {
-            text += &format!("         fix: {fix}\n");
+            // Whole, to be copied.
+            let (command, remark) = fix.split_once("    #").unwrap_or((fix, ""));
+            text += &format!("         fix: {command}\n");
+            if !remark.is_empty() {
+                text += &wrap(&format!("              #{remark}"), 16);
+            }
         }
     }
     let count = |status| report.checks.iter().filter(|c| c.status == status).count();

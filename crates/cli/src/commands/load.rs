@@ -1,12 +1,9 @@
 //! `dmalane load`: files into device memory.
 
-mod machine;
-mod page;
 mod record;
 mod report;
 mod room;
 mod sample;
-mod trace;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -25,13 +22,14 @@ use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_
 
 use crate::device::{self, CHUNK, card_memory};
 use crate::failure::Failure;
+use crate::job;
 use crate::model::{self, cannot_open};
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
-use crate::size::{Size, between};
+use crate::size::{Size, between, binary};
 use crate::source;
-use machine::Machine;
+use crate::timeline::{self, Page};
 use record::Recording;
 use room::Room;
 
@@ -137,7 +135,7 @@ pub struct Load {
 
     /// Fragmentation of the software host's physical memory, from 0 to 1
     /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction, allow_negative_numbers = true)]
+    #[arg(long, value_name = "F", value_parser = fraction)]
     fragmentation: Option<f64>,
 
     /// Read the data back through the device's MMU and write it to this file, or into this directory for several
@@ -149,13 +147,8 @@ pub struct Load {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     record: Option<PathBuf>,
 
-    /// Write a timeline of reads, copies and binds to this file, for ui.perfetto.dev or Chrome's about:tracing
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    trace: Option<PathBuf>,
-
-    /// Write a page (HTML) with the timeline, the stages beside reference rates, the machine and the command
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    report: Option<PathBuf>,
+    #[command(flatten)]
+    timeline: timeline::Options,
 
     /// Bits of device virtual addresses, 32 to 47: of a trace for a format with shorter addresses, say
     /// [default: 47]
@@ -200,20 +193,15 @@ struct Outputs {
     /// One for each input, or none.
     save: Vec<Output>,
     record: Option<Output>,
-    trace: Option<Output>,
-    report: Option<Output>,
+    timeline: timeline::Files,
 }
 
 impl Outputs {
     /// Refuses what cannot be written.
     fn check(&self) -> Result<(), Failure> {
         self.save.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot save", &e)))?;
-        let [record, trace, report] = [&self.record, &self.trace, &self.report];
-        [(record, "cannot record"), (trace, "cannot write the timeline"), (report, "cannot write the report")]
-            .into_iter()
-            .try_for_each(|(to, what)| {
-                to.as_ref().map_or(Ok(()), |to| to.check().map_err(|e| output::refused(what, &e)))
-            })
+        self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))?;
+        self.timeline.check()
     }
 
     /// Refuses to write over files that are read.
@@ -229,8 +217,7 @@ impl Outputs {
         let outputs = Self {
             save: self.save.into_iter().map(unlike).collect(),
             record: self.record.map(unlike),
-            trace: self.trace.map(unlike),
-            report: self.report.map(unlike),
+            timeline: self.timeline.map(unlike),
         };
         outputs.check()?;
         Ok(outputs)
@@ -272,25 +259,29 @@ struct Run {
     heap_peak: u64,
     /// High-water mark of the process, reading back included.
     resident_peak: u64,
+    /// How the device was driven.
+    notes: Vec<String>,
 }
 
 impl Outcome {
     /// Writes the timeline and the page, if they were asked for.
     fn write_timeline(&self, outputs: &Outputs) -> Result<(), Failure> {
-        if outputs.trace.is_none() && outputs.report.is_none() {
-            return Ok(());
-        }
-        let timeline = self.run.loaded.report.timeline.clone().unwrap_or_default();
-        let machine = Machine::this();
-        let write = |to: &Option<Output>, what: &str, bytes: &dyn Fn() -> Result<Vec<u8>, Failure>| match to {
-            Some(to) => {
-                let failed = |e| output::refused(format!("cannot write the {what} (the files are loaded)"), &e);
-                to.write(&bytes()?).map_err(failed)
-            }
-            None => Ok(()),
+        let Some(timeline) = &self.run.loaded.report.timeline else { return Ok(()) };
+        let head = ["file", "size", "tensors", "XXH3"].map(str::to_owned).to_vec();
+        let files = self.run.loaded.files.iter().map(|file| {
+            let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
+            let tensors = file.model.tensors.len().to_string();
+            vec![file.path.to_string_lossy().into_owned(), binary(file.model.len), tensors, hash]
+        });
+        let page = Page {
+            command: "dmalane load",
+            device: &self.device,
+            answer: report::answer(self),
+            wall: self.run.loaded.report.wall,
+            stages: report::page_stages(self),
+            files: std::iter::once(head).chain(files).collect(),
         };
-        write(&outputs.trace, "timeline", &|| trace::chrome(&timeline, machine.json()))?;
-        write(&outputs.report, "report", &|| Ok(page::html(self, &timeline, &machine).into_bytes()))
+        outputs.timeline.write(timeline, &page, "the files are loaded")
     }
 }
 
@@ -331,7 +322,7 @@ impl Load {
             device = device::open(&self.device, &options)?;
         }
         runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
-        let references = match self.format.verbose || self.report.is_some() {
+        let references = match self.format.verbose || self.timeline.report.is_some() {
             true => Some(
                 device
                     .reference_rates(&mut inputs)
@@ -351,8 +342,8 @@ impl Load {
             manifest: self.manifest,
             saved: paths(&outputs.save),
             recorded: self.record.clone(),
-            traced: self.trace.clone(),
-            reported: self.report.clone(),
+            traced: self.timeline.trace.clone(),
+            reported: self.timeline.report.clone(),
             references,
         };
         outcome.write_timeline(&outputs)?;
@@ -419,7 +410,8 @@ impl Load {
                 chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
                 checksum: !self.no_checksum,
-                timeline: self.trace.is_some() || self.report.is_some(),
+                timeline: self.timeline.any(),
+                live: Some(job::this().live()),
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,
@@ -449,6 +441,8 @@ impl Load {
         let record = outputs.and_then(|outputs| outputs.record.as_ref());
         let recording = record.map(|to| Recording::of(device, to)).transpose()?;
         let before = device.counters().touched;
+        let counters = device.read_counters();
+        job::this().counted(&counters);
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(bytes(inputs));
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
@@ -481,6 +475,7 @@ impl Load {
             touched,
             heap_peak,
             resident_peak,
+            notes: device.notes(),
         })
     }
 
@@ -503,7 +498,8 @@ impl Load {
     /// The files that are written.
     fn outputs(&self) -> Result<Outputs, Failure> {
         let save = self.save_targets()?;
-        let others = [(&self.record, "--record"), (&self.trace, "--trace"), (&self.report, "--report")];
+        let timeline::Options { trace, report } = &self.timeline;
+        let others = [(&self.record, "--record"), (trace, "--trace"), (report, "--report")];
         let mut seen: Vec<(&PathBuf, &str)> = save.iter().map(|path| (path, "--save")).collect();
         for (path, option) in others.into_iter().filter_map(|(path, option)| Some((path.as_ref()?, option))) {
             if let Some((_, other)) = seen.iter().find(|(other, _)| *other == path) {
@@ -512,8 +508,8 @@ impl Load {
             seen.push((path, option));
         }
         let output = |path: &PathBuf| self.replace.output(path);
-        let [record, trace, report] = others.map(|(path, _)| path.as_ref().map(output));
-        Ok(Outputs { save: save.iter().map(output).collect(), record, trace, report })
+        let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
+        Ok(Outputs { save: save.iter().map(output).collect(), record, timeline })
     }
 
     /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
@@ -534,7 +530,7 @@ impl Load {
             let name = file.file_name().ok_or_else(|| Failure::new(format!("{}: not a file name", file.display())))?;
             let target = save.join(name);
             if targets.contains(&target) {
-                return Err(Failure::new(format!("two files would be saved as {}", target.display())));
+                return Err(Failure::usage(format!("two files would be saved as {}", target.display())));
             }
             targets.push(target);
         }

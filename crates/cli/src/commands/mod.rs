@@ -10,6 +10,7 @@ mod iopt;
 mod load;
 mod manifest;
 mod read;
+mod top;
 mod validate;
 mod verify;
 mod vm;
@@ -49,6 +50,7 @@ commands! {
     verify::Verify,
     compare::Compare,
     validate::Validate,
+    top::Top,
     doctor::Doctor,
     devices::Devices,
     bar_map::BarMap,

@@ -8,19 +8,23 @@ use std::ops::{Bound, ControlFlow};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
+use dmalane::device::BackingFiles;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
-use dmalane::load::{Expected, Manifest};
+use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
+use dmalane::{
+    AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
+};
 
 use crate::device::{self as opening, LARGE_HOST, card_memory};
 use crate::failure::Failure;
+use crate::job;
 use crate::model;
 use crate::number::within;
 use crate::output;
@@ -28,6 +32,7 @@ use crate::progress::Progress;
 use crate::range::Range;
 use crate::size::{self, Size, between, binary};
 use crate::source::{self, Source};
+use crate::timeline::{self, Page};
 use device::Target;
 use export::{Export, Exported};
 
@@ -40,6 +45,7 @@ Examples:
   dmalane read model.bin --range 1MiB..2MiB --direct
   dmalane read model.bin --map -v                the cost of registering and mapping each chunk
   dmalane read model.bin --repeat 5 --csv        the stages of the median run
+  dmalane read model.bin --trace read.json --report read.html  what was done when
   dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
   dmalane read model.bin --export fd -- sh -c 'wc -c < /dev/fd/$DMALANE_FD'
   dmalane read model.bin --send-to /run/trainer.sock
@@ -163,6 +169,12 @@ pub struct Read {
     repeat: u32,
 
     #[command(flatten)]
+    timeline: timeline::Options,
+
+    #[command(flatten)]
+    replace: output::Replace,
+
+    #[command(flatten)]
     export: Export,
 
     #[command(flatten)]
@@ -196,6 +208,9 @@ struct Outcome {
     verified: bool,
     /// The manifest that the files were compared with.
     manifest: Option<PathBuf>,
+    /// The files that were written.
+    traced: Option<PathBuf>,
+    reported: Option<PathBuf>,
 }
 
 /// Results of one run.
@@ -208,6 +223,10 @@ struct Run {
     mappings: Option<usize>,
     /// The heap of the device, where it reaches no other memory.
     heap: Option<Arc<dyn dmalane::dma::Heap>>,
+    /// How the device was driven.
+    notes: Vec<String>,
+    /// The files behind the device.
+    backing: Option<BackingFiles>,
 }
 
 /// A file that was read.
@@ -218,12 +237,41 @@ struct ReadFile {
     method: ReadMethod,
 }
 
+impl Outcome {
+    /// Writes the timeline and the page, if they were asked for.
+    fn write_timeline(&self, outputs: timeline::Files) -> Result<(), Failure> {
+        let Some(timeline) = &self.run.report.timeline else { return Ok(()) };
+        let files = self.run.backing.iter().flat_map(|files| [&files.written, &files.read]);
+        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+        let outputs = outputs.map(|to| metas.iter().fold(to, |to, meta| to.unlike(Path::new("device memory"), meta)));
+        let device = self.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
+        let page = Page {
+            command: "dmalane read",
+            device: &device,
+            answer: report::answer(self),
+            wall: self.run.report.wall,
+            stages: report::page_stages(self),
+            files: report::page_files(self),
+        };
+        outputs.write(timeline, &page, "the files are read")
+    }
+}
+
 impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(&self.files)?;
+        let mut outputs = self.timeline.files(self.replace)?;
+        if let Some(spec) = &self.device {
+            opening::check(spec, &self.open_options())?;
+        }
         let mut picked = self.pick_heap()?;
         let sources = self.sources()?;
+        for source in &sources {
+            let meta = source.file.metadata()?;
+            outputs = outputs.map(|to| to.unlike(&source.path, &meta));
+        }
+        outputs.check()?;
         let manifest = model::manifest(self.manifest.as_deref())?;
         let receiver = self.export.receiver()?;
         let (mut runs, mut buffers) = (Vec::new(), Vec::new());
@@ -245,7 +293,9 @@ impl Read {
         let walls: Vec<_> = runs.iter().map(|run| run.report.wall).collect();
         let (times, median) = output::Runs::of(&walls);
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
-        let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest };
+        let timeline::Options { trace: traced, report: reported } = self.timeline;
+        let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest, traced, reported };
+        outcome.write_timeline(outputs)?;
         let output::Format { verbose, json, csv, .. } = self.format;
         let text = match (json, csv) {
             (true, _) => output::json(&report::json(&outcome))?,
@@ -270,7 +320,7 @@ impl Read {
     /// The files. A file without a size that is not read once from front to back is copied first.
     fn sources(&self) -> Result<Vec<ReadSource>, Failure> {
         let once = self.repeat == 1 && self.files.len() == 1 && !self.map && self.device.is_none();
-        let once = once && self.manifest.is_none();
+        let once = once && self.manifest.is_none() && !self.timeline.any();
         let open = |path: &PathBuf| {
             let source = Source::open(path)?;
             let Source { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
@@ -295,13 +345,18 @@ impl Read {
                 manifest.expect(sources.iter().map(|source| &*source.path).zip(sizes)).map_err(differs)?
             }
         };
-        let options = ReadOptions { cuts: expected.cuts(), ..self.options() };
+        let timeline = self.timeline.any().then(Instant::now);
+        let options = ReadOptions { cuts: expected.cuts(), timeline, ..self.options() };
         let Done { read: ReadFiles { filled, methods }, mapped, target, heap } =
             self.read(heap, sources, options, &bar)?;
         bar.finish();
         expected.check(filled.buffers.iter().map(FilledBuf::digests)).map_err(differs)?;
-        if let Some(mut target) = target.filter(|_| self.verify) {
-            target.verify(&filled)?;
+        let (mut notes, mut backing) = (Vec::new(), None);
+        if let Some(mut target) = target {
+            if self.verify {
+                target.verify(&filled)?;
+            }
+            (notes, backing) = (target.device.notes(), target.device.backing_files());
         }
         let segments = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
         let files = sources.iter().zip(&filled.buffers).zip(methods);
@@ -318,8 +373,20 @@ impl Read {
                 .collect(),
             report: filled.report,
             heap,
+            notes,
+            backing,
         };
         Ok((run, filled.buffers))
+    }
+
+    /// How the device is opened.
+    fn open_options(&self) -> OpenOptions {
+        OpenOptions {
+            drive: DriveOptions { timeline: self.timeline.any(), ..DriveOptions::default() },
+            card_ddr: self.card_ddr.map(Size::bytes),
+            overwrite: self.overwrite,
+            ..OpenOptions::default()
+        }
     }
 
     fn options(&self) -> ReadOptions {
@@ -335,9 +402,10 @@ impl Read {
             block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
             checksum: !self.no_checksum,
-            cuts: None,
             timeout: self.timeout,
             limit: self.limit.map(Size::bytes),
+            live: Some(job::this().live()),
+            ..ReadOptions::default()
         }
     }
 
@@ -414,7 +482,7 @@ impl Read {
             ControlFlow::Continue(())
         };
         let mut target = match &self.device {
-            Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), self.overwrite, &job.buffers)?),
+            Some(spec) => Some(Target::open(spec, self.open_options(), &job.buffers)?),
             None => None,
         };
         let registrar = target.as_ref().map(|target| target.device.registrar());
@@ -425,6 +493,8 @@ impl Read {
             .job(job)
             .options(options)
             .watch(watch);
+        let counters = target.as_ref().map(|target| target.device.read_counters());
+        counters.iter().for_each(|counters| job::this().counted(counters));
         if let Some(Target { device, to }) = &mut target {
             read = read.and_to(device, to);
         } else if self.map {

@@ -27,6 +27,7 @@ use signal_hook::flag;
 
 use crate::device::{self, card_memory};
 use crate::failure::{Failure, USAGE};
+use crate::job;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
@@ -132,7 +133,7 @@ pub struct Validate {
     iterations: Option<u64>,
 
     /// Seconds per figure
-    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds, allow_negative_numbers = true)]
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds)]
     duration: Duration,
 
     /// As --iterations [default with --bandwidth-duration 0: 1]
@@ -142,7 +143,7 @@ pub struct Validate {
 
     /// As --duration; if not 0, it takes precedence over --bandwidth-iterations
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["iterations", "duration"])]
-    #[arg(value_parser = seconds_or_none, allow_negative_numbers = true)]
+    #[arg(value_parser = seconds_or_none)]
     bandwidth_duration: Option<Duration>,
 
     /// Transfer each buffer whole over one channel, without striping and channel policy; channels alternate
@@ -281,7 +282,9 @@ impl Validate {
             eprintln!("dmalane: restored the data of an earlier run, which was killed, from {}", backup.display());
         }
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
-        let bar = Steps::new(!self.format.quiet);
+        let bar = Steps::new("validate", !self.format.quiet);
+        let counters = target.counters();
+        job::this().counted(&counters);
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more(n),
             ValidateEvent::Step(what) => bar.step(what),
@@ -312,7 +315,7 @@ impl Validate {
         }
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
-        let (device, notes, no_effect) = (target.name.clone(), target.notes.clone(), self.no_effect());
+        let (device, notes, no_effect) = (target.name.clone(), target.notes(), self.no_effect());
         // Waits for transfers that a hung device has not completed, and counts the buffers that it keeps.
         drop(target);
         let held = dmalane::file::quarantined_bytes();

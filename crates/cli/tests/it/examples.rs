@@ -14,6 +14,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("card serve", "serves until it is stopped; tests/card.rs"),
     ("daemon:", "needs a daemon; tests/dmalaned.rs"),
     ("systemctl", "needs systemd"),
+    ("dmalane top", "needs a terminal, or does not end; tests/top.rs"),
     ("dmalaned status", "needs a daemon; tests/dmalaned.rs"),
     ("dmalaned", "serves until it is stopped; tests/dmalaned.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),

@@ -13,5 +13,7 @@ mod refused;
 mod slash;
 mod supervisor;
 mod timeline;
+mod top;
+mod usage;
 mod validate;
 mod vm;

@@ -77,7 +77,81 @@ fn a_trace_has_every_read_copy_and_bind() {
         let has = |name: &str| rows.iter().any(|((_, lane), row)| lane == "binds" && row.iter().any(|s| s.0 == name));
         assert!(has("bind") && bytes.contains_key(&("parse", false)), "{options:?}: {bytes:?}");
         assert_eq!(bytes.contains_key(&("checksum", false)), !options.contains(&"--no-checksum"));
+        assert_eq!(channels(&rows), ["channel 0", "channel 1"], "DDR is reached by both");
     }
+}
+
+/// The channels that copied anything.
+fn channels(rows: &BTreeMap<(u64, String), Vec<Span>>) -> Vec<&str> {
+    let lanes = rows.keys().filter_map(|(_, lane)| lane.strip_suffix(", in flight"));
+    lanes.filter(|lane| lane.starts_with("channel ")).collect()
+}
+
+#[test]
+fn a_copy_is_on_the_row_of_the_channel_that_made_it() {
+    let folder = folder("trace-channels");
+    for (channel, placement) in [("1", "ddr"), ("0", "ddr"), ("auto", "hbm1")] {
+        let options = ["--mm-channel", channel, "--placement", placement, "--trace", "trace.json", "--force"];
+        dmalane(&folder, &[&["load", "--sample", "8MiB"], &options[..]].concat());
+        let trace: Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
+        let rows = spans(&trace);
+        let (expected, bytes) = (if channel == "0" { "channel 0" } else { "channel 1" }, 7 << 20);
+        assert_eq!(channels(&rows), [expected], "{placement}");
+        let copies = rows.iter().filter(|((_, lane), _)| lane.starts_with("channel ")).flat_map(|(_, row)| row);
+        assert!(copies.map(|span| span.3).sum::<u64>() > bytes, "{placement}");
+    }
+}
+
+#[test]
+fn reading_has_a_timeline_too() {
+    let folder = folder("trace-read");
+    dmalane(&folder, &["load", "--sample", "24MiB", "--save", "a.safetensors"]);
+    for (device, copies) in [(&["-d", "soft"][..], true), (&["-d", "ram:64MiB"], true), (&["--map"], false)] {
+        let args = ["read", "a.safetensors", "--json", "--trace", "t.json", "--report", "r.html", "--force"];
+        let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, device].concat()).stdout).unwrap();
+        assert_eq!((&report["traced"], &report["reported"]), (&"t.json".into(), &"r.html".into()));
+        let trace: Value = serde_json::from_slice(&fs::read(folder.join("t.json")).unwrap()).unwrap();
+        assert_eq!(trace["traceEvents"][0]["args"]["name"], "dmalane read");
+        let rows = spans(&trace);
+        let moved = |stage: &str| {
+            let lanes = rows.iter().filter(|((_, lane), _)| lane.contains("in flight"));
+            lanes.flat_map(|(_, row)| row).filter(|span| span.0 == stage).map(|span| span.3).sum::<u64>()
+        };
+        let total = report["bytes"].as_u64().unwrap();
+        assert_eq!(moved("transfer"), if copies { total } else { 0 }, "{device:?}");
+        assert!(rows.values().flatten().any(|span| span.0 == "allocate") && moved("read") <= total);
+        assert_eq!(channels(&rows).is_empty(), !copies);
+        let page = fs::read_to_string(folder.join("r.html")).unwrap();
+        assert_eq!(unbalanced(&page), [""; 0]);
+        assert!(page.contains("<title>dmalane read") && page.contains("a.safetensors"), "{device:?}");
+        assert_eq!(page.contains("channel 0"), copies);
+    }
+    // Standard input is copied to a file first: its timeline is that of reading the file.
+    let input = fs::File::open(folder.join("a.safetensors")).unwrap();
+    let program = env!("CARGO_BIN_EXE_dmalane");
+    let mut cat = Command::new("cat").stdin(input).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let read = Command::new(program)
+        .args(["read", "-", "--trace", "pipe.json"])
+        .current_dir(&folder)
+        .stdin(cat.stdout.take().unwrap())
+        .output()
+        .unwrap();
+    assert!(read.status.success() && cat.wait().unwrap().success(), "{}", String::from_utf8_lossy(&read.stderr));
+    let trace: Value = serde_json::from_slice(&fs::read(folder.join("pipe.json")).unwrap()).unwrap();
+    assert!(!spans(&trace).is_empty());
+    // Never over what is read, nor over what serves as device memory.
+    fs::write(folder.join("device"), vec![0; 32 << 20]).unwrap();
+    let before = fs::read(folder.join("a.safetensors")).unwrap();
+    for (args, refused) in [
+        (&["read", "a.safetensors", "--trace", "a.safetensors", "--force"][..], "a.safetensors"),
+        (&["read", "a.safetensors", "-d", "file:device", "--report", "device", "--force"], "device memory"),
+    ] {
+        let output = Command::new(program).args(args).current_dir(&folder).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && text.contains(refused), "{args:?}: {text}");
+    }
+    assert!(fs::read(folder.join("a.safetensors")).unwrap() == before);
+    assert_eq!(fs::read(folder.join("device")).unwrap()[..before.len()], before, "what was read is there");
 }
 
 #[test]

@@ -79,6 +79,7 @@ pub(super) fn try_short(
         workers: 1,
         backing: Some(backing),
         recycled,
+        timeline: None,
     };
     let method = ReadMethod { how: How::plain(), reason, moved: Moved { direct: 0, buffered: len }, cached };
     Ok(Some(AllocRead { buffer, method, report }))

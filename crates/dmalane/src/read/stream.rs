@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
+use dmalane_load::Stage;
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
 use dmalane_queue::{OpError, Operation, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
@@ -49,6 +50,9 @@ pub(super) fn to_end(
         };
         let slice = operation.into_slice().ok_or_else(|| failed(protocol("a buffer is lost")))?;
         len += n;
+        if let Some(live) = &options.live {
+            live.add(Stage::Read, n as u64);
+        }
         chunks.push_back((slice, n));
         if let Some(limit) = options.limit.filter(|limit| len as u64 > *limit) {
             return Err(ReadError::Limit { wanted: len as u64, limit });
@@ -94,6 +98,7 @@ pub(super) fn to_end(
         workers: 1,
         backing: Some(backing),
         recycled: !fresh,
+        timeline: None,
     };
     let method = ReadMethod {
         how: How::plain(),

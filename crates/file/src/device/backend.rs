@@ -1,11 +1,12 @@
 //! The I/O backends, by which requests reach the kernel.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use dmalane_addr::Iova;
 use dmalane_device::NoIommu;
+use dmalane_dma::memlock_left;
 use dmalane_queue::Registered;
 
 use super::workers::Workers;
@@ -229,7 +230,13 @@ impl Fixed {
                     return request.ask;
                 };
                 if let Err(e) = ring.fix(free, &request.slice, via.mapping().pinned().range()) {
-                    self.why.get_or_insert(format!("a fixed buffer was refused: {e}"));
+                    self.why.get_or_insert_with(|| {
+                        let left = (e.kind() == io::ErrorKind::OutOfMemory).then(memlock_left).flatten();
+                        let limit = left.map_or(String::new(), |left| {
+                            format!("; this process may lock {left} more bytes (raise it with ulimit -l)")
+                        });
+                        format!("a fixed buffer was refused: {e}{limit}")
+                    });
                     self.refused.push(iova);
                     return request.ask;
                 }

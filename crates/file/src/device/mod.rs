@@ -21,7 +21,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{
@@ -275,7 +275,10 @@ struct Opened {
     len: Option<u64>,
     align: Option<Align>,
     options: FileDeviceOptions,
+    /// As chosen when it was opened.
     how: FileDeviceHow,
+    /// As its queues found since; `None` while that is the same.
+    used: Mutex<Option<FileDeviceHow>>,
     registrar: NoIommu,
 }
 
@@ -323,7 +326,8 @@ impl FileDevice {
             reasons: Vec::new(),
             count: Count::Bytes,
         };
-        let mut this = Opened { h2c, c2h, paths, len, align, options, how, registrar: NoIommu::new() };
+        let (used, registrar) = (Mutex::default(), NoIommu::new());
+        let mut this = Opened { h2c, c2h, paths, len, align, options, how, used, registrar };
         this.choose_backend()?;
         let opened = Arc::new(this);
         let queue = Some(opened.clone().queue()?);
@@ -353,9 +357,11 @@ impl FileDevice {
         self.opened.align.map_or(1, |a| a.memory.max(a.offset))
     }
 
-    /// The I/O backend, and the reasons for it.
-    pub fn how(&self) -> &FileDeviceHow {
-        &self.opened.how
+    /// The I/O backend, and the reasons for it: what was chosen when it was opened, or what its queues use since the
+    /// kernel has refused that.
+    pub fn how(&self) -> FileDeviceHow {
+        let used = self.opened.used.lock().unwrap_or_else(PoisonError::into_inner);
+        used.as_ref().unwrap_or(&self.opened.how).clone()
     }
 
     /// A queue. There can be any number of them; only within one queue do operations wait for others on the same

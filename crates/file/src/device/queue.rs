@@ -2,7 +2,7 @@
 //! and ended in order.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
@@ -65,10 +65,13 @@ impl FileDeviceQueue {
     }
 
     /// The I/O backend in use and why: the kernel may refuse later what it accepted at first.
-    pub fn how(&self) -> FileDeviceHow {
-        let mut how = self.how.clone();
-        how.reasons.extend(self.mover.complaint().map(str::to_owned));
-        how
+    pub fn how(&self) -> &FileDeviceHow {
+        &self.how
+    }
+
+    /// Tells the device what is used, which is not what was planned.
+    fn tell(&self) {
+        *self.device.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.how.clone());
     }
 
     /// Checks what is special to files: registration, range, alignment.
@@ -104,6 +107,12 @@ impl FileDeviceQueue {
         }
         if let Err(why) = self.mover.enter(None) {
             self.fall_back(&why);
+        }
+        if let Some(why) = self.mover.complaint()
+            && !self.how.reasons.iter().any(|known| known == why)
+        {
+            self.how.reasons.push(why.to_owned());
+            self.tell();
         }
     }
 
@@ -170,6 +179,7 @@ impl FileDeviceQueue {
         match Mover::new(IoBackend::Workers, self.device.options.depth, self.device.options.threads) {
             Ok(mover) => {
                 self.how.backend = IoBackend::Workers;
+                self.tell();
                 self.retired.push(std::mem::replace(&mut self.mover, mover));
                 self.feed();
             }
@@ -376,5 +386,41 @@ impl Queue for FileDeviceQueue {
 impl std::fmt::Debug for FileDeviceQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "FileDeviceQueue({}: {}, {} in flight)", self.device.paths.h2c.display(), self.how, self.ops.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_addr::CardAddr;
+    use dmalane_device::Device;
+    use dmalane_dma::{AnonHeap, Heap};
+    use dmalane_queue::run;
+
+    use super::super::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
+    use super::*;
+
+    #[test]
+    fn the_device_says_what_its_queue_came_to_use() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let paths = FileDevicePaths { h2c: file.path().to_owned(), c2h: file.path().to_owned() };
+        let options = FileDeviceOptions { trust: Some(IoBackend::Uring), ..FileDeviceOptions::default() };
+        let device = match FileDevice::open(paths, options) {
+            Err(e @ FileDeviceError::NoBackend { .. }) => return println!("SKIPPED: {e}"),
+            opened => opened.unwrap(),
+        };
+        let mut queue = device.queue().unwrap();
+        let note = || device.info().notes.remove(0);
+        assert_eq!(note(), "by io_uring (trusted without a probe)");
+        let Mover::Ring { ring, .. } = &mut queue.mover else { panic!("{queue:?}") };
+        ring.fail_enter = true;
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_part();
+        run(&mut queue, Operation::write(slice, DeviceAddr::Card(CardAddr::new(0))), Duration::from_secs(30)).unwrap();
+        assert!(
+            note().starts_with("by pread and pwrite on threads (") && note().contains("io_uring failed"),
+            "{}",
+            note()
+        );
+        assert_eq!(queue.how(), &device.how());
     }
 }

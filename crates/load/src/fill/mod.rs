@@ -37,8 +37,8 @@ pub(crate) use memory::{Memory, Staging};
 pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
 
-use crate::StageReport;
 use crate::clock::Clocks;
+use crate::{Live, StageReport, Timeline};
 use state::State;
 use worker::Worker;
 
@@ -59,13 +59,18 @@ pub struct FillOptions {
     /// waits for it, before it is stopped, which is a [`FillError::Transfer`]. Operations that have not ended by then
     /// stay with their queue.
     pub timeout: Duration,
+    /// The beginning of a timeline that is recorded ([`FillReport::timeline`]), in at most about 1 MiB for each worker.
+    pub timeline: Option<Instant>,
+    /// Told about the stages meanwhile.
+    pub live: Option<Arc<Live>>,
 }
 
 impl Default for FillOptions {
-    /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds.
+    /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds, no timeline.
     fn default() -> Self {
-        let (checksum, cuts, deadline) = (false, None, None);
-        Self { chunk: 2 << 20, block: 2 << 20, checksum, cuts, deadline, timeout: Duration::from_secs(30) }
+        let (checksum, cuts, deadline, timeline, live) = (false, None, None, None, None);
+        let (chunk, block, timeout) = (2 << 20, 2 << 20, Duration::from_secs(30));
+        Self { chunk, block, checksum, cuts, deadline, timeout, timeline, live }
     }
 }
 
@@ -274,6 +279,8 @@ pub struct FillReport {
     pub backing: Option<PageBacking>,
     /// The memory was recycled: the pages of at least one buffer were there already.
     pub recycled: bool,
+    /// The timeline, if [`FillOptions::timeline`] asked for it.
+    pub timeline: Option<Timeline>,
 }
 
 /// Buffers that were filled, in the order of [`Job::buffers`].
@@ -306,7 +313,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let done = run(Memory::Stays(memory), sink, job, workers, options, watch, None)?;
+    let mut done = run(Memory::Stays(memory), sink, job, workers, options, watch)?;
     let report = FillReport {
         bytes: job.bytes(),
         wall: start.elapsed(),
@@ -315,6 +322,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
         workers: workers.len(),
         backing: done.whole.first().map(|buf| buf.backing().clone()),
         recycled: done.recycled,
+        timeline: done.clocks.timeline(),
     };
     let buffers = done.whole.into_iter().zip(&job.buffers).zip(done.hashes);
     let buffers = buffers.map(|((buf, len), Hashes { checksum, digests })| {
@@ -324,7 +332,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     Ok(Filled { buffers: buffers.collect(), mappings: done.mappings, report })
 }
 
-/// As [`fill`], with memory of either kind. Records a timeline that began at `epoch`, if that is given.
+/// As [`fill`], with memory of either kind.
 pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     memory: Memory<'_>,
     sink: Sink<'_>,
@@ -332,12 +340,11 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     workers: &mut [Vec<S>],
     options: &FillOptions,
     watch: &mut Watch<'_>,
-    epoch: Option<Instant>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
-    let state = State::new(memory, sink, job, (workers.len(), sources), options, watch, epoch)?;
+    let state = State::new(memory, sink, job, (workers.len(), sources), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
-    let clocks = |name: String| Clocks::recording(&name, epoch);
+    let clocks = |name: String| Clocks::observed(&name, options.timeline, options.live.as_ref());
     let clocks = if others.is_empty() && !state.aside {
         Worker::new(&state, first, clocks("worker 0".to_owned())).run()
     } else {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
@@ -12,7 +12,7 @@ use dmalane_queue::{
 };
 
 use super::state::{Fragment, Tag};
-use super::{FillError, locked};
+use super::{FillError, FillOptions, locked};
 use crate::clock::{Clocks, Stage};
 
 /// Where bytes go when they have arrived, and were hashed if checksums are on.
@@ -92,8 +92,8 @@ struct End<'a> {
     cut: VecDeque<Target>,
     /// The next transfer, waiting for room.
     next: Option<(Tag, Operation)>,
-    /// Transfers in flight, and when they began, if that is recorded.
-    flying: HashMap<Ticket, (Tag, Option<Instant>)>,
+    /// Transfers in flight.
+    flying: HashMap<Ticket, Tag>,
     halt: HaltWatch,
     stall: StallWatch,
     /// Time in which the device may end nothing, and to wait for transfers in flight after a failure.
@@ -106,7 +106,7 @@ pub(super) type Failed = ((usize, usize), FillError);
 
 impl<'a> DeviceSink<'a> {
     /// `None` for memory.
-    pub fn new(sink: Sink<'a>, timeout: Duration, epoch: Option<Instant>) -> Option<Self> {
+    pub fn new(sink: Sink<'a>, options: &FillOptions) -> Option<Self> {
         let Sink::Device { queue, polled, targets } = sink else { return None };
         let end = End {
             queue,
@@ -118,8 +118,8 @@ impl<'a> DeviceSink<'a> {
             flying: HashMap::new(),
             halt: HaltWatch::default(),
             stall: StallWatch::default(),
-            timeout,
-            clocks: Clocks::recording("device", epoch),
+            timeout: options.timeout,
+            clocks: Clocks::observed("device", options.timeline, options.live.as_ref()),
         };
         Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
     }
@@ -176,17 +176,15 @@ impl End<'_> {
                     None => break,
                 },
             };
-            let (queue, begun) = (&mut *self.queue, self.clocks.begin());
+            let queue = &mut *self.queue;
             let submitted = match self.polled {
                 true => self.clocks.time(Stage::Transfer, || queue.submit(operation)),
                 false => queue.submit(operation),
             };
             match submitted {
                 Ok(ticket) => {
-                    if !self.polled {
-                        self.clocks.in_flight(Stage::Transfer, true);
-                    }
-                    self.flying.insert(ticket, (tag, begun));
+                    self.flying.insert(ticket, tag);
+                    self.count();
                 }
                 Err(Refused { operation, reason: Refusal::Full }) => {
                     self.next = Some((tag, operation));
@@ -197,6 +195,15 @@ impl End<'_> {
         }
         device.full.store(self.next.is_some(), Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Counts what is in flight.
+    fn count(&mut self) {
+        let n = self.flying.len();
+        match self.polled {
+            true => self.clocks.depth(Stage::Transfer, n),
+            false => self.clocks.in_flight(Stage::Transfer, n),
+        }
     }
 
     /// The next transfer: the first target of the first fragment.
@@ -256,13 +263,12 @@ impl End<'_> {
         for Completion { ticket, operation, result, .. } in done {
             let Some(slice) = operation.into_slice() else { continue };
             let error = match (self.flying.remove(&ticket), result) {
-                (Some((tag, begun)), Ok(())) => {
+                (Some(tag), Ok(())) => {
                     self.clocks.bytes(Stage::Transfer, slice.len() as u64);
-                    self.clocks.ended(Stage::Transfer, begun, slice.len() as u64);
                     back.push((Fragment { tag, slice }, true));
                     continue;
                 }
-                (Some((Tag { buffer, offset, .. }, _)), Err(error)) => {
+                (Some(Tag { buffer, offset, .. }), Err(error)) => {
                     ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error })
                 }
                 (None, _) => {
@@ -276,9 +282,7 @@ impl End<'_> {
                 failed = Some(error);
             }
         }
-        if !self.polled {
-            self.clocks.in_flight(Stage::Transfer, !self.flying.is_empty());
-        }
+        self.count();
         if let Some(failed) = failed {
             return Err(failed);
         }
@@ -291,7 +295,7 @@ impl End<'_> {
         let Some((reason, timeout)) = lost else { return Ok(()) };
         self.queue.stop(reason.clone());
         self.timeout = timeout;
-        let buffer = self.flying.values().map(|(tag, _)| tag.buffer).min().unwrap_or(0);
+        let buffer = self.flying.values().map(|tag| tag.buffer).min().unwrap_or(0);
         Err(((buffer, 0), FillError::Transfer { buffer, offset: 0, error: OpError::Stopped(reason) }))
     }
 }

@@ -177,7 +177,6 @@ impl<'a, 'w> State<'a, 'w> {
         (workers, sources): (usize, usize),
         options: &'a FillOptions,
         watch: &'a mut Watch<'w>,
-        epoch: Option<Instant>,
     ) -> Result<Self, FillError> {
         let plan = job.by_buffer(sources)?;
         if let Sink::Device { targets, .. } = &sink
@@ -229,7 +228,7 @@ impl<'a, 'w> State<'a, 'w> {
             Pages::Staging(..) => vec![false; job.buffers.len()],
         };
         let (first, stays) = (options.chunk < job.bytes(), matches!(&pages_of_job, Pages::Stays(_)));
-        let device = DeviceSink::new(sink, options.timeout, epoch);
+        let device = DeviceSink::new(sink, options);
         let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > workers);
         let aside = device.is_none() && Hasher::is_wanted(options) && job.bytes() >= ASIDE_FROM && spare();
         let state = Self {

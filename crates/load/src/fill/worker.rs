@@ -107,7 +107,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                     if !self.active.contains(&source) {
                         self.active.push(source);
                     }
-                    self.clocks.in_flight(Stage::Read, true);
+                    self.clocks.in_flight(Stage::Read, self.flying.len());
                     any = true;
                 }
                 Err(Refused { operation, reason: Refusal::Full }) => {
@@ -146,7 +146,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 self.active.remove(i);
             }
         }
-        self.clocks.in_flight(Stage::Read, !self.flying.is_empty());
+        self.clocks.in_flight(Stage::Read, self.flying.len());
         any
     }
 

@@ -78,7 +78,7 @@ fn fix(probe: &Probe, error: &vfio::Error) -> String {
         vfio::Error::NotBuilt { option, .. } => kernel_option(option),
         vfio::Error::NoPermission { path } => open_up(&path.to_string_lossy()),
         vfio::Error::NoDeviceFile(_) => kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
-        vfio::Error::NoIommu(_) | vfio::Error::NoProtection(_) => switch_iommu_on(probe).to_owned(),
+        vfio::Error::NoIommu(_) | vfio::Error::NoProtection(_) => switch_iommu_on(probe),
         _ => "dmalane bar-map -d vfio:0000:01:00.0    # with the device's name, says more".to_owned(),
     }
 }
@@ -120,13 +120,18 @@ pub fn iommu_groups(probe: &Probe) -> Check {
     }
 }
 
-fn switch_iommu_on(probe: &Probe) -> &'static str {
-    if probe.field("/proc/cpuinfo", "vendor_id").as_deref() == Some("GenuineIntel") {
-        "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo \
-        reboot    \
-         # with VT-d on in the firmware"
-    } else {
-        "sudo dmesg | grep -iE 'iommu|smmu|amd-vi'    # and switch it on in the firmware"
+/// One command, which adds an option to the kernel's command line and changes nothing until the next start.
+fn switch_iommu_on(probe: &Probe) -> String {
+    if probe.field("/proc/cpuinfo", "vendor_id").as_deref() != Some("GenuineIntel") {
+        return "sudo dmesg | grep -iE 'iommu|smmu|amd-vi'    # and switch it on in the firmware".to_owned();
+    }
+    let after = "from the next start on, with VT-d on in the firmware";
+    match probe.place("/usr/sbin/grubby").exists() {
+        true => format!("sudo grubby --update-kernel=ALL --args=intel_iommu=on    # {after}"),
+        false => format!(
+            "echo 'GRUB_CMDLINE_LINUX=\"$GRUB_CMDLINE_LINUX intel_iommu=on\"' | sudo tee \
+             /etc/default/grub.d/iommu.cfg    # then sudo update-grub; {after}"
+        ),
     }
 }
 

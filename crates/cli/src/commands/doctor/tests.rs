@@ -77,6 +77,11 @@ fn consistent(report: &Report) {
         }
         assert!(!check.found.is_empty() && !check.why.is_empty());
         assert!(!check.found.contains(char::is_control));
+        // One command, which changes what it says and nothing else.
+        let command = check.fix.iter().flat_map(|fix| fix.split("    #").next());
+        for never in ["&&", ";", "reboot", "shutdown", "sed -i"] {
+            assert!(command.clone().all(|command| !command.contains(never)), "{check:?}");
+        }
     }
     let json = serde_json::to_value(report).unwrap();
     assert_eq!((&json["schema"], &json["command"]), (&2.into(), &"doctor".into()));
@@ -282,6 +287,15 @@ fn each_missing_item_comes_with_a_fix() {
     assert_eq!(limits("Max locked memory  65536  65536  bytes").2, "sudo prlimit --pid $$ --memlock=unlimited");
     let root: (&str, &[u8]) = ("proc/self/status", b"CapEff:\t000001ffffffffff\nSeccomp:\t0");
     assert_eq!(with(&[("proc/self/limits", b"Max locked memory  1  1  bytes"), root], "memlock").0, Status::Ok);
+
+    let (groups, intel) = ("sys/kernel/iommu_groups", b"vendor_id\t: GenuineIntel\n");
+    let mut files: Vec<(&str, &[u8])> = good().into_iter().filter(|(path, _)| !path.starts_with(groups)).collect();
+    files.retain(|(path, _)| *path != "proc/cpuinfo");
+    files.push(("proc/cpuinfo", intel));
+    let switch_on = |files: &[(&str, &[u8])]| find(&look(&machine(files).1), "iommu_groups").fix.clone().unwrap();
+    assert!(switch_on(&files).contains("sudo tee /etc/default/grub.d/iommu.cfg"), "{}", switch_on(&files));
+    files.push(("usr/sbin/grubby", b""));
+    assert!(switch_on(&files).starts_with("sudo grubby --update-kernel=ALL"), "{}", switch_on(&files));
 
     let switch = "proc/sys/kernel/io_uring_disabled";
     assert_eq!(with(&[(switch, b"2"), root], "io_uring").2, "sudo sysctl kernel.io_uring_disabled=0");

@@ -127,6 +127,7 @@ pub(super) fn json(o: &Outcome) -> Value {
         "schema": 3,
         "command": "load",
         "device": o.device,
+        "device_notes": o.run.notes,
         "bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
         "wall_s": wall,
@@ -332,25 +333,25 @@ fn range(start: u64, len: u64) -> String {
     format!("{start:#x}..{:#x}", u128::from(start) + u128::from(len))
 }
 
-/// A stage as cells of a table.
-pub(super) struct StageRow([String; 8]);
-
-impl StageRow {
-    /// Stage, busy and wall in milliseconds, share of the wall time, size, rate, reference, share of the reference.
-    pub fn cells(&self) -> [String; 8] {
-        self.0.clone()
-    }
-}
+const STAGE_HEAD: [&str; 8] = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"];
 
 fn stage_table(o: &Outcome) -> String {
-    let head = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"];
-    let mut table = Table::new("lrrrrrrr", head);
-    rows(o).into_iter().for_each(|row| table.row(row.0));
+    let mut table = Table::new("lrrrrrrr", STAGE_HEAD);
+    rows(o).into_iter().for_each(|row| table.row(row));
     table.text()
 }
 
+/// The stages for a page, with the names of the columns, and what these mean.
+pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
+    let head = STAGE_HEAD.map(str::to_owned);
+    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only \
+                   worked on the stage or waited for it. reference: what this machine reached in the same run when it \
+                   did nothing else.";
+    (std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
+}
+
 /// The stages.
-pub(super) fn rows(o: &Outcome) -> Vec<StageRow> {
+fn rows(o: &Outcome) -> Vec<[String; 8]> {
     let none = || "-".to_owned();
     let wall = o.run.loaded.report.wall;
     // So many digits that something is left of a short load.
@@ -358,7 +359,7 @@ pub(super) fn rows(o: &Outcome) -> Vec<StageRow> {
     let ms = |time: Duration| format!("{:.digits$}", time.as_secs_f64() * 1e3);
     let row = |s: &StageReport| {
         let of_reference = reached(s).zip(reference(s, o));
-        StageRow([
+        [
             s.stage.to_string(),
             ms(s.busy),
             ms(s.held),
@@ -367,7 +368,7 @@ pub(super) fn rows(o: &Outcome) -> Vec<StageRow> {
             reached(s).map_or_else(none, per_second),
             of_reference.map_or(String::new(), |(_, best)| per_second(best)),
             of_reference.map_or(String::new(), |(got, best)| format!("{:.0} %", got / best * 100.0)),
-        ])
+        ]
     };
     stages(o).iter().map(row).collect()
 }
@@ -405,6 +406,7 @@ fn details(o: &Outcome) -> String {
     out.push('\n');
     let r = &o.run.loaded.report;
     let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
+    o.run.notes.iter().for_each(|note| line("device", &plain(note)));
     line("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
     if let Some(backing) = &o.run.backing {
         line("pages", &backing.kind.to_string());

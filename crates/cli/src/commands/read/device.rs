@@ -23,16 +23,17 @@ pub struct Target {
 }
 
 impl Target {
-    /// Opens the device, a card with or of so many bytes of DDR, and takes room for buffers of these lengths.
-    pub fn open(spec: &DeviceSpec, ddr: Option<u64>, overwrite: bool, buffers: &[u64]) -> Result<Self, Failure> {
-        let mut options = OpenOptions { card_ddr: ddr, overwrite, ..OpenOptions::default() };
+    /// Opens the device, and takes room for buffers of these lengths.
+    pub fn open(spec: &DeviceSpec, mut options: OpenOptions, buffers: &[u64]) -> Result<Self, Failure> {
         device::check(spec, &options)?;
         let takes = |option| spec.kind().options.contains(&option);
         options.card_hbm = takes("card-hbm").then_some(HBM);
         options.host_memory = takes("host-memory").then_some(LARGE_HOST);
         let mut device = device::open(spec, &options)?;
         let hint = match spec.kind().name {
-            "soft" => format!("--card-ddr makes it larger than {}", binary(ddr.unwrap_or(CARD_DDR.bytes()))),
+            "soft" => {
+                format!("--card-ddr makes it larger than {}", binary(options.card_ddr.unwrap_or(CARD_DDR.bytes())))
+            }
             "daemon" => {
                 "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)"
                     .to_owned()

@@ -18,6 +18,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::failure::Failure;
+use crate::job;
 
 /// A receiver that takes nothing for this long has failed.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -142,6 +143,8 @@ impl Exported {
         let list = |number: &dyn Fn(&Buffer) -> u64| {
             self.buffers.iter().map(|buffer| number(buffer).to_string()).collect::<Vec<_>>().join(" ")
         };
+        // The command is no job of ours.
+        job::end();
         let error = command
             .env("DMALANE_FD", list(&|buffer| buffer.fd.as_raw_fd() as u64))
             .env("DMALANE_SIZE", list(&|buffer| buffer.bytes))

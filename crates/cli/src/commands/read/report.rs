@@ -1,5 +1,6 @@
 //! The outcome of reading, as text, JSON and CSV.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane::load::StageReport;
@@ -20,6 +21,7 @@ pub(super) fn json(o: &Outcome) -> Value {
     let r = &o.run.report;
     let wall = r.wall.as_secs_f64();
     let can = o.picked.heap.abilities();
+    let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
     let stage = |s: &StageReport| {
         json!({
             "stage": s.stage.to_string(),
@@ -69,8 +71,12 @@ pub(super) fn json(o: &Outcome) -> Value {
         "slowest_s": o.runs.slowest_s,
         "stages": r.stages.iter().map(stage).collect::<Value>(),
         "memory": memory,
-        "device": o.device.as_ref().map(|device| json!({ "name": device.to_string(), "verified": o.verified })),
-        "manifest": o.manifest.as_ref().map(|path| path.to_string_lossy()),
+        "device": o.device.as_ref().map(|device| {
+            json!({ "name": device.to_string(), "notes": o.run.notes, "verified": o.verified })
+        }),
+        "manifest": path(&o.manifest),
+        "traced": path(&o.traced),
+        "reported": path(&o.reported),
         "files": o.run.files.iter().map(file).collect::<Value>(),
     })
 }
@@ -94,8 +100,8 @@ fn slowest(o: &Outcome) -> Option<&StageReport> {
     o.run.report.stages.iter().max_by_key(|s| s.held)
 }
 
-/// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
-pub(super) fn text(o: &Outcome, verbose: bool) -> String {
+/// The line with size and rate, without a line end, and the line that names the bottleneck.
+pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.report;
     let files = match o.run.files.len() {
         1 => "1 file".to_owned(),
@@ -103,13 +109,22 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
     };
     // The stages' times are summed over the workers.
     let whole = r.wall.as_secs_f64() * r.workers.max(1) as f64;
-    let mut out = bottleneck(r.stages.iter().map(|s| (s.stage, s.held.as_secs_f64() / whole.max(1e-9))));
-    out += &format!(
-        "Read {files} ({}) into memory{} in {}: {}{}\n",
+    let answer = format!(
+        "Read {files} ({}) into memory{} in {}: {}",
         binary(r.bytes),
         o.device.as_ref().map_or(String::new(), |device| format!(" and onto {}", plain(&device.to_string()))),
         duration(r.wall),
         rate(r.bytes, r.wall),
+    );
+    (answer, bottleneck(r.stages.iter().map(|s| (s.stage, s.held.as_secs_f64() / whole.max(1e-9)))))
+}
+
+/// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
+pub(super) fn text(o: &Outcome, verbose: bool) -> String {
+    let r = &o.run.report;
+    let (answer, mut out) = answer(o);
+    out += &format!(
+        "{answer}{}\n",
         match (o.verified, o.manifest.is_some()) {
             (true, true) => format!(", {}, as in the manifest", good("verified")),
             (true, false) => format!(", {}", good("verified")),
@@ -131,24 +146,53 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
     if o.verified {
         out += "Verified: read back from the device and compared, equal\n";
     }
+    for (label, path) in [("Timeline", &o.traced), ("Report", &o.reported)] {
+        if let Some(path) = path {
+            out += &format!("{label}: {}\n", plain(&path.to_string_lossy()));
+        }
+    }
     if verbose {
         out += &details(o);
     }
     out
 }
 
+const STAGE_HEAD: [&str; 5] = ["stage", "busy ms", "wall ms", "size", "rate"];
+
 fn stage_table(o: &Outcome) -> String {
-    let mut table = Table::new("lrrrr", ["stage", "busy ms", "wall ms", "size", "rate"]);
-    for s in &o.run.report.stages {
-        table.row([
+    let mut table = Table::new("lrrrr", STAGE_HEAD);
+    rows(o).for_each(|row| table.row(row));
+    table.text()
+}
+
+/// The stages for a page, with the names of the columns, and what these mean.
+pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
+    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
+                   worked on the stage or waited for it, summed over the workers.";
+    (std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect(), meaning)
+}
+
+/// The files for a page, with the names of the columns.
+pub(super) fn page_files(o: &Outcome) -> Vec<Vec<String>> {
+    let head = ["file", "size", "XXH3", "direct", "page cache"].map(str::to_owned).to_vec();
+    let file = |file: &super::ReadFile| {
+        let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
+        let (path, moved) = (file.path.to_string_lossy().into_owned(), file.method.moved);
+        vec![path, binary(file.bytes), hash, binary(moved.direct), binary(moved.buffered)]
+    };
+    std::iter::once(head).chain(o.run.files.iter().map(file)).collect()
+}
+
+fn rows(o: &Outcome) -> impl Iterator<Item = [String; 5]> {
+    o.run.report.stages.iter().map(|s| {
+        [
             s.stage.to_string(),
             format!("{:.3}", s.busy.as_secs_f64() * 1e3),
             format!("{:.3}", s.held.as_secs_f64() * 1e3),
             binary(s.bytes),
             per_stage(s).map_or("-".to_owned(), per_second),
-        ]);
-    }
-    table.text()
+        ]
+    })
 }
 
 /// The lines that only `--verbose` adds.
@@ -177,6 +221,7 @@ fn details(o: &Outcome) -> String {
     }
     if let Some(n) = o.run.mappings {
         let sent = if o.device.is_some() { "; transferred while the rest was read" } else { "" };
+        o.run.notes.iter().for_each(|note| line("device", &plain(note)));
         line("device", &format!("mapped in {n} chunks, each as soon as its memory was allocated{sent}"));
     }
     for file in &o.run.files {

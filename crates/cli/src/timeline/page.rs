@@ -1,12 +1,11 @@
-//! The report of a load as one page: answer, timeline, stages against their references, machine and command.
+//! The report of a run as one page: answer, timeline, stages, files, machine and command.
 
 use std::fmt::Write;
 use std::time::Duration;
 
 use dmalane::load::{Lane, Stage, Timeline, Work};
 
-use super::report::{self, StageRow};
-use super::{Machine, Outcome};
+use super::Machine;
 use crate::size::{binary, duration};
 
 /// The colour of each stage.
@@ -30,59 +29,69 @@ svg{width:100%;height:auto;background:#fafafa;border:1px solid #ddd}
 svg text{font:11px system-ui,sans-serif;fill:#333}svg line{stroke:#ddd}
 .key{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}";
 
-/// The page. It loads nothing from elsewhere and has no scripts.
-pub(super) fn html(o: &Outcome, timeline: &Timeline, machine: &Machine) -> String {
-    let mut page = String::from("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n");
-    page += "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n";
-    page += "<meta name=\"viewport\" content=\"width=device-width\">\n";
-    page += &format!("<title>dmalane load, {}</title>\n<style>{STYLE}", escape(&o.device));
-    for (i, colour) in COLOURS.iter().enumerate() {
-        page += &format!("\n.s{i}{{fill:{colour};background:{colour}}}");
+/// What a page says besides the timeline.
+pub struct Page<'a> {
+    /// The command, such as "dmalane load".
+    pub command: &'a str,
+    /// The device; empty for none.
+    pub device: &'a str,
+    /// The line with size and rate, and the line that names the bottleneck.
+    pub answer: (String, String),
+    /// Wall time.
+    pub wall: Duration,
+    /// The stages, after a line with the names of the columns, and what they mean.
+    pub stages: (Vec<Vec<String>>, &'a str),
+    /// The files, after a line with the names of the columns.
+    pub files: Vec<Vec<String>>,
+}
+
+impl Page<'_> {
+    /// The page. It loads nothing from elsewhere and has no scripts.
+    pub(super) fn html(&self, timeline: &Timeline, machine: &Machine) -> String {
+        let mut page = String::from("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n");
+        page += "<meta http-equiv=\"Content-Security-Policy\" ";
+        page += "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n";
+        page += "<meta name=\"viewport\" content=\"width=device-width\">\n";
+        let title = [self.command, self.device].into_iter().filter(|word| !word.is_empty());
+        page += &format!("<title>{}</title>\n<style>{STYLE}", escape(&title.collect::<Vec<_>>().join(", ")));
+        for (i, colour) in COLOURS.iter().enumerate() {
+            page += &format!("\n.s{i}{{fill:{colour};background:{colour}}}");
+        }
+        page += "</style></head><body>\n";
+        let (answer, bottleneck) = &self.answer;
+        page += &format!("<h1>{}</h1>\n<p>{}</p>\n", escape(answer.trim()), escape(bottleneck.trim()));
+        page += "<h2>Timeline</h2>\n<p>";
+        for (i, stage) in Stage::ALL.iter().enumerate().filter(|(i, _)| used(timeline, *i)) {
+            page += &format!("<span class=\"key s{i}\"></span>{stage}");
+        }
+        page += "</p>\n";
+        page += &svg(timeline, self.wall);
+        page += "<p>A row is a thread, or operations that were in flight: reads of a thread, copies of a channel of \
+                 the device. Point at a span for its time and size.</p>\n";
+        let (stages, meaning) = &self.stages;
+        page += &format!("<h2>Stages</h2>\n{}<p>{}</p>\n", table(stages), escape(meaning));
+        page += &format!("<h2>Files</h2>\n{}", table(&self.files));
+        page += "<h2>Machine and command</h2>\n<table>\n";
+        for (name, value) in machine.rows() {
+            page += &format!("<tr><th>{name}</th><td><code>{}</code></td></tr>\n", escape(value));
+        }
+        page + "</table>\n</body></html>\n"
     }
-    page += "</style></head><body>\n";
-    let (answer, bottleneck) = report::answer(o);
-    page += &format!("<h1>{}</h1>\n<p>{}</p>\n", escape(answer.trim()), escape(bottleneck.trim()));
-    page += "<h2>Timeline</h2>\n<p>";
-    for (i, stage) in Stage::ALL.iter().enumerate().filter(|(i, _)| used(timeline, *i)) {
-        page += &format!("<span class=\"key s{i}\"></span>{stage}");
-    }
-    page += "</p>\n";
-    page += &svg(timeline, o.run.loaded.report.wall);
-    page +=
-        "<p>A row is a thread, or operations that were in flight for it. Point at a span for its time and size.</p>\n";
-    page += "<h2>Stages</h2>\n";
-    let head = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"].map(str::to_owned);
-    page += &table(&head, report::rows(o).iter().map(StageRow::cells));
-    page += "<p>busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only \
-             worked on the stage or waited for it. reference: what this machine reached in the same run when it did \
-             nothing else.</p>\n<h2>Files</h2>\n";
-    let head = ["file", "size", "tensors", "XXH3"].map(str::to_owned);
-    let files = o.run.loaded.files.iter().map(|file| {
-        let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
-        let tensors = file.model.tensors.len().to_string();
-        [file.path.to_string_lossy().into_owned(), binary(file.model.len), tensors, hash]
-    });
-    page += &table(&head, files);
-    page += "<h2>Machine and command</h2>\n<table>\n";
-    for (name, value) in machine.rows() {
-        page += &format!("<tr><th>{name}</th><td><code>{}</code></td></tr>\n", escape(value));
-    }
-    page + "</table>\n</body></html>\n"
 }
 
 fn used(timeline: &Timeline, stage: usize) -> bool {
     timeline.lanes.iter().any(|lane| lane.work.iter().any(|work| work.stage as usize == stage))
 }
 
-/// A table whose first column is text, and whose other columns are numbers.
-fn table<const N: usize>(head: &[String; N], rows: impl Iterator<Item = [String; N]>) -> String {
-    let line = |tag: &str, cells: &[String; N]| {
+/// A table of which the first row is the head and the first column text; other columns are numbers.
+fn table(rows: &[Vec<String>]) -> String {
+    let line = |(n, cells): (usize, &Vec<String>)| {
+        let tag = if n == 0 { "th" } else { "td" };
         let class = |i: usize| if i == 0 { "" } else { " class=\"n\"" };
         let cells = cells.iter().enumerate().map(|(i, cell)| format!("<{tag}{}>{}</{tag}>", class(i), escape(cell)));
         format!("<tr>{}</tr>\n", cells.collect::<String>())
     };
-    let rows: String = rows.map(|row| line("td", &row)).collect();
-    format!("<table>\n{}{rows}</table>\n", line("th", head))
+    format!("<table>\n{}</table>\n", rows.iter().enumerate().map(line).collect::<String>())
 }
 
 /// The timeline as a drawing.

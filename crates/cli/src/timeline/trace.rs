@@ -1,4 +1,4 @@
-//! The timeline of a load in the Trace Event Format, which Perfetto and Chrome's `about:tracing` open.
+//! A timeline in the Trace Event Format, which Perfetto and Chrome's `about:tracing` open.
 //!
 //! Format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
 
@@ -45,9 +45,9 @@ struct Args {
     count: u64,
 }
 
-/// The timeline as JSON. `about` says what was run, and where.
-pub fn chrome(timeline: &Timeline, about: Value) -> Result<Vec<u8>, Failure> {
-    let process = json!({"name": "dmalane load"});
+/// The timeline of a command as JSON. `about` says how it was called, and where.
+pub fn chrome(timeline: &Timeline, command: &str, about: Value) -> Result<Vec<u8>, Failure> {
+    let process = json!({"name": command});
     let mut trace_events = vec![Event::Metadata { ph: "M", name: "process_name", pid: 1, tid: 0, args: process }];
     let mut tid = 0;
     for lane in &timeline.lanes {

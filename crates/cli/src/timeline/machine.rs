@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
+use crate::program::command_line;
 use crate::size::binary;
 
 /// The command and the machine: names and values.
@@ -24,7 +25,7 @@ impl Machine {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self(vec![
-            ("command", command(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))),
+            ("command", command_line()),
             ("version", format!("dmalane {}", env!("CARGO_PKG_VERSION"))),
             ("date", date(now.as_secs())),
             ("processor", field("/proc/cpuinfo", "model name").unwrap_or_else(|| text(kernel.machine()))),
@@ -45,16 +46,6 @@ impl Machine {
     }
 }
 
-/// Words as a shell would take them.
-fn command(words: impl Iterator<Item = String>) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./,:=+@%".contains(c);
-    let quoted = |word: String| match !word.is_empty() && word.chars().all(plain) {
-        true => word,
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    };
-    words.map(quoted).collect::<Vec<_>>().join(" ")
-}
-
 /// Seconds since 1970 as date and time of UTC.
 fn date(seconds: u64) -> String {
     // Days are counted in eras of 400 years that begin on 1 March, so that leap days come last.
@@ -73,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_and_words() {
+    fn dates() {
         for (seconds, text) in [
             (0, "1970-01-01 00:00 UTC"),
             (951_782_399, "2000-02-28 23:59 UTC"),
@@ -83,7 +74,5 @@ mod tests {
         ] {
             assert_eq!(date(seconds), text);
         }
-        let words = ["dmalane", "a b", "it's", "", "--x=1"].map(str::to_owned);
-        assert_eq!(command(words.into_iter()), r"dmalane 'a b' 'it'\''s' '' --x=1");
     }
 }

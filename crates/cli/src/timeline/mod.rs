@@ -1,0 +1,80 @@
+//! Timelines of a run: which work was under way when, as a file for trace viewers and as a page.
+
+mod machine;
+mod page;
+mod trace;
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use dmalane::load::{Output, Timeline};
+
+use crate::failure::Failure;
+use crate::output;
+use machine::Machine;
+pub use page::Page;
+
+/// The options of commands that record a timeline.
+#[derive(Args)]
+pub struct Options {
+    /// Write a timeline of reads, copies and binds to this file, for ui.perfetto.dev or Chrome's about:tracing
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    pub trace: Option<PathBuf>,
+
+    /// Write a page (HTML) with the timeline, the stages, the machine and the command
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    pub report: Option<PathBuf>,
+}
+
+impl Options {
+    /// Whether a timeline is recorded.
+    pub fn any(&self) -> bool {
+        self.trace.is_some() || self.report.is_some()
+    }
+
+    /// The files that are written, which must be two.
+    pub fn files(&self, replace: output::Replace) -> Result<Files, Failure> {
+        if let (Some(trace), Some(report)) = (&self.trace, &self.report)
+            && trace == report
+        {
+            return Err(Failure::usage(format!("--trace and --report both write {}", trace.display())));
+        }
+        let output = |path: &Option<PathBuf>| path.as_ref().map(|path| replace.output(path));
+        Ok(Files { trace: output(&self.trace), report: output(&self.report) })
+    }
+}
+
+/// The files that are written.
+pub struct Files {
+    trace: Option<Output>,
+    report: Option<Output>,
+}
+
+impl Files {
+    /// Refuses what cannot be written.
+    pub fn check(&self) -> Result<(), Failure> {
+        for (to, what) in [(&self.trace, "cannot write the timeline"), (&self.report, "cannot write the report")] {
+            to.iter().try_for_each(|to| to.check()).map_err(|e| output::refused(what, &e))?;
+        }
+        Ok(())
+    }
+
+    /// Each of them changed by `f`.
+    pub fn map(self, f: impl Fn(Output) -> Output) -> Self {
+        Self { trace: self.trace.map(&f), report: self.report.map(&f) }
+    }
+
+    /// Writes them. `done` says what was done before, should that fail.
+    pub fn write(&self, timeline: &Timeline, page: &Page<'_>, done: &str) -> Result<(), Failure> {
+        let machine = Machine::this();
+        let failed = |what| move |e| output::refused(format!("cannot write {what} ({done})"), &e);
+        if let Some(to) = &self.trace {
+            to.write(&trace::chrome(timeline, page.command, machine.json())?).map_err(failed("the timeline"))?;
+        }
+        if let Some(to) = &self.report {
+            to.write(page.html(timeline, &machine).as_bytes()).map_err(failed("the report"))?;
+        }
+        Ok(())
+    }
+}

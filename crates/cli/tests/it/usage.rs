@@ -1,0 +1,299 @@
+//! Wrong command lines end with status 2 before anything is touched, in every command; what only the machine or a file
+//! can show to be wrong ends with status 1. Messages are in users' words.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Command lines that cannot be run, by their first word, and what is said about them.
+const WRONG: &[(&str, &[(&str, &str)])] = &[
+    (
+        "",
+        &[
+            ("frobnicate", "frobnicate"),
+            ("--frobnicate", "--frobnicate"),
+            ("docter", "a similar subcommand exists: 'doctor'"),
+        ],
+    ),
+    (
+        "load",
+        &[
+            ("", "--sample <SIZE>"),
+            ("m --frobnicate", "--frobnicate"),
+            ("m --sample 1MiB", "cannot be used with"),
+            ("--sample 1M", "could mean MB"),
+            ("--sample 4095", "at least 4KiB"),
+            ("- -", "standard input (-) can be read once"),
+            ("m -d gpu0", "`dmalane devices`"),
+            ("m -d soft:1", "nothing follows it"),
+            ("m -d ram", "ram:SIZE"),
+            ("m -d ram:", "size"),
+            ("m -d ram:0", "at least 1 byte"),
+            ("m -d ram:many", "not a size"),
+            ("m -d vfio:zz", "zz"),
+            ("m -d vfio-user:", "a socket is missing"),
+            ("m -d file:", "empty"),
+            ("m -d file:a,c2h=", "empty"),
+            ("m -d vulkan:", "the number, name or UUID of a GPU is missing"),
+            ("m -d cuda:", "cuda"),
+            ("m -d slash:x", "x"),
+            ("m -d daemon:/x,server-uid=me", "is not the number of a user"),
+            ("m -d ram:1MiB --card-ddr 1GiB", "--card-ddr is for soft and daemon, not for ram:1MiB"),
+            ("m -d ram:1MiB --workers", "--workers is for soft"),
+            ("m -d ram:1MiB --fragmentation 0.1", "--fragmentation is for soft"),
+            ("m -d ram:1MiB --va-bits 40", "--va-bits is for"),
+            ("m -d soft --overwrite", "--overwrite is for file, not for soft"),
+            ("m --placement nowhere", "--placement nowhere"),
+            ("m --placement -half", "--placement"),
+            ("m --mm-channel 9", "--mm-channel auto uses all channels"),
+            ("m --mm-channel both", "both"),
+            ("m --fragmentation 1.1", "not a number from 0 to 1"),
+            ("m --va-bits 48", "not a whole number from 32 to 47"),
+            ("m --chunk 2GiB", "not from 4KiB to 1GiB"),
+            ("m --card-hbm 2049GiB", "a memory of the card has at most 256GiB"),
+            ("m --seed -1", "invalid value '-1' for '--seed <N>'"),
+            ("m --repeat 0", "not a whole number from 1 to 1000"),
+            ("m --tensors [", "character"),
+            ("m --direct --buffered", "cannot be used with"),
+            ("m --json --csv", "cannot be used with"),
+            ("m --dry-run --csv", "--csv"),
+            ("m --dry-run --verify", "cannot be used with"),
+            ("m --dry-run --trace t", "cannot be used with"),
+            ("m --save -", "stdout is for the report"),
+            ("m --trace - ", "stdout is for the report"),
+            ("m --trace t --report t", "--trace and --report both write t"),
+            ("m --record t --report t", "--record and --report both write t"),
+            ("m --save t --record t", "--save and --record both write t"),
+            ("m folder/m --save folder", "two files would be saved as folder/m"),
+        ],
+    ),
+    (
+        "read",
+        &[
+            ("", "<FILE>"),
+            ("- -", "standard input (-) can be read once"),
+            ("m -d gpu0", "`dmalane devices`"),
+            ("m -d ram:1MiB --card-ddr 1GiB", "--card-ddr is for soft and daemon"),
+            ("m -d soft --overwrite", "--overwrite is for file"),
+            ("m --overwrite", "--device"),
+            ("m --verify", "--device"),
+            ("m --map -d soft", "cannot be used with"),
+            ("m --range 5..5", "it ends before it starts"),
+            ("m --range 5", "write START..END"),
+            ("m --range 1X..", "no such unit: X"),
+            ("m --iodepth 0", "not a whole number from 1 to 4096"),
+            ("m --threads 65", "not a whole number from 1 to 64"),
+            ("m --block-size 4KiB", "not from 64KiB to 1GiB"),
+            ("m --chunk 0", "not from 4KiB to 1GiB"),
+            ("m --limit 0", "at least 1 byte"),
+            ("m --timeout never", "not a number of seconds"),
+            ("m --timeout 0", "not a time"),
+            ("m --heap stack", "anonymous"),
+            ("m --heap dma-heap --node 0", "cannot be bound to a NUMA node"),
+            ("m --pages 3m", "--pages"),
+            ("m --node -1", "invalid value '-1' for '--node <N>'"),
+            ("m --auto --direct", "cannot be used with"),
+            ("m --manifest x --range 0..1", "cannot be used with"),
+            ("m --export fd", "COMMAND"),
+            ("m --export memfd -- true", "memfd"),
+            ("m --send-to s --repeat 2", "cannot be used with"),
+            ("m --trace t --report t", "--trace and --report both write t"),
+            ("m --report -", "stdout is for the report"),
+        ],
+    ),
+    ("inspect", &[("", "FILE|PID"), ("m m", "m"), ("m --min-run 0", "--min-run")]),
+    ("manifest", &[("", "<FILE>"), ("- -", "can be read once"), ("m -o -", "stdout is for the report")]),
+    ("verify", &[("", "<FILE>"), ("m", "--manifest"), ("- - --manifest x", "can be read once")]),
+    (
+        "compare",
+        &[
+            ("", "<FILE>"),
+            ("m --rounds 0", "not a whole number from 1 to 1000"),
+            ("m --only nobody", "no loader is called nobody"),
+            ("m --with x", "NAME=COMMAND"),
+            ("m --json --csv", "cannot be used with"),
+        ],
+    ),
+    (
+        "validate",
+        &[
+            ("-d gpu0", "`dmalane devices`"),
+            ("-j 0", "not a whole number from 1 to 64"),
+            ("--buffer-size 5000", "not a multiple of 4KiB"),
+            ("--buffer-size 2GiB", "not from 4KiB to 1GiB"),
+            ("--sweep 4KiB", "--sweep"),
+            ("--sweep 4KiB,1M,MUL", "could mean MB"),
+            ("--ring-size 3", "not a power of two from 2 to 65536"),
+            ("--ring-size-index 1", "--ring-size-index is for a device with a table of ring sizes"),
+            ("--mm-channel 9", "--mm-channel"),
+            ("--duration 0", "not a number of seconds"),
+            ("--iterations 0", "not a whole number of at least 1"),
+            ("--iterations 1 --duration 1", "cannot be used with"),
+            ("--ddr-only --hbm-only", "cannot be used with"),
+            ("--overwrite", "--overwrite is for a file"),
+            ("--probe-at 1MiB", "--probe-at is for a file"),
+            ("-d ram:64MiB --ddr-only", "--ddr-only is for a card"),
+            ("-d ram:64MiB --emulate shared-23", "--emulate is for"),
+            ("--emulate nothing", "no such link"),
+            ("-d ram:64MiB --card-ddr 1GiB", "--card-ddr is for soft and daemon"),
+            ("--pages 3m", "--pages"),
+            ("--plot -", "stdout is for the report"),
+            ("--mb --json", "cannot be used with"),
+        ],
+    ),
+    ("top", &[("m", "m"), ("-d soft", "top watches daemons"), ("--interval 0", "not a number of seconds")]),
+    (
+        "doctor",
+        &[("a b", "b"), ("--json --bundle x", "cannot be used with"), ("--bundle -", "stdout is for the report")],
+    ),
+    ("devices", &[("m", "m")]),
+    (
+        "bar-map",
+        &[
+            ("", "--device"),
+            ("-d soft", "vfio:"),
+            ("-d vfio:zz", "zz"),
+            ("-d vfio:0000:01:00.0 --region 6", "not a whole number from 0 to 5"),
+            ("-d vfio:0000:01:00.0 --range 5..5", "it ends before it starts"),
+            ("-d vfio:0000:01:00.0 --backend x", "--backend"),
+        ],
+    ),
+    (
+        "card",
+        &[
+            ("serve", "--vfio-user"),
+            ("serve --vfio-user s --channels 0", "not a whole number from 1 to 16"),
+            ("serve --vfio-user s --card-ddr 0", "at least 1 byte"),
+        ],
+    ),
+    (
+        "iopt",
+        &[
+            ("build", "--format"),
+            ("build s -f nothing -o i", "nothing"),
+            ("build s -f arm64-s1-4k -o -", "stdout is for the report"),
+            ("build s -f arm64-s1-4k -o i --base x", "--base"),
+            ("walk i -f arm64-s1-4k --root 0", "<VA>"),
+            ("walk i -f arm64-s1-4k --root x 0", "--root"),
+            ("dump", "IMAGE"),
+            ("formats m", "m"),
+        ],
+    ),
+    (
+        "vm",
+        &[
+            ("replay", "<TRACE>"),
+            ("replay t -f nothing", "nothing"),
+            ("replay t --granule 1", "--granule"),
+            ("replay t -d gpu0", "`dmalane devices`"),
+        ],
+    ),
+    ("completions", &[("", "<SHELL>"), ("command.com", "bash")]),
+];
+
+/// Command lines that could be right elsewhere: nothing is there, or it is not of the right kind.
+const FAILS: &[&str] = &[
+    "load missing",
+    "load m missing",
+    "load m --save missing/m",
+    "load m folder/m --save missing",
+    "load m --manifest missing",
+    "load m --tensors nothing",
+    "load m -d vfio:ffff:1f:1f.7",
+    "load m -d vfio-user:missing",
+    "load m -d daemon:missing",
+    "load m -d file:missing",
+    "load m -d ram:4KiB",
+    "load m -d slash:99",
+    "read missing",
+    "read folder",
+    "read m --range 1GiB..",
+    "read m --limit 1",
+    "read m -d file:missing",
+    "read m --send-to missing",
+    "read m --trace missing/t",
+    "inspect missing",
+    "inspect folder",
+    "manifest missing",
+    "verify m --manifest missing",
+    "compare missing",
+    "validate -d file:missing",
+    "validate --plot missing/p",
+    "doctor missing",
+    "bar-map -d vfio:ffff:1f:1f.7",
+    "card serve --vfio-user missing/s",
+    "iopt build missing -f arm64-s1-4k -o i",
+    "iopt walk missing -f arm64-s1-4k --root 0 0",
+    "iopt dump m -f arm64-s1-4k --root 0x40000000",
+    "vm replay missing",
+    "vm replay m",
+    "top",
+];
+
+/// Words of programmers.
+const NEVER: &[&str] =
+    &["panicked", "usize", "u64", "u32", "f64", "Os {", "Some(", "None", "Err(", "unknown variant", "::", "RUST_"];
+
+fn folder() -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("usage");
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(folder.join("folder")).unwrap();
+    fs::write(folder.join("m"), vec![7; 100_000]).unwrap();
+    fs::write(folder.join("folder/m"), vec![7; 100]).unwrap();
+    folder
+}
+
+/// Runs it, and gives its status and its message, if these are as they should be.
+fn run(folder: &Path, line: &str) -> Result<(i32, String), String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_dmalane"))
+        .args(line.split_whitespace())
+        .current_dir(folder)
+        .env("DMALANE_CONFIG", "")
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    let never = NEVER.iter().find(|word| text.contains(**word));
+    match (output.status.code(), never) {
+        (_, Some(word)) => Err(format!("{line}: says {word}: {text}")),
+        (Some(status), None) if output.stdout.is_empty() && text.starts_with("dmalane: ") => Ok((status, text)),
+        _ => Err(format!("{line}: {} {text} {}", output.status, String::from_utf8_lossy(&output.stdout))),
+    }
+}
+
+/// All files of a folder with their contents.
+fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        match entry.metadata().unwrap() {
+            meta if meta.is_dir() => all.extend(files(&entry.path())),
+            meta => all.push((entry.path(), meta.len())),
+        }
+    }
+    all.sort();
+    all
+}
+
+#[test]
+fn wrong_usage_is_2_and_everything_else_is_1() {
+    let folder = folder();
+    let before = files(&folder);
+    let mut wrong = Vec::new();
+    for (command, lines) in WRONG {
+        for (line, said) in *lines {
+            match run(&folder, &format!("{command} {line}")) {
+                Ok((2, text)) if text.contains(said) => {}
+                Ok((status, text)) => wrong.push(format!("{command} {line}: {status} without {said:?}: {text}")),
+                Err(error) => wrong.push(error),
+            }
+        }
+    }
+    for line in FAILS {
+        match run(&folder, line) {
+            Ok((1, _)) => {}
+            Ok((status, text)) => wrong.push(format!("{line}: {status}: {text}")),
+            Err(error) => wrong.push(error),
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(files(&folder), before, "nothing was written");
+}

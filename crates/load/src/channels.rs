@@ -1,0 +1,83 @@
+//! Which channel of a device moved what, and when.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::CardAddr;
+use dmalane_queue::{Direction, Fragment, Policy};
+
+use crate::Stage;
+use crate::timeline::{Lane, Recorder};
+
+/// A recording of the fragments that channels were given, while there is an epoch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Channels(Arc<Mutex<Option<Recording>>>);
+
+#[derive(Debug)]
+struct Recording {
+    epoch: Instant,
+    /// For each channel what it has moved, and the fragments that it has.
+    channels: Vec<(Recorder, VecDeque<(Fragment, Instant)>)>,
+}
+
+impl Channels {
+    /// Records from now on, on a timeline that began at `epoch`.
+    pub fn begin(&self, epoch: Instant) {
+        *self.lock() = Some(Recording { epoch, channels: Vec::new() });
+    }
+
+    /// Ends the recording: a lane for each channel that moved anything.
+    pub fn end(&self) -> Vec<Lane> {
+        let channels = self.lock().take().into_iter().flat_map(|recording| recording.channels);
+        channels.filter_map(|(recorder, _)| recorder.into_lane()).collect()
+    }
+
+    /// The same policy, recorded.
+    pub fn of(&self, policy: Box<dyn Policy>) -> Box<dyn Policy> {
+        Box::new(Recorded { policy, channels: self.clone() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Recording>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Recorded {
+    policy: Box<dyn Policy>,
+    channels: Channels,
+}
+
+impl Policy for Recorded {
+    fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
+        if let Some(Recording { epoch, channels: known }) = &mut *self.channels.lock() {
+            for i in known.len()..channels {
+                known.push((Recorder::new(format!("channel {i}, in flight"), *epoch), VecDeque::new()));
+            }
+        }
+        self.policy.arrive(transfer, direction, at, len, channels);
+    }
+
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment> {
+        let fragment = self.policy.next(channel, now)?;
+        if let Some((_, flying)) = self.channels.lock().as_mut().and_then(|all| all.channels.get_mut(channel)) {
+            flying.push_back((fragment, Instant::now()));
+        }
+        Some(fragment)
+    }
+
+    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool) {
+        if let Some((recorder, flying)) = self.channels.lock().as_mut().and_then(|all| all.channels.get_mut(channel))
+            && let Some(place) = flying.iter().position(|(known, _)| known == fragment)
+            && let Some((_, begun)) = flying.remove(place)
+            && moved
+        {
+            recorder.add(Stage::Transfer, begun, Instant::now(), fragment.len);
+        }
+        self.policy.ended(channel, fragment, now, moved);
+    }
+
+    fn forget(&mut self, transfer: u64) {
+        self.policy.forget(transfer);
+    }
+}
