@@ -414,7 +414,7 @@ mod tests {
         assert_eq!(note(), "by io_uring (trusted without a probe)");
         let Mover::Ring { ring, .. } = &mut queue.mover else { panic!("{queue:?}") };
         ring.fail_enter = true;
-        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_part();
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
         run(&mut queue, Operation::write(slice, DeviceAddr::Card(CardAddr::new(0))), Duration::from_secs(30)).unwrap();
         assert!(
             note().starts_with("by pread and pwrite on threads (") && note().contains("io_uring failed"),
