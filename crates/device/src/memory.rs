@@ -668,7 +668,14 @@ mod tests {
 
     /// Grants pieces of 8 MiB from the lowest or the highest address on, and lists them.
     #[derive(Clone, Default)]
-    struct Pieces(std::sync::Arc<std::sync::Mutex<(Vec<Span<CardAddr>>, Vec<u64>)>>);
+    struct Pieces(std::sync::Arc<std::sync::Mutex<Grants>>);
+
+    #[derive(Default)]
+    struct Grants {
+        given: Vec<Span<CardAddr>>,
+        /// Where the pieces of others begin.
+        taken: Vec<u64>,
+    }
 
     impl MemoryGrants for Pieces {
         fn grant(
@@ -678,7 +685,7 @@ mod tests {
             end: End,
         ) -> Result<Option<Span<CardAddr>>, Box<dyn Error + Send + Sync>> {
             assert!(len > 0);
-            let (given, taken) = &mut *self.0.lock().unwrap();
+            let Grants { given, taken } = &mut *self.0.lock().unwrap();
             let mut places: Vec<u64> = (0..region.span.len() / (8 * MIB)).collect();
             if end == End::Last {
                 places.reverse();
@@ -691,7 +698,7 @@ mod tests {
         }
 
         fn take_back(&mut self, piece: Span<CardAddr>) {
-            let given = &mut self.0.lock().unwrap().0;
+            let given = &mut self.0.lock().unwrap().given;
             let at = given.iter().position(|p| *p == piece).expect("as it was granted");
             given.remove(at);
         }
@@ -702,7 +709,7 @@ mod tests {
         let pieces = Pieces::default();
         let regions: Vec<Region> = memory().regions().cloned().collect();
         let mut m = DeviceMemory::granted(&regions, pieces.clone());
-        let granted = || pieces.0.lock().unwrap().0.len() as u64 * 8 * MIB;
+        let granted = || pieces.0.lock().unwrap().given.len() as u64 * 8 * MIB;
         let all = m.free_bytes();
         assert!(m.is_driven() && all == 128 * MIB && m.room(&Placement::HBM) == 64 * MIB);
         let at = |t: &SgTable<CardAddr>| t.segments().map(|s| (s.addr.bits(), s.len)).collect::<Vec<_>>();
@@ -721,7 +728,7 @@ mod tests {
         assert_eq!(granted(), 40 * MIB);
         m.free(both.segments()).unwrap();
         // The border is somebody's.
-        pieces.0.lock().unwrap().1.push((1 << 40) + 24 * MIB);
+        pieces.0.lock().unwrap().taken.push((1 << 40) + 24 * MIB);
         let low = m.allocate(20 * MIB, &Placement::HBM).unwrap();
         assert_eq!((at(&low).len(), granted()), (1, 32 * MIB));
         assert_eq!(at(&low)[0].0, 1 << 40, "in one half");

@@ -251,9 +251,12 @@ pub(crate) struct DeviceTensor {
     on: Arc<OnDevice>,
     file: usize,
     index: usize,
+    #[pyo3(get)]
     name: String,
+    #[pyo3(get)]
     dtype: String,
     shape: Vec<u64>,
+    #[pyo3(get)]
     nbytes: u64,
     address: Option<DeviceVa>,
 }
@@ -280,23 +283,8 @@ impl DeviceTensor {
 #[pymethods]
 impl DeviceTensor {
     #[getter]
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    #[getter]
-    fn dtype(&self) -> &str {
-        &self.dtype
-    }
-
-    #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
-    }
-
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.nbytes
     }
 
     /// The device's virtual address; None for a tensor of no bytes.

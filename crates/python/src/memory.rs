@@ -174,7 +174,9 @@ pub(crate) fn bits(dtype: &str) -> Option<u8> {
 /// It lends its bytes without a copy: as a writable buffer of bytes (`memoryview(t)`) and by DLPack.
 #[pyclass(frozen, weakref, module = "dmalane")]
 pub(crate) struct Tensor {
+    #[pyo3(get)]
     name: String,
+    #[pyo3(get)]
     dtype: String,
     shape: Vec<u64>,
     pub(crate) part: Part,
@@ -239,16 +241,6 @@ impl DlpackExporter for Tensor {
 
 #[pymethods]
 impl Tensor {
-    #[getter]
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    #[getter]
-    fn dtype(&self) -> &str {
-        &self.dtype
-    }
-
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
