@@ -402,7 +402,7 @@ fn a_bad_command_line_is_explained() {
         (&["--probe-at", "1000"], "not a multiple of 4KiB"),
         (&["--plot", "-"], "stdout is for the report"),
         (&["--ring-size", "3"], "not a power of two from 2 to 65536"),
-        (&["--ring-size", "-1"], "unexpected argument"),
+        (&["--ring-size", "-1"], "not a power of two from 2 to 65536"),
         (&["--ring-size", "many"], "not a power of two from 2 to 65536"),
         (&["--mm-channel", "2"], "no channel 2"),
         (&["--mm-channel", "0,1"], "2 channels for 4 buffer positions"),
