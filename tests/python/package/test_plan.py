@@ -32,7 +32,9 @@ def random_rule(chance, shape, world):
 def random_shares(chance, world):
     shares, at = [], chance.randrange(5000)
     for n in range(chance.randint(1, 30)):
-        shape = tuple(chance.choice([0, 1, 2, 3, 7, 64, 300]) for _ in range(chance.randrange(4)))
+        dims = chance.randrange(4)
+        # Each byte is looked at by itself.
+        shape = tuple(chance.choice([0, 1, 2, 3, 7, 40, 300][: 9 - dims]) for _ in range(dims))
         item, count = chance.choice([1, 2, 4, 8]), 1
         for dim in shape:
             count *= dim
