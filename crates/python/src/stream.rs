@@ -98,10 +98,14 @@ impl Budget {
             return Err(self.refuse(bytes, self.state().used));
         }
         let mut state = self.state();
-        while state.used.saturating_add(bytes) > self.limit {
+        loop {
+            // First of all: memory that has just come back is for others then.
             if progress.is_cancelled() {
                 state.waiting = None;
                 return Ok(None);
+            }
+            if state.used.saturating_add(bytes) <= self.limit {
+                break;
             }
             state.waiting = Some(bytes);
             state = self.freed.wait_timeout(state, EVERY).unwrap_or_else(PoisonError::into_inner).0;
