@@ -32,13 +32,13 @@ const JOBS: usize = 256;
 /// More sockets than this are looked through for stale ones when a job begins.
 const CROWDED: usize = 32;
 
-/// What a job does, as it tells others.
+/// The state of a job, as the job reports it.
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub struct Snapshot {
     schema: u32,
     /// The words of the command.
     pub command: String,
-    /// What it does now ("load", "verify").
+    /// Its present step ("load", "verify").
     pub phase: String,
     /// Time since the first phase began.
     pub elapsed_s: f64,

@@ -24,7 +24,7 @@ pub struct Watch {
     clients: HashMap<usize, (Instant, HashMap<u64, u64>)>,
 }
 
-/// What was seen.
+/// A snapshot of all jobs and daemons.
 #[cfg_attr(test, derive(Clone))]
 pub struct View {
     at: SystemTime,
@@ -161,7 +161,7 @@ impl Running {
         (self.now.total > 0).then(|| (self.now.done as f64 / self.now.total as f64).min(1.0))
     }
 
-    /// What is done of what, and how fast.
+    /// The work that is done, the work in all, and the rate.
     pub fn progress(&self) -> String {
         let amount = |n: u64| if self.now.bytes { binary(n) } else { n.to_string() };
         let rate = if self.now.bytes { format!(", {}", per_second(self.rate)) } else { String::new() };
@@ -277,7 +277,7 @@ impl DaemonView {
 }
 
 impl View {
-    /// What was seen, as text.
+    /// The snapshot as text.
     pub fn text(&self) -> String {
         let mut out = String::new();
         if self.jobs.is_empty() {
@@ -309,7 +309,7 @@ impl View {
         out
     }
 
-    /// What was seen, as `docs/formats/json.md` describes it.
+    /// The snapshot as `docs/formats/json.md` describes it.
     pub fn json(&self) -> Value {
         let job = |JobView { pid, answer, .. }: &JobView| match answer {
             Err(why) => json!({ "pid": pid, "error": why }),
