@@ -76,8 +76,8 @@ def _watch(progress: Progress | bool | None) -> Progress | None:
 
 
 def last_report() -> dict[str, Any] | None:
-    """What the last `load_file` or `load_into` of this thread did: bytes, stages with their times, and for each file
-    how it was read and why. None before the first."""
+    """Report of the last load of this thread (`load_file`, `load_into`, `alloc_and_read`, `plan.tensors`): bytes,
+    stages with their times, and for each file how it was read and why. None before the first."""
     return getattr(_last, "report", None)
 
 
@@ -100,7 +100,8 @@ def load_file(
     """Loads all tensors of files. Each owns its memory, together with the others of its file.
 
     path: a file, a directory, a `*.safetensors.index.json`, or several of these.
-    device: "cpu" for host memory, else the name of a device or an open one; then the values are `DeviceTensor`.
+    device: "cpu" for host memory, else the name of a device or an open one; then the values are `DeviceTensor`, and
+        framework, align, memory_limit and direct, which are about host memory, are refused.
     framework: "numpy", "pt" or "bytes". Types that the framework does not have come as `Tensor`, which is their bytes.
     align: each tensor starts at a multiple of this power of two, at most 4096, and shares no such unit with another.
     memory_limit: refuse to allocate more than this (4096, "4GiB").
@@ -111,6 +112,11 @@ def load_file(
     """
     watch = _watch(progress)
     if device != "cpu":
+        host = {"align": align, "memory_limit": memory_limit, "direct": direct}
+        if given := [name for name, value in host.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
+        if framework != "numpy":
+            raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors (dmalane.torch: tensors)")
         on = Device(device) if isinstance(device, str) else device
         on_device, _last.report = on.load(_paths(path), manifest=_manifest(verify), progress=watch)
         return {tensor.name: tensor for tensor in on_device}

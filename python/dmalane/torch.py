@@ -1,4 +1,4 @@
-"""`safetensors.torch.load_file` and `load_model`, with the same signatures."""
+"""`safetensors.torch.load_file` and `save_file`, with the same signatures."""
 
 from __future__ import annotations
 

@@ -73,8 +73,9 @@ def _loader() -> type:
             with safe_open(files, "pt", **options) as f:
                 names = [name for name in f if not should_skip_weight(name, self.local_expert_ids)]
                 tensors = f.tensors(names)
-                # Expert parallel ranks want different tensors.
-                if shared and self.local_expert_ids is None:
+                if shared and self.local_expert_ids is not None:
+                    raise ValueError("distributed cannot be used with expert parallelism: ranks want different tensors")
+                if shared:
                     from vllm.distributed import get_tp_group
 
                     from . import plan

@@ -205,14 +205,19 @@ impl Tensor {
         let (block, dtype) = (self.part.block()?, self.dlpack_type()?);
         let shape = self.shape.iter().map(|d| i64::try_from(*d)).collect::<Result<Vec<i64>, _>>();
         let shape = shape.map_err(|_| PyBufferError::new_err("a dimension does not fit 63 bits"))?;
+        let element = u64::from(dtype.bits) / 8;
+        if self.shape.iter().try_fold(element, |n, dim| n.checked_mul(*dim)) != Some(self.part.len as u64) {
+            let message = format!("{} elements of shape {:?} are not {} bytes", self.dtype, self.shape, self.part.len);
+            return Err(PyBufferError::new_err(message));
+        }
         let data = block.view().as_ptr().wrapping_add(self.part.offset);
         let made = Dynamic::compact(shape.as_slice()).initialize_as::<M>(block);
         let mut made = made.map_err(|e| PyBufferError::new_err(e.to_string()))?;
         made.set_data(data.cast()).set_device(DLDevice::CPU).set_dtype(dtype);
         // SAFETY: shape and strides are copies of their own, and the strides compact. The context is a reference to
-        // the block, so `data` stays mapped until the deleter runs. The container has checked that shape and type
-        // make the tensor's bytes, and `Part::new` that those lie within the block. The memory is writable, shared
-        // and no copy, as the flags, which are none, say.
+        // the block, so `data` stays mapped until the deleter runs. Shape and type make the tensor's bytes (checked
+        // above), and those lie within the block (checked by `Part::new`). The memory is writable, shared and no
+        // copy, as the flags, which are none, say.
         Ok(unsafe { made.finish() })
     }
 }
