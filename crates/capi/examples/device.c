@@ -15,16 +15,16 @@ static void check(int32_t result, const char *what)
 	exit(strcmp(what, "open") ? 1 : 2);
 }
 
-/* Submits copies that do not depend on each other, and waits for all of them. */
-static void run(dml_target device, const struct dml_copy *copies, size_t count)
+/* Submits operations, and waits for all of them. */
+static void run(dml_target device, const struct dml_target_op *ops, size_t count)
 {
 	struct dml_completion done[4];
 	size_t n;
-	check(dml_target_submit(device, copies, sizeof *copies, count, &n), "submit");
+	check(dml_target_submit(device, ops, sizeof *ops, count, &n), "submit");
 	for (; count > 0; count -= n) {
 		check(dml_target_poll(device, done, 4, UINT64_MAX, &n), "poll");
 		for (size_t i = 0; i < n; i++)
-			check(done[i].result, "copy");
+			check(done[i].result, "operation");
 	}
 }
 
@@ -51,11 +51,11 @@ int main(int argc, char **argv)
 	check(dml_target_bind(device, &bind, sizeof bind, 1), "bind");
 
 	/* To the device in two parts at once, and back. */
-	struct dml_copy to[] = {
-		{.direction = DML_TO_DEVICE, .user = 1, .len = LEN / 2, .at = va, .memory = out},
-		{.direction = DML_TO_DEVICE, .user = 2, .len = LEN / 2, .at = va + LEN / 2, .memory = out, .offset = LEN / 2},
+	struct dml_target_op to[] = {
+		{.kind = DML_TO_DEVICE, .user = 1, .len = LEN / 2, .at = va, .memory = out},
+		{.kind = DML_TO_DEVICE, .user = 2, .len = LEN / 2, .at = va + LEN / 2, .memory = out, .offset = LEN / 2},
 	};
-	struct dml_copy from = {.direction = DML_TO_HOST, .len = LEN, .at = va, .memory = back};
+	struct dml_target_op from = {.kind = DML_TO_HOST, .len = LEN, .at = va, .memory = back};
 	run(device, to, 2);
 	run(device, &from, 1);
 	printf("%s: %d bytes %s\n", name, LEN, memcmp(sent, got, LEN) ? "differ" : "went there and back");

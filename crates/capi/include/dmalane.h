@@ -210,13 +210,20 @@ typedef uint64_t dml_memory;
 typedef uint64_t dml_load;
 
 #define DML_TARGET_FLAT (1u << 0) /* no MMU: what is bound must be contiguous, and lies where it is seen */
+/* Operations of the device besides copies: */
+#define DML_TARGET_WITHIN (1u << 1)  /* DML_WITHIN */
+#define DML_TARGET_FILL (1u << 2)    /* DML_FILL */
+#define DML_TARGET_COMPARE (1u << 3) /* DML_COMPARE */
+#define DML_TARGET_ROWS (1u << 4)    /* rows */
+#define DML_TARGET_GATHER (1u << 5)  /* DML_MORE */
+#define DML_TARGET_CANCEL (1u << 6)  /* dml_target_cancel() of what the device has begun */
 
 struct dml_target_info {
 	uint64_t free; /* bytes of device memory */
 	uint64_t page; /* smallest page of its address space */
-	uint64_t max_len; /* bytes of one copy, at most */
-	uint64_t capacity; /* copies in flight, at most */
-	uint32_t flags; /* DML_TARGET_FLAT */
+	uint64_t max_len; /* bytes of one operation, at most */
+	uint64_t capacity; /* operations in flight, at most */
+	uint32_t flags; /* DML_TARGET_FLAT and so on */
 	uint32_t zero;
 };
 
@@ -228,13 +235,13 @@ int32_t dml_target_info(dml_target target, struct dml_target_info *info);
 int32_t dml_target_close(dml_target target);
 
 /* Allocates `len` bytes of host memory, whole pages of zeroes, and registers it. `data` is where the bytes are. The
- * bytes that a copy in flight writes or reads belong to the device until its completion was polled. */
+ * bytes that an operation in flight writes or reads belong to the device until its completion was polled. */
 int32_t dml_memory_create(dml_target target, uint64_t len, dml_memory *memory, void **data);
 /* Registers a buffer that dml_alloc_and_read() filled, without copying it. The buffer becomes the host memory: its
  * handle is gone. -EBUSY while another call uses it. -EOPNOTSUPP or -EIO where a device reaches only memory of its own
  * heap (dml_memory_create); the buffer then stays. */
 int32_t dml_memory_register(dml_target target, dml_buffer buffer, dml_memory *memory, void **data);
-/* -EBUSY while a copy in flight uses it. */
+/* -EBUSY while an operation in flight uses it. */
 int32_t dml_memory_destroy(dml_memory memory);
 
 /* Allocates device memory: `placement` is the name of a region or group ("hbm"), or null for the first region. The
@@ -252,18 +259,29 @@ int32_t dml_target_release(dml_target target, uint64_t va);
  * (-EOPNOTSUPP) takes a single DML_BIND where nothing is bound. After -EIO nothing is bound there. */
 int32_t dml_target_bind(dml_target target, const void *operations, size_t stride, size_t count);
 
-/* Directions of a copy. */
-#define DML_TO_DEVICE 0u /* from host memory to `at` */
-#define DML_TO_HOST 1u   /* from `at` to host memory */
+/* Kinds of operations: */
+#define DML_TO_DEVICE 0u /* copy from host memory to `at` */
+#define DML_TO_HOST 1u   /* copy from `at` to host memory */
+#define DML_WITHIN 2u    /* copy from `value`, an address of the device, to `at`; the ranges do not overlap */
+#define DML_FILL 3u      /* repeat the eight bytes of `value`, the lowest first, from `at` on */
+#define DML_COMPARE 4u   /* compare host memory with `at`; ends with -EBADMSG where they differ */
+#define DML_FENCE 5u     /* what follows begins when everything before has ended */
+/* and for the two copies of host memory: the next operation goes on with the same gather list, which is one operation
+ * that ends once, as the last of the list. */
+#define DML_MORE (1u << 31)
 
-struct dml_copy {
-	uint32_t direction;
-	uint32_t zero;
-	uint64_t user; /* comes back with the completion */
-	uint64_t len; /* bytes */
+/* An operation. Fields that its kind does not use are 0. */
+struct dml_target_op {
+	uint32_t kind;
+	uint32_t rows; /* rows at these pitches, or 0: no rows, and no pitches */
+	uint64_t user; /* comes back with the completion; of a gather list, that of its last operation */
+	uint64_t len; /* bytes; with rows, those of one row */
 	uint64_t at; /* device virtual address */
-	dml_memory memory;
-	uint64_t offset; /* in that, in bytes */
+	dml_memory memory; /* host memory, and the offset in it in bytes: the two copies, DML_COMPARE */
+	uint64_t offset;
+	uint64_t value; /* DML_WITHIN, DML_FILL */
+	uint64_t memory_pitch; /* from one row to the next, in bytes: in host memory, or at `value` of DML_WITHIN */
+	uint64_t pitch; /* at `at`. A pattern begins anew in each row */
 };
 
 struct dml_completion {
@@ -273,20 +291,25 @@ struct dml_completion {
 	uint32_t zero;
 };
 
-/* Submits `count` copies, `stride` bytes apart (at least sizeof(struct dml_copy); bytes beyond it must be 0), and
- * starts them. They run and end in any order: one that needs the effect of another is submitted once that was polled.
- * Stops at the first that is refused and returns its error; `accepted` is the number of those before it.
- * -EAGAIN: poll, then submit the rest. -EBUSY: a copy in flight uses the host memory. */
-int32_t dml_target_submit(dml_target target, const void *copies, size_t stride, size_t count, size_t *accepted);
-/* Waits for up to `timeout_ms` milliseconds (0: only looks; UINT64_MAX: no limit) until a copy has ended or none is in
- * flight, and writes up to `capacity` completions. A completion may say that its copy failed;
+/* Submits `count` operations, `stride` bytes apart, and starts them. `stride` is at least 48, for operations that end
+ * with `offset`; bytes beyond the structure must be 0. They run and end in any order: one that needs the effect of
+ * another is submitted behind a DML_FENCE, or once that was polled. Stops at the first that is refused and returns its
+ * error; `accepted` is the number of those before it, without a part of a gather list.
+ * -EAGAIN: poll, then submit the rest. -EBUSY: an operation in flight uses the host memory. -EOPNOTSUPP: the device
+ * cannot do that. */
+int32_t dml_target_submit(dml_target target, const void *operations, size_t stride, size_t count, size_t *accepted);
+/* Cancels the oldest operation in flight with this `user`. It is polled as ever, with -ECANCELED unless it was done.
+ * -ENOENT if there is none or it has ended; -EALREADY if the device has begun with it and does it all. */
+int32_t dml_target_cancel(dml_target target, uint64_t user);
+/* Waits for up to `timeout_ms` milliseconds (0: only looks; UINT64_MAX: no limit) until an operation has ended or none
+ * is in flight, and writes up to `capacity` completions. A completion may say that its operation failed;
  * dml_last_error() then has the details of the last that did. */
 int32_t dml_target_poll(dml_target target, struct dml_completion *done, size_t capacity, uint64_t timeout_ms,
 	size_t *count);
-/* Stops all copies: those in flight end soon, with -ECANCELED unless they were done, and are polled as ever; further
- * ones are refused. -EOPNOTSUPP where the device cannot. */
+/* Stops all operations: those in flight end soon, with -ECANCELED unless they were done, and are polled as ever;
+ * further ones are refused. -EOPNOTSUPP where the device cannot. */
 int32_t dml_target_stop(dml_target target);
-/* Lets the device copy again. -EBUSY while completions have not been polled;
+/* Lets the device work again. -EBUSY while completions have not been polled;
  * -EINVAL if it has not stopped, or cannot run again. */
 int32_t dml_target_restart(dml_target target);
 

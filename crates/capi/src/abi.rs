@@ -161,27 +161,27 @@ pub struct DmlTargetInfo {
     pub free: u64,
     /// Size of the smallest page of its address space.
     pub page: u64,
-    /// Bytes of one copy at most.
+    /// Bytes of one operation at most.
     pub max_len: u64,
-    /// Copies in flight at most.
+    /// Operations in flight at most.
     pub capacity: u64,
-    /// `DML_TARGET_FLAT`.
+    /// `DML_TARGET_FLAT` and its like.
     pub flags: u32,
     /// 0.
     pub zero: u32,
 }
 
-/// `struct dml_copy`.
+/// `struct dml_target_op`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct DmlCopy {
-    /// `DML_TO_DEVICE` or `DML_TO_HOST`.
-    pub direction: u32,
-    /// 0.
-    pub zero: u32,
+pub struct DmlTargetOp {
+    /// `DML_TO_DEVICE` and its like.
+    pub kind: u32,
+    /// Rows, or 0.
+    pub rows: u32,
     /// Comes back with the completion.
     pub user: u64,
-    /// Bytes.
+    /// Bytes; with rows, those of one.
     pub len: u64,
     /// Device virtual address.
     pub at: u64,
@@ -189,7 +189,16 @@ pub struct DmlCopy {
     pub memory: u64,
     /// Offset in the host memory.
     pub offset: u64,
+    /// Pattern or source.
+    pub value: u64,
+    /// Pitch in host memory, or at the source.
+    pub memory_pitch: u64,
+    /// Pitch on the device.
+    pub pitch: u64,
 }
+
+/// Bytes of an operation without rows and value: what a stride has at least.
+const SHORTEST: usize = offset_of!(DmlTargetOp, value);
 
 /// `struct dml_completion`.
 #[repr(C)]
@@ -217,8 +226,6 @@ pub struct DmlTensor {
     pub name_len: u64,
 }
 
-/// `DML_TARGET_FLAT`.
-const TARGET_FLAT: u32 = 1;
 /// `DML_LOAD_VERIFY`.
 const LOAD_VERIFY: u32 = 1;
 
@@ -355,19 +362,22 @@ fn half(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_ne_bytes)
 }
 
-/// A copy from its bytes, of which there are enough.
-fn copy(bytes: &[u8]) -> Result<targets::Request, Refused> {
-    let later = bytes.iter().skip(size_of::<DmlCopy>()).any(|b| *b != 0);
-    if later || half(bytes, offset_of!(DmlCopy, zero)) != 0 {
-        return Err(refused(Errno::TooBig, "fields of a copy that this version does not know"));
+/// An operation from its bytes, at least [`SHORTEST`]; what is not there is 0.
+fn target_op(bytes: &[u8]) -> Result<targets::Request, Refused> {
+    if bytes.iter().skip(size_of::<DmlTargetOp>()).any(|b| *b != 0) {
+        return Err(refused(Errno::TooBig, "fields of an operation that this version does not know"));
     }
     Ok(targets::Request {
-        direction: half(bytes, offset_of!(DmlCopy, direction)),
-        user: number(bytes, offset_of!(DmlCopy, user)),
-        len: number(bytes, offset_of!(DmlCopy, len)),
-        at: number(bytes, offset_of!(DmlCopy, at)),
-        memory: number(bytes, offset_of!(DmlCopy, memory)),
-        offset: number(bytes, offset_of!(DmlCopy, offset)),
+        kind: half(bytes, offset_of!(DmlTargetOp, kind)),
+        rows: half(bytes, offset_of!(DmlTargetOp, rows)),
+        user: number(bytes, offset_of!(DmlTargetOp, user)),
+        len: number(bytes, offset_of!(DmlTargetOp, len)),
+        at: number(bytes, offset_of!(DmlTargetOp, at)),
+        memory: number(bytes, offset_of!(DmlTargetOp, memory)),
+        offset: number(bytes, offset_of!(DmlTargetOp, offset)),
+        value: number(bytes, offset_of!(DmlTargetOp, value)),
+        memory_pitch: number(bytes, offset_of!(DmlTargetOp, memory_pitch)),
+        pitch: number(bytes, offset_of!(DmlTargetOp, pitch)),
     })
 }
 
@@ -647,9 +657,7 @@ exported! {
     fn dml_target_info(target: u64, info: *mut DmlTargetInfo) {
         // SAFETY: the contract of the function.
         unsafe { put(info, DmlTargetInfo::default())? };
-        let found = targets::info(target)?;
-        let targets::Info { free, page, max_len, capacity, flat } = found;
-        let flags = if flat { TARGET_FLAT } else { 0 };
+        let targets::Info { free, page, max_len, capacity, flags } = targets::info(target)?;
         // SAFETY: the contract of the function.
         unsafe { put(info, DmlTargetInfo { free, page, max_len, capacity, flags, zero: 0 }) }
     }
@@ -731,21 +739,25 @@ exported! {
         targets::bind(target, bytes, stride, count)
     }
 
-    /// Submits `count` copies, `stride` bytes apart, until one is refused.
-    fn dml_target_submit(target: u64, copies: *const c_void, stride: usize, count: usize, accepted: *mut usize) {
+    /// Submits `count` operations, `stride` bytes apart, until one is refused.
+    fn dml_target_submit(target: u64, operations: *const c_void, stride: usize, count: usize, accepted: *mut usize) {
         // SAFETY: the contract of the function.
         unsafe { put(accepted, 0)? };
-        let known = size_of::<DmlCopy>();
-        if count > 0 && stride < known {
-            return Err(refused(Errno::Inval, format_args!("a stride of {stride} bytes, below {known}")));
+        if count > 0 && stride < SHORTEST {
+            return Err(refused(Errno::Inval, format_args!("a stride of {stride} bytes, below {SHORTEST}")));
         }
-        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} copies of {stride} bytes")))?;
+        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
         // SAFETY: the contract of the function: `count` strides are there.
-        let bytes = unsafe { bytes(copies, len)? };
-        let (n, result) = targets::submit(target, bytes.chunks_exact(stride.max(1)).map(copy));
+        let bytes = unsafe { bytes(operations, len)? };
+        let (n, result) = targets::submit(target, bytes.chunks_exact(stride.max(1)).map(target_op));
         // SAFETY: the contract of the function.
         unsafe { put(accepted, n)? };
         result
+    }
+
+    /// Cancels an operation.
+    fn dml_target_cancel(target: u64, user: u64) {
+        targets::cancel(target, user)
     }
 
     /// Collects completions.
@@ -779,12 +791,12 @@ exported! {
         result
     }
 
-    /// Stops the copies of a device.
+    /// Stops the operations of a device.
     fn dml_target_stop(target: u64) {
         targets::stop(target)
     }
 
-    /// Lets a device copy again.
+    /// Lets a device work again.
     fn dml_target_restart(target: u64) {
         targets::restart(target)
     }

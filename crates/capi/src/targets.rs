@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 use dmalane::device::{AddressSpaceKind, MemoryError, SpaceError};
 use dmalane::dma::{BufferSlice, SharedBuf};
 use dmalane::load::{Error as LoadingError, Loaded, LoadedTensor};
-use dmalane::queue::{Abilities, Completion, Direction, OpError, Operation, Queue, Refusal, Registered, StopReason};
+use dmalane::queue::{
+    Abilities, Cancelled, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal, Refused as NotAccepted,
+    Registered, Shape, StopReason, Ticket,
+};
 use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
@@ -26,6 +29,7 @@ const ENODEV: i32 = 19;
 const ENODATA: i32 = 61;
 const EBADMSG: i32 = 74;
 const ETIMEDOUT: i32 = 110;
+const EALREADY: i32 = 114;
 const ESTALE: i32 = 116;
 
 /// How long a call that waits keeps other threads from the target.
@@ -40,7 +44,7 @@ struct Opened {
     memory: Handles,
     /// Reserved ranges: where each begins, its length, the handle that it was reserved for.
     ranges: BTreeMap<u64, (Span<DeviceVa>, u32)>,
-    /// Copies in flight, by ticket.
+    /// Operations in flight, by ticket.
     flying: BTreeMap<u64, Flying>,
     /// Completions that were polled and are not yet given to C.
     done: Vec<Completion>,
@@ -48,14 +52,15 @@ struct Opened {
 
 struct Flying {
     user: u64,
-    memory: Arc<HostMemory>,
+    /// The host memory of each slice of the operation.
+    memories: Vec<Arc<HostMemory>>,
 }
 
 /// Host memory that a target reaches.
 struct HostMemory {
     via: Registered,
     len: usize,
-    /// The parts that no copy owns, by offset.
+    /// The slices that no operation owns, by offset.
     idle: Mutex<BTreeMap<usize, BufferSlice>>,
 }
 
@@ -71,17 +76,21 @@ pub(crate) struct Info {
     pub(crate) page: u64,
     pub(crate) max_len: u64,
     pub(crate) capacity: u64,
-    pub(crate) flat: bool,
+    pub(crate) flags: u32,
 }
 
-/// `struct dml_copy`, by value.
+/// `struct dml_target_op`, by value.
 pub(crate) struct Request {
-    pub(crate) direction: u32,
+    pub(crate) kind: u32,
+    pub(crate) rows: u32,
     pub(crate) user: u64,
     pub(crate) len: u64,
     pub(crate) at: u64,
     pub(crate) memory: u64,
     pub(crate) offset: u64,
+    pub(crate) value: u64,
+    pub(crate) memory_pitch: u64,
+    pub(crate) pitch: u64,
 }
 
 /// `struct dml_completion`, by value, with the text of its error.
@@ -108,7 +117,7 @@ impl Target {
         let opened = self.lock()?;
         match opened.flying.len() {
             0 => Ok(opened),
-            n => Err(busy(format_args!("{n} copies have not been polled"))),
+            n => Err(busy(format_args!("{n} operations have not been polled"))),
         }
     }
 }
@@ -123,14 +132,30 @@ pub(crate) fn open(name: &str) -> Result<u64, Refused> {
     Ok(lock(&TARGETS).add(Target(Mutex::new(Opened { device, memory, ranges, flying, done: Vec::new() }))))
 }
 
+/// `DML_TARGET_FLAT`.
+const FLAT: u32 = 1;
+
+/// The flags of abilities: `DML_TARGET_WITHIN` and its like.
+const FLAGS: [(Abilities, u32); 6] = [
+    (Abilities::WITHIN, 1 << 1),
+    (Abilities::FILL, 1 << 2),
+    (Abilities::COMPARE, 1 << 3),
+    (Abilities::SHAPE, 1 << 4),
+    (Abilities::GATHER, 1 << 5),
+    (Abilities::CANCEL, 1 << 6),
+];
+
 pub(crate) fn info(target: u64) -> Result<Info, Refused> {
     let target = Target::of(target)?;
     let mut opened = target.lock()?;
-    let limits = opened.device.queue_mut().limits();
+    let queue = opened.device.queue_mut();
+    let (limits, abilities) = (queue.limits(), queue.abilities());
+    let able = FLAGS.iter().filter(|(ability, _)| abilities.contains(*ability)).map(|(_, flag)| flag);
     let space = opened.device.address_space();
-    let (page, flat) = (space.page().bytes(), space.kind() == AddressSpaceKind::Flat);
+    let flat = if space.kind() == AddressSpaceKind::Flat { FLAT } else { 0 };
+    let (page, flags) = (space.page().bytes(), able.fold(flat, |all, flag| all | flag));
     let free = opened.device.memory().free_bytes();
-    Ok(Info { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flat })
+    Ok(Info { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flags })
 }
 
 pub(crate) fn close(target: u64) -> Result<(), Refused> {
@@ -165,13 +190,13 @@ pub(crate) fn destroy_memory(memory: u64) -> Result<(), Refused> {
     let mut memories = lock(&MEMORIES);
     let found = memories.get(memory, "host memory")?;
     if lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
-        return Err(busy("a copy in flight uses the host memory"));
+        return Err(busy("an operation in flight uses the host memory"));
     }
     memories.remove(memory, "host memory")
 }
 
 impl HostMemory {
-    /// Takes a range that no copy has.
+    /// Takes a range that no operation has.
     fn take(&self, offset: u64, len: u64) -> Result<BufferSlice, Refused> {
         let range = |_| Refused::new(Errno::Range, format_args!("{len} bytes from {offset} of {}", self.len));
         let (first, len) = (usize::try_from(offset).map_err(range)?, usize::try_from(len).map_err(range)?);
@@ -179,7 +204,7 @@ impl HostMemory {
         let end = end.ok_or_else(|| Refused::new(Errno::Range, format_args!("{len} bytes from {first}: too long")))?;
         let mut idle = lock(&self.idle);
         let found = idle.range(..=first).next_back().filter(|(at, part)| *at + part.len() >= end).map(|(at, _)| *at);
-        let held = || busy(format_args!("a copy in flight uses some of the {len} bytes from {first} on"));
+        let held = || busy(format_args!("an operation in flight uses some of the {len} bytes from {first} on"));
         let at = found.ok_or_else(held)?;
         let mut part = idle.remove(&at).ok_or_else(held)?;
         let before = part.split_off_front(first - at);
@@ -297,8 +322,14 @@ pub(crate) fn bind(target: u64, bytes: &[u8], stride: usize, count: usize) -> Re
 
 const TO_DEVICE: u32 = 0;
 const TO_HOST: u32 = 1;
+const WITHIN: u32 = 2;
+const FILL: u32 = 3;
+const COMPARE: u32 = 4;
+const FENCE: u32 = 5;
+/// `DML_MORE`.
+const MORE: u32 = 1 << 31;
 
-/// Submits copies until one is refused, and says how many were accepted.
+/// Submits operations until one is refused, and says how many were accepted.
 pub(crate) fn submit(
     target: u64,
     requests: impl Iterator<Item = Result<Request, Refused>>,
@@ -307,14 +338,7 @@ pub(crate) fn submit(
     let each = || {
         let target = Target::of(target)?;
         let mut opened = target.lock()?;
-        let mut result = Ok(());
-        for request in requests {
-            result = request.and_then(|request| opened.submit(&request));
-            if result.is_err() {
-                break;
-            }
-            accepted += 1;
-        }
+        let result = opened.submit_all(requests, &mut accepted);
         opened.device.queue_mut().flush();
         result
     };
@@ -322,25 +346,142 @@ pub(crate) fn submit(
     (accepted, result)
 }
 
-impl Opened {
-    fn submit(&mut self, request: &Request) -> Result<(), Refused> {
-        let Request { direction, user, len, at, memory, offset } = *request;
-        let direction = match direction {
-            TO_DEVICE => Direction::FromHost,
-            TO_HOST => Direction::ToHost,
-            other => return Err(Refused::new(Errno::Inval, format_args!("no direction is {other}"))),
+/// Cancels the oldest operation with this number of C's that has not ended.
+pub(crate) fn cancel(target: u64, user: u64) -> Result<(), Refused> {
+    let target = Target::of(target)?;
+    let mut opened = target.lock()?;
+    let Opened { device, flying, done, .. } = &mut *opened;
+    for (number, _) in flying.iter().filter(|(_, flying)| flying.user == user) {
+        let ticket = Ticket::new(*number);
+        match device.queue_mut().cancel(ticket) {
+            Cancelled::TakenBack(operation) => {
+                done.push(Completion { ticket, operation, result: Err(OpError::Cancelled), bytes: 0 });
+                return Ok(());
+            }
+            Cancelled::Asked => return Ok(()),
+            Cancelled::TooLate => {
+                return Err(Refused::new(Number::Kernel(EALREADY), "the device has begun and does all of it"));
+            }
+            Cancelled::Unknown => {} // it waits in `done`
+        }
+    }
+    Err(none(user, "operation in flight with the number"))
+}
+
+impl Request {
+    /// Checks the kind of the operation, and that fields that it does not use are 0.
+    fn check(&self) -> Result<(), Refused> {
+        let inval = |what: std::fmt::Arguments<'_>| Err(Refused::new(Errno::Inval, what));
+        let kind = self.kind & !MORE;
+        let (host, value) = match kind {
+            TO_DEVICE | TO_HOST | COMPARE => (true, false),
+            WITHIN | FILL => (false, true),
+            FENCE => (false, false),
+            other => return inval(format_args!("no kind of operation is {other}")),
         };
-        let memory = lock(&MEMORIES).get(memory, "host memory")?;
-        let host = (memory.take(offset, len)?, memory.via.clone());
-        let at = self.device.address_space().at(DeviceVa::new(at));
-        match self.device.queue_mut().submit(Operation::copy(direction, host, at)) {
+        let more = self.kind & MORE != 0;
+        if more && (kind > TO_HOST || self.rows > 0) {
+            return inval(format_args!("a gather list of other operations than copies, or with rows"));
+        }
+        let unused = (!host && (self.memory, self.offset) != (0, 0))
+            || (!value && self.value != 0)
+            || (self.rows == 0 && (self.memory_pitch, self.pitch) != (0, 0))
+            || (kind == FILL && self.memory_pitch != 0)
+            || (kind == FENCE && (self.rows, self.len, self.at) != (0, 0, 0));
+        if unused { inval(format_args!("a field that this kind of operation does not use is not 0")) } else { Ok(()) }
+    }
+
+    fn shape(&self) -> Option<Shape> {
+        let Self { rows, len: row, memory_pitch: host_pitch, pitch: device_pitch, .. } = *self;
+        (rows > 0).then_some(Shape { row, rows, host_pitch, device_pitch })
+    }
+
+    /// Takes its host memory.
+    fn take(&self) -> Result<(Arc<HostMemory>, HostSlice), Refused> {
+        let memory = lock(&MEMORIES).get(self.memory, "host memory")?;
+        let len = self.shape().map_or(Some(self.len), |shape| shape.extent(shape.host_pitch));
+        let len = len.ok_or_else(|| Refused::new(Errno::Overflow, "rows of no bytes, or beyond 64 bits"))?;
+        let host = HostSlice { slice: memory.take(self.offset, len)?, via: Some(memory.via.clone()) };
+        Ok((memory, host))
+    }
+}
+
+/// Gives slices back to the memory that they are of.
+fn give_back(memories: &[Arc<HostMemory>], hosts: Vec<HostSlice>) {
+    memories.iter().zip(hosts).for_each(|(memory, host)| memory.give_back(host.slice));
+}
+
+impl Opened {
+    fn submit_all(
+        &mut self,
+        requests: impl Iterator<Item = Result<Request, Refused>>,
+        accepted: &mut usize,
+    ) -> Result<(), Refused> {
+        let mut list = Vec::new();
+        for request in requests {
+            let request = request?;
+            request.check()?;
+            let more = request.kind & MORE != 0;
+            list.push(request);
+            if !more {
+                self.submit(&list)?;
+                *accepted += list.len();
+                list.clear();
+            }
+        }
+        if list.is_empty() { Ok(()) } else { Err(Refused::new(Errno::Inval, "the array ends within a gather list")) }
+    }
+
+    /// Submits an operation, or a gather list.
+    fn submit(&mut self, list: &[Request]) -> Result<(), Refused> {
+        let Some((last, before)) = list.split_last() else { return Ok(()) };
+        if before.iter().any(|part| part.kind != last.kind | MORE) || !before.is_empty() && last.rows > 0 {
+            return Err(Refused::new(Errno::Inval, "a gather list of different kinds, or with rows"));
+        }
+        let (mut memories, mut hosts) = (Vec::new(), Vec::new());
+        if matches!(last.kind, TO_DEVICE | TO_HOST | COMPARE) {
+            for part in list {
+                match part.take() {
+                    Ok((memory, host)) => {
+                        memories.push(memory);
+                        hosts.push(host);
+                    }
+                    Err(error) => {
+                        give_back(&memories, hosts);
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        let space = self.device.address_space();
+        let place = |va: u64| space.at(DeviceVa::new(va));
+        let at = place(last.at);
+        let shape = last.shape();
+        let len = shape.map_or(Some(last.len), |shape| shape.bytes()).unwrap_or(u64::MAX); // which is too long
+        let direction = if last.kind == TO_DEVICE { Direction::FromHost } else { Direction::ToHost };
+        let operation = match (last.kind, hosts.pop()) {
+            (COMPARE, Some(host)) => Operation::compare(host, at),
+            (_, Some(host)) if before.is_empty() => Operation::copy(direction, host, at),
+            (_, Some(host)) => {
+                hosts.push(host);
+                let device = list.iter().map(|part| (place(part.at), part.len)).collect();
+                Operation::gather(direction, hosts, device)
+            }
+            (WITHIN, None) => Operation::within(place(last.value), at, len),
+            (FILL, None) => Operation::fill(at, len, last.value),
+            _ => Operation::fence(),
+        };
+        let operation = match shape {
+            Some(shape) => operation.shaped(shape),
+            None => operation,
+        };
+        match self.device.queue_mut().submit(operation) {
             Ok(ticket) => {
-                self.flying.insert(ticket.number(), Flying { user, memory });
+                self.flying.insert(ticket.number(), Flying { user: last.user, memories });
                 Ok(())
             }
-            Err(refused) => {
-                let (slice, reason) = (refused.operation.into_slice(), refused.reason);
-                slice.into_iter().for_each(|slice| memory.give_back(slice));
+            Err(NotAccepted { operation, reason }) => {
+                give_back(&memories, operation.into_host());
                 Err(Refused::new(number_of_refusal(&reason), reason))
             }
         }
@@ -351,8 +492,8 @@ impl Opened {
         let completion = self.done.pop()?;
         let flying = self.flying.remove(&completion.ticket.number());
         let user = flying.as_ref().map_or(0, |flying| flying.user);
-        if let (Some(slice), Some(flying)) = (completion.operation.into_slice(), flying) {
-            flying.memory.give_back(slice);
+        if let Some(flying) = flying {
+            give_back(&flying.memories, completion.operation.into_host());
         }
         let error = completion.result.err();
         let number = error.as_ref().map_or(0, |e| -number_of(e).get());

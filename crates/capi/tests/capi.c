@@ -63,7 +63,7 @@ static void layout(void)
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
 	CHECK(sizeof(struct dml_run) == 56);
-	CHECK(sizeof(struct dml_target_info) == 40 && sizeof(struct dml_copy) == 48);
+	CHECK(sizeof(struct dml_target_info) == 40 && sizeof(struct dml_target_op) == 72);
 	CHECK(sizeof(struct dml_completion) == 24 && sizeof(struct dml_tensor) == 24);
 	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
 	CHECK(dml_abi_version() == DML_ABI_VERSION);
@@ -483,18 +483,18 @@ static void ranges(void)
 	fclose(files[0]), fclose(files[1]);
 }
 
-/* Submits one copy and waits for it. */
-static int32_t one(dml_target target, struct dml_copy copy)
+/* Submits one operation and waits for it. */
+static int32_t one(dml_target target, struct dml_target_op op)
 {
 	struct dml_completion done = {0};
 	size_t count = 7;
-	int32_t result = dml_target_submit(target, &copy, sizeof copy, 1, &count);
+	int32_t result = dml_target_submit(target, &op, sizeof op, 1, &count);
 	if (result) {
 		CHECK(count == 0);
 		return result;
 	}
 	CHECK(count == 1 && !dml_target_poll(target, &done, 1, UINT64_MAX, &count) && count == 1);
-	CHECK(done.user == copy.user && (done.result || done.bytes == copy.len));
+	CHECK(done.user == op.user && (done.result || done.bytes == op.len * (op.rows ? op.rows : 1)));
 	return done.result;
 }
 
@@ -556,8 +556,8 @@ static void target(const char *name)
 
 	/* Copies. */
 	for (size_t i = 0; i < LEN; i++) ((unsigned char *)data)[i] = (unsigned char)(i ^ i >> 8);
-	struct dml_copy to = {.direction = DML_TO_DEVICE, .user = 11, .len = LEN, .at = va, .memory = memory};
-	struct dml_copy from = {.direction = DML_TO_HOST, .user = UINT64_MAX, .len = LEN, .at = va, .memory = memory,
+	struct dml_target_op to = {.kind = DML_TO_DEVICE, .user = 11, .len = LEN, .at = va, .memory = memory};
+	struct dml_target_op from = {.kind = DML_TO_HOST, .user = UINT64_MAX, .len = LEN, .at = va, .memory = memory,
 		.offset = LEN};
 	CHECK(!one(target, to));
 	CHECK(!one(target, from) && !memcmp(data, (char *)data + LEN, LEN));
@@ -577,18 +577,22 @@ static void target(const char *name)
 	CHECK(one(target, from) == -ENOENT);
 	from.memory = memory, from.len = 0;
 	CHECK(one(target, from) == -EINVAL);
-	from.len = LEN, from.direction = 2;
-	CHECK(one(target, from) == -EINVAL && says("EINVAL", "direction"));
-	from.direction = DML_TO_HOST, from.zero = 1;
-	CHECK(one(target, from) == -E2BIG);
-	from.zero = 0;
-	CHECK(dml_target_submit(target, &from, sizeof from - 1, 1, &count) == -EINVAL && count == 0);
+	from.len = LEN, from.kind = 6;
+	CHECK(one(target, from) == -EINVAL && says("EINVAL", "no kind of operation is 6"));
+	from.kind = DML_TO_HOST;
+	/* The first fields are enough; those of a later version are refused. */
+	struct { struct dml_target_op op; uint64_t later; } long_op = {from, 1};
+	CHECK(dml_target_submit(target, &long_op, sizeof long_op, 1, &count) == -E2BIG && count == 0);
+	enum { SHORTEST = offsetof(struct dml_target_op, value) };
+	CHECK(!dml_target_submit(target, &from, SHORTEST, 1, &count) && count == 1);
+	CHECK(!dml_target_poll(target, done, 4, UINT64_MAX, &count) && count == 1 && !done[0].result);
+	CHECK(dml_target_submit(target, &from, SHORTEST - 1, 1, &count) == -EINVAL && count == 0);
 	CHECK(dml_target_submit(target, NULL, sizeof from, 1, &count) == -EFAULT);
 	CHECK(dml_target_submit(target, &from, sizeof from, 1, NULL) == -EFAULT);
 	CHECK(dml_target_submit(target, &from, SIZE_MAX, 2, &count) == -EFAULT);
 
 	/* Two at once on one host memory; the second again is refused while its bytes are the device's. */
-	struct dml_copy both[] = {to, from, from};
+	struct dml_target_op both[] = {to, from, from};
 	both[1].user = 12;
 	CHECK(dml_target_submit(target, both, sizeof to, 3, &count) == -EBUSY && count == 2);
 	CHECK(dml_memory_destroy(memory) == -EBUSY && dml_target_close(target) == -EBUSY);
@@ -659,6 +663,135 @@ static void target(const char *name)
 	CHECK(dml_target_open("vfio:0000:ff:1f.7", &target) == -ENODEV && dml_target_open(NULL, &target) == -EFAULT);
 }
 
+/* Submits operations, and waits until all have ended well. */
+static void all(dml_target target, const struct dml_target_op *ops, size_t count, size_t completions)
+{
+	struct dml_completion done;
+	size_t n;
+	CHECK(!dml_target_submit(target, ops, sizeof *ops, count, &n) && n == count);
+	for (; completions > 0 && !line_of_failure; completions--)
+		CHECK(!dml_target_poll(target, &done, 1, 10000, &n) && n == 1 && !done.result);
+	CHECK(!dml_target_poll(target, &done, 1, 0, &n) && n == 0);
+}
+
+/* Operations besides plain copies, compared with the same on an array; and what is refused. */
+static void operations(const char *name)
+{
+	enum { LEN = 64 << 10, ABLE = DML_TARGET_WITHIN | DML_TARGET_FILL | DML_TARGET_COMPARE | DML_TARGET_ROWS |
+		DML_TARGET_GATHER | DML_TARGET_CANCEL };
+	static unsigned char model[LEN];
+	dml_target target;
+	dml_memory memory;
+	void *data;
+	uint32_t handle;
+	uint64_t va, reserved;
+	struct dml_target_info info;
+	struct dml_completion done[4];
+	size_t n;
+
+	CHECK(!dml_target_open(name, &target) && !dml_target_info(target, &info));
+	CHECK(!dml_memory_create(target, 2 * LEN, &memory, &data) && !dml_target_allocate(target, LEN, NULL, &handle));
+	CHECK(!dml_target_reserve(target, handle, 0, &va, &reserved));
+	struct dml_vm_op bind = {.flags = DML_BIND | DML_READ | DML_WRITE, .handle = handle, .range = LEN, .addr = va};
+	CHECK(!dml_target_bind(target, &bind, sizeof bind, 1));
+	unsigned char *out = data, *back = out + LEN;
+	for (size_t i = 0; i < LEN; i++) out[i] = (unsigned char)(i * 7 ^ i >> 8);
+
+	/* Each kind is one that the device has, or is refused. */
+	struct dml_target_op fill = {.kind = DML_FILL, .user = 1, .len = LEN, .at = va, .value = 0x0807060504030201};
+	struct dml_target_op rows = {.kind = DML_TO_DEVICE, .rows = 16, .user = 2, .len = 100, .at = va + 5,
+		.memory = memory, .memory_pitch = 128, .pitch = 1000};
+	struct dml_target_op within = {.kind = DML_WITHIN, .user = 3, .len = LEN / 2, .at = va + LEN / 2, .value = va};
+	struct dml_target_op compare = {.kind = DML_COMPARE, .user = 4, .len = LEN, .at = va, .memory = memory,
+		.offset = LEN};
+	struct dml_target_op fence = {.kind = DML_FENCE, .user = 5};
+	struct dml_target_op from = {.kind = DML_TO_HOST, .user = 6, .len = LEN, .at = va, .memory = memory, .offset = LEN};
+	struct dml_target_op list[] = {
+		{.kind = DML_TO_DEVICE | DML_MORE, .len = 10, .at = va + 1, .memory = memory, .offset = 30},
+		{.kind = DML_TO_DEVICE | DML_MORE, .len = 3000, .at = va + 4096, .memory = memory, .offset = 8000},
+		{.kind = DML_TO_DEVICE, .user = 7, .len = 1, .at = va, .memory = memory},
+	};
+	if ((info.flags & ABLE) != ABLE) {
+		CHECK(strcmp(name, "soft"));
+		uint32_t flags = info.flags;
+		if (!(flags & DML_TARGET_FILL)) CHECK(one(target, fill) == -EOPNOTSUPP);
+		if (!(flags & DML_TARGET_ROWS)) CHECK(one(target, rows) == -EOPNOTSUPP);
+		if (!(flags & DML_TARGET_WITHIN)) CHECK(one(target, within) == -EOPNOTSUPP);
+		if (!(flags & DML_TARGET_COMPARE)) CHECK(one(target, compare) == -EOPNOTSUPP);
+		if (!(flags & DML_TARGET_GATHER))
+			CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EOPNOTSUPP && n == 0);
+		CHECK(!one(target, fence) && !one(target, from)); /* and no slice was kept */
+		goto close;
+	}
+	all(target, (struct dml_target_op[]){fill, fence, rows, fence, from}, 5, 5);
+	for (size_t i = 0; i < LEN; i++) model[i] = (unsigned char)(i % 8 + 1);
+	for (size_t i = 0; i < 16; i++) memcpy(model + 5 + i * 1000, out + i * 128, 100);
+	CHECK(!memcmp(model, back, LEN));
+	/* A list ends once. */
+	CHECK(!dml_target_submit(target, list, sizeof *list, 3, &n) && n == 3);
+	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EBUSY && n == 0);
+	CHECK(!dml_target_poll(target, done, 4, 10000, &n) && n == 1 && done[0].user == 7 && done[0].bytes == 3011);
+	memcpy(model + 1, out + 30, 10), memcpy(model + 4096, out + 8000, 3000), model[0] = out[0];
+	all(target, (struct dml_target_op[]){within, fence, from}, 3, 3);
+	memcpy(model + LEN / 2, model, LEN / 2);
+	CHECK(!memcmp(model, back, LEN) && !one(target, compare));
+	back[LEN - 1] ^= 1;
+	CHECK(one(target, compare) == -EBADMSG);
+	/* Rows on both sides of the device, and of a pattern. */
+	within.len = 10, within.rows = 3, within.memory_pitch = 20, within.pitch = 30;
+	fill.len = 3, fill.rows = 2, fill.pitch = 5, fill.at = va + 9000;
+	all(target, (struct dml_target_op[]){within, fill, fence, from}, 4, 4);
+	for (size_t i = 0; i < 3; i++) memcpy(model + LEN / 2 + i * 30, model + i * 20, 10);
+	for (size_t i = 0; i < 2; i++) memcpy(model + 9000 + i * 5, "\1\2\3", 3);
+	CHECK(!memcmp(model, back, LEN));
+
+	/* Behind a fence nothing begins before a poll, so it can be taken back. */
+	fill.len = LEN, fill.rows = 0, fill.pitch = 0, fill.at = va;
+	struct dml_target_op late[] = {fill, fence, fill};
+	late[0].user = 8, late[0].value = 0, late[2].user = 9;
+	CHECK(dml_target_cancel(target, 9) == -ENOENT);
+	CHECK(!dml_target_submit(target, late, sizeof *late, 3, &n) && n == 3);
+	CHECK(!dml_target_cancel(target, 9) && dml_target_cancel(target, 9) == -ENOENT);
+	for (int i = 0, cancelled = 0; i < 3; i++) {
+		CHECK(!dml_target_poll(target, done, 1, 10000, &n) && n == 1);
+		CHECK(done[0].result == (done[0].user == 9 ? -ECANCELED : 0));
+		cancelled += done[0].user == 9;
+		CHECK(i < 2 || cancelled == 1);
+	}
+	CHECK(!one(target, from) && back[0] == 0 && !memcmp(back, back + 1, LEN - 1));
+	/* One that runs ends as it is, or early. */
+	CHECK(!dml_target_submit(target, &fill, sizeof fill, 1, &n) && n == 1);
+	int32_t asked = dml_target_cancel(target, fill.user);
+	CHECK(asked == 0 || asked == -EALREADY);
+	CHECK(!dml_target_poll(target, done, 4, 10000, &n) && n == 1);
+	CHECK(!done[0].result || (!asked && done[0].result == -ECANCELED));
+	CHECK(dml_target_cancel(target + 1000, 1) == -ENOENT);
+
+	/* What makes no sense is refused, and keeps no slice. */
+	struct dml_target_op bad = rows;
+	bad.memory_pitch = UINT64_MAX;
+	CHECK(one(target, bad) == -EOVERFLOW);
+	bad = rows, bad.rows = 0;
+	CHECK(one(target, bad) == -EINVAL && says("EINVAL", "a field"));
+	bad = fill, bad.memory = memory;
+	CHECK(one(target, bad) == -EINVAL);
+	bad = from, bad.value = 1;
+	CHECK(one(target, bad) == -EINVAL);
+	bad = fence, bad.len = 1;
+	CHECK(one(target, bad) == -EINVAL);
+	bad = fill, bad.kind |= DML_MORE;
+	CHECK(one(target, bad) == -EINVAL && says("EINVAL", "a gather list of other"));
+	CHECK(dml_target_submit(target, list, sizeof *list, 2, &n) == -EINVAL && says("EINVAL", "the array ends"));
+	list[2].offset = 2 * LEN;
+	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -ERANGE && n == 0);
+	list[2].offset = 0, list[2].kind = DML_TO_HOST;
+	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EINVAL && n == 0);
+	CHECK(!one(target, from));
+close:
+	CHECK(!dml_target_release(target, va) && !dml_target_free(target, handle));
+	CHECK(!dml_target_close(target) && !dml_memory_destroy(memory));
+}
+
 int main(void)
 {
 	char text[4] = "abc";
@@ -673,5 +806,7 @@ int main(void)
 	ranges();
 	target("soft");
 	target("ram:64MiB");
+	operations("soft");
+	operations("ram:64MiB");
 	return line_of_failure ? 1 : 0;
 }

@@ -80,4 +80,8 @@ impl Policy for Recorded {
     fn forget(&mut self, transfer: u64) {
         self.policy.forget(transfer);
     }
+
+    fn uses(&self, channel: usize, channels: usize) -> bool {
+        self.policy.uses(channel, channels)
+    }
 }

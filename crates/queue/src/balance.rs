@@ -396,6 +396,10 @@ impl Policy for BalancePolicy {
             backlog.bulk &= backlog.waiting > 0;
         }
     }
+
+    fn uses(&self, channel: usize, channels: usize) -> bool {
+        self.rules.uses(channel, channels)
+    }
 }
 
 #[cfg(test)]

@@ -37,6 +37,12 @@ pub trait Policy: Send {
 
     /// Hands out no more of this transfer. Fragments that were handed out still end.
     fn forget(&mut self, transfer: u64);
+
+    /// Whether `channel`, of `channels`, may be given operations that are not cut. It is true for at least one.
+    fn uses(&self, channel: usize, channels: usize) -> bool {
+        let _ = (channel, channels);
+        true
+    }
 }
 
 impl<P: Policy + ?Sized> Policy for Box<P> {
@@ -54,6 +60,10 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
 
     fn forget(&mut self, transfer: u64) {
         (**self).forget(transfer);
+    }
+
+    fn uses(&self, channel: usize, channels: usize) -> bool {
+        (**self).uses(channel, channels)
     }
 }
 
@@ -174,6 +184,10 @@ impl Policy for AddressPolicy {
         for queue in &mut self.queues {
             queue.retain(|p| p.transfer != transfer);
         }
+    }
+
+    fn uses(&self, channel: usize, channels: usize) -> bool {
+        self.only.is_none_or(|only| only.min(channels - 1) == channel)
     }
 }
 

@@ -1,13 +1,14 @@
 //! Several queues driven as one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::time::{Duration, Instant};
 
 use dmalane_dma::BufferSlice;
 
 use crate::{
-    Abilities, CacheHint, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy, Queue,
-    QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work, wait_with,
+    Abilities, CacheHint, Cancelled, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy,
+    Queue, QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work, wait_with,
 };
 
 /// The clock of a [`Split`], for the rates that its policy measures.
@@ -37,23 +38,40 @@ impl Clock for WallClock {
 /// fast queue (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Drives several queues as one: a [`Policy`] says which queue moves which fragment of a copy, and a copy ends when its
-/// last fragment has. Copies only.
+/// Drives several queues as one.
+///
+/// A [`Policy`] says which queue moves which fragment of a copy, and a copy ends when its last fragment has. All other
+/// operations (fills, comparisons, copies within the device, gather lists, anything with a shape) go whole to the queue
+/// that has the fewest in flight, of those that the policy uses. Fences are kept here: what is submitted behind one
+/// waits until everything before it has ended.
 pub struct Split<Q: Queue, P, K = WallClock> {
     queues: Vec<Q>,
     policy: P,
     clock: K,
     copies: BTreeMap<u64, Copy<Q::Addr>>,
-    /// Per queue: the fragments in flight, oldest first.
-    flying: Vec<VecDeque<(Ticket, Fragment)>>,
+    /// Per queue: the operations in flight, oldest first.
+    flying: Vec<VecDeque<(Ticket, Piece)>>,
     /// Per queue: a fragment that it had no room for.
     held: Vec<Option<(Fragment, Operation<Q::Addr>)>>,
-    /// Copies whose fragments have all ended.
-    ended: Vec<u64>,
+    /// A fence, and what was submitted behind it.
+    late: VecDeque<(u64, Operation<Q::Addr>)>,
+    /// Ended, and not given back yet.
+    ended: Vec<Completion<Q::Addr>>,
+    /// Accepted, and not given back yet.
+    in_flight: usize,
     next: u64,
     /// The queue that [`Queue::wait`] sleeps on next.
     nap: usize,
     scratch: Vec<Completion<Q::Addr>>,
+}
+
+/// An operation that a queue was given.
+#[derive(Clone, Copy)]
+enum Piece {
+    /// Of a copy.
+    Part(Fragment),
+    /// An operation as it was submitted, by its number.
+    Whole(u64),
 }
 
 /// A copy in flight.
@@ -62,9 +80,11 @@ struct Copy<A> {
     direction: Direction,
     via: Option<Registered>,
     cache: CacheHint,
+    len: u64,
     /// Slices that no queue was given yet, and those that came back: each with its offset.
     waiting: Vec<(u64, BufferSlice)>,
     back: Vec<(u64, BufferSlice)>,
+    /// Bytes of fragments that have not ended, and of those that no queue was given.
     missing: u64,
     /// The failure that lies first, and the bytes before it.
     failed: Option<(u64, OpError)>,
@@ -90,6 +110,13 @@ impl<A: QueueAddr> Copy<A> {
         let at = self.at.advance(fragment.offset).expect("within the copy, whose end was checked");
         let host = HostSlice { slice, via: self.via.clone() };
         Operation::copy(self.direction, host, at).hint(self.cache)
+    }
+
+    /// Notes a failure behind so many bytes.
+    fn fail(&mut self, bytes: u64, error: OpError) {
+        if self.failed.as_ref().is_none_or(|(first, _)| bytes < *first) {
+            self.failed = Some((bytes, error));
+        }
     }
 
     /// The whole operation again.
@@ -128,7 +155,9 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             copies: BTreeMap::new(),
             flying: (0..n).map(|_| VecDeque::new()).collect(),
             held: (0..n).map(|_| None).collect(),
+            late: VecDeque::new(),
             ended: Vec::new(),
+            in_flight: 0,
             next: 0,
             nap: 0,
             scratch: Vec::new(),
@@ -167,7 +196,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                 };
                 match queue.submit(operation) {
                     Ok(ticket) => {
-                        self.flying[i].push_back((ticket, fragment));
+                        self.flying[i].push_back((ticket, Piece::Part(fragment)));
                         if fresh == Some(fragment.transfer) {
                             return Ok(());
                         }
@@ -180,12 +209,13 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                             return Ok(());
                         }
                     }
+                    Err(Refused { operation, reason }) if fresh == Some(fragment.transfer) => {
+                        self.put_back(i, fragment, operation, false);
+                        return Err(reason);
+                    }
                     Err(Refused { operation, reason }) => {
                         any = true;
-                        self.settle(i, fragment, operation, Err(reason.clone().into()), 0);
-                        if fresh == Some(fragment.transfer) {
-                            return Err(reason);
-                        }
+                        self.settle(i, fragment, operation, Err(reason.into()), 0);
                     }
                 }
             }
@@ -193,6 +223,21 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                 return Ok(());
             }
         }
+    }
+
+    /// Puts a fragment that is over back into its copy.
+    fn put_back(
+        &mut self,
+        queue: usize,
+        fragment: Fragment,
+        operation: Operation<Q::Addr>,
+        moved: bool,
+    ) -> &mut Copy<Q::Addr> {
+        self.policy.ended(queue, &fragment, self.clock.now(), moved);
+        let copy = self.copies.get_mut(&fragment.transfer).expect("a copy outlives its fragments");
+        copy.back.push((fragment.offset, operation.into_slice().expect("fragments are copies")));
+        copy.missing -= fragment.len;
+        copy
     }
 
     /// A fragment has ended.
@@ -204,18 +249,69 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         result: Result<(), OpError>,
         bytes: u64,
     ) {
-        self.policy.ended(queue, &fragment, self.clock.now(), result.is_ok());
-        let copy = self.copies.get_mut(&fragment.transfer).expect("a copy outlives its fragments");
-        copy.back.push((fragment.offset, operation.into_slice().expect("fragments are copies")));
-        copy.missing -= fragment.len;
-        if copy.missing == 0 {
-            self.ended.push(fragment.transfer);
+        let copy = self.put_back(queue, fragment, operation, result.is_ok());
+        if let Err(error) = result {
+            copy.fail(fragment.offset + bytes, error);
         }
-        let bytes = fragment.offset + bytes;
-        if let Err(error) = result
-            && copy.failed.as_ref().is_none_or(|(first, _)| bytes < *first)
-        {
-            copy.failed = Some((bytes, error));
+        self.end(fragment.transfer);
+    }
+
+    /// Ends a copy if all of its fragments have ended.
+    fn end(&mut self, id: u64) {
+        let Entry::Occupied(copy) = self.copies.entry(id) else { return };
+        if copy.get().missing > 0 {
+            return;
+        }
+        let mut copy = copy.remove();
+        let failed = copy.failed.take();
+        let operation = copy.into_operation();
+        let (result, bytes) = match failed {
+            None => (Ok(()), operation.bytes()),
+            Some((bytes, error)) => (Err(error), bytes),
+        };
+        self.ended.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
+    }
+
+    /// Gives an operation to the queues: a copy in fragments, any other whole.
+    fn begin(&mut self, id: u64, operation: Operation<Q::Addr>) -> Result<(), Refused<Q::Addr>> {
+        let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
+            let n = self.queues.len();
+            let used = (0..n).filter(|i| self.policy.uses(*i, n));
+            let i = used.min_by_key(|i| self.queues[*i].in_flight()).unwrap_or(0);
+            let ticket = self.queues[i].submit(operation)?;
+            self.flying[i].push_back((ticket, Piece::Whole(id)));
+            return Ok(());
+        };
+        let HostSlice { slice, via } = host;
+        let len = slice.len() as u64;
+        self.policy.arrive(id, direction, at.card_addr(), len, self.queues.len());
+        let (waiting, back) = (vec![(0, slice)], Vec::new());
+        self.copies.insert(id, Copy { at, direction, via, cache, len, waiting, back, missing: len, failed: None });
+        // The first fragment decides whether the copy is acceptable at all; the rest differ only in their addresses.
+        self.feed(Some(id)).map_err(|reason| {
+            self.policy.forget(id);
+            let operation = self.copies.remove(&id).expect("just inserted").into_operation();
+            Refused { operation, reason }
+        })
+    }
+
+    /// Ends fences, and begins what waits behind them.
+    fn pass_fences(&mut self) {
+        while let Some((id, operation)) = self.late.pop_front() {
+            let (operation, result) = if matches!(operation.work, Work::Fence) {
+                if !self.copies.is_empty() || self.flying.iter().any(|flying| !flying.is_empty()) {
+                    return self.late.push_front((id, operation));
+                }
+                let stopped = self.queues.iter().find_map(Queue::halted);
+                (operation, stopped.map_or(Ok(()), |reason| Err(OpError::Stopped(reason))))
+            } else {
+                match self.begin(id, operation) {
+                    Ok(()) => continue,
+                    Err(Refused { operation, reason: Refusal::Full }) => return self.late.push_front((id, operation)),
+                    Err(Refused { operation, reason }) => (operation, Err(reason.into())),
+                }
+            };
+            self.ended.push(Completion { ticket: Ticket::new(id), operation, result, bytes: 0 });
         }
     }
 
@@ -225,8 +321,12 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         for Completion { ticket, operation, result, bytes } in scratch.drain(..) {
             let flying = &mut self.flying[queue];
             let place = flying.iter().position(|(known, _)| *known == ticket);
-            let (_, fragment) = place.and_then(|i| flying.remove(i)).expect("a ticket of this queue");
-            self.settle(queue, fragment, operation, result, bytes);
+            match place.and_then(|i| flying.remove(i)).expect("a ticket of this queue").1 {
+                Piece::Part(fragment) => self.settle(queue, fragment, operation, result, bytes),
+                Piece::Whole(id) => {
+                    self.ended.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
+                }
+            }
         }
         self.scratch = scratch;
     }
@@ -238,19 +338,54 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             self.queues[i].poll(&mut self.scratch);
             self.absorb(i);
         }
+        self.pass_fences();
         let _ = self.feed(None);
         let n = self.ended.len();
-        for id in self.ended.drain(..) {
-            let mut copy = self.copies.remove(&id).expect("a copy ends once");
-            let failed = copy.failed.take();
-            let operation = copy.into_operation();
-            let (result, bytes) = match failed {
-                None => (Ok(()), operation.bytes()),
-                Some((bytes, error)) => (Err(error), bytes),
-            };
-            done.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
-        }
+        self.in_flight -= n;
+        done.append(&mut self.ended);
         n
+    }
+
+    /// Takes back what no queue has begun of a copy; the rest ends by itself.
+    fn cancel_copy(&mut self, id: u64) -> Cancelled<Q::Addr> {
+        self.policy.forget(id);
+        let copy = self.copies.get_mut(&id).expect("looked up");
+        let mut withheld: Vec<(u64, u64)> = copy.waiting.iter().map(|(at, slice)| (*at, slice.len() as u64)).collect();
+        copy.missing -= withheld.iter().map(|(_, len)| len).sum::<u64>();
+        copy.back.append(&mut copy.waiting);
+        let mut asked = false;
+        for i in 0..self.queues.len() {
+            if let Some((fragment, operation)) = self.held[i].take_if(|(fragment, _)| fragment.transfer == id) {
+                self.put_back(i, fragment, operation, false);
+                withheld.push((fragment.offset, fragment.len));
+            }
+            for (ticket, piece) in std::mem::take(&mut self.flying[i]) {
+                match piece {
+                    Piece::Part(fragment) if fragment.transfer == id => match self.queues[i].cancel(ticket) {
+                        Cancelled::TakenBack(operation) => {
+                            self.put_back(i, fragment, operation, false);
+                            withheld.push((fragment.offset, fragment.len));
+                            continue;
+                        }
+                        answer => asked |= matches!(answer, Cancelled::Asked),
+                    },
+                    _ => {}
+                }
+                self.flying[i].push_back((ticket, piece));
+            }
+        }
+        let Some((first, _)) = withheld.iter().min() else {
+            return if asked { Cancelled::Asked } else { Cancelled::TooLate };
+        };
+        let copy = self.copies.get_mut(&id).expect("not ended yet");
+        if withheld.iter().map(|(_, len)| len).sum::<u64>() == copy.len {
+            let copy = self.copies.remove(&id).expect("just seen");
+            self.in_flight -= 1;
+            return Cancelled::TakenBack(copy.into_operation());
+        }
+        copy.fail(*first, OpError::Cancelled);
+        self.end(id);
+        Cancelled::Asked
     }
 }
 
@@ -265,14 +400,14 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             .expect("at least one queue")
     }
 
-    /// Copies in the directions of all queues; stopping where all can be stopped.
+    /// What all queues can do, and fences; not the order of a single queue.
     fn abilities(&self) -> Abilities {
-        let ours = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP;
-        self.queues.iter().fold(ours, |all, queue| all & queue.abilities())
+        let all = self.queues.iter().fold(Abilities::all(), |all, queue| all & queue.abilities());
+        (all - Abilities::ORDERED) | Abilities::FENCE
     }
 
     fn in_flight(&self) -> usize {
-        self.copies.len()
+        self.in_flight
     }
 
     fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
@@ -280,33 +415,25 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
         if let Err(reason) = operation.admit(self.abilities(), limits) {
             return Err(Refused { operation, reason });
         }
-        if self.copies.len() >= limits.capacity {
+        if self.in_flight >= limits.capacity {
             return Err(Refused { operation, reason: Refusal::Full });
         }
-        let Operation { work: Work::Copy { direction, host: HostSlice { slice, via }, at }, cache, .. } = operation
-        else {
-            let reason = Refusal::Unsupported(operation.needs());
-            return Err(Refused { operation, reason });
-        };
         let id = self.next;
-        self.next += 1;
-        let missing = slice.len() as u64;
-        self.policy.arrive(id, direction, at.card_addr(), missing, self.queues.len());
-        let (waiting, back) = (vec![(0, slice)], Vec::new());
-        self.copies.insert(id, Copy { at, direction, via, cache, waiting, back, missing, failed: None });
-        // The first fragment decides whether the copy is acceptable at all; the rest differ only in their addresses.
-        match self.feed(Some(id)) {
-            Ok(()) => Ok(Ticket::new(id)),
-            Err(reason) => {
-                self.policy.forget(id);
-                self.ended.retain(|&ended| ended != id);
-                let operation = self.copies.remove(&id).expect("just inserted").into_operation();
-                Err(Refused { operation, reason })
+        if !self.late.is_empty() || matches!(operation.work, Work::Fence) {
+            if let Some(reason) = self.halted() {
+                return Err(Refused { operation, reason: Refusal::Stopped(reason) });
             }
+            self.late.push_back((id, operation));
+        } else {
+            self.begin(id, operation)?;
         }
+        self.next += 1;
+        self.in_flight += 1;
+        Ok(Ticket::new(id))
     }
 
     fn flush(&mut self) {
+        self.pass_fences();
         // Only a fresh copy can be refused.
         let _ = self.feed(None);
         self.queues.iter_mut().for_each(Queue::flush);
@@ -342,10 +469,38 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
 
     /// Restarts all queues that have stopped.
     fn restart(&mut self) -> bool {
-        if self.copies.is_empty() && self.queues.iter().any(|queue| queue.halted().is_some()) {
+        if self.in_flight == 0 && self.queues.iter().any(|queue| queue.halted().is_some()) {
             return self.queues.iter_mut().all(|queue| queue.halted().is_none() || queue.restart());
         }
         false
+    }
+
+    /// Of a copy, what no queue has begun is taken back: all of it, or the copy ends with [`OpError::Cancelled`].
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled<Q::Addr> {
+        let id = ticket.number();
+        if let Some((_, operation)) =
+            self.late.iter().position(|(late, _)| *late == id).and_then(|at| self.late.remove(at))
+        {
+            self.in_flight -= 1;
+            return Cancelled::TakenBack(operation);
+        }
+        if self.copies.contains_key(&id) {
+            return self.cancel_copy(id);
+        }
+        for (queue, flying) in self.queues.iter_mut().zip(&mut self.flying) {
+            let whole = |(_, piece): &(Ticket, Piece)| matches!(piece, Piece::Whole(known) if *known == id);
+            let Some(place) = flying.iter().position(whole) else { continue };
+            return match queue.cancel(flying[place].0) {
+                Cancelled::TakenBack(operation) => {
+                    flying.remove(place);
+                    self.in_flight -= 1;
+                    Cancelled::TakenBack(operation)
+                }
+                Cancelled::Asked => Cancelled::Asked,
+                Cancelled::TooLate | Cancelled::Unknown => Cancelled::TooLate,
+            };
+        }
+        if self.ended.iter().any(|end| end.ticket == ticket) { Cancelled::TooLate } else { Cancelled::Unknown }
     }
 }
 

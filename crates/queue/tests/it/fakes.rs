@@ -11,7 +11,7 @@ use dmalane_addr::{Access, CardAddr, Iova, Lease, PageSize, PhysAddr, RangeAlloc
 use dmalane_dma::{AnonHeap, BufferRef, BufferSlice, Error, Heap, Mapping, Pinned, Registrar, SharedBuf, Undo};
 use dmalane_queue::{
     Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Stats,
-    StopReason, Ticket,
+    StopReason, Ticket, Work,
 };
 
 /// Pins up to a limit.
@@ -89,8 +89,8 @@ pub fn numbered(number: u64) -> Operation {
 
 pub fn number(operation: &Operation) -> u64 {
     match &operation.work {
-        dmalane_queue::Work::Copy { at: DeviceAddr::Card(at), .. } => dmalane_addr::Address::bits(*at),
-        other => panic!("not one of `numbered`: {other:?}"),
+        Work::Copy { at: DeviceAddr::Card(at), .. } | Work::Fill { at: DeviceAddr::Card(at), .. } => at.bits(),
+        other => panic!("it has no number: {other:?}"),
     }
 }
 
@@ -142,7 +142,7 @@ impl Queue for Device {
     }
 
     fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP
+        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FILL | Abilities::STOP
     }
 
     fn in_flight(&self) -> usize {
@@ -151,10 +151,11 @@ impl Queue for Device {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let mut orders = self.orders.lock().unwrap();
-        let reason = match &orders.refuse {
-            Some(reason) => reason.clone(),
-            None if self.flying.len() >= self.capacity => Refusal::Full,
-            None => {
+        let reason = match (&orders.refuse, &self.stopped) {
+            (Some(reason), _) => reason.clone(),
+            (None, Some(reason)) => Refusal::Stopped(reason.clone()),
+            _ if self.flying.len() >= self.capacity => Refusal::Full,
+            _ => {
                 orders.got.push(number(&operation));
                 let ticket = Ticket::new(1000 + orders.got.len() as u64);
                 self.flying.push((ticket, operation));

@@ -4,3 +4,4 @@ mod fakes;
 mod operation;
 mod registry;
 mod shared;
+mod split;
