@@ -162,13 +162,14 @@ impl Job {
             in_flight: in_flight as u64,
         };
         let used = |s: &LiveStage| s.report.bytes > 0 || s.in_flight > 0 || !s.report.held.is_zero();
-        let iommu = lock(&self.counters).as_ref().and_then(Weak::upgrade).and_then(|counters| counters().iommu);
+        let counters = lock(&self.counters).as_ref().and_then(Weak::upgrade).map(|counters| counters());
+        let Counters { iommu, moved, .. } = counters.unwrap_or_default();
         Snapshot {
             schema: SCHEMA,
             command: command_line().chars().take(2000).collect(),
             phase: if message.is_empty() { phase.to_owned() } else { format!("{phase}: {message}") },
             elapsed_s: self.started.elapsed().as_secs_f64(),
-            done: self.done.load(Ordering::Relaxed),
+            done: moved.unwrap_or_else(|| self.done.load(Ordering::Relaxed)),
             total: self.total.load(Ordering::Relaxed),
             bytes,
             stages: self.live.stages().into_iter().filter(used).map(stage).collect(),

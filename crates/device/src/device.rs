@@ -172,6 +172,8 @@ pub struct Counters {
     pub iommu: Option<IommuCounters>,
     /// Bytes of the device's memory that were ever used.
     pub touched: Option<u64>,
+    /// Bytes of host memory that it has read and written, where these are not the job's own.
+    pub moved: Option<u64>,
 }
 
 /// Counters of an IOMMU.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use dmalane_card::regs;
 use dmalane_iopt::X86_64_4Level;
 use dmalane_sim::{CardConfig, CardMemory, SoftCard};
-use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
+use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, Traffic, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::ReadWriteFlags;
@@ -72,6 +72,13 @@ pub struct CardServer {
     listener: UnixListener,
     path: PathBuf,
     config: CardConfig,
+    traffic: Arc<Traffic>,
+}
+
+/// A client that has connected to a [`CardServer`].
+pub struct CardClient<'a> {
+    server: &'a CardServer,
+    stream: UnixStream,
 }
 
 impl CardServer {
@@ -89,7 +96,7 @@ impl CardServer {
             fs::remove_file(path).map_err(listen)?;
         }
         let listener = private_listener(path).map_err(listen)?;
-        Ok(Self { listener, path: path.to_owned(), config })
+        Ok(Self { listener, path: path.to_owned(), config, traffic: Arc::default() })
     }
 
     /// Waits for a client and serves it until it disconnects. The inner result is that of the connection.
@@ -97,10 +104,33 @@ impl CardServer {
     /// # Errors
     /// [`CardServerError::Accept`], [`CardServerError::Card`].
     pub fn serve_one(&self) -> Result<Result<(), ServeError>, CardServerError> {
+        self.accept()?.serve()
+    }
+
+    /// Waits for a client.
+    ///
+    /// # Errors
+    /// [`CardServerError::Accept`].
+    pub fn accept(&self) -> Result<CardClient<'_>, CardServerError> {
         let (stream, _) = self.listener.accept().map_err(CardServerError::Accept)?;
-        let memory = ClientMemory::new();
-        let mut model = CardModel::new(self.config, &memory)?;
-        Ok(serve(stream, &mut model, &memory))
+        Ok(CardClient { server: self, stream })
+    }
+
+    /// Accesses of the cards to the memory of all clients so far.
+    pub fn traffic(&self) -> Arc<Traffic> {
+        self.traffic.clone()
+    }
+}
+
+impl CardClient<'_> {
+    /// Serves the client until it disconnects. The inner result is that of the connection.
+    ///
+    /// # Errors
+    /// [`CardServerError::Card`].
+    pub fn serve(self) -> Result<Result<(), ServeError>, CardServerError> {
+        let memory = ClientMemory::counted(self.server.traffic.clone());
+        let mut model = CardModel::new(self.server.config, &memory)?;
+        Ok(serve(self.stream, &mut model, &memory))
     }
 }
 

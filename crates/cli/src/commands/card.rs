@@ -2,14 +2,17 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use dmalane::device::{Counters, IommuCounters, ReadCounters};
 use dmalane::sim::{CardConfig, Workers};
-use dmalane::{CardServer, CardServerError};
+use dmalane::{CardClient, CardServer, CardServerError};
 
 use crate::device::{CARD_DDR, CARD_HBM, card_memory};
 use crate::failure::Failure;
+use crate::job;
 use crate::number::within;
 use crate::output;
 use crate::size::Size;
@@ -95,8 +98,19 @@ impl Serve {
         };
         let server = CardServer::bind(&self.vfio_user, config)?;
         output::print(&format!("listening at {}\n", output::plain(&self.vfio_user.to_string_lossy())))?;
+        let (job, traffic) = (job::this(), server.traffic());
+        let counters: ReadCounters = Arc::new(move || Counters {
+            iommu: Some(IommuCounters { faults: traffic.faults(), ..IommuCounters::default() }),
+            moved: Some(traffic.bytes()),
+            ..Counters::default()
+        });
+        job.phase("serve", true);
+        job.counted(&counters);
         for client in 1u64.. {
-            let line = match server.serve_one() {
+            job.message("no client");
+            let accepted = server.accept();
+            job.message(&format!("client {client}"));
+            let line = match accepted.and_then(CardClient::serve) {
                 Ok(Ok(())) => format!("client {client}: disconnected\n"),
                 Ok(Err(e)) => format!("client {client}: {e}\n"),
                 // An error such as too many open files may be temporary.

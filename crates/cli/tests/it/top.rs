@@ -398,6 +398,28 @@ fn a_daemon_is_watched_too() {
     assert!(screen.end().0.success());
 }
 
+#[test]
+fn a_served_card_is_shown_with_its_client() {
+    let runtime = folder();
+    let socket = runtime.path().join("card.sock");
+    let serve = ["card", "serve", "--card-ddr", "1GiB", "--card-hbm", "64MiB", "--vfio-user", socket.to_str().unwrap()];
+    let served = Background::start(&mut dmalane(runtime.path(), &serve));
+    let card = jobs(runtime.path(), 1, |job| job["phase"] == "serve: no client").remove(0);
+    assert_eq!((&card["done"], &card["iommu"]["faults"]), (&0.into(), &0.into()));
+    let device = format!("vfio-user:{}", socket.display());
+    let load = ["load", "--sample", "16MiB", "--repeat", "1000", "--json", "-d", &device];
+    let mut load = Background::start(&mut dmalane(runtime.path(), &load));
+    let both = jobs(runtime.path(), 2, |job| job["bytes_per_s"].as_f64() > Some(0.0));
+    let card = both.iter().find(|job| job["pid"] == served.id()).unwrap();
+    assert!(card["phase"].as_str().unwrap().starts_with("serve: client "), "{card}");
+    assert!(card["command"].as_str().unwrap().contains("card serve"), "{card}");
+    let output = dmalane(runtime.path(), &["top", "--once", "--interval", "0.1"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("serve: client ") && text.contains("\n0 faults\n"), "{text}");
+    load.kill();
+    jobs(runtime.path(), 1, |job| job["phase"] == "serve: no client" && job["done"].as_u64() > Some(0));
+}
+
 /// Answers every connection.
 fn listen(path: &Path, answer: impl Fn(&mut dyn Write) + Send + 'static) {
     let listener = UnixListener::bind(path).unwrap();

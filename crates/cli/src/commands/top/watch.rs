@@ -189,8 +189,8 @@ impl Running {
     /// The IOMMU in words; nothing for a job without one.
     pub fn iommu(&self) -> Option<String> {
         self.now.iommu.as_ref()?;
-        let hits = self.hit_ratio.map_or("not used".to_owned(), |ratio| format!("{:.2} % hits", ratio * 100.0));
-        Some(format!("IOTLB: {hits}; {} faults", self.faults))
+        let hits = self.hit_ratio.map_or(String::new(), |ratio| format!("IOTLB: {:.2} % hits; ", ratio * 100.0));
+        Some(format!("{hits}{} faults", self.faults))
     }
 }
 
