@@ -345,11 +345,20 @@ impl Region {
         let skip = skip.filter(|skip| within(*skip, len, file.len)).ok_or(io::ErrorKind::InvalidInput)?;
         let first = skip & !(page() - 1);
         // SAFETY: the range lies in this mapping (checked above), and the advice changes no contents.
-        unsafe {
+        let ready = unsafe {
             mm::madvise(file.ptr.as_ptr().wrapping_add(first).cast(), skip - first + len, Advice::LinuxPopulateRead)
-        }?;
+        };
+        // Kernels before 5.14 do not know the advice, which only saves faults.
+        ready.or_else(|e| if e == rustix::io::Errno::INVAL { Ok(()) } else { Err(e) })?;
         // SAFETY: `len` bytes from `skip` on lie in the mapping (checked above), which lives through the call.
-        unsafe { self.write_absent(offset, len, file.ptr.as_ptr().wrapping_add(skip)) }
+        unsafe { self.write_absent(offset, len, file.ptr.as_ptr().wrapping_add(skip)) }?;
+        // Behind the end of a file, the mapping of its last page reads as zero.
+        match file.file.as_ref().map(rustix::fs::fstat).transpose()? {
+            Some(stat) if u64::try_from(stat.st_size).unwrap_or(0) < at + len as u64 => {
+                Err(io::ErrorKind::UnexpectedEof.into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Fills a range, none of whose pages is present, with the bytes of a view of the same length: see
@@ -382,15 +391,15 @@ impl Region {
         // SAFETY: whole pages of this region (checked above), and as many bytes as the caller promises.
         let mut done = unsafe { self.copy_absent(offset, len - len % page(), from) };
         let _alone = match self.writing.try_lock() {
-            // The rest of a page is written soon.
+            // The rest of a chunk is written soon, unless a page in its middle was there already.
             alone if done == 0 && len >= page() => Some(alone.map_err(|_| io::ErrorKind::WouldBlock)?),
             _ => None,
         };
         while done < len {
             let rest = from.wrapping_add(done);
             // SAFETY: the kernel reads bytes that the caller vouches for; bytes that cannot be had are an error of the
-            // call. It writes to a file of which the range belongs to this region, and sealing keeps it as long as it
-            // is.
+            // call. It writes to the file of a region that begins with the file (others have no descriptor), so at the
+            // range's own offset; sealing keeps the file as long as it is.
             let n =
                 unsafe { libc::pwrite64(fd.as_raw_fd(), rest.cast(), len - done, (offset + done) as libc::off64_t) };
             match usize::try_from(n) {
@@ -409,7 +418,8 @@ impl Region {
     /// Makes whole pages with the contents at `from` as far as the kernel does it, and returns the number of bytes.
     ///
     /// The range is registered with a `userfaultfd` only during the call: while it is, a thread that touched a missing
-    /// page of it would wait for ever.
+    /// page of it would wait for ever. So it is taken back explicitly: a process that another thread forks meanwhile
+    /// has the descriptor too, until it runs its program. After a refusal the kernel is not asked again.
     ///
     /// # Safety
     /// As [`Region::write_absent`]; the range is within this region, and its offset and length are whole pages.
@@ -419,21 +429,29 @@ impl Region {
         const VERSION: u64 = 0xaa;
         const API: u32 = request(3, size_of::<[u64; 3]>(), 0xaa, 0x3f);
         const REGISTER: u32 = request(3, size_of::<[u64; 4]>(), 0xaa, 0);
+        const UNREGISTER: u32 = request(2, size_of::<[u64; 2]>(), 0xaa, 1);
         const COPY: u32 = request(3, size_of::<[u64; 5]>(), 0xaa, 3);
         const MISSING: u64 = 1;
         const WAKE_NOBODY: u64 = 1;
-        if len == 0 {
+        static REFUSED: AtomicBool = AtomicBool::new(false);
+        if len == 0 || REFUSED.load(Ordering::Relaxed) {
             return 0;
         }
         // SAFETY: the call takes no pointer, and the descriptor that it returns is nobody else's.
         let faults = match unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | USER_MODE_ONLY) } {
-            fd if fd < 0 => return 0,
+            fd if fd < 0 => {
+                // No such call or flag (before Linux 5.11), or not for this process: that does not change.
+                let why = io::Error::last_os_error().raw_os_error();
+                REFUSED.store(matches!(why, Some(libc::ENOSYS | libc::EINVAL | libc::EPERM)), Ordering::Relaxed);
+                return 0;
+            }
             // SAFETY: as above; descriptors are small numbers.
             fd => unsafe { OwnedFd::from_raw_fd(fd as i32) },
         };
         let ask = |request: u32, words: *mut u64| {
-            // SAFETY: each request is passed as many words as its number says, which live through the call. `REGISTER`
-            // and `COPY` name pages of this region and the bytes at `from`, for which the caller vouches.
+            // SAFETY: each request is passed as many words as its number says, which live through the call. They name
+            // whole pages of this region (checked by the caller), which the caller's `Absent` owns, so that nothing
+            // refers to them, and the bytes at `from`, for which the caller vouches.
             unsafe { libc::ioctl(faults.as_raw_fd(), request as libc::Ioctl, words) }
         };
         let to = self.ptr.as_ptr().wrapping_add(offset).addr() as u64;
@@ -450,11 +468,12 @@ impl Region {
             match copy[4].cast_signed() {
                 n if n > 0 => done += n as usize,
                 _ if all => break,
-                // Memory of the process is being mapped by another thread.
+                // A page table has gone meanwhile.
                 n if n == -i64::from(libc::EAGAIN) => {}
                 _ => break,
             }
         }
+        ask(UNREGISTER, register.as_mut_ptr());
         done
     }
 
@@ -512,6 +531,8 @@ pub struct FileMapping {
     len: usize,
     /// File offset of the first byte, a whole page.
     start: u64,
+    /// To ask where it ends; only of a regular file.
+    file: Option<OwnedFd>,
 }
 
 // SAFETY: an address range of this process, tied to no thread, that this value alone unmaps and nobody dereferences.
@@ -529,9 +550,11 @@ impl FileMapping {
         let start = range.start & !(page() as u64 - 1);
         let len = range.end.checked_sub(start).filter(|_| !range.is_empty()).and_then(|len| usize::try_from(len).ok());
         let len = len.ok_or(io::ErrorKind::InvalidInput)?;
+        let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(file)?.st_mode);
+        let own = (kind == rustix::fs::FileType::RegularFile).then(|| file.try_clone_to_owned()).transpose()?;
         // SAFETY: no address is asked for, so no existing mapping is replaced; nothing is ever read through this one.
         let base = unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file, start) }?;
-        Ok(Self { ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len, start })
+        Ok(Self { ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len, start, file: own })
     }
 }
 

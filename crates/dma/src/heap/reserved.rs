@@ -115,9 +115,9 @@ impl Absent {
     /// zero its pages first; this process has not touched them. Only worth it for bytes that are in the page cache.
     ///
     /// # Errors
-    /// The range as it was, to be populated instead, with the reason: `Unsupported` for other memory, and where `len`
-    /// does not end in the range's last page; `WouldBlock` while another thread fills a range, on systems that let one
-    /// do so at a time; the kernel's.
+    /// The range, to be populated and read into instead, with the reason: `Unsupported` for other memory, and where
+    /// `len` does not end in the range's last page; `UnexpectedEof` for a regular file that ends before; `WouldBlock`
+    /// while another thread fills a range, on systems that let one do so at a time; the kernel's.
     pub fn copy_from_file(self, file: &FileMapping, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
         self.made_by(len, |region, offset| region.write_from_file(offset, len, file, at))
     }
@@ -136,7 +136,8 @@ impl Absent {
         write: impl FnOnce(&Region, usize) -> io::Result<()>,
     ) -> Result<BufferSlice, (Self, io::Error)> {
         let memory = self.slice.memory();
-        let whole_pages = self.offset().is_multiple_of(page()) && len.next_multiple_of(page()) == self.len();
+        let whole_pages =
+            self.offset().is_multiple_of(page()) && len.checked_next_multiple_of(page()) == Some(self.len());
         if self.present || memory.backing.kind != PageKind::Base || !whole_pages {
             return Err((self, io::ErrorKind::Unsupported.into()));
         }

@@ -305,11 +305,32 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     rustix::fs::ftruncate(&file, 10_000).unwrap();
     let at = |at: u64| heap.reserve(1).unwrap().next(page()).unwrap().copy_from_file(&mapping, at, page());
     assert!(at(60_000).is_err(), "no longer there");
+    // Within a page the mapping goes on with zeroes.
+    let cut = |len: usize| {
+        let absent = heap.reserve(10 * page()).unwrap().next(len.next_multiple_of(page())).unwrap();
+        absent.copy_from_file(&mapping, 0, len)
+    };
+    assert_eq!(cut(10_001).unwrap_err().1.kind(), std::io::ErrorKind::UnexpectedEof);
+    assert_eq!(cut(10_000).unwrap().with_bytes(|bytes| bytes[..10_000] == data[..10_000]), Some(true));
     let later = FileMapping::new(file.as_fd(), 70_000..80_000).unwrap();
     let absent = heap.reserve(1).unwrap().next(page()).unwrap();
     assert!(absent.copy_from_file(&later, 0, page()).is_err(), "before the mapping");
     assert!(FileMapping::new(file.as_fd(), 5..5).is_err());
     assert!(FileMapping::new(std::fs::File::open("/").unwrap().as_fd(), 0..5).is_err(), "a directory");
+}
+
+#[test]
+fn pages_that_are_there_already_are_written() {
+    use crate::sys::{Pages, Region};
+    let len = 6 * page();
+    let from = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
+    from.view().write(&(0u8..=250).cycle().take(len).collect::<Vec<_>>());
+    for there in [0, 1, 3, 5] {
+        let region = Region::memfd("test", std::num::NonZeroUsize::new(len).unwrap(), Pages::Base).unwrap();
+        region.populate(there * page(), page()).unwrap();
+        region.write_from_view(0, from.view()).unwrap();
+        assert_eq!(region.view().first_difference(from.view()), None, "page {there}");
+    }
 }
 
 #[test]

@@ -8,6 +8,9 @@ use dmalane_dma::{Absent, BufferSlice, FileMapping};
 use dmalane_file::residency;
 use dmalane_load::fill::FillCached;
 
+/// The kernel's count of cached pages is in these.
+const PAGE: u64 = 4096;
+
 /// Copies what is cached to the memfd: pages that are touched instead are zeroed first.
 pub(super) struct FromCache<'a> {
     /// For each source its file and what the job needs of it, if it could be mapped. Mapped once: mapping and unmapping
@@ -20,7 +23,10 @@ pub(super) struct FromCache<'a> {
 impl FillCached for FromCache<'_> {
     fn fill(&self, absent: Absent, source: usize, at: FileOffset, len: usize) -> Result<BufferSlice, Absent> {
         let Some((file, mapping)) = &self.files[source] else { return Err(absent) };
-        if !residency(file, at.bits(), len as u64).is_ok_and(|cached| cached.cached >= cached.bytes) {
+        // Whole pages are counted, so whole pages are asked about.
+        let first = at.bits() & !(PAGE - 1);
+        let pages = (at.bits() + len as u64).next_multiple_of(PAGE) - first;
+        if !residency(file, first, pages).is_ok_and(|cached| cached.cached >= pages) {
             return Err(absent);
         }
         let slice = absent.copy_from_file(mapping, at.bits(), len).map_err(|(absent, _)| absent)?;

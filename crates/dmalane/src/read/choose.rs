@@ -65,8 +65,8 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     }
     let short = bytes <= SHORT || options.scheme == Scheme::Plain;
     let cached = match options.mode {
-        // The share that is cached decides; of no bytes there is none.
-        Mode::Auto if bytes > 0 => residency(&source.file, first, end - first).ok(),
+        // The share that is cached decides; of no bytes there is none. What is cached is copied to memfds.
+        Mode::Auto | Mode::Buffered if bytes > 0 => residency(&source.file, first, end - first).ok(),
         _ => None,
     };
     let (mode, reason) = match (options.mode, cached) {

@@ -193,8 +193,10 @@ fn cached_files_are_written_to_memfds() {
     let file = file(&data);
     let opened = File::open(file.path()).unwrap();
     let heap = MemfdHeap::starting_at(PageKind::Base);
-    for (range, threads) in [(0..data.len(), 1), (4096..data.len(), 3), (5..2_900_000, 2)] {
-        let options = ReadOptions { threads: Some(threads), ..small() };
+    let modes = [Mode::Auto, Mode::Buffered].into_iter();
+    let ranges = [(0..data.len(), 1), (4096..data.len(), 3), (5..2_900_000, 2)];
+    for (mode, (range, threads)) in modes.flat_map(|mode| ranges.clone().map(|range| (mode, range))) {
+        let options = ReadOptions { mode, threads: Some(threads), ..small() };
         let read = heap.alloc_and_read(&opened, range.start as u64..range.end as u64, &options).unwrap();
         if read.method.cached.is_none() {
             return println!("SKIPPED: the kernel does not say what is cached");

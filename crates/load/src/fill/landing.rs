@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Reserved};
+use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Reserved, SharedBuf};
 
 use super::locked;
 use super::state::Fragment;
@@ -26,9 +26,14 @@ pub(super) struct Landing {
 
 struct Places {
     free: Vec<BufferSlice>,
+    /// How many were made.
+    made: usize,
     /// How many may still be made.
     left: usize,
 }
+
+/// All landing places are in use.
+pub(super) struct Busy;
 
 /// The right to one landing place, which is made when it is needed.
 pub(super) struct Place(Option<BufferSlice>);
@@ -58,10 +63,11 @@ pub(super) struct Full {
 }
 
 impl Landing {
-    /// Landing places for chunks of `chunk` bytes, if the memory of any buffer is better copied to.
-    pub fn new(reserved: &[Reserved], chunk: usize) -> Option<Self> {
-        let wanted = chunk <= BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to);
-        let places = Places { free: Vec::new(), left: (BYTES / chunk.max(1)).clamp(2, PLACES) };
+    /// Landing places for chunks of `chunk` bytes, if the memory of any buffer is better copied to, and `room` says
+    /// that there is memory for so many bytes besides the buffers.
+    pub fn new(reserved: &[Reserved], chunk: usize, room: impl FnOnce(usize) -> bool) -> Option<Self> {
+        let wanted = chunk <= BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to) && room(BYTES);
+        let places = Places { free: Vec::new(), made: 0, left: (BYTES / chunk.max(1)).clamp(2, PLACES) };
         wanted.then(|| Self {
             heap: AnonHeap::starting_at(PageKind::Transparent),
             len: chunk,
@@ -69,14 +75,20 @@ impl Landing {
         })
     }
 
-    /// A landing place; `None` while all are in use.
-    pub fn take(&self) -> Option<Place> {
+    /// A landing place; `None` where there is no memory for any, so that chunks are read where they stay.
+    pub fn take(&self) -> Result<Option<Place>, Busy> {
         let mut places = locked(&self.places);
         if let Some(free) = places.free.pop() {
-            return Some(Place(Some(free)));
+            return Ok(Some(Place(Some(free))));
         }
-        places.left = places.left.checked_sub(1)?;
-        Some(Place(None))
+        match places.left.checked_sub(1) {
+            Some(left) => {
+                (places.left, places.made) = (left, places.made + 1);
+                Ok(Some(Place(None)))
+            }
+            None if places.made == 0 => Ok(None),
+            None => Err(Busy),
+        }
     }
 
     /// Takes a landing place back.
@@ -84,18 +96,21 @@ impl Landing {
         let mut places = locked(&self.places);
         match place {
             Some(place) => places.free.push(place),
-            None => places.left += 1,
+            None => (places.left, places.made) = (places.left + 1, places.made - 1),
         }
     }
 
-    /// Memory for the reads of a chunk, as long as that, and what keeps the chunk until they have ended.
-    pub fn begin(&self, Place(place): Place, absent: Absent) -> Result<(BufferSlice, Arc<Landed>), Error> {
-        let mut rest = match place {
-            Some(place) => place,
-            None => self.heap.reserve(self.len)?.populate()?.into_slice(),
-        };
+    /// Memory for the reads of a chunk, as long as that, and what keeps the chunk until they have ended. Gives the
+    /// chunk back where there is no memory for that, and never tries to make another landing place then.
+    pub fn begin(&self, Place(place): Place, absent: Absent) -> Result<(BufferSlice, Arc<Landed>), Absent> {
+        let make = || self.heap.reserve(self.len).and_then(Reserved::populate).map(SharedBuf::into_slice);
         let missing = absent.len();
-        let front = rest.split_off_front(missing).ok_or(Error::BadLength(missing))?;
+        let cut = place.or_else(|| make().ok()).and_then(|mut rest| Some((rest.split_off_front(missing)?, rest)));
+        let Some((front, rest)) = cut else {
+            let mut places = locked(&self.places);
+            (places.left, places.made) = (0, places.made - 1);
+            return Err(absent);
+        };
         let parts = Parts { absent: Some(absent), fragments: Vec::new(), missing, rest };
         Ok((front, Arc::new(Landed(Mutex::new(parts)))))
     }
@@ -135,5 +150,29 @@ impl Landed {
             fragments.into_iter().map(|Fragment { tag, slice }| ((tag.extent, slice.len()), Some(slice))).unzip();
         let from = slices.into_iter().reduce(|a, b| a?.join(b?).ok()).flatten()?;
         Some(Full { absent, buffer, tags, from, rest })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::MemfdHeap;
+
+    use super::*;
+
+    #[test]
+    fn without_memory_for_landing_places_chunks_are_read_where_they_stay() {
+        let mut reserved = vec![MemfdHeap::starting_at(PageKind::Base).reserve(8 << 20).unwrap()];
+        assert!(Landing::new(&reserved, 2 << 20, |_| false).is_none(), "there is no room");
+        let mut landing = Landing::new(&reserved, 2 << 20, |more| more == BYTES).unwrap();
+        // A node that no machine has.
+        landing.heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(62));
+        let place = |landing: &Landing| landing.take().map_or(None, |place| place);
+        let (first, second) = (place(&landing).unwrap(), place(&landing).unwrap());
+        let chunk = reserved[0].next(2 << 20).unwrap();
+        let chunk = landing.begin(first, chunk).map(drop).unwrap_err();
+        assert_eq!(chunk.populate().unwrap().len(), 2 << 20, "as if nothing had happened");
+        assert!(matches!(landing.take(), Err(Busy)), "the other one may still be made");
+        let chunk = reserved[0].next(2 << 20).unwrap();
+        assert!(landing.begin(second, chunk).is_err() && matches!(landing.take(), Ok(None)));
     }
 }

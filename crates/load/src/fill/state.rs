@@ -11,7 +11,7 @@ use dmalane_dma::{Absent, BufferSlice, Error, PageKind, Registrar, Reserved, Sha
 use dmalane_queue::Registered;
 
 use super::hash::{Hasher, Hashes};
-use super::landing::{Full, Landed, Landing, Place};
+use super::landing::{Busy, Full, Landed, Landing, Place};
 use super::memory::{FillCached, Memory, Staging};
 use super::sink::{DeviceSink, Failed};
 use super::worker::NAP;
@@ -212,8 +212,9 @@ impl<'a, 'w> State<'a, 'w> {
                     let memory = |source| FillError::Memory { buffer, source };
                     reserved.push(stays.heap.reserve(len).map_err(memory)?);
                 }
-                enough(&reserved)?;
-                landing = Landing::new(&reserved, chunk);
+                enough(&reserved, 0)?;
+                let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
+                landing = Landing::new(&reserved, chunk, |more| enough(&reserved, more.min(all)).is_ok());
                 Pages::Stays(reserved)
             }
         };
@@ -331,14 +332,14 @@ impl<'a, 'w> State<'a, 'w> {
                 Pages::Stays(reserved) => {
                     let reserved = reserved.get_mut(buffer);
                     let copied = reserved.as_ref().is_some_and(|r| r.left() > 0 && r.is_better_copied_to());
-                    let place = self.landing.as_ref().filter(|_| copied).map(Landing::take);
-                    if let Some(None) = place {
-                        return Ok(Claimed::Later);
-                    }
+                    let place = match self.landing.as_ref().filter(|_| copied).map_or(Ok(None), Landing::take) {
+                        Ok(place) => place,
+                        Err(Busy) => return Ok(Claimed::Later),
+                    };
                     // The first chunk is a single block, so that reading can begin.
                     let len = if std::mem::take(first) { self.block.min(self.chunk) } else { self.chunk };
                     let absent = reserved.and_then(|reserved| reserved.next(len));
-                    absent.map(|absent| (absent.offset() + absent.len(), Taken::Absent(absent, place.flatten())))
+                    absent.map(|absent| (absent.offset() + absent.len(), Taken::Absent(absent, place)))
                 }
                 Pages::Staging(_, at) if *at as u64 >= *len => {
                     *at = 0;
@@ -383,16 +384,22 @@ impl<'a, 'w> State<'a, 'w> {
                         return Ok(Claimed::Reads(Vec::new()));
                     }
                 };
-                match (&self.landing, place) {
+                let landed = match (&self.landing, place) {
                     // Bytes that nobody reads are zero as soon as they are present.
                     (Some(landing), Some(place)) if !extents.is_empty() => {
-                        let landed = clocks.time(Stage::Allocate, || landing.begin(place, absent));
-                        let (slice, landed) = landed.map_err(memory)?;
-                        let tag = Tag { buffer, offset, extent: None, slot: 0, via: None, landed: Some(landed) };
-                        Fragment { tag, slice }
+                        clocks.time(Stage::Allocate, || landing.begin(place, absent))
                     }
                     (_, place) => {
                         unused(place);
+                        Err(absent)
+                    }
+                };
+                match landed {
+                    Ok((slice, landed)) => {
+                        let tag = Tag { buffer, offset, extent: None, slot: 0, via: None, landed: Some(landed) };
+                        Fragment { tag, slice }
+                    }
+                    Err(absent) => {
                         let slice = clocks.time(Stage::Allocate, || absent.populate()).map_err(memory)?;
                         clocks.bytes(Stage::Allocate, (end - offset) as u64);
                         self.register(buffer, slice, clocks).map_err(failed)?
@@ -754,12 +761,13 @@ const ASIDE_FROM: u64 = 32 << 20;
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;
 
-/// Makes sure that there is memory for the reservations: where the kernel overcommits, a reservation promises nothing,
-/// and a cgroup that runs full has somebody killed. Recycled memory is there, and so are huge pages once reserved.
-fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
+/// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
+/// promises nothing, and a cgroup that runs full has somebody killed. Recycled memory is there, and so are huge pages
+/// once reserved.
+fn enough(reserved: &[Reserved], more: usize) -> Result<(), FillError> {
     let promised =
         |r: &Reserved| matches!(r.backing().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || !r.is_fresh();
-    let wanted = reserved.iter().filter(|r| !promised(r)).fold(0usize, |sum, r| sum.saturating_add(r.len()));
+    let wanted = reserved.iter().filter(|r| !promised(r)).fold(more, |sum, r| sum.saturating_add(r.len()));
     if wanted < WORTH_ASKING {
         return Ok(());
     }
