@@ -1,6 +1,6 @@
 //! Writing results to stdout, whose reader may have left, and to files, without losing what is there.
 
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -35,7 +35,9 @@ pub fn json(value: &impl Serialize) -> Result<String, Failure> {
 
 /// Writes `value` to stdout as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
-    print(&json(value)?)
+    let mut out = BufWriter::new(io::stdout().lock());
+    let done = serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from);
+    written(done.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 
 /// A reader that has seen enough (`dmalane doctor | head -1`) is not an error; a full disk is.

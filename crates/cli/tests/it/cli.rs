@@ -822,6 +822,22 @@ fn a_dry_run_says_where_everything_would_be() {
     assert!(planned.status.success() && std::fs::read(&memory).unwrap() == vec![7; 4 << 20]);
 }
 
+/// The list of tensors is printed, and not made first: it took 2.5 KB of memory for each.
+#[test]
+fn a_report_of_many_tensors_takes_little_memory() {
+    let path = folder("many").join("m.safetensors");
+    let tensor = |i| format!("\"t{i}\":{{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}");
+    let header = format!("{{{}}}", (0..100_000).map(tensor).collect::<Vec<_>>().join(","));
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()).unwrap();
+    let program = env!("CARGO_BIN_EXE_dmalane");
+    let line = format!("ulimit -v 200000; exec {program} load \"$0\" -d ram:1MiB --dry-run --json");
+    let output = Command::new("sh").args(["-c", &line]).arg(&path).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let tensors = report["files"][0]["tensors"].as_array().unwrap();
+    assert_eq!((tensors.len(), &report["tensors"], &tensors[99_999]["bytes"]), (100_000, &100_000.into(), &0.into()));
+}
+
 #[test]
 fn options_come_from_a_file_and_from_the_environment() {
     let folder = folder("config");

@@ -58,7 +58,9 @@ pub(crate) struct Fixed {
     /// [`NoIommu::undone`] when the registrations were last looked through.
     seen: u64,
     /// Why the kernel refused one.
-    pub why: Option<String>,
+    why: Option<String>,
+    /// The kernel has ever taken one.
+    any: bool,
 }
 
 impl Mover {
@@ -164,10 +166,12 @@ impl Mover {
         }
     }
 
-    /// Why requests do not use fixed buffers although they should.
-    pub fn complaint(&self) -> Option<&str> {
+    /// Why requests do not use fixed buffers although they should, and the backend that they use on the whole.
+    pub fn complaint(&self) -> Option<(&str, IoBackend)> {
         match self {
-            Self::Ring { fixed: Some(fixed), .. } => fixed.why.as_deref(),
+            Self::Ring { fixed: Some(fixed), .. } => {
+                Some((fixed.why.as_deref()?, if fixed.any { IoBackend::Fixed } else { IoBackend::Uring }))
+            }
             _ => None,
         }
     }
@@ -240,6 +244,7 @@ impl Fixed {
                     self.refused.push(iova);
                     return request.ask;
                 }
+                self.any = true;
                 self.numbers.insert(iova, free);
                 self.uses.insert(free, 0);
                 free

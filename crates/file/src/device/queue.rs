@@ -108,11 +108,13 @@ impl FileDeviceQueue {
         if let Err(why) = self.mover.enter(None) {
             self.fall_back(&why);
         }
-        if let Some(why) = self.mover.complaint()
-            && !self.how.reasons.iter().any(|known| known == why)
-        {
-            self.how.reasons.push(why.to_owned());
-            self.tell();
+        if let Some((why, backend)) = self.mover.complaint() {
+            let known = self.how.reasons.iter().any(|known| known == why);
+            if !known || self.how.backend != backend {
+                self.how.backend = backend;
+                self.how.reasons.extend((!known).then(|| why.to_owned()));
+                self.tell();
+            }
         }
     }
 

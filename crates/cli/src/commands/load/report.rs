@@ -8,6 +8,7 @@ use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
 use dmalane::file::FileQueue;
 use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::Outcome;
@@ -63,8 +64,33 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
     stages
 }
 
+/// What `--json` prints. Files and tensors are made as they are printed: there may be millions.
+#[derive(Serialize)]
+struct Report<F> {
+    #[serde(flatten)]
+    head: Value,
+    files: F,
+}
+
+/// A file in it.
+#[derive(Serialize)]
+struct File<T> {
+    #[serde(flatten)]
+    head: Value,
+    tensors: T,
+}
+
+/// A list whose items are made one by one.
+struct Each<F>(F);
+
+impl<I: Iterator<Item: Serialize>, F: Fn() -> I> Serialize for Each<F> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq((self.0)())
+    }
+}
+
 /// The outcome as what `--json` prints, described in `docs/formats/json.md`.
-pub(super) fn json(o: &Outcome) -> Value {
+pub(super) fn json(o: &Outcome) -> impl Serialize {
     let r = &o.run.loaded.report;
     let wall = r.wall.as_secs_f64();
     let leaves = |leaves: &[(PageSize, u64)]| -> Value {
@@ -110,20 +136,7 @@ pub(super) fn json(o: &Outcome) -> Value {
         "device_leaves": leaves(&r.device_leaves),
         "touched_bytes": o.run.touched,
     });
-    let file = |(f, input): (&LoadedFile, &Input<FileQueue>)| {
-        let how = input.queue.how();
-        json!({
-            "path": f.path.to_string_lossy(),
-            "bytes": f.model.len,
-            "format": f.model.container.name(),
-            "xxh3": f.checksum.map(|hash| format!("{hash:016x}")),
-            "direct": how.direct,
-            "io_uring": how.uring,
-            "fallbacks": how.reasons,
-            "tensors": json_tensors(f),
-        })
-    };
-    json!({
+    let head = json!({
         "schema": 3,
         "command": "load",
         "device": o.device,
@@ -150,15 +163,39 @@ pub(super) fn json(o: &Outcome) -> Value {
         "recorded": path(o.recorded.as_ref()),
         "traced": path(o.traced.as_ref()),
         "reported": path(o.reported.as_ref()),
-        "files": o.run.loaded.files.iter().zip(&o.inputs).map(file).collect::<Value>(),
-    })
+    });
+    Report { head, files: Each(|| o.run.loaded.files.iter().zip(&o.inputs).map(json_file)) }
 }
 
 fn path(path: Option<&PathBuf>) -> Option<Cow<'_, str>> {
     path.map(|path| path.to_string_lossy())
 }
 
-fn json_tensors(file: &LoadedFile) -> Value {
+fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<impl Serialize + use<'a>> {
+    let how = input.queue.how();
+    let head = json!({
+        "path": file.path.to_string_lossy(),
+        "bytes": file.model.len,
+        "format": file.model.container.name(),
+        "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
+        "direct": how.direct,
+        "io_uring": how.uring,
+        "fallbacks": how.reasons,
+    });
+    File { head, tensors: json_tensors(file) }
+}
+
+fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
+    let head = json!({
+        "path": file.path.to_string_lossy(),
+        "bytes": file.model.len,
+        "format": file.model.container.name(),
+        "device_bytes": file.device_bytes(),
+    });
+    File { head, tensors: json_tensors(file) }
+}
+
+fn json_tensors(file: &LoadedFile) -> impl Serialize {
     let tensor = |t: &LoadedTensor| {
         json!({
             "name": t.tensor.name,
@@ -168,29 +205,20 @@ fn json_tensors(file: &LoadedFile) -> Value {
             "device_va": t.va.map(|va| va.first().bits()),
         })
     };
-    file.tensors().map(tensor).collect()
+    Each(move || file.tensors().map(tensor))
 }
 
 /// The plan of a load, as `--dry-run --json` prints it.
-pub(super) fn plan_json(device: &str, placed: &Loaded) -> Value {
-    let file = |f: &LoadedFile| {
-        json!({
-            "path": f.path.to_string_lossy(),
-            "bytes": f.model.len,
-            "format": f.model.container.name(),
-            "device_bytes": f.device_bytes(),
-            "tensors": json_tensors(f),
-        })
-    };
-    json!({
+pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize {
+    let head = json!({
         "schema": 3,
         "command": "load",
         "dry_run": true,
         "device": device,
         "tensors": tensors(placed),
         "device_bytes": placed.files.iter().map(LoadedFile::device_bytes).sum::<u64>(),
-        "files": placed.files.iter().map(file).collect::<Value>(),
-    })
+    });
+    Report { head, files: Each(|| placed.files.iter().map(planned_file)) }
 }
 
 /// The plan of a load, as text.
