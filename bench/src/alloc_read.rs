@@ -56,7 +56,7 @@ pub struct Options {
     #[arg(long)]
     threads: Option<usize>,
 
-    /// Only the rows whose names contain one of these; no goals then
+    /// Only the rows whose names contain one of these; by default large files have the rows that goals are about
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 
@@ -86,6 +86,8 @@ const OURS_BUFFERED: &str = "ours: buffered, private huge pages";
 const OURS: &str = "ours: direct, private huge pages";
 const POOLED: &str = "ours: auto, into a pooled buffer";
 const AUTO: &str = "ours: auto, private huge pages";
+const HASHED: &str = "ours: auto, private huge pages, hashed";
+const POOLED_SHARED: &str = "ours: auto, into a pooled memfd of 4 KiB pages";
 const SHARED: &str = "ours: auto, memfd of 4 KiB pages";
 const SHARED_HUGE: &str = "ours: auto, memfd of huge pages";
 const FIRST: &str = "ours: auto, private huge pages, the cached half";
@@ -126,9 +128,7 @@ pub fn run(options: &Options) -> Result<Report> {
         let cold = table(Cached::None, &mut bench)?;
         let warm = table(Cached::All, &mut bench)?;
         let half = if size >= LARGE { table(Cached::Half, &mut bench)? } else { Medians::new() };
-        if options.only.is_empty() {
-            goals(&mut report, &bench, &cold, &warm, &half);
-        }
+        goals(&mut report, &bench, &cold, &warm, &half);
     }
     Ok(report)
 }
@@ -144,83 +144,75 @@ fn name(size: u64) -> String {
 /// Medians in seconds, by row.
 type Medians = BTreeMap<&'static str, f64>;
 
+/// Goals compare rows of the same memory. Those whose rows were not measured are left out.
 fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, half: &Medians) {
     let size = name(bench.size);
     let ratio = |t: &Medians, a: &str, b: &str| t.get(a).zip(t.get(b)).map(|(a, b)| a / b);
-    let mut faster = |what: &str, goal, t: &Medians, than, ours| {
+    let mut at_least = |what: &str, goal, t: &Medians, than, ours| {
         if let Some(got) = ratio(t, than, ours) {
             report.at_least(&format!("{size} {what}"), goal, got);
         }
     };
-    match bench.size {
-        n if n >= 1 << 30 => {
-            faster("cold: normal / ours", 1.7, cold, NORMAL, OURS);
-            faster("cold: sendfile / ours", 1.35, cold, SENDFILE, OURS);
-            if n == 1 << 30 {
-                faster("warm: normal / ours", 3.5, warm, NORMAL, OURS_BUFFERED);
+    if bench.size < MIB {
+        at_least("cold, shareable: normal / ours", 2.5, cold, NORMAL, POOLED_SHARED);
+        at_least("warm, shareable: normal / ours", 6.0, warm, NORMAL, POOLED_SHARED);
+        at_least("cold, private: plain read / ours", 1.0, cold, PLAIN, POOLED);
+        at_least("warm, private: plain read / ours", 1.0, warm, PLAIN, POOLED);
+        for (temperature, t, floor) in [("cold", cold, REFERENCE), ("warm", warm, COPY)] {
+            if let Some(got) = ratio(t, POOLED, floor) {
+                report.note(&size, &format!("{temperature}: ours / reference"), got);
             }
-            faster("cold, shareable: sendfile / ours", 1.15, cold, SENDFILE, SHARED);
-            faster("cold, shareable: normal / ours", 1.5, cold, NORMAL, SHARED);
-            faster("warm, shareable: sendfile / ours", 1.5, warm, SENDFILE, SHARED);
-            faster("warm, shareable: normal / ours", 2.0, warm, NORMAL, SHARED);
-            if let (Some(both), Some(a), Some(b)) = (half.get(AUTO), half.get(FIRST), half.get(SECOND)) {
-                report.at_most(&format!("{size} half cached: ours / (one half + the other)"), 1.10, both / (a + b));
-            }
-            // The first two ratios above if ours took no longer than the reference.
-            for (row, of) in [(NORMAL, "normal / reference"), (SENDFILE, "sendfile / reference")] {
-                if let Some(got) = ratio(cold, row, REFERENCE) {
-                    report.note(&size, &format!("cold: {of}"), got);
-                }
-            }
-            if let Some(got) = ratio(cold, OURS, REFERENCE) {
-                report.at_most(&format!("{size} cold: ours / reference"), 1.10, got);
-            }
-            if let (Some(ours), Some(alloc), Some(io)) = (cold.get(OURS), cold.get(ALLOCATION), cold.get(REFERENCE)) {
-                let first = bench.first_chunk;
-                let ideal = first + (alloc - first).max(*io);
-                report.at_most(
-                    &format!("{size} cold: T / (first chunk + max(rest of allocation, I/O))"),
-                    1.10,
-                    ours / ideal,
-                );
-                if let Some(got) = ratio(cold, OURS, FRESH) {
-                    report.note(&size, "cold: ours / the same into new memory", got);
-                }
-                report.note(&size, "cold: T / (allocation + I/O)", ours / (alloc + io));
-                report.note(&size, "cold: ms, T(first chunk)", first * 1e3);
-            }
-            let gib = n as f64 / (1u64 << 30) as f64;
-            report.at_most_in(&format!("{size} cold: CPU"), 0.2, bench.cpu / gib, "core-seconds per GiB, at most");
-            let spare = bench.extra as f64 / MIB as f64;
-            let goal = (bench.read.depth * bench.read.block) as f64 / MIB as f64 + 16.0;
-            report.at_most_in(&format!("{size} cold: peak memory beyond the buffer"), goal, spare, "MiB, at most");
         }
-        n if n >= MIB => {
-            for (temperature, t) in [("cold", cold), ("warm", warm)] {
-                let others = [NORMAL, SENDFILE, SENDFILE_DIRECT, SYNC, UDMABUF, UDMABUF_DIRECT, PLAIN, BEFORE];
+        return;
+    }
+    if bench.size < LARGE {
+        for (temperature, t) in [("cold", cold), ("warm", warm)] {
+            let shareable = [NORMAL, SENDFILE, SENDFILE_DIRECT, SYNC, UDMABUF, UDMABUF_DIRECT].as_slice();
+            for (memory, others, ours) in [("shareable", shareable, POOLED_SHARED), ("private", &[PLAIN], POOLED)] {
                 let best = others.iter().filter_map(|row| t.get(row)).copied().fold(f64::INFINITY, f64::min);
-                if let Some(ours) = t.get(POOLED).filter(|_| best.is_finite()) {
-                    report.at_most(&format!("{size} {temperature}: ours / the fastest other"), 1.0, ours / best);
+                if let Some(ours) = t.get(ours).filter(|_| best.is_finite()) {
+                    let goal = format!("{size} {temperature}, {memory}: ours / the fastest other");
+                    report.at_most(&goal, 1.0, ours / best);
                 }
             }
         }
-        _ => {
-            faster("cold: normal / ours", 2.5, cold, NORMAL, POOLED);
-            faster("warm: normal / ours", 6.0, warm, NORMAL, POOLED);
-            for (temperature, t, floor) in [("cold", cold, REFERENCE), ("warm", warm, COPY)] {
-                if let Some(got) = ratio(t, POOLED, floor) {
-                    report.note(&size, &format!("{temperature}: ours / floor"), got);
-                }
-            }
-            let mut faster = |what: &str, goal, t: &Medians, than, ours| {
-                if let Some(got) = ratio(t, than, ours) {
-                    report.at_least(&format!("{size} {what}"), goal, got);
-                }
-            };
-            faster("cold: plain read / ours", 1.0, cold, PLAIN, POOLED);
-            faster("warm: plain read / ours", 1.0, warm, PLAIN, POOLED);
+        return;
+    }
+    at_least("cold, shareable: sendfile / ours", 1.15, cold, SENDFILE, SHARED);
+    at_least("cold, shareable: normal / ours", 1.5, cold, NORMAL, SHARED);
+    at_least("warm, shareable: sendfile / ours", 1.5, warm, SENDFILE, SHARED);
+    at_least("warm, shareable: normal / ours", 2.0, warm, NORMAL, SHARED);
+    let mut at_most = |what: &str, goal, t: &Medians, ours, than| {
+        if let Some(got) = ratio(t, ours, than) {
+            report.at_most(&format!("{size} {what}"), goal, got);
+        }
+    };
+    at_most("cold, shareable huge pages: ours / reference", 1.10, cold, SHARED_HUGE, REFERENCE);
+    at_most("cold, private huge pages: ours / reference", 1.10, cold, AUTO, REFERENCE);
+    at_most("cold: hashed / not", 1.03, cold, HASHED, AUTO);
+    at_most("warm: hashed / not", 1.15, warm, HASHED, AUTO);
+    if let (Some(both), Some(a), Some(b)) = (half.get(AUTO), half.get(FIRST), half.get(SECOND)) {
+        report.at_most(&format!("{size} half cached: ours / (one half + the other)"), 1.10, both / (a + b));
+    }
+    // The most that "normal / ours" could be where the disk allows no more than the reference.
+    for (row, of) in [(NORMAL, "normal / reference"), (SENDFILE, "sendfile / reference")] {
+        if let Some(got) = ratio(cold, row, REFERENCE) {
+            report.note(&size, &format!("cold: {of}"), got);
         }
     }
+    let Some(ours) = cold.get(AUTO) else { return };
+    if let (Some(alloc), Some(io)) = (cold.get(ALLOCATION), cold.get(REFERENCE)) {
+        let first = bench.first_chunk;
+        let ideal = first + (alloc - first).max(*io);
+        report.at_most(&format!("{size} cold: T / (first chunk + max(rest of allocation, I/O))"), 1.10, ours / ideal);
+        report.note(&size, "cold: T / (allocation + I/O)", ours / (alloc + io));
+        report.note(&size, "cold: ms, T(first chunk)", first * 1e3);
+    }
+    let gib = bench.size as f64 / (1u64 << 30) as f64;
+    report.at_most_in(&format!("{size} cold: CPU"), 0.2, bench.cpu / gib, "core-seconds per GiB, at most");
+    let spare = bench.extra as f64 / MIB as f64;
+    let goal = (bench.read.depth * bench.read.block) as f64 / MIB as f64 + 16.0;
+    report.at_most_in(&format!("{size} cold: peak memory beyond the buffer"), goal, spare, "MiB, at most");
 }
 
 struct Bench {
@@ -232,13 +224,15 @@ struct Bench {
     /// Memory that is there, for the reference.
     ready: Option<BufferSlice>,
     pool: Pool,
+    pool_shared: Pool,
     first_chunk: f64,
-    /// Core-seconds of the last cold direct sample of ours.
+    /// Core-seconds of the last cold sample of ours.
     cpu: f64,
     /// Its peak memory beyond the buffer, in bytes.
     extra: u64,
-    /// Why there is no fio to compare with.
+    /// Why there is no fio to compare with, and no udmabuf.
     no_fio: String,
+    no_udmabuf: String,
     /// Buffers of the plain reads of small files: freed, they would be handed out again, and would not be fresh.
     kept: Vec<Vec<u8>>,
 }
@@ -253,7 +247,7 @@ enum Left {
 }
 
 /// The rows of a cold or a cached file.
-const ROWS: [&str; 18] = [
+const ROWS: [&str; 21] = [
     REFERENCE,
     FRESH,
     FIO,
@@ -270,12 +264,15 @@ const ROWS: [&str; 18] = [
     OURS_BUFFERED,
     OURS,
     POOLED,
+    POOLED_SHARED,
+    AUTO,
+    HASHED,
     SHARED,
     SHARED_HUGE,
 ];
 
-/// Those of the largest files: what goals are about.
-const GOALS: [&str; 8] = [REFERENCE, ALLOCATION, NORMAL, SENDFILE, OURS_BUFFERED, OURS, SHARED, SHARED_HUGE];
+/// Those that goals of large files are about.
+const GOALS: [&str; 8] = [REFERENCE, ALLOCATION, NORMAL, SENDFILE, AUTO, HASHED, SHARED, SHARED_HUGE];
 
 impl Bench {
     fn new(size: u64, options: &Options) -> Result<Self> {
@@ -298,7 +295,9 @@ impl Bench {
         read.chunk = options.chunk.unwrap_or(read.chunk);
         read.depth = options.iodepth.unwrap_or(read.depth);
         read.block = options.block_size.unwrap_or(read.block);
-        let pool = Pool::new(AnonHeap::new(), size as usize + (4 << 20));
+        let kept = size as usize + (4 << 20);
+        let pool = Pool::new(AnonHeap::new(), kept);
+        let pool_shared = Pool::new(MemfdHeap::starting_at(PageKind::Base), kept);
         Ok(Self {
             size,
             path: file.path().to_owned(),
@@ -307,10 +306,12 @@ impl Bench {
             read,
             ready: None,
             pool,
+            pool_shared,
             first_chunk: 0.0,
             cpu: 0.0,
             extra: 0,
             no_fio: String::new(),
+            no_udmabuf: String::new(),
             kept: Vec::new(),
         })
     }
@@ -320,14 +321,15 @@ impl Bench {
         let cold = cached == Cached::None;
         let all: &[&'static str] = match cached {
             Cached::Half => &[AUTO, FIRST, SECOND],
-            Cached::None | Cached::All if self.size > 1 << 30 && options.only.is_empty() => &GOALS,
+            Cached::None | Cached::All if self.size >= LARGE && options.only.is_empty() => &GOALS,
             Cached::None | Cached::All => &ROWS,
         };
         let rows: Vec<&'static str> = all
             .iter()
             .copied()
             .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
-            .filter(|row| *row != POOLED || self.size < LARGE)
+            .filter(|row| !matches!(*row, POOLED | POOLED_SHARED) || self.size < LARGE)
+            .filter(|row| !matches!(*row, AUTO | HASHED | SHARED | SHARED_HUGE) || self.size >= LARGE)
             // It starts up for longer than it takes to read a small file, and reads past the page cache in any case.
             .filter(|row| *row != FRESH || self.size >= LARGE)
             .filter(|row| *row != FIO || (self.size >= LARGE && cold))
@@ -365,7 +367,7 @@ impl Bench {
                 Some(samples) => drop(medians.insert(row, report.row(&case, row, self.size, samples))),
                 None if row == FIO => eprintln!("bench: skipped: {case}: {row}: {}", self.no_fio),
                 None if row == SHARED_HUGE => eprintln!("bench: skipped: {case}: {row}: there are none"),
-                None => eprintln!("bench: skipped: {case}: {row}: there is no /dev/udmabuf"),
+                None => eprintln!("bench: skipped: {case}: {row}: {}", self.no_udmabuf),
             }
         }
         Ok(medians)
@@ -397,7 +399,7 @@ impl Bench {
         if self.size < LARGE || row == REFERENCE || row == COPY || row == FIO {
             return Ok(());
         }
-        let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF | SHARED);
+        let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
         let bytes = self.size as usize * if buffered { 2 } else { 1 };
         drop(AnonHeap::starting_at(PageKind::Transparent).allocate(bytes)?);
         Ok(())
@@ -413,7 +415,7 @@ impl Bench {
             let options = ReadOptions { mode, scheme, ..bench.read.clone() };
             Ok(Left::Ours(Box::new(AnonHeap::new().alloc_and_read(&file, .., &options)?)))
         };
-        let measured = row == OURS && cold && large;
+        let measured = row == AUTO && cold && large;
         let resident = measured.then(|| Resident::begin(self.size));
         let cpu = cpu();
         let start = Instant::now();
@@ -456,12 +458,12 @@ impl Bench {
             SYNC => Left::Buffer(self.mmap_read(Mode::Direct)?),
             UDMABUF | UDMABUF_DIRECT => {
                 let mode = if row == UDMABUF { Mode::Buffered } else { Mode::Direct };
-                let small = MemfdHeap::starting_at(PageKind::Base).reserve(4096)?.populate()?;
-                if export_dma_buf(&small.reference()).is_err() {
+                let buf = self.mmap_read(mode)?;
+                // There is no udmabuf, or one of so many bytes is more than it takes: 64 MiB unless told otherwise.
+                if let Err(e) = export_dma_buf(&buf.reference()) {
+                    self.no_udmabuf = e.to_string();
                     return Ok(None);
                 }
-                let buf = self.mmap_read(mode)?;
-                export_dma_buf(&buf.reference())?;
                 Left::Buffer(buf)
             }
             SENDFILE => Left::Memfd(self.sendfile(false)?),
@@ -470,11 +472,21 @@ impl Bench {
             BEFORE => ours(self, Mode::Direct, Scheme::Sequential)?,
             OURS_BUFFERED => ours(self, Mode::Buffered, Scheme::Overlap)?,
             OURS => ours(self, Mode::Direct, Scheme::Overlap)?,
-            POOLED => {
+            POOLED | POOLED_SHARED => {
+                let pool = if row == POOLED { &self.pool } else { &self.pool_shared };
                 let file = File::open(&self.path)?;
-                Left::Ours(Box::new(self.pool.alloc_and_read(&file, .., &self.read)?))
+                Left::Ours(Box::new(pool.alloc_and_read(&file, .., &self.read)?))
             }
             AUTO => ours(self, Mode::Auto, Scheme::Overlap)?,
+            HASHED => {
+                let file = File::open(&self.path)?;
+                let options = ReadOptions { checksum: true, ..self.read.clone() };
+                let read = AnonHeap::new().alloc_and_read(&file, .., &options)?;
+                if read.buffer.checksum() != Some(self.hash) {
+                    return Err(format!("{row}: not the hash of the file").into());
+                }
+                Left::Ours(Box::new(read))
+            }
             FIRST | SECOND => {
                 let (file, half) = (File::open(&self.path)?, self.size / 2);
                 let range = if row == FIRST { 0..half } else { half..self.size };

@@ -21,6 +21,7 @@ use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Qu
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::clock::{pin_to, time};
+use crate::memory::past_the_caches;
 use crate::report::{Details, Report};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -42,8 +43,6 @@ pub struct Options {
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Bytes of DDR of each card, and of the region of cold walks.
-const COLD: usize = 256 * MIB;
 /// Operations in flight.
 const DEPTH: usize = 32;
 
@@ -86,7 +85,7 @@ impl Drop for Daemon {
 /// Serves until stdin ends, on the processor of workers.
 fn serve(path: &Path) -> Result<()> {
     pin_to(1);
-    let limits = ClientLimits { ddr: 2 * COLD as u64, hbm: 4 << 20, queues: 1, ..ClientLimits::default() };
+    let limits = ClientLimits { ddr: 2 * past_the_caches() as u64, hbm: 4 << 20, queues: 1, ..ClientLimits::default() };
     let listener = Listener::bind(path, 0o600)?;
     let server = Server::new(Config { limits, ..Config::default() }, |_| {})?;
     let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
@@ -239,20 +238,21 @@ fn one_client(options: &Options, daemon: &Daemon, report: &mut Report) -> Result
     // The worker is tied to the processor that its maker is tied to.
     pin_to(1);
     let host = SoftHost::new(HostConfig::default())?;
-    let config = CardConfig { workers: Workers::PerChannel, ddr: 2 * COLD as u64, hbm: 4 << 20, channels: 1 };
+    let cold = past_the_caches();
+    let config = CardConfig { workers: Workers::PerChannel, ddr: 2 * cold as u64, hbm: 4 << 20, channels: 1 };
     let bus: SoftBus = SoftBus::new(host, config)?;
     pin_to(0);
-    let mut inside = Side::new(bus, COLD)?;
-    let mut outside = Side::new(daemon.connect()?, COLD)?;
+    let mut inside = Side::new(bus, cold)?;
+    let mut outside = Side::new(daemon.connect()?, cold)?;
     for direction in [Direction::FromHost, Direction::ToHost] {
         let way = if direction == Direction::FromHost { "h2c" } else { "c2h" };
         for (size, region, hint, heat) in [
             (4 * KIB, 128 * KIB, CacheHint::Hot, "4K hot"),
             (64 * KIB, 2 * MIB, CacheHint::Hot, "64K hot"),
             (MIB, 32 * MIB, CacheHint::Auto, "1M warm"),
-            (64 * KIB, COLD, CacheHint::Cold, "64K cold"),
-            (MIB, COLD, CacheHint::Cold, "1M cold"),
-            (8 * MIB, COLD, CacheHint::Cold, "8M cold"),
+            (64 * KIB, cold, CacheHint::Cold, "64K cold"),
+            (MIB, cold, CacheHint::Cold, "1M cold"),
+            (8 * MIB, cold, CacheHint::Cold, "8M cold"),
         ] {
             let label = format!("{way} {heat}");
             if !label.contains(&options.only) {
@@ -260,7 +260,7 @@ fn one_client(options: &Options, daemon: &Daemon, report: &mut Report) -> Result
             }
             let mut here = inside.walk(direction, size, region, hint)?;
             let mut there = outside.walk(direction, size, region, hint)?;
-            let turns = (COLD / region).min(32);
+            let turns = (cold / region).min(32);
             let (mut mine, mut theirs) = (Vec::new(), Vec::new());
             for round in 0..options.rounds + 1 {
                 // Once beforehand: a worker that slept is awake, and what is hot is in the cache.

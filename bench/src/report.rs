@@ -22,10 +22,14 @@ pub struct Report {
 /// Where it ran.
 #[derive(Serialize)]
 struct Machine {
+    /// Of the program; with a `+` where files differed from it.
+    commit: String,
     cpu: String,
     cores: usize,
     memory_bytes: u64,
     kernel: String,
+    /// Processes that ran or wanted to, on average of the minute before.
+    load: f64,
 }
 
 /// One variant of one case: the median and the spread of its samples.
@@ -180,12 +184,14 @@ impl Report {
     pub fn text(&self) -> String {
         let m = &self.machine;
         let mut out = format!(
-            "{}: {} x {}, {:.0} GiB, Linux {}\n\n",
+            "{} at {}: {} x {}, {:.0} GiB, Linux {}, load {:.1}\n\n",
             self.bench,
+            m.commit,
             m.cores,
             m.cpu,
             m.memory_bytes as f64 / (1u64 << 30) as f64,
-            m.kernel
+            m.kernel,
+            m.load
         );
         for line in &self.lines {
             let _ = writeln!(out, "{line}");
@@ -239,8 +245,8 @@ impl Report {
     fn per_item(&self, out: &mut String) {
         let _ = writeln!(
             out,
-            "{:<26} {:<50} {:>11} {:>11} {:>9} {:>8}  counted",
-            "case", "variant", "median us", "min", "ns each", "instr"
+            "{:<26} {:<50} {:>11} {:>11} {:>11} {:>9} {:>8}  counted",
+            "case", "variant", "median us", "min", "max", "ns each", "instr"
         );
         for r in &self.rows {
             let d = &r.details;
@@ -265,11 +271,12 @@ impl Report {
                 let _ = write!(counted, " {bytes:.2} B");
             }
             let line = format!(
-                "{:<26} {:<50} {:>11.3} {:>11.3} {:>9} {:>8} {counted}",
+                "{:<26} {:<50} {:>11.3} {:>11.3} {:>11.3} {:>9} {:>8} {counted}",
                 r.case,
                 r.variant,
                 r.median_s * 1e6,
                 r.min_s * 1e6,
+                r.max_s * 1e6,
                 number(d.ns_per_item),
                 number(d.instructions_per_item),
             );
@@ -288,11 +295,28 @@ impl Machine {
         let kib = field("/proc/meminfo", "MemTotal");
         let kib: u64 = kib.split_whitespace().next().and_then(|n| n.parse().ok()).unwrap_or(0);
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let number = |name| field("/proc/cpuinfo", name).parse::<u32>().map_or(String::new(), |n| n.to_string());
+        let model = format!("family {}, model {}", number("cpu family"), number("model\t"));
         Self {
-            cpu: field("/proc/cpuinfo", "model name"),
+            commit: commit(),
+            cpu: format!("{} ({model})", field("/proc/cpuinfo", "model name")),
             cores: std::thread::available_parallelism().map_or(0, |n| n.get()),
             memory_bytes: kib * 1024,
             kernel: kernel.trim().to_owned(),
+            load: load.split(' ').next().and_then(|n| n.parse().ok()).unwrap_or(f64::NAN),
         }
     }
+}
+
+/// The commit that is checked out here, as that from which the program was built.
+fn commit() -> String {
+    let git = |arguments: &[&str]| {
+        let out = std::process::Command::new("git").args(["-C", env!("CARGO_MANIFEST_DIR")]).args(arguments).output();
+        let out = out.ok().filter(|out| out.status.success())?;
+        Some(String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    };
+    let Some(commit) = git(&["rev-parse", "--short", "HEAD"]) else { return "an unknown commit".to_owned() };
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|list| !list.is_empty());
+    if changed { commit + "+" } else { commit }
 }

@@ -323,19 +323,6 @@ fn check(all: &[Box<dyn Structure>], segments: &[Segment<CardAddr>], offsets: &[
     Ok(())
 }
 
-/// Fills the caches with something else.
-struct Evict(Vec<u64>);
-
-impl Evict {
-    fn new() -> Self {
-        Self((0..16 << 20).collect()) // 128 MiB, four times the last-level cache here
-    }
-
-    fn run(&self) {
-        std::hint::black_box(self.0.iter().step_by(8).fold(0u64, |sum, &n| sum.wrapping_add(n)));
-    }
-}
-
 /// Medians by (layout, structure): hot and cold.
 type Medians = HashMap<(Layout, &'static str), (f64, f64)>;
 
@@ -457,7 +444,7 @@ fn hot(all: &[Box<dyn Structure>], offsets: &[u64], rounds: usize) -> Vec<Vec<f6
 
 /// Samples of one look-up each with nothing in the caches, less what looking at the clock takes.
 fn cold(all: &[Box<dyn Structure>], offsets: &[u64], count: usize) -> Vec<Vec<f64>> {
-    let evict = Evict::new();
+    let evict = crate::memory::Evict::new();
     let mut samples = vec![Vec::new(); all.len()];
     let mut clock: Vec<f64> = (0..1001).map(|_| time(|| ())).collect();
     clock.sort_by(f64::total_cmp);

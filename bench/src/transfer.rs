@@ -35,8 +35,8 @@ pub struct Options {
     #[arg(long, default_value = "")]
     only: String,
 
-    /// Bytes of the region of cold walks
-    #[arg(long, default_value_t = 256 << 20)]
+    /// Bytes of the region of cold walks; by default twice the processor's last cache, 256 MiB at least
+    #[arg(long, default_value_t = crate::memory::past_the_caches(), hide_default_value = true)]
     cold: usize,
 }
 

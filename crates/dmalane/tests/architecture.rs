@@ -365,6 +365,38 @@ fn lines_end_at_column_120() {
 }
 
 #[test]
+fn pages_name_the_oldest_rust_that_works() {
+    let package: Table = read(&root().join("Cargo.toml")).parse().unwrap();
+    let oldest = format!("Rust {}", package["workspace"]["package"]["rust-version"].as_str().unwrap());
+    for page in ["README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/how-to/python.md"] {
+        assert!(read(&root().join(page)).contains(&oldest), "{page} does not name {oldest}");
+    }
+}
+
+/// Figures mean little without the program and the processor that they are of.
+#[test]
+fn pages_of_figures_name_a_commit_and_a_processor() {
+    let mut wrong = Vec::new();
+    let pages = std::fs::read_dir(root().join("docs/bench")).unwrap().map(|entry| entry.unwrap().path());
+    for path in pages.filter(|path| !path.ends_with("README.md")) {
+        let text = read(&path);
+        let number = |word: &str| {
+            word.len() >= 7
+                && word.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+                && word.contains(|c: char| c.is_ascii_digit())
+                && word.contains(|c: char| c.is_ascii_lowercase())
+        };
+        if !text.split(|c: char| !c.is_ascii_alphanumeric()).any(number) {
+            wrong.push(format!("{}: names no commit", relative(&path)));
+        }
+        if !["EPYC", "Xeon", "rocessor"].iter().any(|name| text.contains(name)) {
+            wrong.push(format!("{}: names no processor", relative(&path)));
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
 fn the_ten_longest_files() {
     let mut lengths: Vec<(usize, String)> =
         sources().iter().map(|path| (read(path).lines().count(), relative(path))).collect();
