@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
-use dmalane::validate::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
-use dmalane::validate::link::{Copy, Half, Rig, shortest};
+use dmalane::validate::link::assumptions::{Assumption, Workload, all, demands, loads, toggling};
+use dmalane::validate::link::{Half, LinkCopy, Rig, shortest};
 
 use crate::report::Report;
 
@@ -26,7 +26,7 @@ type Seconds = Vec<f64>;
 /// The time of each batch, and the shortest possible.
 fn batches<P: dmalane::queue::Policy>(
     a: &Assumption,
-    copies: &[Copy],
+    copies: &[LinkCopy],
     policy: P,
 ) -> Result<(Seconds, Seconds), Box<dyn std::error::Error>> {
     let mut rig = Rig::new(a.link.clone(), policy);
@@ -51,7 +51,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     let mut report = Report::new("policy");
     let areas = Half::areas;
     for a in all() {
-        for Load { name, copies } in loads(options.mib << 20) {
+        for Workload { name, copies } in loads(options.mib << 20) {
             let (by_address, _) = batches(&a, &copies, AddressPolicy::new(areas()))?;
             let (ours, best) = batches(&a, &copies, BalancePolicy::new(areas()))?;
             let (case, bytes) = (format!("{}: {name}", a.name), copies.iter().map(|c| c.bytes).sum());
@@ -64,7 +64,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     for a in all() {
         let (mut of_optimum, mut of_address) = (f64::INFINITY, f64::INFINITY);
         for bytes in SIZES {
-            for Load { copies, .. } in loads(bytes) {
+            for Workload { copies, .. } in loads(bytes) {
                 let (by_address, _) = batches(&a, &copies, AddressPolicy::new(areas()))?;
                 let (ours, best) = batches(&a, &copies, BalancePolicy::new(areas()))?;
                 of_optimum = of_optimum.min(worst(&ours, &best));
@@ -79,7 +79,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     }
     for a in all() {
         for kib in [256u64, 1024, 4096] {
-            let copies = [Copy { at: Half::Ddr0.at(0), direction: Direction::ToHost, bytes: kib << 10 }];
+            let copies = [LinkCopy { at: Half::Ddr0.at(0), direction: Direction::ToHost, bytes: kib << 10 }];
             let (by_address, _) = batches(&a, &copies, AddressPolicy::new(areas()))?;
             let (ours, best) = batches(&a, &copies, BalancePolicy::new(areas()))?;
             let case = format!("{}: DDR {kib} KiB", a.name);
@@ -90,7 +90,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     }
     for micros in [100, 300, 3000, 10_000] {
         let a = toggling(Duration::from_micros(micros));
-        for Load { name, copies } in loads(SIZES[0]) {
+        for Workload { name, copies } in loads(SIZES[0]) {
             let (ours, best) = batches(&a, &copies, BalancePolicy::new(areas()))?;
             let case = format!("toggling every {micros} us: {name}");
             report.note(&case, "balanced / optimum, worst batch", worst(&ours, &best));

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_queue::{
     Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, Refusal,
@@ -156,7 +156,7 @@ pub fn slice(len: usize, byte: u8) -> BufferSlice {
 }
 
 /// A copy of up to `most` bytes whose direction, place and length the input chooses; some end past the target.
-pub fn copy(input: &mut Input<'_>, most: usize, byte: u8) -> Operation {
+pub fn copy(input: &mut FuzzInput<'_>, most: usize, byte: u8) -> Operation {
     let direction = if input.u8() & 1 == 0 { Direction::FromHost } else { Direction::ToHost };
     let (at, len) = (u64::from(input.u16()), usize::from(input.u16()) % most + 1);
     let host = HostSlice { slice: slice(len, byte), via: None };

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
 use dmalane_iopt::{Format, FormatId, HeapTables, UnknownFormat, with_format};
 use dmalane_vm::array::ArrayError;
-use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
+use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, MappedSource, Vm};
 
 /// Error of a call: an error number with a text.
 pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
@@ -371,8 +371,8 @@ pub(crate) fn lookup(vm: u64, va: u64) -> Result<Found, Refused> {
 pub(crate) fn source(run: &Mapped) -> (u32, u64, u64) {
     // An id is a handle here.
     match run.source {
-        Source::Bo { bo, offset } => (bo as u32, offset, 0),
-        Source::Repeat { bo, offset, page } => (bo as u32, offset, page),
+        MappedSource::Bo { bo, offset } => (bo as u32, offset, 0),
+        MappedSource::Repeat { bo, offset, page } => (bo as u32, offset, page),
         _ => (0, 0, 0),
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
-    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Gather, HostSlice, Limits, OpError, Operation, Queue,
+    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation, Queue,
     QueueAddr, QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work,
 };
 
@@ -445,7 +445,7 @@ impl<B: Mmio> CardQueue<B> {
 }
 
 /// The copies of a gather list that was checked: where in host memory, where on the card, how many bytes.
-fn fragments(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
+fn fragments(gather: &GatherList) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
     let mut host = gather.host.iter().filter_map(HostSlice::iova).map(Some);
     let mut device = gather.device.iter().copied();
     let (mut near, mut far): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);

@@ -38,7 +38,7 @@ struct Dmalane {
 #[derive(Subcommand)]
 enum Command {
     #[command(flatten)]
-    Command(commands::Command),
+    Command(commands::Commands),
     #[command(after_help = completion_examples!("dmalane"))]
     Completions(Completions),
     #[command(hide = true)]

@@ -26,7 +26,7 @@ const SCHEMA: u32 = 1;
 /// Bytes of a snapshot, at most.
 const MOST: usize = 64 << 10;
 /// Time that a job has to answer.
-const PATIENCE: Duration = Duration::from_millis(500);
+const TIMEOUT: Duration = Duration::from_millis(500);
 /// Sockets that are looked at, at most.
 const JOBS: usize = 256;
 /// More sockets than this are looked through for stale ones when a job begins.
@@ -72,7 +72,7 @@ pub struct IommuSnapshot {
 }
 
 /// The job of this process.
-pub struct Job {
+pub struct ProcessJob {
     started: Instant,
     phase: Mutex<(&'static str, bool)>,
     message: Mutex<String>,
@@ -83,17 +83,17 @@ pub struct Job {
 }
 
 /// The job and its socket.
-static JOB: Mutex<Option<(Arc<Job>, Option<Socket>)>> = Mutex::new(None);
+static JOB: Mutex<Option<(Arc<ProcessJob>, Option<Socket>)>> = Mutex::new(None);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The job of this process. The first call makes it known to others, if it can.
-pub fn this() -> Arc<Job> {
+pub fn this() -> Arc<ProcessJob> {
     let mut job = lock(&JOB);
     let (job, _) = job.get_or_insert_with(|| {
-        let job = Arc::new(Job {
+        let job = Arc::new(ProcessJob {
             started: Instant::now(),
             phase: Mutex::new(("start", false)),
             message: Mutex::default(),
@@ -113,7 +113,7 @@ pub fn end() {
     *lock(&JOB) = None;
 }
 
-impl Job {
+impl ProcessJob {
     /// A phase begins, whose progress is in bytes or steps.
     pub fn phase(&self, name: &'static str, bytes: bool) {
         *lock(&self.phase) = (name, bytes);
@@ -187,7 +187,7 @@ struct Socket {
 }
 
 impl Socket {
-    fn open(job: Arc<Job>) -> io::Result<Self> {
+    fn open(job: Arc<ProcessJob>) -> io::Result<Self> {
         let folder = Folder::open(true)?;
         let others = folder.sockets();
         if others.len() > CROWDED {
@@ -225,8 +225,8 @@ impl Drop for Socket {
 }
 
 /// Answers a connection.
-fn tell(mut stream: UnixStream, job: &Job) -> io::Result<()> {
-    stream.set_write_timeout(Some(PATIENCE))?;
+fn tell(mut stream: UnixStream, job: &ProcessJob) -> io::Result<()> {
+    stream.set_write_timeout(Some(TIMEOUT))?;
     stream.write_all(&serde_json::to_vec(&job.snapshot())?)
 }
 
@@ -315,14 +315,14 @@ pub fn all() -> Vec<Found> {
 
 /// Reads an answer, which may come late, never, or be anything.
 fn ask(stream: &mut UnixStream) -> Result<Snapshot, String> {
-    let (deadline, mut bytes) = (Instant::now() + PATIENCE, Vec::new());
-    let mut piece = [0; 4096];
+    let (deadline, mut bytes) = (Instant::now() + TIMEOUT, Vec::new());
+    let mut chunk = [0; 4096];
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         stream.set_read_timeout(Some(left)).map_err(|e| e.to_string())?;
-        match stream.read(&mut piece) {
+        match stream.read(&mut chunk) {
             Ok(0) => break,
-            Ok(n) => bytes.extend_from_slice(&piece[..n]),
+            Ok(n) => bytes.extend_from_slice(&chunk[..n]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => return Err("no answer".to_owned()),
         }

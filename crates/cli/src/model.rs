@@ -9,7 +9,7 @@ use dmalane::load::{Error, Input, Manifest};
 use dmalane::{FileOptions, open_as, open_file};
 
 use crate::failure::Failure;
-use crate::source::Source;
+use crate::source::SourceFile;
 
 /// How files are read.
 #[derive(Args, Clone, Copy)]
@@ -50,10 +50,10 @@ impl ReadMode {
 
 /// Opens a file, or `-`.
 pub fn open(path: &Path, options: FileOptions) -> Result<Input<FileQueue>, Failure> {
-    let source = Source::open(path)?;
+    let source = SourceFile::open(path)?;
     let input = match source.is_stdin() || !source.has_size() {
         true => {
-            let Source { file, path, .. } = source.with_size()?;
+            let SourceFile { file, path, .. } = source.with_size()?;
             open_as(file, path, options)
         }
         false => open_file(path, options),

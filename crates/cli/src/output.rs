@@ -50,7 +50,7 @@ pub fn written(result: io::Result<()>) -> Result<(), Failure> {
 
 /// How the result of a measurement is printed.
 #[derive(Args, Clone, Copy)]
-pub struct Format {
+pub struct OutputFormat {
     /// Show details: how and why, and reference rates measured beside the stages
     #[arg(short, long)]
     pub verbose: bool,
@@ -68,7 +68,7 @@ pub struct Format {
     pub quiet: bool,
 }
 
-impl Format {
+impl OutputFormat {
     /// Whether progress is shown.
     pub fn shows_progress(self) -> bool {
         !(self.quiet || self.json || self.csv)
@@ -77,7 +77,7 @@ impl Format {
 
 /// Wall times of the same measurement, made several times.
 #[derive(Clone, Debug)]
-pub struct Runs {
+pub struct WallTimes {
     /// Each run, in order, in seconds.
     pub runs_s: Vec<f64>,
     /// The one in the middle; of an even number, the faster of the two.
@@ -88,7 +88,7 @@ pub struct Runs {
     pub slowest_s: f64,
 }
 
-impl Runs {
+impl WallTimes {
     /// The spread of these times, and the number of the median run. There must be one.
     pub fn of(walls: &[Duration]) -> (Self, usize) {
         let mut order: Vec<usize> = (0..walls.len()).collect();

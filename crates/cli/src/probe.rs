@@ -79,12 +79,12 @@ impl Probe {
     }
 
     /// Is it there, and may this process read and write it?
-    pub fn node(&self, path: impl AsRef<Path>) -> Node {
+    pub fn node(&self, path: impl AsRef<Path>) -> NodeState {
         let place = self.place(path);
         match (place.exists(), access(&place, Access::READ_OK | Access::WRITE_OK)) {
-            (false, _) => Node::Missing,
-            (true, Err(_)) => Node::Closed,
-            (true, Ok(())) => Node::Open,
+            (false, _) => NodeState::Missing,
+            (true, Err(_)) => NodeState::Closed,
+            (true, Ok(())) => NodeState::Open,
         }
     }
 
@@ -97,7 +97,7 @@ impl Probe {
 
 /// The state of a device node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Node {
+pub enum NodeState {
     /// No such node.
     Missing,
     /// There, for others.
@@ -121,8 +121,8 @@ mod tests {
         assert_eq!(probe.place("/../../etc/./passwd"), Path::new("/nowhere/at/all/etc/passwd"));
         assert_eq!(probe.text("/etc/passwd"), None);
         assert_eq!(probe.names("/etc"), Vec::<String>::new());
-        assert_eq!(probe.node("/dev/null"), Node::Missing);
-        assert_eq!(Probe::machine().node("/dev/null"), Node::Open);
+        assert_eq!(probe.node("/dev/null"), NodeState::Missing);
+        assert_eq!(Probe::machine().node("/dev/null"), NodeState::Open);
     }
 
     #[test]

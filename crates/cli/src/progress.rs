@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
 
-use crate::job::{self, Job};
+use crate::job::{self, ProcessJob};
 
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
@@ -19,7 +19,7 @@ const SETTLED: Duration = Duration::from_millis(500);
 /// next starts on a clean line.
 pub struct Progress {
     bar: ProgressBar,
-    job: Arc<Job>,
+    job: Arc<ProcessJob>,
 }
 
 impl Progress {
@@ -52,7 +52,7 @@ impl Progress {
 /// Steps done of steps known, with what the step is about. It disappears as [`Progress`] does.
 pub struct Steps {
     bar: ProgressBar,
-    job: Arc<Job>,
+    job: Arc<ProcessJob>,
 }
 
 impl Steps {

@@ -27,14 +27,14 @@ pub fn check(paths: &[PathBuf]) -> Result<(), Failure> {
 }
 
 /// A file that is open for reading.
-pub struct Source {
+pub struct SourceFile {
     pub file: File,
     /// Its name in messages and results.
     pub path: PathBuf,
     stdin: bool,
 }
 
-impl Source {
+impl SourceFile {
     /// Opens a file; `-` is standard input.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let stdin = is_stdin(path);

@@ -1,6 +1,6 @@
 //! Operations as calls of the driver.
 
-use dmalane_queue::{DeviceAddr, Direction, Gather, HostSlice, Operation, QueueAddr, Refusal, Shape, Work};
+use dmalane_queue::{DeviceAddr, Direction, GatherList, HostSlice, Operation, QueueAddr, Refusal, Shape, Work};
 
 use crate::sys::Step;
 
@@ -145,7 +145,7 @@ fn fill_rows(at: DeviceAddr, pattern: u64, shape: &Shape, longest: u64, steps: &
 }
 
 /// Copies between two lists that are cut differently.
-fn scatter(gather: &Gather, hosts: &[HostSlice], steps: &mut Vec<Step>) {
+fn scatter(gather: &GatherList, hosts: &[HostSlice], steps: &mut Vec<Step>) {
     let (mut index, mut offset) = (0, 0);
     for (at, len) in &gather.device {
         let mut done = 0;

@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -60,10 +60,10 @@ thread_local! {
 /// # Panics
 /// When an answer is malformed, a refusal changed anything, a client exceeds a limit, or resources leak.
 pub fn fuzz_messages(data: &[u8]) {
-    FIXED.with_borrow(|fixed| run(fixed, Input::new(data)));
+    FIXED.with_borrow(|fixed| run(fixed, FuzzInput::new(data)));
 }
 
-fn run(fixed: &Fixed, mut input: Input<'_>) {
+fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
     let Fixed { state, memfds, wrong } = fixed;
     let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false });
     if input.u8() & 1 == 0 {

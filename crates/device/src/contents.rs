@@ -9,7 +9,7 @@ use rustix::fs::{SeekFrom, seek};
 
 /// Part of a file: data, or a hole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Extent {
+pub struct FileExtent {
     /// Where it begins, in bytes.
     pub at: u64,
     /// Bytes; at least one.
@@ -18,7 +18,7 @@ pub struct Extent {
     pub data: bool,
 }
 
-impl Extent {
+impl FileExtent {
     /// The extent, cut into blocks of at most `block` bytes: where each begins, and its bytes.
     pub fn blocks(self, block: usize) -> impl Iterator<Item = (u64, usize)> {
         let Self { at, len, .. } = self;
@@ -40,7 +40,7 @@ pub fn reopen(file: &File) -> io::Result<Option<File>> {
 }
 
 /// The extents of a file from `at` to `end`, in order. A file that does not tell has no holes.
-pub fn extents(file: &File, mut at: u64, end: u64) -> Vec<Extent> {
+pub fn extents(file: &File, mut at: u64, end: u64) -> Vec<FileExtent> {
     let mut extents = Vec::new();
     while at < end {
         let data = match seek(file, SeekFrom::Data(at)) {
@@ -49,11 +49,11 @@ pub fn extents(file: &File, mut at: u64, end: u64) -> Vec<Extent> {
             Err(_) => at,
         };
         if data > at {
-            extents.push(Extent { at, len: data - at, data: false });
+            extents.push(FileExtent { at, len: data - at, data: false });
         }
         if data < end {
             let hole = seek(file, SeekFrom::Hole(data)).ok().filter(|hole| *hole > data).unwrap_or(end).min(end);
-            extents.push(Extent { at: data, len: hole - data, data: true });
+            extents.push(FileExtent { at: data, len: hole - data, data: true });
             at = hole;
         } else {
             at = end;

@@ -131,10 +131,10 @@ pub enum End {
     Last,
 }
 
-/// Grants pieces of a device's regions at addresses that it chooses, for example a daemon that shares a device.
+/// Grants blocks of a device's regions at addresses that it chooses, for example a daemon that shares a device.
 pub trait MemoryGrants: Send {
-    /// Grants a piece of a region, of about `len` bytes: more, or less where it has no such piece. `None` when nothing
-    /// is left. The end is a wish. The piece is made of whole granules of the region, and overlaps with no other that
+    /// Grants a block of a region, of about `len` bytes: more, or less where it has no such block. `None` when nothing
+    /// is left. The end is a wish. The block is made of whole granules of the region, and overlaps with no other that
     /// was granted and not given back.
     ///
     /// # Errors
@@ -146,27 +146,27 @@ pub trait MemoryGrants: Send {
         end: End,
     ) -> Result<Option<Span<CardAddr>>, Box<dyn Error + Send + Sync>>;
 
-    /// Takes a piece back as it was granted. No operation on it is in flight.
-    fn take_back(&mut self, piece: Span<CardAddr>);
+    /// Takes a block back as it was granted. No operation on it is in flight.
+    fn take_back(&mut self, block: Span<CardAddr>);
 }
 
-/// The pieces that were granted; given back when dropped.
+/// The blocks that were granted; given back when dropped.
 struct Granted {
     by: Box<dyn MemoryGrants>,
-    pieces: Vec<Span<CardAddr>>,
+    blocks: Vec<Span<CardAddr>>,
 }
 
 impl Granted {
     /// Bytes of a region that were not granted, and may be or not.
     fn unknown(&self, region: &Region) -> u64 {
-        let here = self.pieces.iter().filter(|piece| region.span.covers(piece));
+        let here = self.blocks.iter().filter(|block| region.span.covers(block));
         region.span.len().saturating_sub(here.map(Span::len).sum())
     }
 }
 
 impl Drop for Granted {
     fn drop(&mut self) {
-        self.pieces.drain(..).for_each(|piece| self.by.take_back(piece));
+        self.blocks.drain(..).for_each(|block| self.by.take_back(block));
     }
 }
 
@@ -186,7 +186,7 @@ impl DeviceMemory {
         Self { areas: regions.iter().map(free).collect(), driver: None, granted: None, contiguous: false }
     }
 
-    /// Memory of these regions that is granted piece by piece when it is needed. A piece is given back once nothing in
+    /// Memory of these regions that is granted block by block when it is needed. A block is given back once nothing in
     /// it is allocated. For a device without an MMU, as [`DeviceMemory::contiguous`].
     pub fn granted(regions: &[Region], by: impl MemoryGrants + 'static) -> Self {
         let mut this = Self::new(regions).contiguous();
@@ -197,7 +197,7 @@ impl DeviceMemory {
                 debug_assert!(taken.is_ok(), "it is free");
             }
         }
-        Self { granted: Some(Granted { by: Box::new(by), pieces: Vec::new() }), ..this }
+        Self { granted: Some(Granted { by: Box::new(by), blocks: Vec::new() }), ..this }
     }
 
     /// The same, for a device whose driver allocates memory.
@@ -338,7 +338,7 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Asks for pieces of an area while bytes are lacking, and each leaves fewer.
+    /// Asks for blocks of an area while bytes are lacking, and each leaves fewer.
     fn ask(
         &mut self,
         at: usize,
@@ -356,24 +356,24 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Asks for a piece of an area; false when there is none.
+    /// Asks for a block of an area; false when there is none.
     fn ask_once(&mut self, at: usize, len: u64, end: End, placement: &Placement) -> Result<bool, MemoryError> {
         let (region, area) = &mut self.areas[at];
         let Some(granted) = &mut self.granted else { return Ok(false) };
         let of = |source| MemoryError::Driver { len, placement: placement.clone(), source };
-        let Some(piece) = granted.by.grant(region, len, end).map_err(of)? else { return Ok(false) };
-        granted.pieces.push(piece);
-        area.free(piece).map(|()| true).map_err(MemoryError::Range)
+        let Some(block) = granted.by.grant(region, len, end).map_err(of)? else { return Ok(false) };
+        granted.blocks.push(block);
+        area.free(block).map(|()| true).map_err(MemoryError::Range)
     }
 
-    /// Gives back the pieces in which nothing is allocated.
+    /// Gives back the blocks in which nothing is allocated.
     fn trim(&mut self) {
-        let Some(Granted { by, pieces }) = &mut self.granted else { return };
-        pieces.retain(|piece| {
+        let Some(Granted { by, blocks }) = &mut self.granted else { return };
+        blocks.retain(|block| {
             let mut areas = self.areas.iter_mut();
-            let used = areas.find(|a| a.0.span.covers(piece)).is_none_or(|(_, area)| area.reserve(*piece).is_err());
+            let used = areas.find(|a| a.0.span.covers(block)).is_none_or(|(_, area)| area.reserve(*block).is_err());
             if !used {
-                by.take_back(*piece);
+                by.take_back(*block);
             }
             used
         });
@@ -666,18 +666,18 @@ mod tests {
         assert_eq!(m.free_bytes(), free);
     }
 
-    /// Grants pieces of 8 MiB from the lowest or the highest address on, and lists them.
+    /// Grants blocks of 8 MiB from the lowest or the highest address on, and lists them.
     #[derive(Clone, Default)]
-    struct Pieces(std::sync::Arc<std::sync::Mutex<Grants>>);
+    struct Blocks(std::sync::Arc<std::sync::Mutex<Grants>>);
 
     #[derive(Default)]
     struct Grants {
         given: Vec<Span<CardAddr>>,
-        /// Where the pieces of others begin.
+        /// Where the blocks of others begin.
         taken: Vec<u64>,
     }
 
-    impl MemoryGrants for Pieces {
+    impl MemoryGrants for Blocks {
         fn grant(
             &mut self,
             region: &Region,
@@ -690,26 +690,26 @@ mod tests {
             if end == End::Last {
                 places.reverse();
             }
-            let pieces = places.into_iter().filter_map(|i| region.span.sub(i * 8 * MIB, 8 * MIB));
-            let free = |piece: &Span<CardAddr>| !given.contains(piece) && !taken.contains(&piece.first().bits());
-            let piece = { pieces }.find(free);
-            given.extend(piece);
-            Ok(piece)
+            let blocks = places.into_iter().filter_map(|i| region.span.sub(i * 8 * MIB, 8 * MIB));
+            let free = |block: &Span<CardAddr>| !given.contains(block) && !taken.contains(&block.first().bits());
+            let block = { blocks }.find(free);
+            given.extend(block);
+            Ok(block)
         }
 
-        fn take_back(&mut self, piece: Span<CardAddr>) {
+        fn take_back(&mut self, block: Span<CardAddr>) {
             let given = &mut self.0.lock().unwrap().given;
-            let at = given.iter().position(|p| *p == piece).expect("as it was granted");
+            let at = given.iter().position(|p| *p == block).expect("as it was granted");
             given.remove(at);
         }
     }
 
     #[test]
     fn memory_is_granted_when_it_is_needed_and_given_back_after_that() {
-        let pieces = Pieces::default();
+        let blocks = Blocks::default();
         let regions: Vec<Region> = memory().regions().cloned().collect();
-        let mut m = DeviceMemory::granted(&regions, pieces.clone());
-        let granted = || pieces.0.lock().unwrap().given.len() as u64 * 8 * MIB;
+        let mut m = DeviceMemory::granted(&regions, blocks.clone());
+        let granted = || blocks.0.lock().unwrap().given.len() as u64 * 8 * MIB;
         let all = m.free_bytes();
         assert!(m.is_driven() && all == 128 * MIB && m.room(&Placement::HBM) == 64 * MIB);
         let at = |t: &SgTable<CardAddr>| t.segments().map(|s| (s.addr.bits(), s.len)).collect::<Vec<_>>();
@@ -718,7 +718,7 @@ mod tests {
         let other = m.allocate(MIB, &Placement::DDR).unwrap();
         assert_eq!(granted(), 8 * MIB, "there was room");
         let long = m.allocate(20 * MIB, &Placement::DDR).unwrap();
-        assert_eq!((at(&long).len(), granted()), (1, 24 * MIB), "pieces that touch are one");
+        assert_eq!((at(&long).len(), granted()), (1, 24 * MIB), "blocks that touch are one");
         assert_eq!(m.free_bytes(), all - 22 * MIB);
         m.free(long.segments()).unwrap();
         assert_eq!(granted(), 8 * MIB, "what is not used is given back");
@@ -728,7 +728,7 @@ mod tests {
         assert_eq!(granted(), 40 * MIB);
         m.free(both.segments()).unwrap();
         // The border is somebody's.
-        pieces.0.lock().unwrap().taken.push((1 << 40) + 24 * MIB);
+        blocks.0.lock().unwrap().taken.push((1 << 40) + 24 * MIB);
         let low = m.allocate(20 * MIB, &Placement::HBM).unwrap();
         assert_eq!((at(&low).len(), granted()), (1, 32 * MIB));
         assert_eq!(at(&low)[0].0, 1 << 40, "in one half");

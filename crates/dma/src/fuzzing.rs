@@ -1,9 +1,9 @@
 //! The input of a fuzz target, as numbers.
 
 /// Bytes, read from the front. Past their end everything reads as 0.
-pub struct Input<'a>(&'a [u8]);
+pub struct FuzzInput<'a>(&'a [u8]);
 
-impl<'a> Input<'a> {
+impl<'a> FuzzInput<'a> {
     /// Reads these.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)

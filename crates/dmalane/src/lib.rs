@@ -50,7 +50,7 @@ pub use dmalane_vm as vm;
 pub use dmalane_vulkan as vulkan;
 
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
-pub use dmalane_file::Options as FileOptions;
+pub use dmalane_file::FileOptions;
 pub use dmalane_load::{OpenDevice, Placement};
 pub use loading::{Load, LoadError};
 pub use open::{OpenError, OpenOptions, open};

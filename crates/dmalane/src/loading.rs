@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use dmalane_file::{FileQueue, Options};
+use dmalane_file::{FileOptions, FileQueue};
 use dmalane_load::{Input, Loaded, Manifest, OpenDevice, Placement};
 use thiserror::Error;
 
@@ -25,7 +25,7 @@ use crate::open_file;
 /// [`OpenDevice::load`] is the same for files that are open already, with queues of one's own.
 pub struct Load<'a> {
     paths: Vec<PathBuf>,
-    options: Options,
+    options: FileOptions,
     placement: Placement,
     manifest: Manifest,
     verify: bool,
@@ -49,7 +49,7 @@ impl<'a> Load<'a> {
     pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
         Self {
             paths: paths.into_iter().map(|path| path.as_ref().to_owned()).collect(),
-            options: Options::default(),
+            options: FileOptions::default(),
             placement: Placement::Default,
             manifest: Manifest::default(),
             verify: false,
@@ -58,7 +58,7 @@ impl<'a> Load<'a> {
     }
 
     /// Sets how the files are opened; direct I/O where it is supported by default.
-    pub fn options(mut self, options: Options) -> Self {
+    pub fn options(mut self, options: FileOptions) -> Self {
         self.options = options;
         self
     }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
-use dmalane_file::{Error, FileQueue, Mode, Options, residency};
+use dmalane_file::{Error, FileOptions, FileQueue, Mode, residency};
 use dmalane_load::Input;
 
 use crate::read::{MOSTLY, workers};
@@ -14,7 +14,7 @@ use crate::read::{MOSTLY, workers};
 ///
 /// # Errors
 /// Those of [`FileQueue::open`].
-pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
+pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
     let queue = FileQueue::open(path, options)?;
     let len = queue.file().metadata().map_or(0, |meta| meta.len());
     let cached = residency(queue.file(), 0, len).unwrap_or_default();
@@ -25,7 +25,7 @@ pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileQ
     let (options, reason) = match cached.share() >= MOSTLY {
         // Without direct I/O, its reason is the one that counts.
         _ if !queue.how().direct => (options, None),
-        true => (Options { mode: Mode::Buffered, ..options }, Some(cached.to_string())),
+        true => (FileOptions { mode: Mode::Buffered, ..options }, Some(cached.to_string())),
         false => (options, Some(format!("{cached}: copied from there, the rest read past it"))),
     };
     let first = open(options)?.from_cache_where_cached();
@@ -45,7 +45,7 @@ fn duplicate(queue: &FileQueue) -> Result<File, Error> {
 ///
 /// # Errors
 /// Those of [`FileQueue::from_file`].
-pub fn open_as(file: File, name: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
+pub fn open_as(file: File, name: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
     input(FileQueue::from_file(file, name.as_ref(), options)?, Vec::new())
 }
 

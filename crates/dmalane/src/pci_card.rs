@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use dmalane_vfio::{Bdf, Container, VfioBus};
+use dmalane_vfio::{Bdf, VfioBus, VfioContainer};
 use dmalane_vfio_user::UserBus;
 use thiserror::Error;
 
@@ -39,10 +39,10 @@ pub enum PciCardError {
 /// Opens the card that is bound to vfio-pci. Its memory is mapped through the kernel's IOMMU driver.
 ///
 /// # Errors
-/// Those of [`Container::open`] and [`VfioBus::new`]; [`PciCardError::NotACard`] for another device, which is not
+/// Those of [`VfioContainer::open`] and [`VfioBus::new`]; [`PciCardError::NotACard`] for another device, which is not
 /// touched.
 pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, PciCardError> {
-    let device = Container::new().open(bdf)?;
+    let device = VfioContainer::new().open(bdf)?;
     match device.id()? {
         CARD_PCI_ID => Ok(VfioBus::new(device)?),
         found => Err(PciCardError::NotACard { bdf: *bdf, found }),

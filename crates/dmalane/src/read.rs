@@ -333,7 +333,7 @@ impl<'a> Read<'a> {
         let sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &places };
         let mut files = read(memory, sink, &sources, &job, &self.options, &mut *self.watch, true)?;
         if let Some(timeline) = &mut files.filled.report.timeline {
-            timeline.lanes.extend(device.channel_lanes());
+            timeline.tracks.extend(device.channel_tracks());
         }
         Ok(files)
     }

@@ -14,12 +14,12 @@ use dmalane::card::{Card, CardQueue};
 use dmalane::dma::{AnonHeap, Heap, SharedBuf};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, Work, run};
-use dmalane::vfio::{BarAlignment, BarMap, Bdf, Container, Error, VfioBus};
+use dmalane::vfio::{BarAlignment, BarMap, Bdf, Error, VfioBus, VfioContainer};
 use dmalane::{CARD_PCI_ID, PciCardError, open_pci_card};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
-/// The program, and the real model file; the lane puts them there.
+/// The program, and the real model file; scripts/vm puts them there.
 const PROGRAM: &str = "/tests/dmalane";
 const MODEL: &str = "/model.safetensors";
 
@@ -31,7 +31,7 @@ fn function(id: (u16, u16)) -> Bdf {
         u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).unwrap()
     };
     let mut found = names.filter(|path| (number(path, "vendor"), number(path, "device")) == id);
-    found.next().expect("the lane has this device").file_name().unwrap().to_str().unwrap().parse().unwrap()
+    found.next().expect("scripts/vm has this device").file_name().unwrap().to_str().unwrap().parse().unwrap()
 }
 
 fn card() -> (Arc<VfioBus>, Card<VfioBus>) {
@@ -225,7 +225,7 @@ fn name() -> String {
 #[test]
 fn the_real_file_is_loaded_and_verified() {
     if !Path::new(MODEL).exists() {
-        return println!("SKIPPED: the lane has no model file");
+        return println!("SKIPPED: scripts/vm has no model file");
     }
     let began = Instant::now();
     says(
@@ -265,7 +265,7 @@ fn what_is_no_card_is_refused_with_what_helps() {
     says(&load(&["-d", "vfio:0000:42:00.0", "--sample", "1MiB"]), 1, &["there is no PCI device 0000:42:00.0"]);
     says(&load(&["-d", "vfio:nonsense", "--sample", "1MiB"]), 2, &["vfio:"]);
     // Somebody has it.
-    let held = Container::new().open(&function(CARD_PCI_ID)).unwrap();
+    let held = VfioContainer::new().open(&function(CARD_PCI_ID)).unwrap();
     says(&load(&["-d", &name(), "--sample", "1MiB"]), 1, &["is in use"]);
     drop(held);
     use std::os::unix::process::CommandExt;
@@ -273,7 +273,7 @@ fn what_is_no_card_is_refused_with_what_helps() {
     says(&other.unwrap(), 1, &["no permission to open /dev/vfio", "chown"]);
 }
 
-/// Ends the card's process: nothing can come after it. The lane kills it when it reads the line.
+/// Ends the card's process: nothing can come after it. scripts/vm kills it when it reads the line.
 mod last {
     use super::*;
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::{FileQueue, Io, Mode, Options};
+use dmalane_file::{FileOptions, FileQueue, Io, Mode};
 use dmalane_queue::{Completion, Operation, Queue};
 
 const GATHER: usize = 16 << 20;
@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             buffers.push(heap.allocate(GATHER)?.share().into_slice());
         }
         let begin = Instant::now();
-        let mut channel = FileQueue::open(path, Options { mode, io, ..Options::default() })?;
+        let mut channel = FileQueue::open(path, FileOptions { mode, io, ..FileOptions::default() })?;
         let len = channel.file().metadata()?.len();
         read(&mut channel, len, buffers)?;
         let seconds = begin.elapsed().as_secs_f64();

@@ -14,12 +14,12 @@
 //! use dmalane_addr::FileOffset;
 //! use dmalane_queue::{Operation, run};
 //! use dmalane_dma::{AnonHeap, Heap};
-//! use dmalane_file::{FileQueue, Options};
+//! use dmalane_file::{FileQueue, FileOptions};
 //!
 //! # let dir = tempfile::tempdir()?;
 //! # let path = dir.path().join("greeting");
 //! std::fs::write(&path, b"hello, device")?;
-//! let mut file = FileQueue::open(&path, Options::default())?;
+//! let mut file = FileQueue::open(&path, FileOptions::default())?;
 //! let (slice, _) = AnonHeap::new().allocate(4096)?.share().into_slice().split_at(13).unwrap();
 //! let read = run(&mut file, Operation::read(slice, FileOffset::new(0)), std::time::Duration::from_secs(10))?;
 //! let mut bytes = [0; 13];
@@ -47,7 +47,7 @@ pub use device::{
     FileDeviceQueue, HoldsData, IoBackend,
 };
 pub use error::Error;
-pub use options::{How, Io, Mode, Options};
+pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};
 pub use ring::quarantined_bytes;
 pub use short::read_now;

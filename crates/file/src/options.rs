@@ -29,7 +29,7 @@ pub enum Io {
 
 /// How a file is to be read. The default is good for large files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Options {
+pub struct FileOptions {
     /// Whether reads go past the page cache.
     pub mode: Mode,
     /// How the kernel is asked.
@@ -41,7 +41,7 @@ pub struct Options {
     pub block: usize,
 }
 
-impl Default for Options {
+impl Default for FileOptions {
     /// Four reads of 2 MiB in flight: enough for disks of 8 GB/s and 1 ms, and few enough that what has arrived is
     /// still in the processor's cache when it is used.
     fn default() -> Self {
@@ -49,7 +49,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl FileOptions {
     /// For a mode: with [`Mode::Buffered`] one read in flight, so that what the kernel has just copied out of the page
     /// cache is used while it is in the processor's cache.
     pub fn for_mode(mode: Mode) -> Self {

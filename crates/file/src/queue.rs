@@ -13,7 +13,7 @@ use crate::cache::PAGE;
 use crate::op::{self, Op};
 use crate::ring::{self, Ask, Request, Ring};
 use crate::source::{FUSE, NONBLOCKING, Source, is_fuse};
-use crate::{Error, How, Io, Mode, Options, cut};
+use crate::{Error, FileOptions, How, Io, Mode, cut};
 
 /// Bytes that a queue has read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -38,7 +38,7 @@ pub struct Moved {
 /// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring.
 pub struct FileQueue {
     source: Source,
-    options: Options,
+    options: FileOptions,
     how: How,
     moved: Moved,
     ring: Option<Ring>,
@@ -57,7 +57,7 @@ impl FileQueue {
     ///
     /// # Errors
     /// [`Error`]; [`Error::NoDirect`] and [`Error::NoUring`] only where the options demand them.
-    pub fn open(path: impl AsRef<Path>, options: Options) -> Result<Self, Error> {
+    pub fn open(path: impl AsRef<Path>, options: FileOptions) -> Result<Self, Error> {
         Self::of(Source::open(path.as_ref(), options.mode)?, options)
     }
 
@@ -67,11 +67,11 @@ impl FileQueue {
     ///
     /// # Errors
     /// As [`FileQueue::open`]; [`Error::OnlyDirect`].
-    pub fn from_file(file: File, path: impl Into<PathBuf>, options: Options) -> Result<Self, Error> {
+    pub fn from_file(file: File, path: impl Into<PathBuf>, options: FileOptions) -> Result<Self, Error> {
         Self::of(Source::adopt(file, path.into(), options.mode)?, options)
     }
 
-    fn of((source, reason): (Source, Option<String>), options: Options) -> Result<Self, Error> {
+    fn of((source, reason): (Source, Option<String>), options: FileOptions) -> Result<Self, Error> {
         let options = options.normal();
         let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
         let refused = |reason: String| Error::NoUring { path: source.path.clone(), reason };
@@ -413,7 +413,7 @@ mod tests {
 
     /// A queue that expects direct I/O at any address and offset, which the file system will refuse.
     fn deceived(path: &Path, mode: Mode, io: Io) -> Option<FileQueue> {
-        let mut queue = FileQueue::open(path, Options { io, ..Options::default() }).unwrap();
+        let mut queue = FileQueue::open(path, FileOptions { io, ..FileOptions::default() }).unwrap();
         let Some((_, align)) = &mut queue.source.direct else {
             eprintln!("skipped: {}", queue.how());
             return None;
@@ -451,7 +451,7 @@ mod tests {
     fn a_flush_begins_direct_reads_and_no_others() {
         let (file, data) = file();
         for mode in [Mode::Auto, Mode::Buffered] {
-            let options = Options { mode, io: Io::Uring, depth: 4, block: 65536 };
+            let options = FileOptions { mode, io: Io::Uring, depth: 4, block: 65536 };
             let mut queue = match FileQueue::open(file.path(), options) {
                 Err(e @ Error::NoUring { .. }) => return eprintln!("skipped: {e}"),
                 opened => opened.unwrap(),
@@ -468,7 +468,7 @@ mod tests {
     #[test]
     fn a_ring_that_dies_is_replaced_by_pread() {
         let (file, data) = file();
-        let options = Options { io: Io::Uring, depth: 4, block: 65536, ..Options::default() };
+        let options = FileOptions { io: Io::Uring, depth: 4, block: 65536, ..FileOptions::default() };
         let mut queue = match FileQueue::open(file.path(), options) {
             Err(e @ Error::NoUring { .. }) => return eprintln!("skipped: {e}"),
             opened => opened.unwrap(),
@@ -493,7 +493,7 @@ mod tests {
     #[test]
     fn a_cancelled_read_is_issued_again() {
         let (file, data) = file();
-        let mut queue = FileQueue::open(file.path(), Options { io: Io::Pread, ..Options::default() }).unwrap();
+        let mut queue = FileQueue::open(file.path(), FileOptions { io: Io::Pread, ..FileOptions::default() }).unwrap();
         let mut done = Vec::new();
         let _ticket = queue.submit(read_of(0, 1000)).unwrap();
         for errno in [Errno::CANCELED, Errno::INTR, Errno::AGAIN] {
@@ -508,7 +508,7 @@ mod tests {
     #[test]
     fn the_failure_that_lies_first_in_the_file_is_reported() {
         let (file, _) = file();
-        let options = Options { io: Io::Pread, mode: Mode::Buffered, block: 65536, ..Options::default() };
+        let options = FileOptions { io: Io::Pread, mode: Mode::Buffered, block: 65536, ..FileOptions::default() };
         let mut queue = FileQueue::open(file.path(), options).unwrap();
         let _ticket = queue.submit(read_of(0, LEN)).unwrap();
         let reads: Vec<_> = (0..3).map(|_| queue.next_read().unwrap()).collect();

@@ -22,7 +22,7 @@ use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 
 /// Time that a dropped ring waits for the kernel before it quarantines its memory.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Memory that the kernel may still touch. Statics are never dropped.
 static QUARANTINE: Mutex<Vec<BufferSlice>> = Mutex::new(Vec::new());
@@ -403,7 +403,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        self.settle(PATIENCE);
+        self.settle(TIMEOUT);
         self.quarantine();
     }
 }
@@ -436,7 +436,7 @@ mod tests {
         let Some((ring, _open)) = stuck(&heap) else { return };
         let begin = Instant::now();
         drop(ring);
-        assert!(begin.elapsed() < PATIENCE / 2, "took {:?}", begin.elapsed());
+        assert!(begin.elapsed() < TIMEOUT / 2, "took {:?}", begin.elapsed());
         assert_eq!(heap.stats(), HeapStats { live: 0, peak: LEN, buffers: 1 });
     }
 

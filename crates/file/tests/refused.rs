@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap};
-use dmalane_file::{Error, FileQueue, Io, Options};
+use dmalane_file::{Error, FileOptions, FileQueue, Io};
 use dmalane_queue::{Operation, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::NamedTempFile;
@@ -14,13 +14,14 @@ fn without_a_ring_files_are_read_one_block_at_a_time() {
     let data: Vec<u8> = (0..1_000_000u32).map(|i| (i ^ i >> 8) as u8).collect();
     let file = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     std::fs::write(file.path(), &data).unwrap();
-    let mut channel = FileQueue::open(file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::open(file.path(), FileOptions::default()).unwrap();
     let opened = file.reopen().unwrap();
     let mode = dmalane_file::Mode::Buffered;
 
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).unwrap();
-    let demanded = FileQueue::from_file(opened, file.path(), Options { io: Io::Uring, mode, ..Options::default() });
+    let demanded =
+        FileQueue::from_file(opened, file.path(), FileOptions { io: Io::Uring, mode, ..FileOptions::default() });
     let part = AnonHeap::new().allocate(data.len()).unwrap().share().into_slice().split_at(data.len()).unwrap().0;
     let read = Operation::read(part, FileOffset::new(0));
     let read = run(&mut channel, read, Duration::from_secs(30)).unwrap();

@@ -279,13 +279,13 @@ impl<A: Address> Tables for &TablePool<'_, A> {
         let mut buffer = [0; 16];
         let mut done = 0;
         // Two cache lines at a time: those behind may be another thread's.
-        for piece in words.chunks(16) {
-            let buffer = &mut buffer[..piece.len()];
-            buffer.iter_mut().zip(piece).for_each(|(copy, word)| *copy = word.load(Ordering::Acquire));
+        for chunk in words.chunks(16) {
+            let buffer = &mut buffer[..chunk.len()];
+            buffer.iter_mut().zip(chunk).for_each(|(copy, word)| *copy = word.load(Ordering::Acquire));
             let changed = each(buffer);
-            buffer[..changed].iter().zip(piece).for_each(|(copy, word)| word.store(*copy, Ordering::Release));
+            buffer[..changed].iter().zip(chunk).for_each(|(copy, word)| word.store(*copy, Ordering::Release));
             done += changed;
-            if changed < piece.len() {
+            if changed < chunk.len() {
                 break;
             }
         }
@@ -300,12 +300,12 @@ impl<A: Address> Tables for &TablePool<'_, A> {
         let words = &self.words[first + range.start..first + range.end];
         let mut buffer = [0; 128];
         let mut done = 0;
-        for piece in words.chunks(buffer.len()) {
-            let written = each(&mut buffer[..piece.len()]);
+        for chunk in words.chunks(buffer.len()) {
+            let written = each(&mut buffer[..chunk.len()]);
             // Seen with the link to the table, which is a release.
-            buffer[..written].iter().zip(piece).for_each(|(copy, word)| word.store(*copy, Ordering::Relaxed));
+            buffer[..written].iter().zip(chunk).for_each(|(copy, word)| word.store(*copy, Ordering::Relaxed));
             done += written;
-            if written < piece.len() {
+            if written < chunk.len() {
                 break;
             }
         }

@@ -22,14 +22,14 @@ pub(crate) struct Again<'a, S> {
     model: &'a Model,
     /// Ranges that are still to be read, the next one last.
     ranges: Vec<(u64, u64)>,
-    /// Pieces in the order of the file, in flight or read.
-    pieces: VecDeque<Piece>,
+    /// Blocks in the order of the file, in flight or read.
+    blocks: VecDeque<Block>,
     /// Slots that are free.
     free: Vec<(usize, BufferSlice)>,
     timeout: Duration,
 }
 
-struct Piece {
+struct Block {
     at: u64,
     slot: usize,
     len: usize,
@@ -71,7 +71,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
             have += slice.len() as u64;
             free.push((slot, slice));
         }
-        Ok(Self { queue, path, model, ranges, pieces: VecDeque::new(), free, timeout })
+        Ok(Self { queue, path, model, ranges, blocks: VecDeque::new(), free, timeout })
     }
 
     /// Starts as many reads as there are slots.
@@ -84,7 +84,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
             let Some(front) = rest.split_off_front(len) else { break };
             match self.queue.submit(Operation::read(front, FileOffset::new(start))) {
                 Ok(ticket) => {
-                    self.pieces.push_back(Piece { at: start, slot, len, rest, state: State::Flying(ticket) });
+                    self.blocks.push_back(Block { at: start, slot, len, rest, state: State::Flying(ticket) });
                     if start + (len as u64) < end {
                         self.ranges.push((start + len as u64, end));
                     }
@@ -112,10 +112,10 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
     fn settle(&mut self, done: &mut Vec<Completion<FileOffset>>) -> Result<(), Error> {
         let mut failed = Ok(());
         for Completion { ticket, operation, result, .. } in done.drain(..) {
-            let flying = |piece: &&mut Piece| matches!(piece.state, State::Flying(t) if t == ticket);
-            if let (Some(piece), Some(slice)) = (self.pieces.iter_mut().find(flying), operation.into_slice()) {
-                piece.state = State::Read(slice);
-                let at = FileOffset::new(piece.at);
+            let flying = |block: &&mut Block| matches!(block.state, State::Flying(t) if t == ticket);
+            if let (Some(block), Some(slice)) = (self.blocks.iter_mut().find(flying), operation.into_slice()) {
+                block.state = State::Read(slice);
+                let at = FileOffset::new(block.at);
                 failed = failed.and(result.map_err(|source| {
                     let tensor = self.model.tensor_at(at).map(|tensor| tensor.name.clone());
                     Error::Read { path: self.path.to_owned(), at, tensor, source }
@@ -125,14 +125,14 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
         failed
     }
 
-    /// Gives up the pieces that end at or before `at`.
+    /// Gives up the blocks that end at or before `at`.
     fn pass(&mut self, at: u64) {
-        while self.pieces.front().is_some_and(|piece| piece.at + piece.len as u64 <= at) {
-            match self.pieces.pop_front() {
-                Some(Piece { slot, rest, state: State::Read(front), .. }) => {
+        while self.blocks.front().is_some_and(|block| block.at + block.len as u64 <= at) {
+            match self.blocks.pop_front() {
+                Some(Block { slot, rest, state: State::Read(front), .. }) => {
                     self.free.extend(front.join(rest).ok().map(|slice| (slot, slice)));
                 }
-                Some(flying) => return self.pieces.push_front(flying),
+                Some(flying) => return self.blocks.push_front(flying),
                 None => return,
             }
         }
@@ -156,17 +156,17 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
         Ok(None)
     }
 
-    /// The piece with the byte at `at`.
+    /// The block with the byte at `at`.
     fn wait_for(&mut self, at: u64) -> Result<(u64, VolatileSlice<'_>), Error> {
         let (mut done, mut deadline) = (Vec::new(), Instant::now() + self.timeout);
         loop {
             self.pass(at);
             self.submit()?;
-            let front = self.pieces.front();
-            if front.is_none_or(|piece| piece.at > at) {
+            let front = self.blocks.front();
+            if front.is_none_or(|block| block.at > at) {
                 return Err(self.lost("it is not read in the order of its tensors".to_owned()));
             }
-            if front.is_some_and(|piece| matches!(piece.state, State::Read(_))) {
+            if front.is_some_and(|block| matches!(block.state, State::Read(_))) {
                 break;
             }
             if self.queue.wait(&mut done, deadline.saturating_duration_since(Instant::now())) > 0 {
@@ -176,22 +176,22 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
             }
             self.settle(&mut done)?;
         }
-        match self.pieces.front() {
-            Some(Piece { at, state: State::Read(slice), .. }) => Ok((*at, slice.view())),
-            _ => Err(self.lost("a piece was lost".to_owned())),
+        match self.blocks.front() {
+            Some(Block { at, state: State::Read(slice), .. }) => Ok((*at, slice.view())),
+            _ => Err(self.lost("a block was lost".to_owned())),
         }
     }
 
     /// Waits for reads in flight, and gives the slots back. A slot that is still in flight is lost.
     pub fn finish(mut self, staging: &mut Staging) {
         let (mut done, deadline) = (Vec::new(), Instant::now() + self.timeout);
-        while self.pieces.iter().any(|piece| matches!(piece.state, State::Flying(_))) && Instant::now() < deadline {
+        while self.blocks.iter().any(|block| matches!(block.state, State::Flying(_))) && Instant::now() < deadline {
             self.queue.wait(&mut done, deadline.saturating_duration_since(Instant::now()));
             // The first failure was returned.
             let _ = self.settle(&mut done);
         }
         self.pass(u64::MAX);
-        if !self.pieces.is_empty() {
+        if !self.blocks.is_empty() {
             return staging.clear();
         }
         self.free.into_iter().for_each(|(slot, slice)| staging.put_back(slot, slice));

@@ -8,7 +8,7 @@ use dmalane_addr::CardAddr;
 use dmalane_queue::{Direction, Fragment, Policy};
 
 use crate::Stage;
-use crate::timeline::{Lane, Recorder};
+use crate::timeline::{Recorder, Track};
 
 /// A recording of the fragments that channels were given, while there is an epoch.
 #[derive(Clone, Debug, Default)]
@@ -27,10 +27,10 @@ impl Channels {
         *self.lock() = Some(Recording { epoch, channels: Vec::new() });
     }
 
-    /// Ends the recording: a lane for each channel that moved anything.
-    pub fn end(&self) -> Vec<Lane> {
+    /// Ends the recording: a track for each channel that moved anything.
+    pub fn end(&self) -> Vec<Track> {
         let channels = self.lock().take().into_iter().flat_map(|recording| recording.channels);
-        channels.filter_map(|(recorder, _)| recorder.into_lane()).collect()
+        channels.filter_map(|(recorder, _)| recorder.into_track()).collect()
     }
 
     /// The same policy, recorded.

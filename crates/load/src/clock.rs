@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::StageReport;
 use crate::live::{Live, LiveStage};
-use crate::timeline::{Lane, Recorder, Timeline};
+use crate::timeline::{Recorder, StageTimeline, Track};
 
 /// A stage of the path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -68,7 +68,7 @@ pub(crate) struct Clocks {
     clocks: [Clock; Stage::ALL.len()],
     recording: Option<Box<Recording>>,
     /// The records of other recorders.
-    lanes: Vec<Lane>,
+    tracks: Vec<Track>,
     tap: Option<Box<Tap>>,
 }
 
@@ -193,25 +193,25 @@ impl Clocks {
                 mine.bytes += theirs.bytes;
             }
         }
-        self.lanes.append(&mut other.take_lanes());
+        self.tracks.append(&mut other.take_tracks());
     }
 
     /// Everything that was recorded; `None` if nothing was to be.
-    pub(crate) fn timeline(&mut self) -> Option<Timeline> {
-        let lanes = self.take_lanes();
-        (!lanes.is_empty()).then_some(Timeline { lanes })
+    pub(crate) fn timeline(&mut self) -> Option<StageTimeline> {
+        let tracks = self.take_tracks();
+        (!tracks.is_empty()).then_some(StageTimeline { tracks })
     }
 
     /// Takes what was recorded.
-    fn take_lanes(&mut self) -> Vec<Lane> {
+    fn take_tracks(&mut self) -> Vec<Track> {
         let own = self.recording.take().map(|recording| [recording.work, recording.operations]);
-        let own = own.into_iter().flatten().filter_map(Recorder::into_lane);
-        own.chain(self.lanes.drain(..)).collect()
+        let own = own.into_iter().flatten().filter_map(Recorder::into_track);
+        own.chain(self.tracks.drain(..)).collect()
     }
 
-    /// Adds the lanes of others.
-    pub(crate) fn lanes(&mut self, lanes: Vec<Lane>) {
-        self.lanes.extend(lanes);
+    /// Adds the tracks of others.
+    pub(crate) fn tracks(&mut self, tracks: Vec<Track>) {
+        self.tracks.extend(tracks);
     }
 
     fn tell_if_due(&mut self, now: Instant) {

@@ -18,7 +18,7 @@ use dmalane_vm::Bo;
 use crate::channels::Channels;
 use crate::fill::Staging;
 use crate::layout::ALIGN;
-use crate::{Error, Lane, Layout, Live, Model, Report, Tensor};
+use crate::{Error, Layout, Live, Model, Report, Tensor, Track};
 
 /// Settings for driving a device.
 #[derive(Clone)]
@@ -349,15 +349,15 @@ impl OpenDevice {
     }
 
     /// Records which of its queues moves what from now on, on a timeline that began at `epoch`, if
-    /// [`DriveOptions::timeline`] was set; [`OpenDevice::channel_lanes`] ends it. Loads do so by themselves.
+    /// [`DriveOptions::timeline`] was set; [`OpenDevice::channel_tracks`] ends it. Loads do so by themselves.
     pub fn record_channels(&mut self, epoch: Instant) {
         if let Some(channels) = &self.channels {
             channels.begin(epoch);
         }
     }
 
-    /// What was recorded since [`OpenDevice::record_channels`]: a lane for each queue.
-    pub fn channel_lanes(&mut self) -> Vec<Lane> {
+    /// What was recorded since [`OpenDevice::record_channels`]: a track for each queue.
+    pub fn channel_tracks(&mut self) -> Vec<Track> {
         self.channels.as_ref().map_or(Vec::new(), Channels::end)
     }
 

@@ -37,7 +37,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The kind of a region of a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Part {
+pub enum RegionKind {
     /// Everything before the first tensor; all of a file without tensors.
     Header,
     /// A tensor.
@@ -46,7 +46,7 @@ pub enum Part {
     Gap,
 }
 
-impl Part {
+impl RegionKind {
     /// `header`, `tensor` or `gap`.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -65,7 +65,7 @@ impl Part {
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for RegionKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             // Escaped: a name may hold characters that drive a terminal.
@@ -77,9 +77,9 @@ impl fmt::Display for Part {
 
 /// A region of a file, with its hashes.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Region {
+pub struct ManifestRegion {
     /// Its kind.
-    pub part: Part,
+    pub part: RegionKind,
     /// File offset of its first byte.
     pub start: u64,
     /// File offset behind its last byte.
@@ -98,7 +98,7 @@ pub struct ManifestFile {
     /// The kind of file ("safetensors"), for readers.
     pub format: String,
     /// Its regions, from its first to its last byte without a hole.
-    pub regions: Vec<Region>,
+    pub regions: Vec<ManifestRegion>,
 }
 
 /// Hashes of the files of a model.
@@ -126,7 +126,7 @@ pub enum Difference {
         /// The file.
         file: String,
         /// The kind of the region.
-        part: Part,
+        part: RegionKind,
         /// File offset of its first byte.
         start: u64,
         /// File offset behind its last byte.
@@ -141,7 +141,7 @@ pub enum Difference {
         /// Its length.
         found: u64,
         /// The region in which it ends.
-        part: Part,
+        part: RegionKind,
     },
     /// Bytes follow the end of a file.
     Long {
@@ -195,21 +195,21 @@ impl fmt::Display for Difference {
 impl ManifestFile {
     /// The regions of a file, without their hashes.
     fn of(name: String, model: &Model) -> Self {
-        let mut regions: Vec<Region> = Vec::new();
+        let mut regions: Vec<ManifestRegion> = Vec::new();
         let mut at = 0;
         let mut add = |part, start, end| {
-            regions.push(Region { part, start, end, digest: Digest { xxh3: 0, sha256: None } });
+            regions.push(ManifestRegion { part, start, end, digest: Digest { xxh3: 0, sha256: None } });
         };
         for (i, tensor) in model.tensors.iter().enumerate() {
             let start = tensor.at.bits().max(at);
             if start > at {
-                add(if i == 0 { Part::Header } else { Part::Gap }, at, start);
+                add(if i == 0 { RegionKind::Header } else { RegionKind::Gap }, at, start);
             }
             at = start + tensor.len;
-            add(Part::Tensor(tensor.clone()), start, at);
+            add(RegionKind::Tensor(tensor.clone()), start, at);
         }
         if at < model.len {
-            add(if model.tensors.is_empty() { Part::Header } else { Part::Gap }, at, model.len);
+            add(if model.tensors.is_empty() { RegionKind::Header } else { RegionKind::Gap }, at, model.len);
         }
         Self { name, bytes: model.len, format: model.container.name().to_owned(), regions }
     }
@@ -238,8 +238,8 @@ impl ManifestFile {
     }
 
     /// The difference between one of its regions and the hashes that it was found to have.
-    pub fn differs(&self, region: &Region, found: &Digest) -> Option<Difference> {
-        let Region { part, start, end, digest } = region;
+    pub fn differs(&self, region: &ManifestRegion, found: &Digest) -> Option<Difference> {
+        let ManifestRegion { part, start, end, digest } = region;
         let (file, part, start, end) = (self.name.clone(), part.clone(), *start, *end);
         (!digest.agrees(found)).then_some(Difference::Changed { file, part, start, end })
     }
@@ -538,8 +538,8 @@ struct JsonRegion {
     sha256: Option<String>,
 }
 
-impl From<&Region> for JsonRegion {
-    fn from(region: &Region) -> Self {
+impl From<&ManifestRegion> for JsonRegion {
+    fn from(region: &ManifestRegion) -> Self {
         let tensor = region.part.tensor();
         Self {
             kind: region.part.kind().to_owned(),
@@ -560,10 +560,10 @@ impl JsonFile {
         if i64::try_from(bytes).is_err() {
             return Err(format!("no file has {bytes} bytes"));
         }
-        let (mut at, mut regions): (u64, Vec<Region>) = (0, Vec::new());
+        let (mut at, mut regions): (u64, Vec<ManifestRegion>) = (0, Vec::new());
         for (i, region) in json.into_iter().enumerate() {
             let region = region.check().map_err(|reason| format!("region {i}: {reason}"))?;
-            let Region { start, end, .. } = region;
+            let ManifestRegion { start, end, .. } = region;
             if start != at || end < start {
                 return Err(format!("region {i} is {start}..{end}, and begins behind {at}: regions leave no holes"));
             }
@@ -583,12 +583,12 @@ impl JsonFile {
 }
 
 impl JsonRegion {
-    fn check(self) -> Result<Region, String> {
+    fn check(self) -> Result<ManifestRegion, String> {
         let Self { kind, name, dtype, shape, start, end, xxh3, sha256 } = self;
         let part = match (&*kind, name) {
-            ("header", None) => Part::Header,
-            ("gap", None) => Part::Gap,
-            ("tensor", Some(name)) => Part::Tensor(Arc::new(Tensor {
+            ("header", None) => RegionKind::Header,
+            ("gap", None) => RegionKind::Gap,
+            ("tensor", Some(name)) => RegionKind::Tensor(Arc::new(Tensor {
                 name,
                 dtype: dtype.unwrap_or_default(),
                 shape: shape.unwrap_or_default().into(),
@@ -604,7 +604,7 @@ impl JsonRegion {
             Some(None) => return Err("sha256 is not 64 hexadecimal digits".to_owned()),
             other => other.flatten().map(Box::new),
         };
-        Ok(Region { part, start, end, digest: Digest { xxh3, sha256 } })
+        Ok(ManifestRegion { part, start, end, digest: Digest { xxh3, sha256 } })
     }
 }
 

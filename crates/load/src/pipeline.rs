@@ -76,7 +76,7 @@ impl OpenDevice {
             }
         };
         self.resident.see();
-        clocks.lanes(self.channel_lanes());
+        clocks.tracks(self.channel_tracks());
         loaded.report = Report {
             bytes: loaded.files.iter().map(|f| f.model.len).sum(),
             wall,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dmalane::addr::FileOffset;
 use dmalane::dma::AnonHeap;
 use dmalane::load::fill::{Cuts, Digest, Extent, Job};
-use dmalane::load::{Difference, Error as LoadError, Manifest, ManifestFile, Region};
+use dmalane::load::{Difference, Error as LoadError, Manifest, ManifestFile, ManifestRegion};
 use dmalane::{Read, ReadOptions};
 use pyo3::prelude::*;
 
@@ -49,7 +49,7 @@ pub(crate) fn expect(manifest: &Manifest, files: &[Source]) -> Result<Vec<Expect
         // The header is the one that was hashed. So only a manifest that somebody edited lacks a tensor.
         let place = |tensor: &Arc<dmalane::load::Tensor>| {
             let at = *named.get(&*tensor.name)?;
-            let Region { start, end, .. } = file.regions[at];
+            let ManifestRegion { start, end, .. } = file.regions[at];
             (start == tensor.at.bits() && end - start == tensor.len).then_some(at)
         };
         let regions = source.model.tensors.iter().map(|tensor| {
@@ -65,9 +65,9 @@ pub(crate) fn expect(manifest: &Manifest, files: &[Source]) -> Result<Vec<Expect
 
 /// Compares the regions of a file that are no tensors.
 fn check_outside(file: &ManifestFile, source: &Source) -> Result<(), Failure> {
-    let outside: Vec<&Region> = file.regions.iter().filter(|region| region.part.tensor().is_none()).collect();
+    let outside: Vec<&ManifestRegion> = file.regions.iter().filter(|region| region.part.tensor().is_none()).collect();
     let (mut ends, mut extents, mut to) = (Vec::new(), Vec::new(), 0);
-    for Region { start, end, .. } in &outside {
+    for ManifestRegion { start, end, .. } in &outside {
         extents.push(Extent { source: 0, at: FileOffset::new(*start), len: end - start, buffer: 0, to });
         to += end - start;
         ends.push(to);

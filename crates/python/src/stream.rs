@@ -19,7 +19,7 @@ const BATCH: u64 = 32 << 20;
 /// How often a waiting thread looks for signals.
 const EVERY: Duration = Duration::from_millis(40);
 /// How long memory may take to come back before waiting for it is given up.
-const PATIENCE: Duration = Duration::from_millis(500);
+const TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A limit of memory, and how much of it is in use.
 pub(crate) struct Budget {
@@ -172,7 +172,7 @@ impl Stream {
                     py.import("gc")?.call_method0("collect")?;
                     stuck = Some(Instant::now());
                 }
-                (Some(bytes), Some(since)) if since.elapsed() > PATIENCE => {
+                (Some(bytes), Some(since)) if since.elapsed() > TIMEOUT => {
                     return Err(self.inner.budget.refuse(bytes, used).into());
                 }
                 _ => {}

@@ -1,7 +1,7 @@
 //! The test suite that every queue takes.
 //!
 //! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Abilities that it has are
-//! compared with a [`Model`] that moves one byte after the other in two plain vectors; operations for which it
+//! compared with a [`OperationModel`] that moves one byte after the other in two plain vectors; operations for which it
 //! does not have the ability must be refused.
 
 use std::collections::HashMap;
@@ -104,12 +104,12 @@ impl Random {
 
 /// A model of an operation, byte by byte.
 #[derive(Clone, Debug)]
-pub struct Model {
+pub struct OperationModel {
     /// The memory at the other end.
     pub target: Vec<u8>,
 }
 
-impl Model {
+impl OperationModel {
     /// Does an operation on the model. `host` are the bytes of the operation's slices, one behind the other; `at` gives
     /// the offset of an address. Gives the offset at which a comparison found a difference.
     ///
@@ -127,7 +127,7 @@ impl Model {
     /// The same for the first bytes of the operation only.
     ///
     /// # Panics
-    /// As [`Model::apply`].
+    /// As [`OperationModel::apply`].
     pub fn apply_first<A: QueueAddr>(
         &mut self,
         bytes: u64,
@@ -509,7 +509,7 @@ fn keeps_many_in_flight<F: Fixture>(fixture: &mut F) {
 fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
     let mut random = Random(1);
-    let mut model = Model { target: random.bytes(fixture.target_len() as usize) };
+    let mut model = OperationModel { target: random.bytes(fixture.target_len() as usize) };
     fixture.poke(&model.target);
     let at = offset_of(fixture);
     let abilities = queue.abilities();

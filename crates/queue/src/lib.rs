@@ -42,7 +42,7 @@ pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
 pub use choice::{BadQueueChoice, QueueChoice};
 pub use error::{OpError, Refusal, Refused, StopReason};
-pub use operation::{Abilities, CacheHint, Completion, Gather, HostSlice, Operation, Shape, Work};
+pub use operation::{Abilities, CacheHint, Completion, GatherList, HostSlice, Operation, Shape, Work};
 pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
 pub use queue::{Cancelled, DeviceQueue, Direction, Limits, Queue, Ticket};
 pub use registered::Registered;

@@ -95,7 +95,7 @@ impl Shape {
 /// A list of slices of host memory and a list of ranges of device memory, of the same length in bytes. The fragments of
 /// the two lists need not match.
 #[derive(Debug)]
-pub struct Gather<A = DeviceAddr> {
+pub struct GatherList<A = DeviceAddr> {
     /// The direction.
     pub direction: Direction,
     /// Host memory, in order.
@@ -124,7 +124,7 @@ pub enum Work<A = DeviceAddr> {
         at: A,
     },
     /// Copy between two lists, as one operation.
-    Gather(Box<Gather<A>>),
+    Gather(Box<GatherList<A>>),
     /// Copy from device memory to device memory. Overlapping ranges give unspecified bytes.
     Within {
         /// The source.
@@ -195,7 +195,7 @@ impl<A: QueueAddr> Operation<A> {
 
     /// Copies between two lists.
     pub fn gather(direction: Direction, host: Vec<HostSlice>, device: Vec<(A, u64)>) -> Self {
-        Work::Gather(Box::new(Gather { direction, host, device })).into()
+        Work::Gather(Box::new(GatherList { direction, host, device })).into()
     }
 
     /// Orders what comes after behind what came before.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::DevicePort;
 use crate::{HostConfig, SoftHost};
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, Shape, Ticket};
 
@@ -44,7 +44,7 @@ fn is_all(buf: &SharedBuf, byte: u8) -> bool {
 /// # Panics
 /// When the card writes memory that is not mapped for writing, or panics itself.
 pub fn fuzz_ring(bytes: &[u8]) {
-    let input = &mut Input::new(bytes);
+    let input = &mut FuzzInput::new(bytes);
     let heap = AnonHeap::new();
     // In IOVA order: what the card may write, what it may only read, what it could reach once.
     let open = patterned(&heap, 64 << 10, 0);
@@ -90,7 +90,7 @@ impl Driver {
         }
     }
 
-    fn operation(&mut self, input: &mut Input<'_>) -> Option<()> {
+    fn operation(&mut self, input: &mut FuzzInput<'_>) -> Option<()> {
         let kind = input.u8();
         let channel = kind >> 7;
         let written = self.written[usize::from(channel)];

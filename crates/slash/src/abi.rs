@@ -65,7 +65,7 @@ pub enum PairOp {
 
 /// The direction of a part.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Way {
+pub enum DmaDirection {
     HostToCard = 1,
     CardToHost = 2,
 }
@@ -75,7 +75,7 @@ pub enum Way {
 pub struct Part {
     /// Which of the file's queue pairs.
     pub pair: u32,
-    pub way: Way,
+    pub direction: DmaDirection,
     /// The buffer's file.
     pub buffer: i32,
     /// A multiple of the granule.
@@ -90,7 +90,7 @@ impl Part {
     fn words(&self) -> [u32; PART_WORDS] {
         let [offset, at, len] = [self.offset, self.at, self.len].map(halves);
         let buffer = u32::from_ne_bytes(self.buffer.to_ne_bytes());
-        [self.pair, self.way as u32, buffer, 0, offset[0], offset[1], at[0], at[1], len[0], len[1]]
+        [self.pair, self.direction as u32, buffer, 0, offset[0], offset[1], at[0], at[1], len[0], len[1]]
     }
 }
 
@@ -116,7 +116,14 @@ mod tests {
 
     #[test]
     fn a_part_has_the_drivers_layout() {
-        let part = Part { pair: 1, way: Way::CardToHost, buffer: -1, offset: 4096, at: 0x600_0000_0000, len: 5 };
+        let part = Part {
+            pair: 1,
+            direction: DmaDirection::CardToHost,
+            buffer: -1,
+            offset: 4096,
+            at: 0x600_0000_0000,
+            len: 5,
+        };
         let words = part.words();
         assert_eq!(words[..4], [1, 2, u32::MAX, 0]);
         assert_eq!((words[4..6].to_vec(), words[8..].to_vec()), (halves(4096).to_vec(), halves(5).to_vec()));

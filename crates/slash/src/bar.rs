@@ -104,11 +104,11 @@ impl Bar {
     }
 
     /// An access, between its begin and its end.
-    fn bracketed<T>(&self, way: u64, access: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    fn bracketed<T>(&self, direction: u64, access: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
         let of = |source| Error::Call { call: "DMA_BUF_IOCTL_SYNC", source };
-        self.kernel.sync(&self.file, way).map_err(of)?;
+        self.kernel.sync(&self.file, direction).map_err(of)?;
         let result = access();
-        self.kernel.sync(&self.file, way | abi::SYNC_END).map_err(of)?;
+        self.kernel.sync(&self.file, direction | abi::SYNC_END).map_err(of)?;
         result
     }
 }

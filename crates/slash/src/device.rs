@@ -209,7 +209,7 @@ impl SlashDevice {
             format!("{} queue pairs, each on a memory channel of its own; {waits}", queues.len()),
         ];
         if daemon.is_some() {
-            notes.push("lent by vrtd, which grants memory in pieces of 64 MiB to 512 MiB".to_owned());
+            notes.push("lent by vrtd, which grants memory in blocks of 64 MiB to 512 MiB".to_owned());
         }
         Ok(Self { queues, counters, info, notes, regions, registrar, space: FlatSpace::new(), reach, daemon })
     }

@@ -1,12 +1,12 @@
 //! A model of the driver and of the card behind it, for tests: answers the ioctls with the driver's checks, and fails
 //! on command.
 //!
-//! [`Model::kernel`] stands for the kernel within this process. A supervisor of another process calls [`Model::answer`]
-//! with the bytes of that process. Buffers are memfds; the card's memory is a sparse one.
+//! [`DriverModel::kernel`] is the kernel for this process. A supervisor of another process calls
+//! [`DriverModel::answer`] with the bytes of that process. Buffers are memfds; the card's memory is a sparse one.
 //!
 //! The checks and error numbers are those of `driver/slash_qdma.c` of SLASH. Where a transfer fails or ends short, the
 //! card goes on with it until its queue pair is stopped, as hardware may: a buffer that is closed before that is a
-//! [violation](Model::violations).
+//! [violation](DriverModel::violations).
 
 mod daemon;
 
@@ -34,7 +34,7 @@ const BAR_LEN: u64 = 64 << 10;
 /// Bytes of the host's page in the model.
 const PAGE: u64 = 4096;
 
-/// The way in which a call fails.
+/// How a call fails.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     /// The call fails with this error number. A transfer has moved some of its bytes then, and goes on.
@@ -107,7 +107,7 @@ pub struct Counts {
 
 /// A model of the driver. Clones are the same one.
 #[derive(Clone)]
-pub struct Model(Arc<Inner>);
+pub struct DriverModel(Arc<Inner>);
 
 struct Inner {
     state: Mutex<State>,
@@ -159,14 +159,14 @@ struct GoingOn {
 /// A part of a transfer that was checked.
 struct Moved {
     pair: u32,
-    way: u32,
+    direction: u32,
     buffer: FileId,
     offset: u64,
     place: u64,
     len: u64,
 }
 
-impl Model {
+impl DriverModel {
     /// A card with empty memory.
     ///
     /// # Errors
@@ -274,13 +274,13 @@ impl Model {
     pub fn sync_bar(&self, id: FileId, flags: u64) -> Result<(), i32> {
         let mut state = self.lock();
         let Some(Kind::Bar { begun, .. }) = state.files.get_mut(&id) else { return Err(ENOTTY) };
-        let (way, ends) = (flags & 3, flags & abi::SYNC_END != 0);
-        if way == 0 || flags & !7 != 0 {
+        let (direction, ends) = (flags & 3, flags & abi::SYNC_END != 0);
+        if direction == 0 || flags & !7 != 0 {
             return Err(EINVAL);
         }
-        let expected = if ends { way } else { 0 };
+        let expected = if ends { direction } else { 0 };
         let wrong = (*begun != expected).then(|| format!("a BAR is accessed with {flags:#x} after {begun:#x}"));
-        *begun = if ends { 0 } else { way };
+        *begun = if ends { 0 } else { direction };
         state.counts.accesses += u64::from(ends);
         state.violations.extend(wrong);
         Ok(())
@@ -437,7 +437,7 @@ impl Model {
         Handle::watched(file, move |_| model.close(id))
     }
 
-    /// As [`Model::answer`] for the words of this process.
+    /// As [`DriverModel::answer`] for the words of this process.
     fn ioctl(&self, on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<Answer> {
         *argument.first_mut().ok_or(io::ErrorKind::InvalidInput)? = argument.len() as u32 * 4;
         let mut bytes: Vec<u8> = argument.iter().flat_map(|w| w.to_ne_bytes()).collect();
@@ -465,7 +465,7 @@ impl FileId {
     }
 }
 
-impl Kernel for Model {
+impl Kernel for DriverModel {
     fn call(&self, on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<u64> {
         match self.ioctl(on, request, argument)? {
             Answer::Number(n) => Ok(n),
@@ -502,7 +502,7 @@ impl Kernel for Model {
 
 /// Transfers in flight, each of which has a thread.
 struct Commands {
-    model: Model,
+    model: DriverModel,
     file: Arc<Handle>,
     depth: usize,
     ends: mpsc::Sender<(u64, io::Result<u64>)>,
@@ -687,10 +687,10 @@ impl State {
         }
         let part = |i: usize| {
             let at = 2 + i * abi::PART_WORDS;
-            let [index, way, fd] = [0, 1, 2].map(|w| word(bytes, at + w).unwrap_or(0));
+            let [index, direction, fd] = [0, 1, 2].map(|w| word(bytes, at + w).unwrap_or(0));
             let [offset, address, len] = [4, 6, 8].map(|w| wide(bytes, at + w));
             let pair = *pairs.get(index as usize).ok_or(EINVAL)?;
-            if !(1..=2).contains(&way) || len == 0 || len > abi::MAX_PART {
+            if !(1..=2).contains(&direction) || len == 0 || len > abi::MAX_PART {
                 return Err(EINVAL);
             }
             let buffer = file_of(fd as i32).ok_or(EBADF)?;
@@ -699,12 +699,12 @@ impl State {
                 return Err(EINVAL);
             }
             let state = self.pairs.get(&pair).ok_or(ENODEV)?;
-            if state.directions & way == 0 || !state.running {
+            if state.directions & direction == 0 || !state.running {
                 return Err(ENODEV);
             }
             // The hardware refuses an address where nothing is; the driver does not look.
             let place = place(address, len).ok_or(libc::EIO)?;
-            Ok(Moved { pair, way, buffer, offset, place, len })
+            Ok(Moved { pair, direction, buffer, offset, place, len })
         };
         (0..count).map(part).collect()
     }
@@ -743,7 +743,7 @@ impl State {
         while done < len {
             let some = &mut bytes[..(len - done).min(1 << 20) as usize];
             let (host, card) = ((file, part.offset + done), (&self.memory, part.place + done));
-            let (from, to) = if part.way == 1 { (host, card) } else { (card, host) };
+            let (from, to) = if part.direction == 1 { (host, card) } else { (card, host) };
             from.0.read_exact_at(some, from.1)?;
             to.0.write_all_at(some, to.1)?;
             done += some.len() as u64;

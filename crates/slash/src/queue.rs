@@ -19,7 +19,7 @@ use crate::worker::{Counters, MAX_LEN, Planner, Shared, Worker};
 /// Operations in flight, at most.
 const CAPACITY: usize = 256;
 /// Time that a drop waits for the driver, which gives up on a transfer after 10 s.
-const PATIENCE: Duration = Duration::from_secs(15);
+const TIMEOUT: Duration = Duration::from_secs(15);
 const ABILITIES: Abilities = Abilities::FROM_HOST
     .union(Abilities::TO_HOST)
     .union(Abilities::FENCE)
@@ -186,7 +186,7 @@ impl Drop for SlashQueue {
     fn drop(&mut self) {
         self.waiting.clear();
         // A thread that is stuck in a call goes on by itself, with the memory of the call.
-        if self.shared.quit(PATIENCE)
+        if self.shared.quit(TIMEOUT)
             && let Some(thread) = self.thread.take()
         {
             let _ = thread.join();

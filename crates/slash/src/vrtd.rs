@@ -1,7 +1,7 @@
 //! SLASH's daemon vrtd, which lends a card: its messages, and the card's memory that it grants.
 //!
 //! Queue pairs are added, started, stopped and opened by messages; buffers and transfers are calls on the files that
-//! come with the answers, made directly. Memory is granted in pieces of 64 MiB to 512 MiB at addresses that vrtd
+//! come with the answers, made directly. Memory is granted in blocks of 64 MiB to 512 MiB at addresses that vrtd
 //! chooses, and the queues refuse all other addresses.
 //!
 //! Source: SLASH, branch `dev`, `vrt/vrtd/include/vrtd/wire.h`, `vrt/vrtd/src/serve.c` and `allocator.h`. Nothing that
@@ -36,12 +36,12 @@ pub const VRTD_SOCKET: &str = "/run/vrtd.sock";
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 4096;
 /// The longest wait for an answer: vrtd answers nobody while it resets a card.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Cards that are listed at most.
 const MAX_CARDS: u32 = 64;
-/// Bytes of the least piece of memory.
-pub(crate) const PIECE: u64 = 64 << 20;
-/// Bytes of a region of vrtd's allocator, in which a piece lies.
+/// Bytes of the least block of memory.
+pub(crate) const BLOCK: u64 = 64 << 20;
+/// Bytes of a region of vrtd's allocator, in which a block lies.
 pub(crate) const REGION: u64 = 512 << 20;
 
 /// A card of a vrtd: `SOCKET#N`, where either part may be left out.
@@ -210,8 +210,8 @@ impl Daemon {
         if !peer.is_root() && peer != rustix::process::geteuid() {
             return Err(rustix::io::Errno::PERM);
         }
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
-        set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(TIMEOUT))?;
+        set_socket_timeout(&socket, Timeout::Send, Some(TIMEOUT))?;
         Ok(Self { socket: Arc::new(Handle::new(socket)), card, files, link: Mutex::default() })
     }
 
@@ -358,7 +358,7 @@ impl Kernel for Daemon {
     }
 }
 
-/// The card's memory that may be used, piece by piece.
+/// The card's memory that may be used, block by block.
 #[derive(Default)]
 pub(crate) struct Reach(RwLock<Vec<Span<CardAddr>>>);
 
@@ -367,32 +367,32 @@ impl Reach {
         Self(RwLock::new(spans.into_iter().collect()))
     }
 
-    /// The first address of `len` bytes from `at` on that may not be used; pieces that touch are one.
+    /// The first address of `len` bytes from `at` on that may not be used; blocks that touch are one.
     pub(crate) fn check(&self, at: CardAddr, len: u64) -> Result<(), CardAddr> {
-        let pieces = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let blocks = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let end = at.bits().checked_add(len.saturating_sub(1)).ok_or(at)?;
         let mut next = at;
-        while let Some(piece) = pieces.iter().find(|piece| piece.contains(next)) {
-            if piece.last().bits() >= end {
+        while let Some(block) = blocks.iter().find(|block| block.contains(next)) {
+            if block.last().bits() >= end {
                 return Ok(());
             }
-            next = CardAddr::new(piece.last().bits().checked_add(1).ok_or(at)?);
+            next = CardAddr::new(block.last().bits().checked_add(1).ok_or(at)?);
         }
         Err(next)
     }
 
-    /// Adds a piece; false when it overlaps with another one.
-    fn add(&self, piece: Span<CardAddr>) -> bool {
-        let mut pieces = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let free = pieces.iter().all(|other| other.intersect(&piece).is_none());
+    /// Adds a block; false when it overlaps with another one.
+    fn add(&self, block: Span<CardAddr>) -> bool {
+        let mut blocks = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let free = blocks.iter().all(|other| other.intersect(&block).is_none());
         if free {
-            pieces.push(piece);
+            blocks.push(block);
         }
         free
     }
 
-    fn remove(&self, piece: Span<CardAddr>) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).retain(|other| *other != piece);
+    fn remove(&self, block: Span<CardAddr>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).retain(|other| *other != block);
     }
 }
 
@@ -403,7 +403,7 @@ pub(crate) struct Grants {
 }
 
 impl Grants {
-    /// Asks for `len` bytes: of DDR, or of a region of the HBM. `None` when there is no such piece.
+    /// Asks for `len` bytes: of DDR, or of a region of the HBM. `None` when there is no such block.
     fn open(&self, region: &Region, hbm: Option<u64>, len: u64) -> Result<Option<Span<CardAddr>>, Error> {
         // Both directions, by one queue pair, which is not used: a pair of vrtd's cannot be seen to stop.
         let mut body = self.daemon.body(&[u32::from(hbm.is_some()), 0, 1]);
@@ -417,12 +417,12 @@ impl Grants {
         }
         drop(reply.file.map(|file| self.daemon.adopt(file)));
         let (got, at) = (wide(&reply.body, 0), wide(&reply.body, 8));
-        let piece = Span::new(CardAddr::new(at), got).filter(|piece| {
-            let fits = reply.body.len() >= 20 && (len..=REGION).contains(&got) && piece.is_aligned(region.granule);
-            fits && region.span.covers(piece) && self.reach.add(*piece)
+        let block = Span::new(CardAddr::new(at), got).filter(|block| {
+            let fits = reply.body.len() >= 20 && (len..=REGION).contains(&got) && block.is_aligned(region.granule);
+            fits && region.span.covers(block) && self.reach.add(*block)
         });
         let what = || format!("{got} bytes at {at:#x}: not memory of {} that is free", region.name);
-        piece.map(Some).ok_or_else(|| Error::Answer { call: "BUFFER_OPEN", what: what() })
+        block.map(Some).ok_or_else(|| Error::Answer { call: "BUFFER_OPEN", what: what() })
     }
 }
 
@@ -439,8 +439,8 @@ impl MemoryGrants for Grants {
             true => ((from - HBM.0) / REGION..=(to - HBM.0) / REGION).map(Some).collect(),
             false => vec![None],
         };
-        let mut ask = len.clamp(PIECE, REGION).next_multiple_of(PIECE);
-        let mut least = PIECE;
+        let mut ask = len.clamp(BLOCK, REGION).next_multiple_of(BLOCK);
+        let mut least = BLOCK;
         if end == End::Last {
             places.reverse();
             // Only a whole region ends where the next one begins.
@@ -448,21 +448,21 @@ impl MemoryGrants for Grants {
         }
         loop {
             for place in &places {
-                if let Some(piece) = self.open(region, *place, ask)? {
-                    return Ok(Some(piece));
+                if let Some(block) = self.open(region, *place, ask)? {
+                    return Ok(Some(block));
                 }
             }
             if ask == least {
                 return Ok(None);
             }
-            ask = (ask / 2).next_multiple_of(PIECE);
+            ask = (ask / 2).next_multiple_of(BLOCK);
         }
     }
 
-    fn take_back(&mut self, piece: Span<CardAddr>) {
-        self.reach.remove(piece);
-        let wides = [piece.first().bits(), piece.len()].map(halves);
-        // If it fails, vrtd frees the piece when the connection ends.
+    fn take_back(&mut self, block: Span<CardAddr>) {
+        self.reach.remove(block);
+        let wides = [block.first().bits(), block.len()].map(halves);
+        // If it fails, vrtd frees the block when the connection ends.
         let _ = self.daemon.ask(Ask::BufferClose, &self.daemon.body(wides.as_flattened()), 1);
     }
 }

@@ -17,7 +17,7 @@ use dmalane_dma::{BufferSlice, CopyHint};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Refusal, StopReason, Ticket, Work};
 
 use crate::Error;
-use crate::abi::{self, MAX_PARTS, Part, Way};
+use crate::abi::{self, DmaDirection, MAX_PARTS, Part};
 use crate::buffers::{Buffers, keep, page};
 use crate::card::Pair;
 use crate::kernel::{Calls, Request};
@@ -27,7 +27,7 @@ use crate::vrtd::Reach;
 pub(crate) const MAX_LEN: u64 = 1 << 29;
 
 /// Time for the driver to end calls of a queue pair that was stopped.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The state that a queue shares with its thread.
 #[derive(Default)]
@@ -141,21 +141,21 @@ impl Planner {
             DeviceAddr::Va(va) => return Err(OpError::MmuFault(*va)),
         };
         self.reach.check(at, len).map_err(OpError::NoCardMemory)?;
-        let way = match direction {
-            Direction::FromHost => Way::HostToCard,
-            Direction::ToHost => Way::CardToHost,
+        let direction = match direction {
+            Direction::FromHost => DmaDirection::HostToCard,
+            Direction::ToHost => DmaDirection::CardToHost,
         };
         let found = self.buffers.find(host.slice.view().as_ptr().addr(), host.slice.len());
         let (buffer, offset) = found.ok_or(OpError::Refused(Refusal::NotRegistered))?;
         let head = (offset.next_multiple_of(page() as u64) - offset).min(len);
-        Ok(Some(Plan { part: Part { pair: 0, way, buffer, offset, at: at.bits(), len }, head }))
+        Ok(Some(Plan { part: Part { pair: 0, direction, buffer, offset, at: at.bits(), len }, head }))
     }
 }
 
 impl Call {
     /// True when the order of the part and of what is in the call could be seen.
     fn conflicts(&self, part: &Part) -> bool {
-        self.parts.iter().any(|p| p.way != part.way || p.at < part.at + part.len && part.at < p.at + p.len)
+        self.parts.iter().any(|p| p.direction != part.direction || p.at < part.at + part.len && part.at < p.at + p.len)
     }
 
     /// Adds the parts of an operation, unless they do not fit; it will be the next of `operations`.
@@ -190,17 +190,17 @@ impl Call {
     }
 
     /// Copies the first bytes of operations to or from the pages; returns how many.
-    fn copy_heads(&self, pages: &[BufferSlice], way: Way) -> u64 {
-        if self.parts.first().is_none_or(|part| part.way != way) {
+    fn copy_heads(&self, pages: &[BufferSlice], direction: DmaDirection) -> u64 {
+        if self.parts.first().is_none_or(|part| part.direction != direction) {
             return 0;
         }
         let mut copied = 0;
         for (part, operation, len) in &self.heads {
             let host = self.operations[*operation].1.hosts().first().and_then(|h| h.slice.view().sub(0, *len));
             if let (Some(page), Some(host)) = (pages[*part].view().sub(0, *len), host) {
-                match way {
-                    Way::HostToCard => page.copy_from(host, CopyHint::Keep),
-                    Way::CardToHost => host.copy_from(page, CopyHint::Keep),
+                match direction {
+                    DmaDirection::HostToCard => page.copy_from(host, CopyHint::Keep),
+                    DmaDirection::CardToHost => host.copy_from(page, CopyHint::Keep),
                 }
                 copied += *len as u64;
             }
@@ -230,7 +230,7 @@ impl Worker {
                 (call.number, number) = (number, number + 1);
                 state.busy += call.operations.len();
                 drop(state);
-                let copied = call.copy_heads(&self.pages[call.pages], Way::HostToCard);
+                let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
                 self.counters.copied.fetch_add(copied, Ordering::Relaxed);
                 self.counters.calls.fetch_add(1, Ordering::Relaxed);
                 self.calls.begin(call.number, abi::transfer(&call.parts));
@@ -323,7 +323,7 @@ impl Worker {
         let wanted = call.parts.iter().map(|part| part.len).sum::<u64>();
         let why = match result {
             Ok(moved) if moved == wanted => {
-                let copied = call.copy_heads(&self.pages[call.pages], Way::CardToHost);
+                let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::CardToHost);
                 self.counters.copied.fetch_add(copied, Ordering::Relaxed);
                 call.end = Some(true);
                 return Ok(());
@@ -344,7 +344,7 @@ impl Worker {
         };
         self.pair.stop().map_err(|e| lost(&e))?;
         while flights.iter().any(|call| call.end.is_none()) {
-            match self.calls.end(Some(PATIENCE)) {
+            match self.calls.end(Some(TIMEOUT)) {
                 // Why the others failed is known.
                 Ok(Some((number, result))) => drop(self.ended(flights, number, result)),
                 Ok(None) => return Err(lost(&"the driver does not end its transfers")),

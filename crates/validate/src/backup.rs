@@ -13,7 +13,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use dmalane_device::contents::{Extent, extents, holds_data, reopen};
+use dmalane_device::contents::{FileExtent, extents, holds_data, reopen};
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, OFlags, RenameFlags, fallocate};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -123,7 +123,7 @@ impl Original {
         Ok(Backup { original: self, done: false })
     }
 
-    fn write_backup(&self, extents: &[Extent]) -> io::Result<()> {
+    fn write_backup(&self, extents: &[FileExtent]) -> io::Result<()> {
         let new = unfinished(&self.backup);
         // That of a run that was killed before it had overwritten anything: this one has the lock.
         match fs::remove_file(&new) {
@@ -146,7 +146,7 @@ impl Original {
         written
     }
 
-    fn copy_to(&self, backup: &File, extents: &[Extent]) -> io::Result<()> {
+    fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {
         let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new() };
         let listed = extents.iter().map(|e| (e.at, e.len, e.data)).collect();
         let mut header = serde_json::to_vec(&Header { dmalane_backup: 1, file: self.id, extents: listed })?;
@@ -197,7 +197,7 @@ impl Original {
     }
 
     /// The extents of a backup of `len` bytes, which is checked as a whole.
-    fn extents_of(&self, backup: &File, len: u64) -> io::Result<Vec<Extent>> {
+    fn extents_of(&self, backup: &File, len: u64) -> io::Result<Vec<FileExtent>> {
         let damaged = || io::Error::new(ErrorKind::InvalidData, "it is damaged");
         let mut input = BufReader::with_capacity(BLOCK, backup);
         let mut line = Vec::new();
@@ -207,7 +207,7 @@ impl Original {
         if file != self.id {
             return Err(io::Error::other("it is of another file that had this name"));
         }
-        let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| Extent { at, len, data }).collect();
+        let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| FileExtent { at, len, data }).collect();
         let data = extents.iter().filter(|e| e.data).try_fold(line.len() as u64 + 8, |sum, e| sum.checked_add(e.len));
         if data != Some(len) {
             return Err(damaged());
@@ -233,7 +233,7 @@ impl Original {
             return Ok(());
         }
         let zeros = vec![0; BLOCK];
-        Extent { at, len, data: true }.blocks(BLOCK).try_for_each(|(at, n)| self.file.write_all_at(&zeros[..n], at))
+        FileExtent { at, len, data: true }.blocks(BLOCK).try_for_each(|(at, n)| self.file.write_all_at(&zeros[..n], at))
     }
 }
 

@@ -7,7 +7,7 @@ use crate::link::fit::{Fit, Measured, fit, plan};
 use dmalane_addr::CardAddr;
 use dmalane_queue::Direction;
 
-use crate::target::Target;
+use crate::target::TestedDevice;
 use crate::walk::Walk;
 use crate::workers::{Job, Worker, go};
 use crate::{Phase, Stop, ValidateError, ValidateEvent};
@@ -53,7 +53,7 @@ pub struct FitReport {
 /// [`ValidateError::NothingToFit`] for a device without halves; [`ValidateError::Wrong`], and what else keeps it from
 /// measuring.
 pub fn fit_link(
-    target: &Target,
+    target: &TestedDevice,
     settings: &FitSettings,
     watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<FitReport, ValidateError> {
@@ -82,7 +82,12 @@ fn seed(worker: usize, walk: usize) -> u64 {
     1 << 40 | (worker as u64) << 8 | walk as u64
 }
 
-fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str) -> Result<Measured, ValidateError> {
+fn point(
+    target: &TestedDevice,
+    streams: &[Stream],
+    settings: &FitSettings,
+    what: &str,
+) -> Result<Measured, ValidateError> {
     let halves = target.halves().ok_or(ValidateError::NothingToFit)?;
     let FitSettings { offset, time, runs, .. } = *settings;
     let heap = target.registrar.heap(None);

@@ -1,6 +1,6 @@
 //! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
 //!
-//! A [`Target`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as
+//! A [`TestedDevice`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as
 //! [`ValidateSettings`] say and returns a [`ValidateReport`]. First every thread writes and reads back its buffers, all
 //! of them before any is compared, so that threads that share addresses show. Then each figure is measured for a while
 //! and the bytes that it moved last are compared; where they are not right, the report has no figure. [`fit_link`]
@@ -34,7 +34,7 @@ pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
-pub use target::{Contents, SLOWER, Target, emulations};
+pub use target::{Contents, SLOWER, TestedDevice, emulations};
 
 /// The directions of the bytes that a figure or a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -327,7 +327,7 @@ pub enum ValidateError {
     /// The device is a file that holds data, and [`Contents`] does not allow that they are overwritten.
     #[error("{0} holds data, which would be overwritten")]
     HoldsData(String),
-    /// It was cancelled: see [`Target::stop_when`].
+    /// It was cancelled: see [`TestedDevice::stop_when`].
     #[error("interrupted")]
     Interrupted,
     /// No thread could be started.
@@ -338,7 +338,7 @@ pub enum ValidateError {
     Hung {
         /// The first observation.
         error: Box<ValidateError>,
-        /// The backup; the next [`Target::new`] with this device restores it.
+        /// The backup; the next [`TestedDevice::new`] with this device restores it.
         backup: PathBuf,
     },
     /// Not as much memory as buffers and references take.

@@ -8,7 +8,7 @@ use dmalane_dma::PageKind;
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, Split};
 
 use crate::place::{Layout, Memories};
-use crate::target::{Reference, Target};
+use crate::target::{Reference, TestedDevice};
 use crate::walk::Walk;
 use crate::workers::{Job, Worker, go, rate};
 use crate::{
@@ -48,7 +48,7 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
 /// [passed](ValidateReport::passed).
 pub fn run(
-    target: &Target,
+    target: &TestedDevice,
     settings: &ValidateSettings,
     watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<ValidateReport, ValidateError> {
@@ -61,7 +61,7 @@ pub fn run(
 /// # Errors
 /// As [`run`].
 pub fn run_into(
-    target: &Target,
+    target: &TestedDevice,
     settings: &ValidateSettings,
     report: &mut ValidateReport,
     watch: &mut dyn FnMut(ValidateEvent),
@@ -112,7 +112,7 @@ pub fn run_into(
 }
 
 /// Refuses buffers that there is no memory for, with those of the reference, and a card of this process.
-fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<(), ValidateError> {
+fn room(target: &TestedDevice, settings: &ValidateSettings, buffers: u64) -> Result<(), ValidateError> {
     let needed = match target.reference {
         Reference::Copies => buffers.saturating_mul(3),
         _ => buffers.saturating_mul(2),
@@ -127,7 +127,7 @@ fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<()
 
 /// All of them, one after the other.
 fn cases(
-    target: &Target,
+    target: &TestedDevice,
     settings: &ValidateSettings,
     (channels, phases, layout): (&[usize], &[Phase], Layout),
     report: &mut ValidateReport,
@@ -160,7 +160,7 @@ fn cases(
 }
 
 /// Refuses settings that make no sense, and returns the channels that are used.
-fn check(target: &Target, settings: &ValidateSettings) -> Result<Vec<usize>, ValidateError> {
+fn check(target: &TestedDevice, settings: &ValidateSettings) -> Result<Vec<usize>, ValidateError> {
     let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
     if !(1..=64).contains(&settings.threads) {
         return bad("a number of threads", settings.threads as u64, "not from 1 to 64");
@@ -223,7 +223,7 @@ type MaybeWorkers = Result<(Vec<Worker>, PageKind), String>;
 
 /// One memory, buffer and kind of pages.
 struct Case<'a> {
-    target: &'a Target,
+    target: &'a TestedDevice,
     settings: &'a ValidateSettings,
     channels: &'a [usize],
     layout: Layout,

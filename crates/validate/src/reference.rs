@@ -9,7 +9,7 @@ use dmalane_device::BackingFiles;
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
-use crate::target::{Reference, Target};
+use crate::target::{Reference, TestedDevice};
 use crate::workers::Worker;
 use crate::{Directions, Stop, ValidateError};
 
@@ -33,7 +33,7 @@ impl Reference {
     }
 }
 
-impl Target {
+impl TestedDevice {
     /// The best rate possible for the work that `workers` (with the walks up and down) have just done, in bytes per
     /// second.
     pub(crate) fn reference(

@@ -30,13 +30,14 @@ pub enum Contents {
     /// They are overwritten.
     Overwrite,
     /// They are backed up on disk before anything is written, and restored at the end. A regular file's backup lies
-    /// beside it as `.NAME.dmalane-backup`, a block device's in `/var/tmp`; after SIGKILL the next [`Target::new`] with
-    /// the same device finds and restores it. Character devices cannot be restored, and are refused.
+    /// beside it as `.NAME.dmalane-backup`, a block device's in `/var/tmp`; after SIGKILL the next
+    /// [`TestedDevice::new`] with the same device finds and restores it. Character devices cannot be restored,
+    /// and are refused.
     Restore,
 }
 
 /// A device with its queues, ready to be measured.
-pub struct Target {
+pub struct TestedDevice {
     /// A description for people.
     pub name: String,
     /// The modelled link, for people.
@@ -176,7 +177,7 @@ fn slower(link: &Link) -> Link {
     Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
-impl Target {
+impl TestedDevice {
     /// Takes the queues of a device that nothing else uses. `contents` says what becomes of what a device that is made
     /// of files holds; that of other devices is lost. A backup of a run that was killed is restored first, whatever
     /// `contents` says.

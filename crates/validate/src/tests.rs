@@ -34,20 +34,20 @@ fn card(config: CardConfig, how: CardUse) -> Box<dyn Device> {
     Box::new(CardDevice::open(bus, CardUse { flat: true, ..how }).unwrap())
 }
 
-fn soft(config: CardConfig, emulate: Option<&str>) -> Target {
+fn soft(config: CardConfig, emulate: Option<&str>) -> TestedDevice {
     let device = card(config, CardUse { concurrent: config.workers == Workers::PerChannel, ..CardUse::default() });
     match emulate {
-        Some(link) => Target::emulated(device, link, None).unwrap(),
-        None => Target::new(device, Contents::Refuse).unwrap(),
+        Some(link) => TestedDevice::emulated(device, link, None).unwrap(),
+        None => TestedDevice::new(device, Contents::Refuse).unwrap(),
     }
 }
 
-fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Target, FileDeviceError> {
+fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<TestedDevice, FileDeviceError> {
     let options = FileDeviceOptions { overwrite: true, ..options };
-    Ok(Target::new(Box::new(FileDevice::open(paths, options)?), Contents::Restore).unwrap())
+    Ok(TestedDevice::new(Box::new(FileDevice::open(paths, options)?), Contents::Restore).unwrap())
 }
 
-fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
+fn check(target: &TestedDevice, settings: &ValidateSettings) -> ValidateReport {
     let (mut steps, mut said) = (0, 0);
     let report = run(target, settings, &mut |event| match event {
         ValidateEvent::Steps(n) => steps = n,
@@ -168,8 +168,10 @@ fn settings_that_make_no_sense_are_refused() {
         let said = refused(settings);
         assert!(said.contains(why), "{said}");
     }
-    let error =
-        Target::emulated(card(CardConfig::default(), CardUse::default()), "fast", None).err().unwrap().to_string();
+    let error = TestedDevice::emulated(card(CardConfig::default(), CardUse::default()), "fast", None)
+        .err()
+        .unwrap()
+        .to_string();
     assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
 }
 
@@ -249,7 +251,7 @@ impl Queue for Wrong {
 }
 
 /// The software card with both channels wrong.
-fn wrong(fault: Fault) -> Target {
+fn wrong(fault: Fault) -> TestedDevice {
     let mut target = soft(CardConfig::default(), None);
     for queue in &mut target.queues {
         *queue = share(Wrong { inner: Box::new(queue.handle(Class::Normal)), fault, done: 0 });
@@ -461,14 +463,14 @@ fn a_modelled_link_is_the_ceiling() {
         let model = 23e9 / SLOWER;
         assert!((reference / model - 1.0).abs() < 0.01, "{reference} {model}");
     }
-    let three = Target::emulated(
+    let three = TestedDevice::emulated(
         card(CardConfig { channels: 3, ..CardConfig::default() }, CardUse::default()),
         "12-and-9",
         None,
     );
     assert!(matches!(three, Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
     let ram = Box::new(dmalane_device::RamDevice::new(MIB).unwrap());
-    assert!(matches!(Target::emulated(ram, "12-and-9", None), Err(ValidateError::NothingToFit)));
+    assert!(matches!(TestedDevice::emulated(ram, "12-and-9", None), Err(ValidateError::NothingToFit)));
 }
 
 #[test]
@@ -524,9 +526,9 @@ fn what_is_told_to_stop_stops_and_puts_back() {
 fn a_character_device_is_not_overwritten_unasked() {
     let paths = || FileDevicePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
     let device = || Box::new(FileDevice::open(paths(), FileDeviceOptions::default()).unwrap());
-    let refused = Target::new(device(), Contents::Restore);
+    let refused = TestedDevice::new(device(), Contents::Restore);
     assert!(matches!(refused, Err(ValidateError::Lost(name)) if name == "file:/dev/zero"));
-    let report = run(&Target::new(device(), Contents::Overwrite).unwrap(), &quick(), &mut |_| {}).unwrap();
+    let report = run(&TestedDevice::new(device(), Contents::Overwrite).unwrap(), &quick(), &mut |_| {}).unwrap();
     assert!(!report.passed() && report.figures.is_empty());
 }
 
@@ -643,7 +645,7 @@ fn a_file_that_holds_data_is_not_overwritten_unasked() {
     let target = |contents| {
         let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
         let device = FileDevice::open(paths, FileDeviceOptions { overwrite: true, ..Default::default() }).unwrap();
-        Target::new(Box::new(device), contents).unwrap()
+        TestedDevice::new(Box::new(device), contents).unwrap()
     };
     // It holds none.
     assert!(run(&target(Contents::Refuse), &quick(), &mut |_| {}).unwrap().passed());
@@ -679,16 +681,17 @@ fn any_device_can_be_measured() {
     let how = CardUse { name: "a card".to_owned(), ring: Some(16), ..CardUse::default() };
     // Queues may be balanced where they work at the same time.
     assert!(
-        Target::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), Contents::Refuse)
+        TestedDevice::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), Contents::Refuse)
             .unwrap()
             .concurrent
     );
-    let target = Target::new(card(CardConfig::default(), how), Contents::Refuse).unwrap();
+    let target = TestedDevice::new(card(CardConfig::default(), how), Contents::Refuse).unwrap();
     assert!(!target.concurrent);
     assert_eq!((target.name.as_str(), target.notes()[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
-    let target = Target::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), Contents::Refuse).unwrap();
+    let target =
+        TestedDevice::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), Contents::Refuse).unwrap();
     assert!(check(&target, &quick()).figures.iter().all(|f| f.phase == Phase::Device));
 }
 
@@ -839,7 +842,7 @@ fn only_memory_that_the_driver_has_allocated_is_used_and_it_is_freed() {
     let ram = || RamDevice::new(1 << 40).unwrap();
     let target = |most| {
         let device = Driven { ram: ram(), most, allocated: Arc::clone(&allocated) };
-        Target::new(Box::new(device), Contents::Refuse).unwrap()
+        TestedDevice::new(Box::new(device), Contents::Refuse).unwrap()
     };
     let settings = ValidateSettings { starting_offset: 4096, ..quick() };
     check(&target(4 * MIB), &settings);

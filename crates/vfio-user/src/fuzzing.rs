@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use dmalane_addr::Iova;
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
@@ -154,9 +154,9 @@ struct Sent {
 }
 
 /// Builds a request from the input.
-fn request(input: &mut Input<'_>) -> Sent {
+fn request(input: &mut FuzzInput<'_>) -> Sent {
     let body = Body::default;
-    let small = |input: &mut Input<'_>| u32::from(input.u8());
+    let small = |input: &mut FuzzInput<'_>| u32::from(input.u8());
     let (command, body) = match input.u8() % 12 {
         0 => (1, body().u32(small(input)).bytes(b"{}\0")),
         1 | 2 => {
@@ -205,10 +205,10 @@ fn request(input: &mut Input<'_>) -> Sent {
 /// # Panics
 /// When a request outside of the device reaches it, an answer is malformed, or state of the client is left.
 pub fn fuzz_client(data: &[u8]) {
-    RESOURCES.with_borrow(|resources| run(resources, Input::new(data)));
+    RESOURCES.with_borrow(|resources| run(resources, FuzzInput::new(data)));
 }
 
-fn run(resources: &Resources, mut input: Input<'_>) {
+fn run(resources: &Resources, mut input: FuzzInput<'_>) {
     let (mut client, server) = UnixStream::pair().expect("a socket");
     let (mut requested, mut broken) = (Vec::new(), false);
     if input.u8() & 7 != 0 {

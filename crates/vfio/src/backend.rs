@@ -31,8 +31,8 @@ impl fmt::Display for Backend {
 pub struct BackendStatus {
     /// The device.
     pub bdf: Bdf,
-    /// The backend that [`Container::new`](crate::Container::new) selects, and the file that it opens; `None` when no
-    /// backend can open the device.
+    /// The backend that [`VfioContainer::new`](crate::VfioContainer::new) selects, and the file that it opens; `None`
+    /// when no backend can open the device.
     pub selected: Option<(Backend, PathBuf)>,
     /// The preferred backends that cannot open the device, best first, and why.
     pub unavailable: Vec<(Backend, Error)>,

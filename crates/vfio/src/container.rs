@@ -30,7 +30,7 @@ const VFIO: &str = "/dev/vfio/vfio";
 /// One IOMMU address space. Every device that was opened through it can access all memory that is mapped in it. Clones
 /// share the container.
 #[derive(Clone)]
-pub struct Container(pub(crate) Arc<Inner>);
+pub struct VfioContainer(pub(crate) Arc<Inner>);
 
 pub(crate) struct Inner {
     sysfs: Sysfs,
@@ -100,13 +100,13 @@ impl fmt::Display for PeerMethod {
     }
 }
 
-impl Default for Container {
+impl Default for VfioContainer {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Container {
+impl VfioContainer {
     /// A container without devices. The first device selects the [`Backend`]: iommufd if it exists and this process may
     /// open it, else type 1.
     pub fn new() -> Self {
@@ -251,7 +251,7 @@ impl Container {
     }
 
     /// Maps pinned buffers, or ranges of them, at contiguous IOVAs that the container chooses. Each counts as one
-    /// mapping towards the kernel's limit ([`Container::mappings_left`]).
+    /// mapping towards the kernel's limit ([`VfioContainer::mappings_left`]).
     ///
     /// # Errors
     /// [`Error`] by cause, such as [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`] and [`Error::Iova`];
@@ -263,7 +263,7 @@ impl Container {
     /// Maps a pinned buffer at a given IOVA, for a device that requires certain addresses.
     ///
     /// # Errors
-    /// As [`Container::map_list`]; [`Error::OutsideIova`], [`Error::Overlap`], [`Error::Unaligned`].
+    /// As [`VfioContainer::map_list`]; [`Error::OutsideIova`], [`Error::Overlap`], [`Error::Unaligned`].
     pub fn map_at(&self, pinned: Pinned, access: Access, at: Iova) -> Result<Mapping, dma::Error> {
         self.0.map_list(vec![pinned], access, Some(at))
     }
@@ -276,7 +276,7 @@ impl Container {
     /// ([`PeerMapping::is_mapped`]), and it must be renewed ([`PeerMapping::renew`]).
     ///
     /// # Errors
-    /// As [`Container::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
+    /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
     /// respond; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
@@ -723,7 +723,7 @@ impl PeerMapping {
     /// Maps the range again, at the same IOVAs, if the kernel has removed the mapping.
     ///
     /// # Errors
-    /// As [`Container::map_peer`]; [`Error::Region`] while the device does not respond.
+    /// As [`VfioContainer::map_peer`]; [`Error::Region`] while the device does not respond.
     pub fn renew(&mut self) -> Result<(), Error> {
         if self.is_mapped() {
             return Ok(());
@@ -779,9 +779,9 @@ impl fmt::Debug for PeerMapping {
     }
 }
 
-impl fmt::Debug for Container {
+impl fmt::Debug for VfioContainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Container").field("mapped", &self.mapped_bytes()).finish_non_exhaustive()
+        f.debug_struct("VfioContainer").field("mapped", &self.mapped_bytes()).finish_non_exhaustive()
     }
 }
 
@@ -855,7 +855,7 @@ mod tests {
     /// A file in place of a container: it refuses every request.
     #[test]
     fn memory_that_the_kernel_does_not_unmap_is_kept() {
-        let container = Container::new();
+        let container = VfioContainer::new();
         let file = tempfile::tempfile().unwrap();
         assert!(container.0.kernel.set(Kernel::Type1(file.into())).is_ok());
         let info = sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None };
@@ -914,7 +914,7 @@ mod tests {
         struct Page([u8; PAGE]);
         static READ_ONLY: Page = Page([7; PAGE]);
         for backend in [Backend::Iommufd, Backend::Type1] {
-            let container = Container::with_backend(backend);
+            let container = VfioContainer::with_backend(backend);
             let Some(device) = Sysfs::new("/").bound().into_iter().find_map(|bdf| container.open(&bdf).ok()) else {
                 println!("SKIPPED: no PCI device can be opened by {backend} here");
                 continue;
@@ -923,7 +923,7 @@ mod tests {
         }
     }
 
-    fn addresses(container: &Container, device: &PciDevice, constant: usize) {
+    fn addresses(container: &VfioContainer, device: &PciDevice, constant: usize) {
         let inner = &container.0;
         let at = span(0x20_0000, 0x20_ffff);
         let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);

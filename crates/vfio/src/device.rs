@@ -10,7 +10,7 @@ use vfio_bindings::bindings::vfio as abi;
 
 use crate::error::{RegionError, VfioOperation};
 use crate::gate::{COMMAND, COMMAND_MEMORY, Gate, STANDARD};
-use crate::{BarAlignment, BarMap, Bdf, Container, Error, sys};
+use crate::{BarAlignment, BarMap, Bdf, Error, VfioContainer, sys};
 
 const CONFIG: u32 = abi::VFIO_PCI_CONFIG_REGION_INDEX;
 /// The bit of the command register that lets the device access memory.
@@ -29,7 +29,7 @@ pub(crate) struct Inner {
     /// Counts the kernel's requests to release the device.
     release_requests: OnceLock<[OwnedFd; 1]>,
     /// Keeps the address space open, and the group if there is one.
-    container: Container,
+    container: VfioContainer,
 }
 
 /// A region of a device: 0 to 5 are BARs, 6 is the expansion ROM, 7 the configuration space.
@@ -50,7 +50,7 @@ pub struct PciRegion {
 }
 
 impl PciDevice {
-    pub(crate) fn new(fd: OwnedFd, bdf: Bdf, container: Container) -> Result<Self, Error> {
+    pub(crate) fn new(fd: OwnedFd, bdf: Bdf, container: VfioContainer) -> Result<Self, Error> {
         let (flags, regions, kinds) =
             sys::device_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryDevice(bdf)))?;
         let regions = (0..regions.min(64)).map(|index| match sys::region_info(fd.as_fd(), index) {
@@ -75,7 +75,7 @@ impl PciDevice {
         bdf: Bdf,
         flags: u32,
         regions: Vec<PciRegion>,
-        container: Container,
+        container: VfioContainer,
     ) -> Result<Self, Error> {
         let mut space = [0; STANDARD];
         let config = regions.get(CONFIG as usize).filter(|config| config.len > 0);
@@ -99,7 +99,7 @@ impl PciDevice {
             _ => PciRegion::absent(index),
         };
         let bdf = "0000:01:00.0".parse().unwrap();
-        Self::with_regions(file, bdf, 0, (0..=CONFIG).map(region).collect(), Container::new()).unwrap()
+        Self::with_regions(file, bdf, 0, (0..=CONFIG).map(region).collect(), VfioContainer::new()).unwrap()
     }
 
     /// Another handle to an open device.
@@ -117,7 +117,7 @@ impl PciDevice {
     }
 
     /// The container of the device.
-    pub fn container(&self) -> &Container {
+    pub fn container(&self) -> &VfioContainer {
         &self.0.container
     }
 

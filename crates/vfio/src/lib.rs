@@ -1,20 +1,20 @@
 //! PCI devices through the Linux kernel's VFIO.
 //!
-//! [`Container::open`] opens a device that is bound to `vfio-pci`. [`PciDevice`] has its regions, interrupts and reset.
-//! [`VfioBus`] is the device as a driver sees it, through the port [`dmalane_dma::Mmio`]: a driver written for the
-//! software card runs on it.
+//! [`VfioContainer::open`] opens a device that is bound to `vfio-pci`. [`PciDevice`] has its regions, interrupts and
+//! reset. [`VfioBus`] is the device as a driver sees it, through the port [`dmalane_dma::Mmio`]: a driver written for
+//! the software card runs on it.
 //!
 //! The kernel offers VFIO through two interfaces ([`Backend`]): iommufd with the device's own file, or a container with
-//! the device's IOMMU group. [`Container::new`] prefers iommufd; [`backends`] shows which one opens each device, and
-//! why. Memory is mapped through the kernel's IOMMU driver, at IOVAs that the IOMMU supports. [`BarMap`] is a BAR
+//! the device's IOMMU group. [`VfioContainer::new`] prefers iommufd; [`backends`] shows which one opens each device,
+//! and why. Memory is mapped through the kernel's IOMMU driver, at IOVAs that the IOMMU supports. [`BarMap`] is a BAR
 //! mapped at an address that is aligned to the largest pages that the kernel can map it with.
 //!
 //! ```no_run
 //! use dmalane_addr::Access;
 //! use dmalane_dma::{AnonHeap, Heap, Registrar};
-//! use dmalane_vfio::{Container, VfioBus};
+//! use dmalane_vfio::{VfioContainer, VfioBus};
 //!
-//! let device = Container::new().open(&"0000:01:00.0".parse()?)?;
+//! let device = VfioContainer::new().open(&"0000:01:00.0".parse()?)?;
 //! let bus = VfioBus::new(device)?;
 //! let buf = AnonHeap::new().allocate(1 << 20)?.share();
 //! let mapping = bus.map(bus.pin(&buf.reference())?, Access::RW)?;
@@ -40,7 +40,7 @@ pub use backend::{Backend, BackendStatus, backends, check_iommufd};
 pub use bar::{BarAlignment, BarMap};
 pub use bdf::{BadBdf, Bdf};
 pub use bus::VfioBus;
-pub use container::{Container, PeerMapping, PeerMethod};
+pub use container::{PeerMapping, PeerMethod, VfioContainer};
 pub use device::{PciDevice, PciRegion};
 pub use error::{Error, RegionError, VfioOperation};
 pub use faults::{FaultLog, IommuFault};

@@ -16,7 +16,7 @@ use dmalane_dma::{self as dma, AnonHeap, DmaHeap, Heap, Mapping, MemfdHeap, Mmio
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
 use dmalane_vfio::{
-    Backend, BarAlignment, Bdf, Container, Error, FaultLog, PeerMethod, RegionError, VfioBus, backends,
+    Backend, BarAlignment, Bdf, Error, FaultLog, PeerMethod, RegionError, VfioBus, VfioContainer, backends,
 };
 use edu::{Edu, EduQueue};
 
@@ -57,12 +57,12 @@ fn backend() -> Backend {
     }
 }
 
-fn container() -> Container {
-    Container::with_backend(backend())
+fn container() -> VfioContainer {
+    VfioContainer::with_backend(backend())
 }
 
 /// Unmaps everything, and returns how many bytes the kernel still had mapped, whatever the container's own count is.
-fn left_behind(container: &Container) -> u64 {
+fn left_behind(container: &VfioContainer) -> u64 {
     container.iova_ranges().into_iter().map(|range| container.revoke(range).unwrap()).sum()
 }
 
@@ -95,7 +95,7 @@ fn edu(bdf: Bdf) -> Edu {
     edu_in(&container(), bdf)
 }
 
-fn edu_in(container: &Container, bdf: Bdf) -> Edu {
+fn edu_in(container: &VfioContainer, bdf: Bdf) -> Edu {
     Edu::open(Arc::new(VfioBus::new(container.open(&bdf).unwrap()).unwrap()))
 }
 
@@ -831,7 +831,7 @@ fn a_container_selects_the_preferred_backend() {
     assert!(all.len() >= 2, "{all:?}");
     let here = all.iter().find(|status| status.bdf == bdf).unwrap();
     println!("{here:?}");
-    let container = Container::new();
+    let container = VfioContainer::new();
     assert_eq!(container.backend(), None);
     let device = container.open(&bdf).unwrap();
     let (selected, file) = here.selected.as_ref().unwrap();
@@ -846,12 +846,12 @@ fn a_container_selects_the_preferred_backend() {
         }
     }
     // The other backend can open the same device, but not at the same time.
-    match Container::with_backend(Backend::Type1).open(&bdf) {
+    match VfioContainer::with_backend(Backend::Type1).open(&bdf) {
         Err(Error::Busy { .. }) => {}
         other => panic!("{other:?}"),
     }
     drop((device, container));
-    edu_in(&Container::with_backend(Backend::Type1), bdf);
+    edu_in(&VfioContainer::with_backend(Backend::Type1), bdf);
 }
 
 /// The kernel answers an access to a mapped BAR with SIGBUS while its memory is disabled.
@@ -953,7 +953,7 @@ mod measure {
 
     /// Maps and unmaps, and prints a row of the table. The device accesses the memory while it is mapped.
     fn row(backend: Backend, by_address: bool, memory: &str, buf: &SharedBuf) {
-        let container = Container::with_backend(backend);
+        let container = VfioContainer::with_backend(backend);
         let edu = edu_in(&container, edus()[0]);
         let call = match (backend, by_address || buf.export().is_none()) {
             (Backend::Type1, _) => "VFIO_IOMMU_MAP_DMA",
@@ -1025,7 +1025,7 @@ mod untyped {
     #[test]
     fn without_type_1_the_error_names_its_module() {
         let began = Instant::now();
-        match Container::new().open(&edus()[0]) {
+        match VfioContainer::new().open(&edus()[0]) {
             Err(e @ Error::NoType1) => {
                 println!("{e}");
                 assert!(e.to_string().contains("modprobe vfio_iommu_type1"));
@@ -1042,7 +1042,7 @@ mod bare {
 
     #[test]
     fn without_modules_the_error_names_them() {
-        match Container::new().open(&edus()[0]) {
+        match VfioContainer::new().open(&edus()[0]) {
             Err(e @ Error::NoModule { module: "vfio-pci", .. }) => assert!(e.to_string().contains("modprobe vfio-pci")),
             other => panic!("{other:?}"),
         }

@@ -58,7 +58,7 @@ pub use bo::{Bo, VmId};
 pub use errno::Errno;
 pub use error::Error;
 pub use handles::Handles;
-pub use mapped::{Mapped, Source};
+pub use mapped::{Mapped, MappedSource};
 pub use plan::{Committed, Plan, PlanError};
 pub use queue::{BindQueue, BindTicket, Ended, Full, QueueError, Submission};
 pub use request::BindRequest;

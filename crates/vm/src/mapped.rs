@@ -15,7 +15,7 @@ pub struct Mapped {
     /// Where.
     pub span: Span<DeviceVa>,
     /// Content of the run.
-    pub source: Source,
+    pub source: MappedSource,
     /// Where the first byte is. Of a buffer's bytes in order, the following ones follow it; what repeats does so.
     pub to: CardAddr,
     /// Rights of the device.
@@ -27,7 +27,7 @@ pub struct Mapped {
 /// Content of a [`Mapped`] run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Source {
+pub enum MappedSource {
     /// Bytes of a buffer object in order.
     Bo {
         /// Its id.
@@ -52,9 +52,11 @@ impl Mapped {
     fn new(binding: &Binding, run: Run<DeviceVa, CardAddr>) -> Option<Self> {
         let within = run.at.offset_from(binding.span.first())?;
         let source = match &binding.to {
-            BindingTarget::Bo { bo, offset } => Source::Bo { bo: bo.id(), offset: offset + within },
-            BindingTarget::Repeat { bo, offset, page } => Source::Repeat { bo: bo.id(), offset: *offset, page: *page },
-            BindingTarget::Null => Source::Null,
+            BindingTarget::Bo { bo, offset } => MappedSource::Bo { bo: bo.id(), offset: offset + within },
+            BindingTarget::Repeat { bo, offset, page } => {
+                MappedSource::Repeat { bo: bo.id(), offset: *offset, page: *page }
+            }
+            BindingTarget::Null => MappedSource::Null,
         };
         let span = Span::new(run.at, run.len)?;
         Some(Self { span, source, to: run.to, access: run.access, leaf: run.size })
@@ -64,7 +66,7 @@ impl Mapped {
     fn joined(&self, next: &Self) -> Option<Self> {
         let len = self.span.len();
         let goes_on = match (self.source, next.source) {
-            (Source::Bo { bo, offset }, Source::Bo { bo: other, offset: there }) => {
+            (MappedSource::Bo { bo, offset }, MappedSource::Bo { bo: other, offset: there }) => {
                 bo == other && offset.checked_add(len) == Some(there) && self.to.checked_add(len) == Some(next.to)
             }
             // Where each byte of it is follows from the first: the same ones again.

@@ -9,7 +9,7 @@ use dmalane_card::Card;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_daemon::wire::{ANSWER, ClientRequest, FAILED, MAX_MESSAGE, message};
 use dmalane_daemon::{Client, ClientOptions, status};
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
 use crate::{send, socket_path};
 use rustix::event::{EventfdFlags, eventfd};
@@ -30,7 +30,7 @@ pub fn target(data: &[u8]) {
     listen(&listener, 4).expect("a listener");
     std::thread::scope(|scope| {
         let daemon = scope.spawn(|| {
-            let mut daemon = Daemon { input: Input::new(data), answers: 0, files: files() };
+            let mut daemon = Daemon { input: FuzzInput::new(data), answers: 0, files: files() };
             while let Ok(client) = accept(&listener) {
                 daemon.serve(&client);
             }
@@ -85,7 +85,7 @@ fn files() -> Files {
 }
 
 struct Daemon<'a> {
-    input: Input<'a>,
+    input: FuzzInput<'a>,
     answers: usize,
     files: Files,
 }

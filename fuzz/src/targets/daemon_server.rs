@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_daemon::wire::{ClientRequest, MAX_MESSAGE, MapSegment};
 use dmalane_daemon::{ClientLimits, Config, Listener, Server, status};
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use crate::{send, socket_path};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
@@ -45,7 +45,7 @@ fn fixed() -> &'static Fixed {
 /// Runs the target on one input.
 pub fn target(data: &[u8]) {
     let fixed = fixed();
-    let input = &mut Input::new(data);
+    let input = &mut FuzzInput::new(data);
     let mut clients: [Option<OwnedFd>; CLIENTS] = Default::default();
     for seqno in 0..MESSAGES as u64 {
         if input.is_empty() {
@@ -69,7 +69,7 @@ pub fn target(data: &[u8]) {
                 _ => fixed.memfds[n / 4 % fixed.memfds.len()].export().expect("a memfd"),
             });
         }
-        let segment = |input: &mut Input<'_>| MapSegment {
+        let segment = |input: &mut FuzzInput<'_>| MapSegment {
             fd: u32::from(input.u8() % 3).into(),
             reserved: 0.into(),
             offset: input.number().into(),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Iova};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_daemon::{Client, ClientLimits, ClientOptions, Config, Listener, Server};
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
 use crate::socket_path;
 
@@ -61,10 +61,10 @@ fn is_all(buf: &SharedBuf, byte: u8) -> bool {
 
 /// Runs the target on one input.
 pub fn target(data: &[u8]) {
-    FIXED.with(|cell| run(cell.get_or_init(fixed), &mut Input::new(data)));
+    FIXED.with(|cell| run(cell.get_or_init(fixed), &mut FuzzInput::new(data)));
 }
 
-fn run(fixed: &Fixed, input: &mut Input<'_>) {
+fn run(fixed: &Fixed, input: &mut FuzzInput<'_>) {
     // The one of the run before may still be on its way out.
     let began = Instant::now();
     let client = loop {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dmalane_addr::Access;
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{AnonHeap, Heap, SharedBuf};
 use dmalane_queue::{Registered, Registry, RegistryError, RegistryLimits};
 use dmalane_sim::{HostConfig, SoftHost};
@@ -13,7 +13,7 @@ const CALLS: usize = 200;
 
 /// Runs the target on one input.
 pub fn target(data: &[u8]) {
-    let input = &mut Input::new(data);
+    let input = &mut FuzzInput::new(data);
     let config = HostConfig { memory: 64 << 20, fragmentation: 0.5, seed: 1 };
     let host: Arc<SoftHost> = Arc::new(SoftHost::new(config).expect("a host"));
     let limits = RegistryLimits { bytes: u64::from(input.u8() % 64) * PAGE, entries: usize::from(input.u8() % 8) };

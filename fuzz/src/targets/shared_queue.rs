@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use crate::script::{Script, ScriptQueue, copy};
 use dmalane_queue::{
     Cancelled, Class, Completion, Operation, Queue, SharedHandle, SharedOptions, SharedQueue, StopReason,
@@ -36,7 +36,7 @@ fn place(operation: &Operation) -> (usize, usize) {
 /// Runs the target on one input.
 pub fn target(data: &[u8]) {
     let (head, decisions) = data.split_at(data.len() / 2);
-    let input = &mut Input::new(head);
+    let input = &mut FuzzInput::new(head);
     let capacity = usize::from(input.u8() % 8) + 1;
     let queue = ScriptQueue::new(&Script::new(decisions), capacity);
     let (inside, total) = (usize::from(input.u8() % 8) + 1, usize::from(input.u8() % 32) + 1);

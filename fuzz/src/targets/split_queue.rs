@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use crate::script::{Script, ScriptQueue, TARGET, copy};
 use dmalane_queue::{
     AddressPolicy, Area, BalancePolicy, Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Policy,
@@ -16,7 +16,7 @@ const CALLS: usize = 60;
 /// Runs the target on one input.
 pub fn target(data: &[u8]) {
     let (head, decisions) = data.split_at(data.len() / 2);
-    let input = &mut Input::new(head);
+    let input = &mut FuzzInput::new(head);
     let script = Script::new(decisions);
     let count = usize::from(input.u8() % 4) + 1;
     let queues = (0..count).map(|_| ScriptQueue::new(&script, usize::from(input.u8() % 4) + 1)).collect();

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
 use crate::send;
 use dmalane_vfio_user::UserBus;
@@ -19,7 +19,7 @@ const ERROR: u32 = 1 << 5;
 pub fn target(data: &[u8]) {
     let (ours, theirs) = UnixStream::pair().expect("a pair");
     std::thread::scope(|scope| {
-        scope.spawn(|| Device { input: Input::new(data), stream: theirs, files: files() }.serve());
+        scope.spawn(|| Device { input: FuzzInput::new(data), stream: theirs, files: files() }.serve());
         use_it(ours);
     });
 }
@@ -65,7 +65,7 @@ fn files() -> Files {
 }
 
 struct Device<'a> {
-    input: Input<'a>,
+    input: FuzzInput<'a>,
     stream: UnixStream,
     files: Files,
 }

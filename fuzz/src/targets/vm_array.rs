@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
-use dmalane_dma::fuzzing::Input;
+use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_iopt::{AgxUat, Format, HeapTables, X86_64_4Level};
 use dmalane_vm::array::{ArrayOperation, requests};
 use dmalane_vm::{BindRequest, Bo, Handles, Vm};
@@ -18,7 +18,7 @@ pub fn target(data: &[u8]) {
 }
 
 fn run<F: Format>(data: &[u8]) {
-    let input = &mut Input::new(data);
+    let input = &mut FuzzInput::new(data);
     let page = F::GRANULE.bytes();
     let whole = Span::new(DeviceVa::new(512 * page), PAGES * page).expect("a span");
     let limit = usize::from(input.u8() % 32) + 4;
@@ -61,13 +61,13 @@ fn run<F: Format>(data: &[u8]) {
 }
 
 /// An operation of small numbers, so that they meet.
-fn operation(input: &mut Input<'_>, page: u64, names: &[u32], bytes: &mut Vec<u8>) {
+fn operation(input: &mut FuzzInput<'_>, page: u64, names: &[u32], bytes: &mut Vec<u8>) {
     let (kind, more) = (input.u8(), input.u8());
     let mut flags = u32::from(kind % 7) << ArrayOperation::KIND_SHIFT;
     let uses_bo = matches!(kind % 7, 0 | 2 | 4);
     let handle = if uses_bo || more & 0x80 != 0 { names[usize::from(input.u8()) % names.len()] } else { 0 };
     let wild = more & 0x70 == 0x70;
-    let number = |input: &mut Input<'_>| if wild { input.number() } else { u64::from(input.u16()) % 1200 * page };
+    let number = |input: &mut FuzzInput<'_>| if wild { input.number() } else { u64::from(input.u16()) % 1200 * page };
     let (mut offset, mut range, mut addr) = (number(input), number(input), number(input).wrapping_add(512 * page));
     match kind % 7 {
         0 => flags |= u32::from(more & 7).max(1),

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{AgxUat, Format, X86_64_4Level};
 use dmalane_vm::trace::{Line, Lines, Replay, TraceHeader, TraceOperation};
-use dmalane_vm::{Mapped, Source};
+use dmalane_vm::{Mapped, MappedSource};
 use arbitrary::{Arbitrary, Unstructured};
 
 /// The first page of the VM and the number of its pages: two leaves of 2 MiB in one format, and some pages on either
@@ -169,7 +169,7 @@ fn operations<F: Format>(ops: &[Op]) {
 struct Page {
     pa: u64,
     access: Access,
-    source: Source,
+    source: MappedSource,
     /// Which of the buffer objects of that id it is.
     serial: u64,
 }
@@ -317,7 +317,7 @@ impl<F: Format> Under<F> {
                 let pages = self.bind(bo, *va, *offset, *len, *len, *access)?;
                 for (i, page) in pages.enumerate() {
                     let offset = offset + i as u64 * granule;
-                    let (pa, source) = (self.page(bo, offset)?, Source::Bo { bo: *id, offset });
+                    let (pa, source) = (self.page(bo, offset)?, MappedSource::Bo { bo: *id, offset });
                     model.pages[page] = Some(Page { pa, access: *access, source, serial: bo.serial });
                 }
             }
@@ -327,7 +327,7 @@ impl<F: Format> Under<F> {
                     return None;
                 }
                 let pages = self.bind(bo, *va, *offset, *again, *len, *access)?;
-                let source = Source::Repeat { bo: *id, offset: *offset, page: *again };
+                let source = MappedSource::Repeat { bo: *id, offset: *offset, page: *again };
                 for at in (*offset..offset + again).step_by(granule as usize) {
                     self.page(bo, at)?;
                 }
@@ -339,7 +339,7 @@ impl<F: Format> Under<F> {
             TraceOperation::Null { va, len } => {
                 for page in self.span(*va, *len)? {
                     let pa = NULL_PAGE + (FIRST + page as u64) % 2 * granule;
-                    model.pages[page] = Some(Page { pa, access: Access::READ, source: Source::Null, serial: 0 });
+                    model.pages[page] = Some(Page { pa, access: Access::READ, source: MappedSource::Null, serial: 0 });
                 }
             }
             TraceOperation::Unbind { va, len } => model.pages[self.span(*va, *len)?].fill(None),
@@ -390,7 +390,9 @@ impl<F: Format> Under<F> {
             let first = (run.span.first().bits() / Self::GRANULE - FIRST) as usize;
             for i in 0..(run.span.len() / Self::GRANULE) as usize {
                 sources[first + i] = Some(match run.source {
-                    Source::Bo { bo, offset } => Source::Bo { bo, offset: offset + i as u64 * Self::GRANULE },
+                    MappedSource::Bo { bo, offset } => {
+                        MappedSource::Bo { bo, offset: offset + i as u64 * Self::GRANULE }
+                    }
                     other => other,
                 });
             }

@@ -107,12 +107,12 @@ impl<A: Address> SgTable<A> {
 
     /// The segments of a sub-range, the first and last cut to fit; `None` when the range is not within the table.
     /// An empty range has no runs.
-    pub fn runs(&self, range: Range<u64>) -> Option<Runs<'_, A>> {
+    pub fn runs(&self, range: Range<u64>) -> Option<TableRuns<'_, A>> {
         if range.start > range.end || range.end > self.len {
             return None;
         }
         let index = self.index_of(range.start).unwrap_or(0);
-        Some(Runs { table: self, index, at: range.start, end: range.end })
+        Some(TableRuns { table: self, index, at: range.start, end: range.end })
     }
 
     /// Which segment holds the byte; `None` beyond the end.
@@ -138,14 +138,14 @@ impl<A: Address> SgTable<A> {
 
 /// Iterator over the segments of a sub-range, made by [`SgTable::runs`].
 #[derive(Clone, Debug)]
-pub struct Runs<'a, A> {
+pub struct TableRuns<'a, A> {
     table: &'a SgTable<A>,
     index: usize,
     at: u64,
     end: u64,
 }
 
-impl<A: Address> Iterator for Runs<'_, A> {
+impl<A: Address> Iterator for TableRuns<'_, A> {
     type Item = Segment<A>;
 
     fn next(&mut self) -> Option<Segment<A>> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use dmalane::addr::{Access, PageSize};
-use dmalane::vfio::{Backend, BarAlignment, Bdf, Container, PciDevice, page_sizes};
+use dmalane::vfio::{Backend, BarAlignment, Bdf, PciDevice, VfioContainer, page_sizes};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -109,7 +109,7 @@ struct Run {
 impl BarMap {
     /// Maps, unmaps, and reports.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let container = self.backend.map_or_else(Container::new, Container::with_backend);
+        let container = self.backend.map_or_else(VfioContainer::new, VfioContainer::with_backend);
         let opened: Vec<_> = self.devices.iter().map(|bdf| container.open(bdf)).collect::<Result<_, _>>()?;
         let bars = opened.iter().map(|device| self.measure(&container, device)).collect::<Result<_, _>>()?;
         let report = Report {
@@ -131,7 +131,7 @@ impl BarMap {
     }
 
     /// Maps one BAR and unmaps it.
-    fn measure(&self, container: &Container, device: &PciDevice) -> Result<Bar, Failure> {
+    fn measure(&self, container: &VfioContainer, device: &PciDevice) -> Result<Bar, Failure> {
         let region = self.region.or_else(|| largest(device));
         let region = region.ok_or_else(|| Failure::new(format!("{} has no BAR that can be mapped", device.bdf())))?;
         let len = device.regions().get(region as usize).map_or(0, |found| found.len);

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::failure::Failure;
 use crate::output::{self, plain};
 use crate::size::{self, Size, binary};
-use crate::source::Source;
+use crate::source::SourceFile;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -78,7 +78,7 @@ struct FileReport {
 const PIECES: u64 = 64;
 
 fn file(path: &Path) -> Result<FileReport, Failure> {
-    let Source { file, path, .. } = Source::open(path)?;
+    let SourceFile { file, path, .. } = SourceFile::open(path)?;
     let name = path.display();
     let meta = file.metadata().map_err(|e| Failure::because(format!("cannot inspect {name}"), &e))?;
     if !meta.is_file() {

@@ -124,7 +124,7 @@ struct Build {
 #[command(after_help = WALK_EXAMPLES)]
 struct Walk {
     #[command(flatten)]
-    source: Source,
+    source: ImageSource,
 
     /// The addresses to translate
     #[arg(value_name = "VA", value_parser = address, required = true)]
@@ -136,11 +136,11 @@ struct Walk {
 #[command(after_help = DUMP_EXAMPLES)]
 struct Dump {
     #[command(flatten)]
-    source: Source,
+    source: ImageSource,
 }
 
 #[derive(Args)]
-struct Source {
+struct ImageSource {
     /// The image: page tables, written by `dmalane iopt build` or dumped from memory; - for standard input
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
@@ -166,7 +166,7 @@ struct Source {
     json: bool,
 }
 
-impl Source {
+impl ImageSource {
     fn base(&self) -> u64 {
         self.base.unwrap_or(self.root).0
     }

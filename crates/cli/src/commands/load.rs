@@ -31,7 +31,7 @@ use crate::size::{Size, between, binary};
 use crate::source;
 use crate::timeline::{self, Page};
 use record::Recording;
-use room::Room;
+use room::LoadRoom;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -148,7 +148,7 @@ pub struct Load {
     record: Option<PathBuf>,
 
     #[command(flatten)]
-    timeline: timeline::Options,
+    timeline: timeline::TimelineOptions,
 
     /// Bits of device virtual addresses, 32 to 47: of a trace for a format with shorter addresses, say
     /// [default: 47]
@@ -185,7 +185,7 @@ pub struct Load {
     repeat: u32,
 
     #[command(flatten)]
-    format: output::Format,
+    format: output::OutputFormat,
 }
 
 /// The files that a load writes.
@@ -231,7 +231,7 @@ struct Outcome {
     /// The run with the median time.
     run: Run,
     /// The times of all runs.
-    runs: output::Runs,
+    runs: output::WallTimes,
     verified: bool,
     /// The manifest that the files were compared with.
     manifest: Option<PathBuf>,
@@ -302,7 +302,7 @@ impl Load {
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
-        let room = Room::of(&device, &self.device, &self.placement);
+        let room = LoadRoom::of(&device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let mut outputs = outputs.unlike(&inputs, device.backing_files())?;
@@ -331,7 +331,7 @@ impl Load {
             false => None,
         };
         let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
-        let (times, median) = output::Runs::of(&walls);
+        let (times, median) = output::WallTimes::of(&walls);
         let paths = |outputs: &[Output]| outputs.iter().map(|to| to.path().to_owned()).collect();
         let outcome = Outcome {
             device: self.device.to_string(),
@@ -347,7 +347,7 @@ impl Load {
             references,
         };
         outcome.write_timeline(&outputs)?;
-        let output::Format { verbose, json, csv, .. } = self.format;
+        let output::OutputFormat { verbose, json, csv, .. } = self.format;
         match (json, csv) {
             (true, _) => output::print_json(&report::json(&outcome))?,
             (_, true) => output::print(&report::csv(&outcome))?,
@@ -381,9 +381,14 @@ impl Load {
     }
 
     /// Prints what a load would do.
-    fn plan(&self, device: &mut OpenDevice, room: &Room<'_>, inputs: &[Input<FileQueue>]) -> Result<ExitCode, Failure> {
+    fn plan(
+        &self,
+        device: &mut OpenDevice,
+        room: &LoadRoom<'_>,
+        inputs: &[Input<FileQueue>],
+    ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        let output::Format { json, csv, .. } = self.format;
+        let output::OutputFormat { json, csv, .. } = self.format;
         match (json, csv) {
             (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
             (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
@@ -430,7 +435,7 @@ impl Load {
     fn load_onto(
         &self,
         device: &mut OpenDevice,
-        room: &Room<'_>,
+        room: &LoadRoom<'_>,
         inputs: &mut [Input<FileQueue>],
         manifest: &Manifest,
         outputs: Option<&Outputs>,
@@ -488,7 +493,7 @@ impl Load {
     }
 
     /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &Room<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let Some(size) = self.sample else { return Ok(files) };
         room.check_sample(size.bytes())?;
         let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
@@ -498,7 +503,7 @@ impl Load {
     /// The files that are written.
     fn outputs(&self) -> Result<Outputs, Failure> {
         let save = self.save_targets()?;
-        let timeline::Options { trace, report } = &self.timeline;
+        let timeline::TimelineOptions { trace, report } = &self.timeline;
         let others = [(&self.record, "--record"), (trace, "--trace"), (report, "--report")];
         let mut seen: Vec<(&PathBuf, &str)> = save.iter().map(|path| (path, "--save")).collect();
         for (path, option) in others.into_iter().filter_map(|(path, option)| Some((path.as_ref()?, option))) {

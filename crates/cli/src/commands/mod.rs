@@ -24,11 +24,11 @@ macro_rules! commands {
     ($($module:ident::$Command:ident,)+) => {
         /// A command with its options.
         #[derive(clap::Subcommand)]
-        pub enum Command {
+        pub enum Commands {
             $($Command(Box<$module::$Command>),)+
         }
 
-        impl Command {
+        impl Commands {
             /// Runs the command.
             ///
             /// # Errors

@@ -31,9 +31,9 @@ use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
 use crate::size::{self, Size, between, binary};
-use crate::source::{self, Source};
+use crate::source::{self, SourceFile};
 use crate::timeline::{self, Page};
-use device::Target;
+use device::ReadTarget;
 use export::{Export, Exported};
 
 const EXAMPLES: &str = "\
@@ -169,7 +169,7 @@ pub struct Read {
     repeat: u32,
 
     #[command(flatten)]
-    timeline: timeline::Options,
+    timeline: timeline::TimelineOptions,
 
     #[command(flatten)]
     replace: output::Replace,
@@ -178,7 +178,7 @@ pub struct Read {
     export: Export,
 
     #[command(flatten)]
-    format: output::Format,
+    format: output::OutputFormat,
 }
 
 /// A heap to allocate from.
@@ -201,7 +201,7 @@ struct Outcome {
     /// The run with the median time.
     run: Run,
     /// The times of all runs.
-    runs: output::Runs,
+    runs: output::WallTimes,
     /// The device that got them.
     device: Option<DeviceSpec>,
     /// True when the data on the device was read back and compared.
@@ -291,12 +291,12 @@ impl Read {
         };
         drop(buffers);
         let walls: Vec<_> = runs.iter().map(|run| run.report.wall).collect();
-        let (times, median) = output::Runs::of(&walls);
+        let (times, median) = output::WallTimes::of(&walls);
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
-        let timeline::Options { trace: traced, report: reported } = self.timeline;
+        let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
         let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest, traced, reported };
         outcome.write_timeline(outputs)?;
-        let output::Format { verbose, json, csv, .. } = self.format;
+        let output::OutputFormat { verbose, json, csv, .. } = self.format;
         let text = match (json, csv) {
             (true, _) => output::json(&report::json(&outcome))?,
             (_, true) => report::csv(&outcome),
@@ -322,8 +322,8 @@ impl Read {
         let once = self.repeat == 1 && self.files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
         let open = |path: &PathBuf| {
-            let source = Source::open(path)?;
-            let Source { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
+            let source = SourceFile::open(path)?;
+            let SourceFile { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
             Ok(ReadSource { file, path })
         };
         self.files.iter().map(open).collect()
@@ -482,7 +482,7 @@ impl Read {
             ControlFlow::Continue(())
         };
         let mut target = match &self.device {
-            Some(spec) => Some(Target::open(spec, self.open_options(), &job.buffers)?),
+            Some(spec) => Some(ReadTarget::open(spec, self.open_options(), &job.buffers)?),
             None => None,
         };
         let registrar = target.as_ref().map(|target| target.device.registrar());
@@ -495,7 +495,7 @@ impl Read {
             .watch(watch);
         let counters = target.as_ref().map(|target| target.device.read_counters());
         counters.iter().for_each(|counters| job::this().counted(counters));
-        if let Some(Target { device, to }) = &mut target {
+        if let Some(ReadTarget { device, to }) = &mut target {
             read = read.and_to(device, to);
         } else if self.map {
             host = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
@@ -515,7 +515,7 @@ struct Done {
     /// As in [`Run`].
     heap: Option<Arc<dyn dmalane::dma::Heap>>,
     /// The device that has it.
-    target: Option<Target>,
+    target: Option<ReadTarget>,
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

@@ -14,7 +14,7 @@ use dmalane::registry::daemon_options;
 use crate::device;
 use crate::failure::Failure;
 use crate::output;
-use watch::Watch;
+use watch::Watcher;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -61,7 +61,7 @@ impl Top {
             }
             daemons.push(daemon_options(spec.rest()).map_err(Failure::usage)?);
         }
-        let mut watch = Watch::new(daemons);
+        let mut watch = Watcher::new(daemons);
         if self.once || self.json {
             return self.print(&mut watch);
         }
@@ -73,7 +73,7 @@ impl Top {
     }
 
     /// Prints intervals, one or all.
-    fn print(&self, watch: &mut Watch) -> Result<ExitCode, Failure> {
+    fn print(&self, watch: &mut Watcher) -> Result<ExitCode, Failure> {
         watch.look();
         loop {
             std::thread::sleep(self.interval);

@@ -18,7 +18,7 @@ use dmalane::load::Output;
 use dmalane::sim::Workers;
 use dmalane::slash::SlashOptions;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target,
+    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, TestedDevice,
     ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
@@ -216,7 +216,7 @@ pub struct Validate {
     mb: bool,
 
     #[command(flatten)]
-    format: output::Format,
+    format: output::OutputFormat,
 
     /// Draw the results into this file, as SVG
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
@@ -493,12 +493,12 @@ impl Validate {
     }
 
     /// The device to measure, and the device whose limits --fit finds.
-    fn targets(&self) -> Result<(Target, Option<Target>), Failure> {
+    fn targets(&self) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
         let options = self.open_options();
         let open = || options.device(&self.device).map_err(|e| self.cannot_open(&e, &options));
         let target = |catch_up| match &self.emulate {
-            Some(link) => Target::emulated(open()?, link, catch_up).map_err(|e| self.failure(e)),
-            None => Target::new(open()?, self.contents()).map_err(|e| self.failure(e)),
+            Some(link) => TestedDevice::emulated(open()?, link, catch_up).map_err(|e| self.failure(e)),
+            None => TestedDevice::new(open()?, self.contents()).map_err(|e| self.failure(e)),
         };
         // A busy machine's late threads shall not look like a limit.
         let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));

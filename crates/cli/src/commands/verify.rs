@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
-use dmalane::load::{Difference, Part};
+use dmalane::load::{Difference, RegionKind};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -52,7 +52,7 @@ pub struct Verify {
 
 /// A difference in the output of `--json`, which `docs/formats/json.md` describes.
 fn json(difference: &Difference) -> Value {
-    let (mut part, mut place, mut lengths, mut problem): (Option<&Part>, _, _, _) = (None, None, None, "other");
+    let (mut part, mut place, mut lengths, mut problem): (Option<&RegionKind>, _, _, _) = (None, None, None, "other");
     match difference {
         Difference::Changed { part: of, start, end, .. } => {
             (problem, part, place) = ("changed", Some(of), Some((*start, *end)));
@@ -68,8 +68,8 @@ fn json(difference: &Difference) -> Value {
     json!({
         "file": difference.file(),
         "problem": problem,
-        "part": part.map(Part::kind),
-        "tensor": part.and_then(Part::tensor).map(|tensor| &tensor.name),
+        "part": part.map(RegionKind::kind),
+        "tensor": part.and_then(RegionKind::tensor).map(|tensor| &tensor.name),
         "start": place.map(|(start, _)| start),
         "end": place.map(|(_, end)| end),
         "expected_bytes": lengths.map(|(expected, _)| expected),

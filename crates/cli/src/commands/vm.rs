@@ -19,7 +19,7 @@ use super::iopt::format;
 use crate::device;
 use crate::failure::Failure;
 use crate::output;
-use report::Report;
+use report::ReplayReport;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -132,7 +132,7 @@ impl Replay {
         }
         let mut replay = trace::Replay::new(vm);
 
-        let mut report = Report::new(&name, format, replay.vm(), self.json);
+        let mut report = ReplayReport::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
         let (mut stopped, mut outside) = (None, false);
         loop {

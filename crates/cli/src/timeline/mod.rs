@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::load::{Output, Timeline};
+use dmalane::load::{Output, StageTimeline};
 
 use crate::failure::Failure;
 use crate::output;
@@ -17,7 +17,7 @@ pub use page::Page;
 
 /// The options of commands that record a timeline.
 #[derive(Args)]
-pub struct Options {
+pub struct TimelineOptions {
     /// Write a timeline of reads, copies and binds to this file, for ui.perfetto.dev or Chrome's about:tracing
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     pub trace: Option<PathBuf>,
@@ -27,7 +27,7 @@ pub struct Options {
     pub report: Option<PathBuf>,
 }
 
-impl Options {
+impl TimelineOptions {
     /// Whether a timeline is recorded.
     pub fn any(&self) -> bool {
         self.trace.is_some() || self.report.is_some()
@@ -66,7 +66,7 @@ impl Files {
     }
 
     /// Writes them. `done` says what was done before, should that fail.
-    pub fn write(&self, timeline: &Timeline, page: &Page<'_>, done: &str) -> Result<(), Failure> {
+    pub fn write(&self, timeline: &StageTimeline, page: &Page<'_>, done: &str) -> Result<(), Failure> {
         let machine = Machine::this();
         let failed = |what| move |e| output::refused(format!("cannot write {what} ({done})"), &e);
         if let Some(to) = &self.trace {

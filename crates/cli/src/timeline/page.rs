@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use dmalane::load::{Lane, Stage, Timeline, Work};
+use dmalane::load::{Stage, StageSpan, StageTimeline, Track};
 
 use super::Machine;
 use crate::size::{binary, duration};
@@ -17,7 +17,7 @@ const NAMES: f64 = 170.0;
 /// Height of a row, and of the axis.
 const ROW: f64 = 15.0;
 const AXIS: f64 = 22.0;
-/// Rows that a lane has at most; what overlaps further is drawn in the last one.
+/// Rows that a track has at most; what overlaps further is drawn in the last one.
 const ROWS: usize = 16;
 
 const STYLE: &str = "\
@@ -47,7 +47,7 @@ pub struct Page<'a> {
 
 impl Page<'_> {
     /// The page. It loads nothing from elsewhere and has no scripts.
-    pub(super) fn html(&self, timeline: &Timeline, machine: &Machine) -> String {
+    pub(super) fn html(&self, timeline: &StageTimeline, machine: &Machine) -> String {
         let mut page = String::from("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n");
         page += "<meta http-equiv=\"Content-Security-Policy\" ";
         page += "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n";
@@ -60,7 +60,7 @@ impl Page<'_> {
         page += "</style></head><body>\n";
         let (answer, bottleneck) = &self.answer;
         page += &format!("<h1>{}</h1>\n<p>{}</p>\n", escape(answer.trim()), escape(bottleneck.trim()));
-        page += "<h2>Timeline</h2>\n<p>";
+        page += "<h2>StageTimeline</h2>\n<p>";
         for (i, stage) in Stage::ALL.iter().enumerate().filter(|(i, _)| used(timeline, *i)) {
             page += &format!("<span class=\"key s{i}\"></span>{stage}");
         }
@@ -79,8 +79,8 @@ impl Page<'_> {
     }
 }
 
-fn used(timeline: &Timeline, stage: usize) -> bool {
-    timeline.lanes.iter().any(|lane| lane.work.iter().any(|work| work.stage as usize == stage))
+fn used(timeline: &StageTimeline, stage: usize) -> bool {
+    timeline.tracks.iter().any(|track| track.work.iter().any(|work| work.stage as usize == stage))
 }
 
 /// A table of which the first row is the head and the first column text; other columns are numbers.
@@ -95,14 +95,14 @@ fn table(rows: &[Vec<String>]) -> String {
 }
 
 /// The timeline as a drawing.
-fn svg(timeline: &Timeline, wall: Duration) -> String {
-    let ends = timeline.lanes.iter().flat_map(|lane| &lane.work).map(|work| work.end);
+fn svg(timeline: &StageTimeline, wall: Duration) -> String {
+    let ends = timeline.tracks.iter().flat_map(|track| &track.work).map(|work| work.end);
     let whole = ends.max().unwrap_or_default().max(wall).as_secs_f64().max(1e-9);
     let scale = (WIDTH - NAMES - 10.0) / whole;
-    let lanes: Vec<(&Lane, Vec<Vec<Work>>)> =
-        timeline.lanes.iter().map(|lane| (lane, few(lane.rows(), whole / (WIDTH - NAMES)))).collect();
-    let height = AXIS + lanes.iter().map(|(_, rows)| rows.len() as f64 * ROW + 8.0).sum::<f64>();
-    let mut out = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"Timeline\">\n");
+    let tracks: Vec<(&Track, Vec<Vec<StageSpan>>)> =
+        timeline.tracks.iter().map(|track| (track, few(track.rows(), whole / (WIDTH - NAMES)))).collect();
+    let height = AXIS + tracks.iter().map(|(_, rows)| rows.len() as f64 * ROW + 8.0).sum::<f64>();
+    let mut out = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"StageTimeline\">\n");
     let step = tick(whole);
     let digits = (-(step * 1e3).log10().floor()).max(0.0) as usize;
     let mut at = 0.0;
@@ -115,8 +115,8 @@ fn svg(timeline: &Timeline, wall: Duration) -> String {
         at += step;
     }
     let mut y = AXIS;
-    for (lane, rows) in lanes {
-        let _ = writeln!(out, "<text x=\"4\" y=\"{:.1}\">{}</text>", y + 11.0, escape(&lane.name));
+    for (track, rows) in tracks {
+        let _ = writeln!(out, "<text x=\"4\" y=\"{:.1}\">{}</text>", y + 11.0, escape(&track.name));
         for row in rows {
             for work in row {
                 let (start, end) = (work.start.as_secs_f64(), work.end.as_secs_f64());
@@ -137,7 +137,7 @@ fn svg(timeline: &Timeline, wall: Duration) -> String {
     out + "</svg>\n"
 }
 
-fn title(work: &Work) -> String {
+fn title(work: &StageSpan) -> String {
     let times = if work.count > 1 { format!(" ({} times)", work.count) } else { String::new() };
     let bytes = if work.bytes > 0 { format!(", {}", binary(work.bytes)) } else { String::new() };
     let (took, at) = (duration(work.end.saturating_sub(work.start)), duration(work.start));
@@ -145,14 +145,14 @@ fn title(work: &Work) -> String {
 }
 
 /// At most [`ROWS`] rows, in which spans of a stage are one that are not `apart` seconds apart: nobody could see it.
-fn few(mut rows: Vec<Vec<Work>>, apart: f64) -> Vec<Vec<Work>> {
+fn few(mut rows: Vec<Vec<StageSpan>>, apart: f64) -> Vec<Vec<StageSpan>> {
     if rows.len() > ROWS {
         let mut rest = rows.split_off(ROWS - 1).concat();
         rest.sort_by_key(|work| work.start);
         rows.push(rest);
     }
-    let join = |row: Vec<Work>| {
-        let mut joined: Vec<Work> = Vec::new();
+    let join = |row: Vec<StageSpan>| {
+        let mut joined: Vec<StageSpan> = Vec::new();
         for work in row {
             match joined.last_mut() {
                 Some(last)
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_drawing_of_a_long_load_stays_small() {
-        let work = |i: u64, stage| Work {
+        let work = |i: u64, stage| StageSpan {
             stage,
             start: Duration::from_micros(i * 10),
             end: Duration::from_micros(i * 10 + 35),
@@ -227,11 +227,11 @@ mod tests {
         };
         let stages = [Stage::Read, Stage::Transfer];
         let works = (0..16_384).map(|i| work(i, stages[i as usize % 2]));
-        let lane = Lane { name: "a <b>".to_owned(), work: works.collect() };
-        let drawing = svg(&Timeline { lanes: vec![lane] }, Duration::from_millis(163));
+        let track = Track { name: "a <b>".to_owned(), work: works.collect() };
+        let drawing = svg(&StageTimeline { tracks: vec![track] }, Duration::from_millis(163));
         assert!(drawing.len() < 4 << 20 && drawing.contains("a &lt;b&gt;"), "{} bytes", drawing.len());
-        let many = |i: u64| Work { end: Duration::from_secs(1), ..work(i, Stage::Read) };
-        let lane = Lane { name: String::new(), work: (0..1000).map(many).collect() };
-        assert_eq!(few(lane.rows(), 1e-3).len(), ROWS);
+        let many = |i: u64| StageSpan { end: Duration::from_secs(1), ..work(i, Stage::Read) };
+        let track = Track { name: String::new(), work: (0..1000).map(many).collect() };
+        assert_eq!(few(track.rows(), 1e-3).len(), ROWS);
     }
 }

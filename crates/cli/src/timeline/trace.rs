@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use dmalane::load::{Timeline, Work};
+use dmalane::load::{StageSpan, StageTimeline};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -46,15 +46,15 @@ struct Args {
 }
 
 /// The timeline of a command as JSON. `about` says how it was called, and where.
-pub fn chrome(timeline: &Timeline, command: &str, about: Value) -> Result<Vec<u8>, Failure> {
+pub fn chrome(timeline: &StageTimeline, command: &str, about: Value) -> Result<Vec<u8>, Failure> {
     let process = json!({"name": command});
     let mut trace_events = vec![Event::Metadata { ph: "M", name: "process_name", pid: 1, tid: 0, args: process }];
     let mut tid = 0;
-    for lane in &timeline.lanes {
-        for (i, row) in lane.rows().into_iter().enumerate() {
+    for track in &timeline.tracks {
+        for (i, row) in track.rows().into_iter().enumerate() {
             tid += 1;
             // A thread of the format shows spans that overlap as calls of each other, so each row is a thread.
-            let name = if i == 0 { lane.name.clone() } else { format!("{} ({})", lane.name, i + 1) };
+            let name = if i == 0 { track.name.clone() } else { format!("{} ({})", track.name, i + 1) };
             for (key, args) in
                 [("thread_name", json!({"name": name})), ("thread_sort_index", json!({"sort_index": tid}))]
             {
@@ -66,7 +66,7 @@ pub fn chrome(timeline: &Timeline, command: &str, about: Value) -> Result<Vec<u8
     Ok(serde_json::to_vec(&Trace { display_time_unit: "ms", other_data: about, trace_events })?)
 }
 
-fn complete(work: &Work, tid: usize) -> Event<'static> {
+fn complete(work: &StageSpan, tid: usize) -> Event<'static> {
     let us = |time: Duration| time.as_secs_f64() * 1e6;
     Event::Complete {
         ph: "X",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-use dmalane_slash::model::{Counts, Fault, Model, Version, Vrtd};
+use dmalane_slash::model::{Counts, DriverModel, Fault, Version, Vrtd};
 use dmalane_slash::{DDR, HBM, Request};
 use serde_json::Value;
 
@@ -34,7 +34,7 @@ fn page(at: u64) -> [u8; 4096] {
 }
 
 /// Compares the card with the file.
-fn assert_there(model: &Model, first: u64, len: u64, what: &str) {
+fn assert_there(model: &DriverModel, first: u64, len: u64, what: &str) {
     let mut some = vec![0; MIB as usize];
     for at in (0..len).step_by(MIB as usize) {
         let some = &mut some[..(len - at).min(MIB) as usize];
@@ -46,7 +46,7 @@ fn assert_there(model: &Model, first: u64, len: u64, what: &str) {
     }
 }
 
-fn dmalane(model: &Model, args: &[&str]) -> Option<Output> {
+fn dmalane(model: &DriverModel, args: &[&str]) -> Option<Output> {
     supervisor::run(model, Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args))
 }
 
@@ -55,7 +55,7 @@ fn text(output: &Output) -> String {
 }
 
 /// The card of a vrtd that listens in a folder of its own, and the folder.
-fn lent(model: &Model) -> (Vrtd, String, tempfile::TempDir) {
+fn lent(model: &DriverModel) -> (Vrtd, String, tempfile::TempDir) {
     let (vrtd, folder) = (Vrtd::new(model).unwrap(), tempfile::tempdir().unwrap());
     let socket = folder.path().join("vrtd.sock");
     vrtd.listen(&socket).unwrap();
@@ -74,7 +74,7 @@ fn load_everywhere(name: &str, len: u64) {
         ("hbm", None, &[1, 2]),
     ];
     for ((placement, first, channels), lends) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
-        let model = Model::new(Version::KNOWN).unwrap();
+        let model = DriverModel::new(Version::KNOWN).unwrap();
         let (vrtd, lent, _folder) = lent(&model);
         let device = if lends { &lent } else { "slash:0" };
         let args = ["load", path.to_str().unwrap(), "-d", device, "--placement", placement, "--json"];
@@ -115,19 +115,19 @@ fn a_gibibyte_is_loaded_to_each_memory_without_a_copy() {
 
 #[test]
 fn read_and_validate_use_both_channels() {
-    let (model, len) = (Model::new(Version::KNOWN).unwrap(), 5 * MIB + 7);
+    let (model, len) = (DriverModel::new(Version::KNOWN).unwrap(), 5 * MIB + 7);
     let path = file("slash-read", len);
     let Some(output) = dmalane(&model, &["read", path.to_str().unwrap(), "-d", "slash:0", "--json"]) else { return };
     assert!(output.status.success(), "{}", text(&output));
     assert_there(&model, DDR.0, len, "read");
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let args = ["validate", "-d", "slash:0", "--buffer-size", "1MiB", "--iterations", "2", "--ring-size-index", "3"];
     let output = dmalane(&model, &args).unwrap();
     assert!(output.status.success(), "{}", text(&output));
     let moved = model.counts().channels;
     assert!(moved.len() == 2 && model.pairs() == 0, "{moved:?}");
     // The same of a lent card, within the memory that was granted.
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let (vrtd, device, _folder) = lent(&model);
     let args = ["validate", "-d", &device, "-j", "2", "--buffer-size", "1MiB", "--iterations", "2", "--offset", "2MiB"];
     let output = dmalane(&model, &args).unwrap();
@@ -135,7 +135,7 @@ fn read_and_validate_use_both_channels() {
     assert!(model.counts().channels.len() == 2 && model.pairs() == 0 && vrtd.lent().is_empty());
     assert_eq!(vrtd.requests()[&10], 3, "a piece of each memory");
     // A version that is not known.
-    let old = Model::new(Version { info: 60, ..Version::KNOWN }).unwrap();
+    let old = DriverModel::new(Version { info: 60, ..Version::KNOWN }).unwrap();
     let output = dmalane(&old, &["read", path.to_str().unwrap(), "-d", "slash:0"]).unwrap();
     let error = text(&output);
     assert!(output.status.code() == Some(1) && error.contains("INFO has 60 bytes"), "{error}");
@@ -149,7 +149,7 @@ fn a_card_that_stops_answering_is_told_and_its_queues_are_stopped() {
         (Fault::Short, "bytes answered with "),
         (Fault::Gone, "the queue cannot be stopped"),
     ] {
-        let model = Model::new(Version::KNOWN).unwrap();
+        let model = DriverModel::new(Version::KNOWN).unwrap();
         let mut left = 5;
         model.fail(move |request| {
             left -= i32::from(request == Request::Transfer);

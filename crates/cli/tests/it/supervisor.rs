@@ -14,7 +14,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Output, Stdio};
 use std::thread;
 
-use dmalane_slash::model::{Answer, FileId, Model};
+use dmalane_slash::model::{Answer, DriverModel, FileId};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -56,7 +56,7 @@ fn filter() -> [libc::sock_filter; 11] {
 }
 
 /// Runs a program to its end. `None`, with the reason printed, where the kernel refuses such filters.
-pub fn run(model: &Model, command: &mut Command) -> Option<Output> {
+pub fn run(model: &DriverModel, command: &mut Command) -> Option<Output> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut program = filter();
     let socket = theirs.as_raw_fd();
@@ -117,7 +117,7 @@ fn ioctl<T>(listener: &OwnedFd, request: u32, argument: &mut T) -> io::Result<i3
 }
 
 /// Answers until no process has the filter any more.
-fn serve(listener: &OwnedFd, model: &Model) {
+fn serve(listener: &OwnedFd, model: &DriverModel) {
     loop {
         let mut ready = [PollFd::new(listener, PollFlags::IN)];
         match poll(&mut ready, None) {
@@ -173,7 +173,7 @@ fn memory(asked: &libc::seccomp_notif) -> io::Result<File> {
     File::options().read(true).write(true).open(format!("/proc/{}/mem", asked.pid))
 }
 
-fn opened(model: &Model, asked: &libc::seccomp_notif) -> Reply {
+fn opened(model: &DriverModel, asked: &libc::seccomp_notif) -> Reply {
     let mut path = [0; 64];
     let read = memory(asked).and_then(|memory| memory.read_at(&mut path, asked.data.args[1]));
     let path = path[..read.unwrap_or(0)].split(|b| *b == 0).next().unwrap_or_default();
@@ -186,7 +186,7 @@ fn opened(model: &Model, asked: &libc::seccomp_notif) -> Reply {
     }
 }
 
-fn called(model: &Model, asked: &libc::seccomp_notif) -> Reply {
+fn called(model: &DriverModel, asked: &libc::seccomp_notif) -> Reply {
     let [fd, number, address, ..] = asked.data.args;
     let file_of = |fd: i32| {
         let link = std::fs::read_link(format!("/proc/{}/fd/{fd}", asked.pid)).ok()?;

@@ -63,18 +63,18 @@ fn a_trace_has_every_read_copy_and_bind() {
         let rows = spans(&trace);
         let wall = report["wall_s"].as_f64().unwrap() * 1e6;
         let mut bytes: BTreeMap<(&str, bool), u64> = BTreeMap::new();
-        for ((_, lane), row) in &rows {
-            assert!(row.windows(2).all(|pair| pair[0].2 <= pair[1].1 + 1e-3), "{lane}: spans of a row overlap");
+        for ((_, track), row) in &rows {
+            assert!(row.windows(2).all(|pair| pair[0].2 <= pair[1].1 + 1e-3), "{track}: spans of a row overlap");
             for (stage, start, end, moved) in row {
                 assert!(0.0 <= *start && start <= end && *end <= wall + 1.0, "{stage} at {start} of {wall}");
-                *bytes.entry((stage, lane.contains("in flight"))).or_default() += moved;
+                *bytes.entry((stage, track.contains("in flight"))).or_default() += moved;
             }
         }
         let total = report["bytes"].as_u64().unwrap();
         assert_eq!(bytes[&("read", true)], total, "{options:?}");
         // Not the header, which stays on the host.
         assert!((total - (1 << 20)..total).contains(&bytes[&("transfer", true)]), "{options:?}: {bytes:?}");
-        let has = |name: &str| rows.iter().any(|((_, lane), row)| lane == "binds" && row.iter().any(|s| s.0 == name));
+        let has = |name: &str| rows.iter().any(|((_, track), row)| track == "binds" && row.iter().any(|s| s.0 == name));
         assert!(has("bind") && bytes.contains_key(&("parse", false)), "{options:?}: {bytes:?}");
         assert_eq!(bytes.contains_key(&("checksum", false)), !options.contains(&"--no-checksum"));
         assert_eq!(channels(&rows), ["channel 0", "channel 1"], "DDR is reached by both");
@@ -83,8 +83,8 @@ fn a_trace_has_every_read_copy_and_bind() {
 
 /// The channels that copied anything.
 fn channels(rows: &BTreeMap<(u64, String), Vec<Span>>) -> Vec<&str> {
-    let lanes = rows.keys().filter_map(|(_, lane)| lane.strip_suffix(", in flight"));
-    lanes.filter(|lane| lane.starts_with("channel ")).collect()
+    let tracks = rows.keys().filter_map(|(_, track)| track.strip_suffix(", in flight"));
+    tracks.filter(|track| track.starts_with("channel ")).collect()
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn a_copy_is_on_the_row_of_the_channel_that_made_it() {
         let rows = spans(&trace);
         let (expected, bytes) = (if channel == "0" { "channel 0" } else { "channel 1" }, 7 << 20);
         assert_eq!(channels(&rows), [expected], "{placement}");
-        let copies = rows.iter().filter(|((_, lane), _)| lane.starts_with("channel ")).flat_map(|(_, row)| row);
+        let copies = rows.iter().filter(|((_, track), _)| track.starts_with("channel ")).flat_map(|(_, row)| row);
         assert!(copies.map(|span| span.3).sum::<u64>() > bytes, "{placement}");
     }
 }
@@ -114,8 +114,8 @@ fn reading_has_a_timeline_too() {
         assert_eq!(trace["traceEvents"][0]["args"]["name"], "dmalane read");
         let rows = spans(&trace);
         let moved = |stage: &str| {
-            let lanes = rows.iter().filter(|((_, lane), _)| lane.contains("in flight"));
-            lanes.flat_map(|(_, row)| row).filter(|span| span.0 == stage).map(|span| span.3).sum::<u64>()
+            let tracks = rows.iter().filter(|((_, track), _)| track.contains("in flight"));
+            tracks.flat_map(|(_, row)| row).filter(|span| span.0 == stage).map(|span| span.3).sum::<u64>()
         };
         let total = report["bytes"].as_u64().unwrap();
         assert_eq!(moved("transfer"), if copies { total } else { 0 }, "{device:?}");

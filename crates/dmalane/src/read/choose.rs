@@ -1,6 +1,6 @@
 //! The method for each file, with its reason: direct or buffered, in a ring or not, by how many workers.
 
-use dmalane_file::{Io, Mode, Options, Residency, residency};
+use dmalane_file::{FileOptions, Io, Mode, Residency, residency};
 use dmalane_load::fill::Job;
 
 use super::{ReadError, ReadOptions, ReadSource, Scheme, is_stream, size};
@@ -29,7 +29,7 @@ pub(crate) fn workers(copied: u64) -> usize {
 
 /// The method for a file.
 pub(super) struct Choice {
-    pub options: Options,
+    pub options: FileOptions,
     /// Pipes and sockets have no offsets.
     pub stream: bool,
     pub workers: usize,
@@ -53,7 +53,7 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
         (first, end) = (first.min(e.at.bits()), end.max(e.at.bits().saturating_add(e.len)));
         bytes = bytes.saturating_add(e.len);
     }
-    let of_queue = |mode, io, depth| Options { mode, io, depth, block: options.block };
+    let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block: options.block };
     if is_stream(&kind) {
         let reason = "a pipe, socket or character device: plain reads in order".to_owned();
         let options = of_queue(Mode::Buffered, Io::Pread, options.depth);

@@ -155,7 +155,7 @@ fn of_a_half_cached_file_each_half_is_read_in_its_own_way() {
         assert!(read.method.reason.contains(said), "{}", read.method);
         assert_eq!(read.method.moved, Moved { direct: half as u64, buffered: half as u64 }, "{}", read.method);
         // A load chooses in the same way, as long as the kernel keeps the pages.
-        let mut input = dmalane::open_file(file.path(), dmalane::file::Options::default()).unwrap();
+        let mut input = dmalane::open_file(file.path(), dmalane::FileOptions::default()).unwrap();
         let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_slice();
         let operation = dmalane::queue::Operation::read(slice, FileOffset::new(0));
         let back = dmalane::queue::run(&mut input.queue, operation, Duration::from_secs(60)).unwrap();
@@ -175,7 +175,7 @@ fn pages_that_are_not_on_the_disk_yet_do_not_decide_for_the_rest_of_the_file() {
     let file = file(&data);
     forget(&file);
     file.as_file().write_all_at(&data[..4096], 0).unwrap();
-    let mut input = dmalane::open_file(file.path(), dmalane::file::Options::default()).unwrap();
+    let mut input = dmalane::open_file(file.path(), dmalane::FileOptions::default()).unwrap();
     let seen = dmalane::file::residency(&input.file, 0, 8 << 20).unwrap_or_default();
     if seen.dirty == 0 || seen.cached > 1 << 20 || !input.queue.how().direct {
         return println!("SKIPPED: {}, or nothing is dirty: {seen:?}", input.queue.how());

@@ -22,13 +22,13 @@ const LONG: Duration = Duration::from_secs(30);
 const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 8 * MIB, channels: 2, workers: Workers::PerChannel };
 
 /// A server for so many clients, one after the other.
-struct House {
+struct Server {
     _dir: tempfile::TempDir,
     path: PathBuf,
     server: Option<std::thread::JoinHandle<Vec<bool>>>,
 }
 
-impl House {
+impl Server {
     fn new(clients: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("card");
@@ -95,8 +95,8 @@ impl Fixture for Under {
 
 #[test]
 fn the_suite_that_every_queue_takes() {
-    let house = House::new(1);
-    let bus = house.connect();
+    let server = Server::new(1);
+    let bus = server.connect();
     let card = Card::open_with_rings(bus.clone(), &heap(), 16).unwrap();
     // The end of HBM, so that one byte more is one too many.
     let at = card.layout().hbm.last().bits() + 1 - MIB;
@@ -105,13 +105,13 @@ fn the_suite_that_every_queue_takes() {
     drop(fixture);
     assert_eq!(bus.mapped_bytes(), 0, "rings and buffers are unmapped");
     drop(bus);
-    assert_eq!(house.end(), [true]);
+    assert_eq!(server.end(), [true]);
 }
 
 #[test]
 fn it_is_a_pci_device() {
-    let house = House::new(1);
-    let bus = house.connect();
+    let server = Server::new(1);
+    let bus = server.connect();
     let mut config = [0; 256];
     bus.read_region(7, 0, &mut config).unwrap();
     assert_eq!(
@@ -139,13 +139,13 @@ fn it_is_a_pci_device() {
     let error = bus.map(bus.pin(&anonymous.reference()).unwrap(), Access::RW).unwrap_err();
     assert!(error.to_string().contains("not from a memfd"), "{error}");
     drop(bus);
-    assert_eq!(house.end(), [true]);
+    assert_eq!(server.end(), [true]);
 }
 
 #[test]
 fn each_client_gets_an_empty_card_and_leaves_nothing() {
-    let house = House::new(2);
-    let first = house.connect();
+    let server = Server::new(2);
+    let first = server.connect();
     first.write_bytes(2, 0, b"secret!!").unwrap();
     // Gone in mid-transfer, with its memory mapped.
     let card = Card::open(first.clone(), &heap()).unwrap();
@@ -154,18 +154,18 @@ fn each_client_gets_an_empty_card_and_leaves_nothing() {
     let at = DeviceAddr::Card(CardAddr::new(0));
     run(&mut card.queue(0).unwrap(), Operation::write((buf.into_slice(), via.clone()), at), LONG).unwrap();
     drop((card, via, first));
-    let second = house.connect();
+    let second = server.connect();
     let mut bytes = [1; 8];
     second.read_region(2, 0, &mut bytes).unwrap();
     assert_eq!(bytes, [0; 8]);
     drop(second);
-    assert_eq!(house.end(), [true, true]);
+    assert_eq!(server.end(), [true, true]);
 }
 
 #[test]
 fn a_dma_to_what_is_not_mapped_is_a_fault() {
-    let house = House::new(1);
-    let bus = house.connect();
+    let server = Server::new(1);
+    let bus = server.connect();
     let card = Card::open(bus.clone(), &heap()).unwrap();
     let buf = heap().allocate(4096).unwrap().share();
     // Mapped for reading; the card is to write it.
@@ -175,14 +175,14 @@ fn a_dma_to_what_is_not_mapped_is_a_fault() {
     let refused = run(&mut channel, Operation::read((buf.into_slice(), via), at), LONG);
     assert!(refused.unwrap_err().to_string().contains("does not permit"));
     drop((channel, card, bus));
-    assert_eq!(house.end(), [true]);
+    assert_eq!(server.end(), [true]);
 }
 
 /// Memory decoding and bus mastering, as of a card in a slot.
 #[test]
 fn the_command_register_is_obeyed() {
-    let house = House::new(1);
-    let bus = house.connect();
+    let server = Server::new(1);
+    let bus = server.connect();
     let card = Card::open(bus.clone(), &heap()).unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
     let write = |byte: u8| {
@@ -219,7 +219,7 @@ fn the_command_register_is_obeyed() {
     run(&mut card.queue(0).unwrap(), write(3), LONG).unwrap();
     assert_eq!(there().unwrap(), [3; 4096]);
     drop((card, bus));
-    assert_eq!(house.end(), [true]);
+    assert_eq!(server.end(), [true]);
 }
 
 #[test]
@@ -241,16 +241,16 @@ fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
         [hello.clone(), message(1, 8, &[0xff; 20])].concat(),
         [hello, message(1, 10, &[0; 16]), message(2, 13, &[])].concat(),
     ];
-    let house = House::new(nonsense.len() + 1);
+    let server = Server::new(nonsense.len() + 1);
     for bytes in &nonsense {
-        let mut stream = UnixStream::connect(&house.path).unwrap();
+        let mut stream = UnixStream::connect(&server.path).unwrap();
         stream.write_all(bytes).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
         // Until the server has closed it.
         std::io::copy(&mut stream, &mut std::io::sink()).ok();
     }
-    assert!(house.connect().read32(0, 0).is_ok(), "the next client is served");
-    let served = house.end();
+    assert!(server.connect().read32(0, 0).is_ok(), "the next client is served");
+    let served = server.end();
     assert_eq!((served[..4].iter().any(|ok| *ok), served[4..].iter().all(|ok| *ok)), (false, true), "{served:?}");
 }
 
@@ -258,8 +258,8 @@ fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
 /// that may live.
 #[test]
 fn a_server_that_goes_away_is_an_error_and_no_hang() {
-    let house = House::new(1);
-    let ours = UnixStream::connect(&house.path).unwrap();
+    let server = Server::new(1);
+    let ours = UnixStream::connect(&server.path).unwrap();
     let cut = ours.try_clone().unwrap();
     let bus = Arc::new(UserBus::over(ours).unwrap());
     let card = Card::open(bus.clone(), &heap()).unwrap();
@@ -280,13 +280,13 @@ fn a_server_that_goes_away_is_an_error_and_no_hang() {
     drop(channel);
     assert_eq!(card.quarantined(), 1);
     drop((card, bus));
-    house.end();
+    server.end();
 }
 
 #[test]
 fn a_reset_in_mid_transfer() {
-    let house = House::new(1);
-    let bus = house.connect();
+    let server = Server::new(1);
+    let bus = server.connect();
     let card = Card::open(bus.clone(), &heap()).unwrap();
     let mut channel = card.queue(0).unwrap();
     let fill = |byte: u8, len: usize| {
@@ -325,15 +325,15 @@ fn a_reset_in_mid_transfer() {
     drop((channel, card));
     assert_eq!(bus.mapped_bytes(), 0);
     drop(bus);
-    assert_eq!(house.end(), [true]);
+    assert_eq!(server.end(), [true]);
 }
 
 /// Registers, configuration space and interrupt table filled with noise, among it what makes channels run on rings of
 /// noise.
 #[test]
 fn noise_in_every_region_ends_nothing() {
-    let house = House::new(1);
-    let bus = house.connect();
+    let server = Server::new(1);
+    let bus = server.connect();
     let buf = heap().allocate(MIB as usize).unwrap().share();
     let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
     let ring = via.mapping().span().first().bits();
@@ -391,7 +391,7 @@ fn noise_in_every_region_ends_nothing() {
     let at = DeviceAddr::Card(CardAddr::new(0));
     run(&mut card.queue(0).unwrap(), Operation::write((buf.into_slice(), via.clone()), at), LONG).unwrap();
     drop((card, via, bus));
-    assert_eq!(house.end(), [true]);
+    assert_eq!(server.end(), [true]);
 }
 
 #[test]

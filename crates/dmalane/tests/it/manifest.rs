@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use dmalane::dma::AnonHeap;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{Difference, Error, Input, Manifest, Part};
+use dmalane::load::{Difference, Error, Input, Manifest, RegionKind};
 use dmalane::{FileOptions, Placement, ReadOptions, open_file};
 
 /// xorshift64.
@@ -104,7 +104,9 @@ fn other_lengths_and_other_files_are_named() {
     let file = &manifest.files[0];
     let tensor = file.regions.iter().find(|r| r.part.tensor().is_some() && r.end - r.start > 100).unwrap();
     let bytes = fs::read(&paths[0]).unwrap();
-    for (len, part) in [(0, Part::Header), (7, Part::Header), (tensor.start as usize + 99, tensor.part.clone())] {
+    for (len, part) in
+        [(0, RegionKind::Header), (7, RegionKind::Header), (tensor.start as usize + 99, tensor.part.clone())]
+    {
         fs::write(&paths[0], &bytes[..len]).unwrap();
         let short = Difference::Short { file: "a.safetensors".into(), expected: 100_000, found: len as u64, part };
         assert_eq!(verify(&manifest, &paths), [short]);

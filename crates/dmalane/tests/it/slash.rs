@@ -4,7 +4,7 @@ use std::fs::File;
 
 use dmalane::device::Placement;
 use dmalane::load::{DriveOptions, write_sample};
-use dmalane::slash::model::{Model, Version, Vrtd};
+use dmalane::slash::model::{DriverModel, Version, Vrtd};
 use dmalane::slash::{HBM, SlashDevice, SlashOptions};
 use dmalane::{FileOptions, OpenDevice, open_file};
 
@@ -17,7 +17,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
     write_sample(&mut File::create(&path).unwrap(), 24 * MIB + 123, 1).unwrap();
     let cases = [("ddr", [1, 2]), ("hbm0", [1, 1]), ("hbm1", [2, 2]), ("hbm", [1, 2])];
     for (lent, (placement, channels)) in [false, true].into_iter().flat_map(|lent| cases.map(|case| (lent, case))) {
-        let model = Model::new(Version::KNOWN).unwrap();
+        let model = DriverModel::new(Version::KNOWN).unwrap();
         let vrtd = Vrtd::new(&model).unwrap();
         let options = SlashOptions::default();
         let device = match lent {

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap};
-use dmalane_file::{Error, FileQueue, Io, Mode, Options};
+use dmalane_file::{Error, FileOptions, FileQueue, Io, Mode};
 use dmalane_queue::{HostSlice, conformance};
 use tempfile::NamedTempFile;
 
 struct Fixture {
     file: NamedTempFile,
-    options: Options,
+    options: FileOptions,
     align: usize,
 }
 
@@ -55,7 +55,7 @@ impl conformance::Fixture for Fixture {
 fn suite(dir: &str, mode: Mode, io: Io) {
     let file = NamedTempFile::new_in(dir).unwrap();
     file.as_file().set_len(LEN).unwrap();
-    let options = Options { mode, io, depth: 32, block: 64 << 10 };
+    let options = FileOptions { mode, io, depth: 32, block: 64 << 10 };
     match FileQueue::open(file.path(), options) {
         Err(e @ (Error::NoDirect { .. } | Error::NoUring { .. })) => return eprintln!("skipped: {e}"),
         opened => println!("{}", opened.unwrap().how()),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::{Error, FileQueue, Io, Mode, Moved, Options};
+use dmalane_file::{Error, FileOptions, FileQueue, Io, Mode, Moved};
 use dmalane_queue::{Abilities, OpError, Operation, Queue, Refusal, RunError, conformance::host_bytes, drain, run};
 use proptest::prelude::*;
 use tempfile::{NamedTempFile, TempDir};
@@ -60,7 +60,7 @@ proptest! {
     ) {
         let file = file(&noise(size));
         let (mode, io) = (if buffered { Mode::Buffered } else { Mode::Auto }, if pread { Io::Pread } else { Io::Auto });
-        let mut channel = FileQueue::open(file.path(), Options { mode, io, depth, block: 1 }).unwrap();
+        let mut channel = FileQueue::open(file.path(), FileOptions { mode, io, depth, block: 1 }).unwrap();
         let align = channel.alignment();
         let offset = if congruent { offset / align * align + at % align } else { offset };
         let mut whole = part(offset + len + 100);
@@ -86,9 +86,9 @@ proptest! {
     }
 }
 
-fn ways() -> impl Iterator<Item = Options> {
+fn ways() -> impl Iterator<Item = FileOptions> {
     [Mode::Auto, Mode::Buffered].into_iter().flat_map(|mode| {
-        [Io::Auto, Io::Pread].into_iter().map(move |io| Options { mode, io, depth: 4, block: 64 << 10 })
+        [Io::Auto, Io::Pread].into_iter().map(move |io| FileOptions { mode, io, depth: 4, block: 64 << 10 })
     })
 }
 
@@ -96,14 +96,14 @@ fn ways() -> impl Iterator<Item = Options> {
 fn a_tmpfs_file_says_why_it_is_not_read_directly() {
     let Ok(file) = NamedTempFile::new_in("/dev/shm") else { return eprintln!("skipped: no /dev/shm") };
     std::fs::write(file.path(), noise(100_000)).unwrap();
-    let mut channel = FileQueue::open(file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::open(file.path(), FileOptions::default()).unwrap();
     let how = channel.how();
     assert!(!how.direct && how.reasons.len() == 1 && how.reasons[0].contains("tmpfs"), "{how}");
     assert!(how.to_string().starts_with("buffered I/O, io_uring (tmpfs keeps"), "{how}");
     assert_eq!(channel.alignment(), 1);
     let read = run(&mut channel, to_host(part(90_000), 7), LONG).unwrap();
     assert!(host_bytes(&read) == noise(100_000)[7..90_007]);
-    let demanded = FileQueue::open(file.path(), Options { mode: Mode::Direct, ..Options::default() });
+    let demanded = FileQueue::open(file.path(), FileOptions { mode: Mode::Direct, ..FileOptions::default() });
     let message = demanded.unwrap_err().to_string();
     assert!(message.contains("no direct I/O on /dev/shm/") && message.contains("tmpfs"), "{message}");
 }
@@ -151,7 +151,7 @@ fn a_file_truncated_while_it_is_read_ends_where_it_was_cut() {
 #[test]
 fn a_file_truncated_between_the_reads_of_one_operation() {
     let file = file(&noise(1 << 20));
-    let options = Options { io: Io::Pread, block: 64 << 10, ..Options::default() };
+    let options = FileOptions { io: Io::Pread, block: 64 << 10, ..FileOptions::default() };
     let mut channel = FileQueue::open(file.path(), options).unwrap();
     let _ticket = channel.submit(to_host(part(1 << 20), 0)).unwrap();
     let mut done = Vec::new();
@@ -168,7 +168,7 @@ fn a_file_truncated_between_the_reads_of_one_operation() {
 #[test]
 fn refusals() {
     let file = file(&noise(5000));
-    let mut channel = FileQueue::open(file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::open(file.path(), FileOptions::default()).unwrap();
     let alignment = channel.alignment();
     for (at, len) in [(u64::MAX, 1), (i64::MAX as u64, 1), (u64::MAX - 10, 4096)] {
         assert_eq!(channel.submit(to_host(part(len), at)).unwrap_err().reason, Refusal::PastTheTop);
@@ -183,7 +183,7 @@ fn refusals() {
 #[test]
 fn what_is_not_a_file_is_named() {
     let dir = TempDir::new_in(DISK).unwrap();
-    let open = |path: &Path| FileQueue::open(path, Options::default()).unwrap_err();
+    let open = |path: &Path| FileQueue::open(path, FileOptions::default()).unwrap_err();
     assert!(matches!(open(dir.path()), Error::NotAFile { kind: "directory", .. }));
     assert!(matches!(open(Path::new("/dev/null")), Error::NotAFile { kind: "character device", .. }));
     let fifo = dir.path().join("fifo");
@@ -217,7 +217,7 @@ fn a_file_that_may_not_be_read() {
     let file = file(&noise(100_000));
     let perms = std::os::unix::fs::PermissionsExt::from_mode(0o0);
     let opened = File::open(file.path()).unwrap();
-    let direct = FileQueue::open(file.path(), Options::default()).unwrap().how().direct;
+    let direct = FileQueue::open(file.path(), FileOptions::default()).unwrap().how().direct;
     let with = |flags: rustix::fs::OFlags| {
         use std::os::unix::fs::OpenOptionsExt;
         File::options().read(true).custom_flags(flags.bits() as i32).open(file.path())
@@ -226,13 +226,13 @@ fn a_file_that_may_not_be_read() {
     let unaligned = with(rustix::fs::OFlags::DIRECT);
     std::fs::set_permissions(file.path(), perms).unwrap();
     as_nobody(|| {
-        let e = FileQueue::open(file.path(), Options::default()).unwrap_err();
+        let e = FileQueue::open(file.path(), FileOptions::default()).unwrap_err();
         assert!(
             matches!(&e, Error::Open { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied),
             "{e}"
         );
         // Opened by somebody who may, it can be read, but not be opened once more for direct I/O.
-        let mut channel = FileQueue::from_file(opened, "lent", Options::default()).unwrap();
+        let mut channel = FileQueue::from_file(opened, "lent", FileOptions::default()).unwrap();
         assert_eq!(channel.path(), Path::new("lent"));
         let reasons = &channel.how().reasons;
         assert_eq!(reasons.len(), 1, "{reasons:?}");
@@ -240,12 +240,12 @@ fn a_file_that_may_not_be_read() {
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
         assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
         // io_uring takes a non-blocking descriptor literally, so it is left alone.
-        let mut channel = FileQueue::from_file(nonblocking, "lent", Options::default()).unwrap();
+        let mut channel = FileQueue::from_file(nonblocking, "lent", FileOptions::default()).unwrap();
         assert!(!channel.how().uring && channel.how().reasons.iter().any(|r| r.contains("non-blocking")));
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
         assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
         if let Ok(unaligned) = unaligned {
-            let e = FileQueue::from_file(unaligned, "lent", Options::default()).unwrap_err();
+            let e = FileQueue::from_file(unaligned, "lent", FileOptions::default()).unwrap_err();
             assert!(matches!(e, Error::OnlyDirect { .. }), "{e}");
         }
     });
@@ -267,7 +267,8 @@ fn the_descriptor_of_someone_else_stays_as_it_was() {
             std::io::Seek::seek(&mut lent, std::io::SeekFrom::Start(5)).unwrap();
             let before = fcntl_getfl(&lent).unwrap();
             let copy = lent.try_clone().unwrap();
-            let mut channel = FileQueue::from_file(copy, "lent", Options { mode, ..Options::default() }).unwrap();
+            let mut channel =
+                FileQueue::from_file(copy, "lent", FileOptions { mode, ..FileOptions::default() }).unwrap();
             let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
             assert!(host_bytes(&read) == data[1..99_001]);
             assert_eq!(fcntl_getfl(&lent).unwrap(), before, "{mode:?}");
@@ -281,7 +282,8 @@ fn the_descriptor_of_someone_else_stays_as_it_was() {
 #[test]
 fn an_opened_file_is_the_one_that_is_read() {
     let file = file(&noise(100_000));
-    let mut channel = FileQueue::from_file(File::open(file.path()).unwrap(), file.path(), Options::default()).unwrap();
+    let mut channel =
+        FileQueue::from_file(File::open(file.path()).unwrap(), file.path(), FileOptions::default()).unwrap();
     let other = TempDir::new_in(DISK).unwrap();
     std::fs::write(other.path().join("impostor"), vec![0; 100_000]).unwrap();
     std::fs::rename(other.path().join("impostor"), file.path()).unwrap();
@@ -296,7 +298,8 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
     for mode in [Mode::Auto, Mode::Buffered] {
         let heap = AnonHeap::new();
         for round in 0..20u64 {
-            let mut channel = FileQueue::open(file.path(), Options { mode, depth: 8, ..Options::default() }).unwrap();
+            let mut channel =
+                FileQueue::open(file.path(), FileOptions { mode, depth: 8, ..FileOptions::default() }).unwrap();
             for i in 0..8 {
                 let part = heap.allocate(2 << 20).unwrap().share().into_slice();
                 let _ticket = channel.submit(to_host(part, i * (2 << 20))).unwrap();

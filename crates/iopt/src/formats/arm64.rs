@@ -1,5 +1,5 @@
 //! Long descriptors of Arm, as both stages of VMSAv8-64 and those of Armv7 with large physical addresses have them. A
-//! [`Stage`] adds its rights, memory types and registers.
+//! [`ArmStage`] adds its rights, memory types and registers.
 
 use alloc::vec::Vec;
 use core::fmt::Debug;
@@ -24,7 +24,7 @@ pub struct Arm64<
 >(PhantomData<S>);
 
 /// The stage-specific bits of descriptors: everything about a leaf but its type and its address.
-pub trait Stage: Copy + Debug + 'static {
+pub trait ArmStage: Copy + Debug + 'static {
     /// The stage in the name of a format of Armv8: `s1`.
     const STAGE: &'static str;
     /// The name of the format, where it is another one.
@@ -77,14 +77,14 @@ pub struct Fields {
     pub(super) dirty: bool,
 }
 
-impl<S: Stage, const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Arm64<S, G, I, C, O, D> {
+impl<S: ArmStage, const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Arm64<S, G, I, C, O, D> {
     const BUILT_NAME: &'static Name = &match S::NAME {
         Some(name) => Name::EMPTY.then(name),
         None => Name::new(S::STAGE, G, I, C, O, D),
     };
 }
 
-impl<S: Stage, const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format
+impl<S: ArmStage, const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format
     for Arm64<S, G, I, C, O, D>
 {
     const NAME: &'static str = Self::BUILT_NAME.as_str();

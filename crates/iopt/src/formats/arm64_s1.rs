@@ -99,7 +99,7 @@ const TABLE_UXN: u64 = 1 << 60;
 const TABLE_PRIVILEGED: u64 = 1 << 61;
 const TABLE_READ_ONLY: u64 = 1 << 62;
 
-impl Stage for Stage1 {
+impl ArmStage for Stage1 {
     const STAGE: &'static str = "s1";
     const ROOT_BITS: u32 = 0;
     const DIRTY: u64 = AP_READ_ONLY;

@@ -68,7 +68,7 @@ const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
-impl Stage for Stage2 {
+impl ArmStage for Stage2 {
     const STAGE: &'static str = "s2";
     const ROOT_BITS: u32 = 4;
     const DIRTY: u64 = WRITE;

@@ -40,7 +40,7 @@ pub struct LpaeStage1;
 #[derive(Clone, Copy, Debug)]
 pub struct LpaeStage2;
 
-impl Stage for LpaeStage1 {
+impl ArmStage for LpaeStage1 {
     const STAGE: &'static str = Stage1::STAGE;
     const NAME: Option<&'static str> = Some("armv7-lpae-s1");
     const ROOT_BITS: u32 = Stage1::ROOT_BITS;
@@ -75,7 +75,7 @@ impl Stage for LpaeStage1 {
     }
 }
 
-impl Stage for LpaeStage2 {
+impl ArmStage for LpaeStage2 {
     const STAGE: &'static str = Stage2::STAGE;
     const NAME: Option<&'static str> = Some("armv7-lpae-s2");
     const ROOT_BITS: u32 = Stage2::ROOT_BITS;

@@ -39,7 +39,7 @@ pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
 
 use crate::clock::Clocks;
-use crate::{Live, StageReport, Timeline};
+use crate::{Live, StageReport, StageTimeline};
 use state::State;
 use worker::Worker;
 
@@ -281,7 +281,7 @@ pub struct FillReport {
     /// The memory was recycled: the pages of at least one buffer were there already.
     pub recycled: bool,
     /// The timeline, if [`FillOptions::timeline`] asked for it.
-    pub timeline: Option<Timeline>,
+    pub timeline: Option<StageTimeline>,
 }
 
 /// Buffers that were filled, in the order of [`Job::buffers`].

@@ -11,7 +11,7 @@ use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_card::{Card, CardQueue};
 use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
-use dmalane_queue::conformance::{Fixture, Model, Random, host_bytes, offset_of, operation};
+use dmalane_queue::conformance::{Fixture, OperationModel, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
     Cancelled, Class, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal, Registered,
     Registry, RegistryError, RegistryLimits, SharedOptions, SharedQueue, StopReason, Work, run,
@@ -177,7 +177,7 @@ fn drain<Q: Queue>(queue: &mut Q) -> Vec<Completion<Q::Addr>> {
 fn survives(workers: Workers, operations: u64, seed: u64) {
     let mut bench = Bench::new(workers, 16);
     let mut random = Random(seed);
-    let mut model = Model { target: random.bytes(FAR_LEN as usize) };
+    let mut model = OperationModel { target: random.bytes(FAR_LEN as usize) };
     bench.poke(&model.target);
     let mut queue = bench.queue();
     let place = offset_of(&bench);

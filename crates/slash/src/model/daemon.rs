@@ -15,10 +15,10 @@ use rustix::net::{
     accept_with, bind, listen, recv, sendmsg, socket_with, socketpair,
 };
 
-use super::{Answer, FileId, Model};
+use super::{Answer, DriverModel, FileId};
 use crate::device::{DDR, HBM};
 use crate::kernel::Request;
-use crate::vrtd::{PIECE, REGION, wide, word};
+use crate::vrtd::{BLOCK, REGION, wide, word};
 
 /// Return codes (`enum vrtd_ret`).
 const BAD_REQUEST: u16 = 3;
@@ -36,9 +36,9 @@ pub type Tamper = dyn FnMut(u16, &mut Vec<u8>, &mut Vec<OwnedFd>) + Send;
 pub struct Vrtd(Arc<Mutex<State>>);
 
 struct State {
-    model: Model,
+    model: DriverModel,
     node: FileId,
-    /// The connection that owns each piece of 64 MiB, by its address; 0 for another user.
+    /// The connection that owns each block of 64 MiB, by its address; 0 for another user.
     owners: BTreeMap<u64, u64>,
     lent: Vec<Lent>,
     denied: BTreeSet<&'static str>,
@@ -62,7 +62,7 @@ impl Vrtd {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn new(model: &Model) -> io::Result<Self> {
+    pub fn new(model: &DriverModel) -> io::Result<Self> {
         let state = State {
             model: model.clone(),
             node: model.open_node()?.0,
@@ -88,8 +88,8 @@ impl Vrtd {
 
     /// Another user takes memory of the card.
     pub fn occupy(&self, at: u64, len: u64) {
-        let pieces = (at / PIECE..(at + len).div_ceil(PIECE)).map(|piece| (piece * PIECE, 0));
-        self.lock().owners.extend(pieces);
+        let blocks = (at / BLOCK..(at + len).div_ceil(BLOCK)).map(|block| (block * BLOCK, 0));
+        self.lock().owners.extend(blocks);
     }
 
     /// Address and bytes of the memory that is lent.
@@ -266,18 +266,18 @@ impl State {
         if direction > 2 || channel > 2 || size == 0 || size > REGION {
             return Err(INVALID);
         }
-        let pieces = size.div_ceil(PIECE);
-        let places = regions.iter().flat_map(|region| (0..=REGION / PIECE - pieces).map(move |i| region + i * PIECE));
-        let free = |at: &u64| (0..pieces).all(|i| !self.owners.contains_key(&(at + i * PIECE)));
+        let blocks = size.div_ceil(BLOCK);
+        let places = regions.iter().flat_map(|region| (0..=REGION / BLOCK - blocks).map(move |i| region + i * BLOCK));
+        let free = |at: &u64| (0..blocks).all(|i| !self.owners.contains_key(&(at + i * BLOCK)));
         let at = places.into_iter().find(free).ok_or(BUSY)?;
         let mut words = [0, 0, 3, channel, 15, 15, 15, 0, 0];
         self.driver(Request::PairAdd, &mut words)?;
         let pair = words[7];
         self.driver(Request::PairOp, &mut [0, pair, 0])?;
         let file = self.pair_file(pair)?;
-        self.owners.extend((0..pieces).map(|i| (at + i * PIECE, connection)));
-        self.lent.push(Lent { connection, at, len: pieces * PIECE, pair });
-        let mut answer = (pieces * PIECE).to_ne_bytes().to_vec();
+        self.owners.extend((0..blocks).map(|i| (at + i * BLOCK, connection)));
+        self.lent.push(Lent { connection, at, len: blocks * BLOCK, pair });
+        let mut answer = (blocks * BLOCK).to_ne_bytes().to_vec();
         answer.extend(at.to_ne_bytes());
         answer.extend(1u32.to_ne_bytes());
         Ok((answer, Some(file)))
@@ -289,6 +289,6 @@ impl State {
         for op in [1, 2] {
             let _ = self.driver(Request::PairOp, &mut [0, lent.pair, op]);
         }
-        self.owners.retain(|piece, _| !(lent.at..lent.at + lent.len).contains(piece));
+        self.owners.retain(|block, _| !(lent.at..lent.at + lent.len).contains(block));
     }
 }

@@ -1,11 +1,11 @@
 //! BARs: their length, their registers, and the brackets around each access.
 
-use dmalane_slash::model::{Model, Version};
+use dmalane_slash::model::{DriverModel, Version};
 use dmalane_slash::{Bar, Error};
 
 #[test]
 fn each_access_has_a_begin_and_an_end() {
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let bar = Bar::with(model.kernel(), &model.control().unwrap(), 0).unwrap();
     let end = bar.len();
     bar.write32(8, 0x1234_5678).unwrap();

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use dmalane_slash::model::{Answer, FileId, Model, Version, words_of};
+use dmalane_slash::model::{Answer, DriverModel, FileId, Version, words_of};
 use dmalane_slash::{DDR, HBM, Request};
 use libc::{EBADF, EINVAL, ENODEV, ENOENT, ENOTTY};
 
@@ -19,7 +19,7 @@ enum Case {
 
 /// An open node of the model, and the descriptors of an imaginary process.
 struct Rig {
-    model: Model,
+    model: DriverModel,
     node: FileId,
     files: HashMap<i32, FileId>,
 }
@@ -33,7 +33,7 @@ const C2H: u32 = 2;
 
 impl Rig {
     fn new() -> Self {
-        let model = Model::new(Version::KNOWN).unwrap();
+        let model = DriverModel::new(Version::KNOWN).unwrap();
         let node = model.open_node().unwrap().0;
         Self { model, node, files: HashMap::new() }
     }

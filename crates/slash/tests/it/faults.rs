@@ -8,7 +8,7 @@ use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Registered, StopReason};
-use dmalane_slash::model::{Fault, Model, Version};
+use dmalane_slash::model::{DriverModel, Fault, Version};
 use dmalane_slash::{DDR, HBM, Request, kept_bytes};
 
 use crate::suites::{LONG, VERSIONS, open};
@@ -17,7 +17,7 @@ const LEN: usize = 48 << 10;
 
 /// One device and a script of faults; gives how many operations failed.
 fn one(seed: u64, faults: &mut u64) {
-    let model = Model::new(VERSIONS[(seed % 2) as usize]).unwrap();
+    let model = DriverModel::new(VERSIONS[(seed % 2) as usize]).unwrap();
     let mut device = open(&model).unwrap();
     let (registrar, mut queues) = (device.registrar(), device.take_queues());
     let mut random = Random(seed);
@@ -117,7 +117,7 @@ fn a_thousand_faults_lose_no_buffer_and_free_none_early() {
 #[test]
 fn a_queue_that_cannot_be_stopped_keeps_its_buffers_for_ever() {
     for gone in [false, true] {
-        let model = Model::new(Version::KNOWN).unwrap();
+        let model = DriverModel::new(Version::KNOWN).unwrap();
         let mut device = open(&model).unwrap();
         let (registrar, mut queues) = (device.registrar(), device.take_queues());
         model.fail(move |request| match request {
@@ -157,7 +157,7 @@ fn a_queue_that_cannot_be_stopped_keeps_its_buffers_for_ever() {
 
 #[test]
 fn commands_are_in_flight_together_and_end_in_order() {
-    let model = Model::new(VERSIONS[1]).unwrap();
+    let model = DriverModel::new(VERSIONS[1]).unwrap();
     let mut device = open(&model).unwrap();
     let (registrar, mut queues) = (device.registrar(), device.take_queues());
     // Each of the first four transfers waits until all of them are with the driver.

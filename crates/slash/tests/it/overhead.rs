@@ -8,7 +8,7 @@ use std::time::Instant;
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_queue::{DeviceAddr, HostSlice, Operation, Registered, run};
-use dmalane_slash::model::{Model, Version};
+use dmalane_slash::model::{DriverModel, Version};
 use dmalane_slash::{DDR, Handle, Kernel, Request, SlashDevice, SlashOptions};
 
 use crate::suites::LONG;
@@ -43,7 +43,7 @@ impl Kernel for Instantly {
 #[ignore = "a measurement: DMALANE_ROUNDS=N, and valgrind --tool=callgrind for instructions"]
 fn from_the_submission_to_the_drivers_call() {
     let rounds = std::env::var("DMALANE_ROUNDS").map_or(10_000, |n| n.parse().unwrap());
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly { driver: model.kernel(), begun: Instant::now(), called: AtomicU64::new(0) };
     let kernel = Arc::new(kernel);
     let options = SlashOptions::default();

@@ -8,12 +8,12 @@ use dmalane_device::conformance::suite;
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_queue::conformance::Fixture;
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, run};
-use dmalane_slash::model::{Fault, Model, Version};
+use dmalane_slash::model::{DriverModel, Fault, Version};
 use dmalane_slash::{DDR, Error, HBM, Request, SlashDevice, SlashOptions};
 
 pub const LONG: std::time::Duration = std::time::Duration::from_secs(60);
 
-pub fn open(model: &Model) -> Result<SlashDevice, Error> {
+pub fn open(model: &DriverModel) -> Result<SlashDevice, Error> {
     SlashDevice::with(model.kernel(), model.node().unwrap(), SlashOptions::default())
 }
 
@@ -23,7 +23,7 @@ pub const VERSIONS: [Version; 2] = [Version::KNOWN, Version { commands: 4, ..Ver
 #[test]
 fn a_card_takes_the_suite_of_devices() {
     for version in VERSIONS {
-        let model = Model::new(version).unwrap();
+        let model = DriverModel::new(version).unwrap();
         suite(|| Box::new(open(&model).unwrap()));
         assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
     }
@@ -31,7 +31,7 @@ fn a_card_takes_the_suite_of_devices() {
 
 /// A queue to the border of the HBM's halves, so that copies cross it.
 struct Border {
-    model: Model,
+    model: DriverModel,
     registrar: Arc<dyn Registrar>,
     // Queues of one device, with the device that they keep open.
     devices: Vec<SlashDevice>,
@@ -80,7 +80,7 @@ impl Fixture for Border {
 #[test]
 fn a_queue_takes_the_suite_of_queues() {
     for version in VERSIONS {
-        let model = Model::new(version).unwrap();
+        let model = DriverModel::new(version).unwrap();
         let registrar = open(&model).unwrap().registrar();
         let mut border = Border { model: model.clone(), registrar, devices: Vec::new() };
         dmalane_queue::conformance::suite(&mut border);
@@ -91,7 +91,7 @@ fn a_queue_takes_the_suite_of_queues() {
 
 #[test]
 fn known_versions_are_opened_and_others_refused_with_what_is_known() {
-    let with = |version| open(&Model::new(version).unwrap());
+    let with = |version| open(&DriverModel::new(version).unwrap());
     let card = with(Version::KNOWN).unwrap();
     assert_eq!((card.driver().size, card.driver().pci.as_deref()), (52, Some("0000:61:00.1")));
     let mut older = with(Version { info: 20, ..Version::KNOWN }).unwrap();
@@ -110,14 +110,14 @@ fn known_versions_are_opened_and_others_refused_with_what_is_known() {
         (Version { pair_add: 32, ..Version::KNOWN }, "the module is older than July 2026"),
         (Version { buffers: false, ..Version::KNOWN }, "the module is older than June 2026"),
     ] {
-        let model = Model::new(version).unwrap();
+        let model = DriverModel::new(version).unwrap();
         let error = open(&model).unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
         assert_eq!((model.pairs(), model.counts().buffers.0), (0, 0), "nothing stays");
     }
     let ring = SlashDevice::with(
-        Model::new(Version::KNOWN).unwrap().kernel(),
-        Model::new(Version::KNOWN).unwrap().node().unwrap(),
+        DriverModel::new(Version::KNOWN).unwrap().kernel(),
+        DriverModel::new(Version::KNOWN).unwrap().node().unwrap(),
         SlashOptions { ring: 16 },
     );
     assert!(matches!(ring, Err(Error::Ring(16))));
@@ -126,7 +126,7 @@ fn known_versions_are_opened_and_others_refused_with_what_is_known() {
 #[test]
 fn whatever_call_fails_while_a_card_is_opened_nothing_stays() {
     for failing in 0.. {
-        let (model, mut left) = (Model::new(Version::KNOWN).unwrap(), failing);
+        let (model, mut left) = (DriverModel::new(Version::KNOWN).unwrap(), failing);
         model.fail(move |_| {
             left -= 1;
             (left == -1).then_some(Fault::Fails(libc::ENOMEM))
@@ -147,7 +147,7 @@ fn whatever_call_fails_while_a_card_is_opened_nothing_stays() {
 
 #[test]
 fn memory_of_another_heap_is_refused() {
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let device = open(&model).unwrap();
     let foreign = AnonHeap::new().allocate(4096).unwrap().share();
     let error = Registered::new(&*device.registrar(), &foreign, Access::RW).unwrap_err();
@@ -156,7 +156,7 @@ fn memory_of_another_heap_is_refused() {
 
 #[test]
 fn operations_that_touch_are_one_transfer_and_aligned_ones_are_not_copied() {
-    let model = Model::new(Version::KNOWN).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let mut device = open(&model).unwrap();
     let (registrar, mut queues) = (device.registrar(), device.take_queues());
     let heap = registrar.heap(None);

@@ -6,7 +6,7 @@ use dmalane_addr::{Access, CardAddr, SgTable};
 use dmalane_device::conformance::suite;
 use dmalane_device::{Device, MemoryError, Placement};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Registered, RunError, run};
-use dmalane_slash::model::{Model, Version, Vrtd};
+use dmalane_slash::model::{DriverModel, Version, Vrtd};
 use dmalane_slash::{DDR, Error, HBM, SlashDevice, SlashOptions, VrtdName};
 
 use crate::suites::LONG;
@@ -14,13 +14,13 @@ use crate::suites::LONG;
 const MIB: u64 = 1 << 20;
 const REGION: u64 = 512 * MIB;
 
-fn daemon() -> (Model, Vrtd) {
-    let model = Model::new(Version::KNOWN).unwrap();
+fn daemon() -> (DriverModel, Vrtd) {
+    let model = DriverModel::new(Version::KNOWN).unwrap();
     let vrtd = Vrtd::new(&model).unwrap();
     (model, vrtd)
 }
 
-fn open(model: &Model, vrtd: &Vrtd) -> Result<SlashDevice, Error> {
+fn open(model: &DriverModel, vrtd: &Vrtd) -> Result<SlashDevice, Error> {
     SlashDevice::lent_over(vrtd.connect().unwrap(), 0, model.kernel(), SlashOptions::default())
 }
 
@@ -45,7 +45,7 @@ fn memory_comes_in_pieces_where_there_is_some() {
     let device = open(&model, &vrtd).unwrap();
     let mut memory = device.memory();
     let border = HBM.0 + HBM.1 / 2;
-    // Longer than a piece can be.
+    // Longer than a block can be.
     let ddr = memory.allocate(3 * REGION + 1, &Placement::DDR).unwrap();
     assert_eq!(range(&ddr).0, DDR.0);
     assert_eq!(vrtd.lent().iter().map(|l| l.1).sum::<u64>(), 3 * REGION + 64 * MIB);
@@ -58,7 +58,7 @@ fn memory_comes_in_pieces_where_there_is_some() {
     let (at, len) = range(&memory.allocate(100 * MIB, &Placement::HBM).unwrap());
     assert!(at + len <= border - 64 * MIB || at >= border + 64 * MIB, "{at:#x}");
     let (at, _) = range(&memory.allocate(200 * MIB, &"hbm1".parse().unwrap()).unwrap());
-    assert!(at > border && (at - border) % REGION + 200 * MIB <= REGION / 2, "a smaller piece");
+    assert!(at > border && (at - border) % REGION + 200 * MIB <= REGION / 2, "a smaller block");
     let none = memory.allocate(300 * MIB, &"hbm1".parse().unwrap()).unwrap_err();
     assert!(matches!(none, MemoryError::Full { .. }), "{none}");
     // Another client gets what is left, and neither has what is the other's.
@@ -200,7 +200,7 @@ fn memory_that_cannot_be_is_refused() {
         assert!(error.to_string().contains("BUFFER_OPEN answered with"), "{what}: {error}");
         drop(device.take_queues());
     }
-    // The same piece twice, while the first is in use.
+    // The same block twice, while the first is in use.
     let (model, vrtd) = daemon();
     let first = Arc::new(Mutex::new(None));
     vrtd.tamper(move |asked, message, _| {

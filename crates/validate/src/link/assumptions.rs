@@ -9,7 +9,7 @@ use std::time::Duration;
 use dmalane_addr::CardAddr;
 use dmalane_queue::Direction;
 
-use super::{Copy, Demand, Half, Limit, Link, Memory, Streams};
+use super::{Demand, Half, Limit, Link, LinkCopy, Memory, Streams};
 
 /// A link, and what it assumes.
 pub struct Assumption {
@@ -114,22 +114,22 @@ pub fn v80() -> Vec<Assumption> {
 }
 
 /// Transfers to try on a link.
-pub struct Load {
+pub struct Workload {
     /// In a few words.
     pub name: &'static str,
     /// The copies, all submitted at once.
-    pub copies: Vec<Copy>,
+    pub copies: Vec<LinkCopy>,
 }
 
 /// Bytes of a stripe: the largest page that a card's MMU maps here.
 const STRIPE: u64 = 2 << 20;
 
-fn copy(at: CardAddr, direction: Direction, bytes: u64) -> Copy {
-    Copy { at, direction, bytes }
+fn copy(at: CardAddr, direction: Direction, bytes: u64) -> LinkCopy {
+    LinkCopy { at, direction, bytes }
 }
 
 /// A buffer that lies in stripes on both halves of HBM by turns, a copy for each.
-fn striped(direction: Direction, bytes: u64) -> Vec<Copy> {
+fn striped(direction: Direction, bytes: u64) -> Vec<LinkCopy> {
     let stripe = |i: u64| {
         let half = if i.is_multiple_of(2) { Half::Hbm0 } else { Half::Hbm1 };
         copy(half.at(i / 2 * STRIPE), direction, STRIPE.min(bytes - i * STRIPE))
@@ -139,10 +139,10 @@ fn striped(direction: Direction, bytes: u64) -> Vec<Copy> {
 
 /// The five columns of the policy study, and two more with HBM beside DDR. `bytes` in all, read from the card; as much
 /// again written to it in the duplex case.
-pub fn loads(bytes: u64) -> Vec<Load> {
+pub fn loads(bytes: u64) -> Vec<Workload> {
     let d = Direction::ToHost;
     let [ddr, hbm] = [Half::Ddr0, Half::Hbm0].map(|h| h.at(0));
-    let of = |name, copies| Load { name, copies };
+    let of = |name, copies| Workload { name, copies };
     let mut both = striped(d, bytes / 2);
     both.insert(0, copy(ddr, d, bytes / 2));
     vec![
@@ -157,7 +157,7 @@ pub fn loads(bytes: u64) -> Vec<Load> {
 }
 
 /// The demand of copies on each half and direction.
-pub fn demands(copies: &[Copy]) -> Vec<Demand> {
+pub fn demands(copies: &[LinkCopy]) -> Vec<Demand> {
     let mut demands: Vec<Demand> = Vec::new();
     for c in copies {
         let Some(half) = Half::of(c.at) else { continue };

@@ -114,7 +114,7 @@ impl Question {
 
 /// The answer of the measurements to a question.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Answer {
+pub enum FitAnswer {
     /// It is not so.
     NotSo,
     /// These limits are the cause, each for a part of the measurements (reads, say, and writes).
@@ -125,7 +125,7 @@ pub enum Answer {
     Unexplained,
 }
 
-impl fmt::Display for Answer {
+impl fmt::Display for FitAnswer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotSo => f.write_str("not so here"),
@@ -150,7 +150,7 @@ pub struct Fit {
     /// The limits of the first explanation.
     pub limits: Vec<Limit>,
     /// The seed's questions.
-    pub answers: [(Question, Answer); 3],
+    pub answers: [(Question, FitAnswer); 3],
 }
 
 impl Fit {
@@ -195,13 +195,13 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
     let answers = Question::ALL.map(|question| {
         let (so, relevant) = bears_on(question, &points, close);
         if relevant.is_empty() {
-            return (question, Answer::CannotTell(Vec::new()));
+            return (question, FitAnswer::CannotTell(Vec::new()));
         }
         if !so {
-            return (question, Answer::NotSo);
+            return (question, FitAnswer::NotSo);
         }
         if sets.is_empty() {
-            return (question, Answer::Unexplained);
+            return (question, FitAnswer::Unexplained);
         }
         // The limits that hold the streams of a measurement, in an explanation: common ones if possible, else those of
         // each.
@@ -222,7 +222,7 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
         let any = masks.iter().fold(0, |any, m| any | union(m));
         let sure = masks.iter().all(|m| union(m) == any && m.iter().all(|m| m.count_ones() == 1));
         let found: Vec<Cause> = causes(any).collect();
-        (question, if sure { Answer::Because(found) } else { Answer::CannotTell(found) })
+        (question, if sure { FitAnswer::Because(found) } else { FitAnswer::CannotTell(found) })
     });
     Fit {
         channels,

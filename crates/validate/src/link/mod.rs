@@ -13,14 +13,14 @@
 //! ```
 //! use std::time::Duration;
 //! use dmalane_queue::{BalancePolicy, Direction};
-//! use dmalane_validate::link::{Copy, Demand, Half, Limit, Link, Rig, Streams, best_rate};
+//! use dmalane_validate::link::{LinkCopy, Demand, Half, Limit, Link, Rig, Streams, best_rate};
 //!
 //! // Two channels of which one is slower.
 //! let channel = |c, rate| Limit::constant(format!("channel {c}"), Streams { channel: Some(c), ..Streams::ALL }, rate);
 //! let link = Link::new(2, vec![channel(0, 12e9), channel(1, 6e9)], Duration::from_micros(2))?;
 //!
 //! let mut rig = Rig::new(link.clone(), BalancePolicy::new(Half::areas()));
-//! let copy = Copy { at: Half::Ddr0.at(0), direction: Direction::FromHost, bytes: 64 << 20 };
+//! let copy = LinkCopy { at: Half::Ddr0.at(0), direction: Direction::FromHost, bytes: 64 << 20 };
 //! let got = rig.run(&[copy])?.rate;
 //!
 //! let demand = Demand { half: Half::Ddr0, direction: Direction::FromHost, bytes: 64 << 20 };
@@ -39,6 +39,6 @@ mod throttle;
 
 pub use model::{Half, Limit, Link, Memory, ModelError, Stream, Streams};
 pub use optimum::{Demand, Unsolved, best_rate, shortest};
-pub use sim::{Copy, Rig, RigRun, Sim, SimQueue};
+pub use sim::{LinkCopy, Rig, RigRun, Sim, SimQueue};
 pub use slow::Slow;
 pub use throttle::Throttle;

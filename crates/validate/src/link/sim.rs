@@ -246,7 +246,7 @@ impl Queue for SimQueue {
 
 /// Bytes between the host and card memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Copy {
+pub struct LinkCopy {
     /// Where on the card.
     pub at: CardAddr,
     /// Which way.
@@ -291,7 +291,7 @@ impl<P: Policy> Rig<P> {
     ///
     /// # Panics
     /// When the policy leaves bytes lying although nothing is under way, which it must not.
-    pub fn run(&mut self, copies: &[Copy]) -> Result<RigRun, Box<dyn std::error::Error>> {
+    pub fn run(&mut self, copies: &[LinkCopy]) -> Result<RigRun, Box<dyn std::error::Error>> {
         let began = self.sim.now();
         let mut done = Vec::new();
         let mut waiting = VecDeque::new();

@@ -7,8 +7,8 @@ use std::time::Duration;
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane_validate::link::Limit;
-use dmalane_validate::link::fit::{Answer, Cause, Memory, Question};
-use dmalane_validate::{Directions as Side, FitSettings, Target, emulations, fit_link};
+use dmalane_validate::link::fit::{Cause, FitAnswer, Memory, Question};
+use dmalane_validate::{Directions as Side, FitSettings, TestedDevice, emulations, fit_link};
 
 /// The answers that the fit must give for the assumptions of the policy study. A busy machine may need several tries.
 fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
@@ -17,7 +17,7 @@ fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
         let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
         let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card).unwrap());
         let card = CardDevice::open(bus, CardUse { flat: true, ..CardUse::default() }).unwrap();
-        let target = Target::emulated(Box::new(card), name, Some(Duration::from_millis(20))).unwrap();
+        let target = TestedDevice::emulated(Box::new(card), name, Some(Duration::from_millis(20))).unwrap();
         let (mut said, mut noisy) = (String::new(), false);
         let right = (0..4).any(|attempt| {
             let time = Duration::from_millis(50 << attempt);
@@ -29,9 +29,9 @@ fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
             let expected = Question::ALL.into_iter().zip(&causes).all(|(question, causes)| {
                 let answer = &found.fit.answers.iter().find(|a| a.0 == question).unwrap().1;
                 match answer {
-                    Answer::NotSo => causes.is_empty(),
-                    Answer::Unexplained => false,
-                    Answer::Because(found) | Answer::CannotTell(found) => {
+                    FitAnswer::NotSo => causes.is_empty(),
+                    FitAnswer::Unexplained => false,
+                    FitAnswer::Because(found) | FitAnswer::CannotTell(found) => {
                         !causes.is_empty() && found.iter().any(|c| causes.contains(c))
                     }
                 }

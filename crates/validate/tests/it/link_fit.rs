@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dmalane_queue::Direction;
 use dmalane_validate::Directions;
-use dmalane_validate::link::fit::{Answer, Cause, Measured, Memory, Question, emulate, fit, plan};
+use dmalane_validate::link::fit::{Cause, FitAnswer, Measured, Memory, Question, emulate, fit, plan};
 use dmalane_validate::link::{Half, Limit, Link, Stream, Streams};
 
 const GB: f64 = 1e9;
@@ -78,15 +78,15 @@ fn measure(card: Card, noise: &mut Noise) -> Vec<Measured> {
     points
 }
 
-fn answer(points: &[Measured], noise: f64, question: Question) -> Answer {
+fn answer(points: &[Measured], noise: f64, question: Question) -> FitAnswer {
     let found = fit(2, points, noise);
     found.answers.into_iter().find(|a| a.0 == question).unwrap().1
 }
 
-fn names(answer: &Answer) -> Vec<Cause> {
+fn names(answer: &FitAnswer) -> Vec<Cause> {
     match answer {
-        Answer::NotSo | Answer::Unexplained => Vec::new(),
-        Answer::Because(list) | Answer::CannotTell(list) => list.clone(),
+        FitAnswer::NotSo | FitAnswer::Unexplained => Vec::new(),
+        FitAnswer::Because(list) | FitAnswer::CannotTell(list) => list.clone(),
     }
 }
 
@@ -124,13 +124,13 @@ fn all_combinations_are_found_again() {
                     }
                 };
                 match answer {
-                    Answer::NotSo => assert!(causes.is_empty(), "{what}"),
-                    Answer::Unexplained => panic!("{what}"),
-                    Answer::Because(found) => {
+                    FitAnswer::NotSo => assert!(causes.is_empty(), "{what}"),
+                    FitAnswer::Unexplained => panic!("{what}"),
+                    FitAnswer::Because(found) => {
                         assert!(!found.is_empty() && found.iter().all(|c| causes.contains(c)), "{what}");
                         sure += 1;
                     }
-                    Answer::CannotTell(found) => {
+                    FitAnswer::CannotTell(found) => {
                         assert!(found.iter().any(|c| causes.contains(c)), "{what}");
                         println!("{what}");
                         unsure += 1;
@@ -152,11 +152,11 @@ fn a_card_like_the_seeds() {
         let noise = noise.max(0.005);
         assert_eq!(
             answer(&points, noise, Question::DuplexHalves),
-            Answer::Because(vec![Cause::Shared(Directions::Both)])
+            FitAnswer::Because(vec![Cause::Shared(Directions::Both)])
         );
         assert_eq!(
             answer(&points, noise, Question::HbmReadsSlow),
-            Answer::Because(vec![Cause::Half(Memory::Hbm, Directions::Read)])
+            FitAnswer::Because(vec![Cause::Half(Memory::Hbm, Directions::Read)])
         );
     }
 }
@@ -179,16 +179,16 @@ fn the_capacities_come_back() {
 fn what_was_not_measured_is_not_known() {
     let card = Card { channel_duplex: true, shared: false, per_direction: false, hbm_reads: false };
     let all = measure(card, &mut Noise(0, 0.0));
-    assert_eq!(answer(&[], 0.03, Question::DuplexHalves), Answer::CannotTell(vec![]));
+    assert_eq!(answer(&[], 0.03, Question::DuplexHalves), FitAnswer::CannotTell(vec![]));
     let one_way: Vec<Measured> =
         all.iter().filter(|p| p.flows.iter().all(|f| f.0.direction == Direction::ToHost)).cloned().collect();
-    assert_eq!(answer(&one_way, 0.01, Question::DuplexHalves), Answer::CannotTell(vec![]));
-    assert_eq!(answer(&one_way, 0.01, Question::HbmReadsSlow), Answer::CannotTell(vec![]));
+    assert_eq!(answer(&one_way, 0.01, Question::DuplexHalves), FitAnswer::CannotTell(vec![]));
+    assert_eq!(answer(&one_way, 0.01, Question::HbmReadsSlow), FitAnswer::CannotTell(vec![]));
     // Without a channel by itself in both directions, what channels share looks like what each of them has.
     let together: Vec<Measured> =
         all.iter().filter(|p| p.flows.iter().any(|f| f.0.channel != p.flows[0].0.channel)).cloned().collect();
     let told = answer(&together, 0.01, Question::DuplexHalves);
-    assert!(matches!(&told, Answer::CannotTell(list) if list.len() > 1), "{told:?}");
+    assert!(matches!(&told, FitAnswer::CannotTell(list) if list.len() > 1), "{told:?}");
     assert!(names(&told).contains(&Cause::Channel(Directions::Both)), "{told:?}");
 }
 
@@ -202,7 +202,11 @@ fn rates_that_no_limits_explain_are_called_so() {
     assert!(points[disturbed].flows.iter().all(|f| f.1 > 0.0));
     let found = fit(2, &points, 0.03);
     assert!(found.explanations.is_empty() && found.limits.is_empty());
-    assert!(found.answers.iter().all(|a| matches!(a.1, Answer::Unexplained | Answer::NotSo)), "{:?}", found.answers);
+    assert!(
+        found.answers.iter().all(|a| matches!(a.1, FitAnswer::Unexplained | FitAnswer::NotSo)),
+        "{:?}",
+        found.answers
+    );
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use dmalane_queue::{AddressPolicy, Direction};
-use dmalane_validate::link::{Copy, Demand, Half, Limit, Link, Rig, Stream, Streams, best_rate, shortest};
+use dmalane_validate::link::{Demand, Half, Limit, Link, LinkCopy, Rig, Stream, Streams, best_rate, shortest};
 use proptest::prelude::*;
 
 const GB: f64 = 1e9;
@@ -85,7 +85,7 @@ proptest! {
         let toggling = Limit::toggling("channel 1", streams, caps, Duration::from_micros(period), 60);
         let link = Link::new(2, vec![channel(0, f64::from(rates[0]) * GB), toggling], Duration::ZERO).unwrap();
         let copies = [(Half::Hbm0, mib[0]), (Half::Hbm1, mib[1])]
-            .map(|(half, mib)| Copy { at: half.at(0), direction: Direction::ToHost, bytes: mib * MIB });
+            .map(|(half, mib)| LinkCopy { at: half.at(0), direction: Direction::ToHost, bytes: mib * MIB });
         let demands = copies.map(|c| Demand { half: Half::of(c.at).unwrap(), direction: c.direction, bytes: c.bytes });
         let run = Rig::new(link.clone(), AddressPolicy::new(Half::areas())).run(&copies).unwrap();
         let best = shortest(&link, &demands, &[]).unwrap();
@@ -104,7 +104,7 @@ fn periods_are_used_up_one_after_another() {
     assert!((best_rate(&link, &[demand], &[0]).unwrap() - 10.0 * GB).abs() < 1.0);
     assert!(shortest(&link, &[demand], &[3]).is_err(), "no such channel");
     let run = Rig::new(link.clone(), AddressPolicy::new(Half::areas()))
-        .run(&[Copy { at: Half::Ddr0.at(0), direction: Direction::ToHost, bytes: 15_000_000 }])
+        .run(&[LinkCopy { at: Half::Ddr0.at(0), direction: Direction::ToHost, bytes: 15_000_000 }])
         .unwrap();
     assert!((run.seconds - 1.5e-3).abs() < 1e-8, "{}", run.seconds);
     // From half a millisecond on, half of the first period is over.
@@ -143,7 +143,7 @@ fn models_that_make_no_sense_are_refused() {
 fn memory_that_is_not_there_fails_the_copy() {
     let link = Link::new(1, vec![channel(0, GB)], Duration::ZERO).unwrap();
     let mut rig = Rig::new(link, AddressPolicy::only(0));
-    let copy = |at, bytes| Copy { at, direction: Direction::ToHost, bytes };
+    let copy = |at, bytes| LinkCopy { at, direction: Direction::ToHost, bytes };
     let past = Half::Ddr1.span().last();
     assert!(rig.run(&[copy(past, MIB)]).is_err());
     assert!(rig.run(&[copy(Half::Ddr1.at(0), MIB)]).is_ok());

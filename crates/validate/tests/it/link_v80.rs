@@ -3,7 +3,7 @@
 use dmalane_queue::Direction;
 use dmalane_validate::Directions;
 use dmalane_validate::link::assumptions::{Assumption, v80};
-use dmalane_validate::link::fit::{Answer, Cause, Measured, Question, emulate, fit, plan};
+use dmalane_validate::link::fit::{Cause, FitAnswer, Measured, Question, emulate, fit, plan};
 use dmalane_validate::link::{Half, Memory, Stream};
 
 const READ: Direction = Direction::ToHost;
@@ -96,8 +96,8 @@ fn the_asymmetry_is_found_again() {
             println!("{} {noise}: {:?}\n{:?}", link.name, found.answers, found.explanations);
             let answer = slow_hbm(&found);
             match cause {
-                Some(cause) => assert_eq!(answer, Answer::Because(vec![cause]), "{} at {noise}", link.name),
-                None => assert_eq!(answer, Answer::NotSo, "{} at {noise}", link.name),
+                Some(cause) => assert_eq!(answer, FitAnswer::Because(vec![cause]), "{} at {noise}", link.name),
+                None => assert_eq!(answer, FitAnswer::NotSo, "{} at {noise}", link.name),
             }
             // Each limit that is named has its capacity, to the noise and what several streams of it add up to.
             for limit in &found.limits {

@@ -11,7 +11,7 @@ use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane_validate::link::{Half, Limit, Link, Slow, Streams};
 
 const MIB: usize = 1 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 fn a_slow_channel_gets_less_and_the_bytes_are_right() {
@@ -48,7 +48,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
         }
         let began = std::time::Instant::now();
         let copy = Operation::copy(direction, (slice, via.clone()), DeviceAddr::Card(at));
-        let back = run(&mut split, copy, PATIENCE).unwrap();
+        let back = run(&mut split, copy, TIMEOUT).unwrap();
         // Never faster than the link; but for what may be saved up, a millisecond each.
         let fastest = (len as f64 - 0.5e6) / 500e6;
         assert!(began.elapsed().as_secs_f64() > fastest, "{:?}", began.elapsed());

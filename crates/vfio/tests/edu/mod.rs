@@ -95,7 +95,7 @@ impl Edu {
     }
 
     /// Copies to or from any bus address and waits for the end. Checks no registration and owns no memory; `at` may be
-    /// in a BAR of another device ([`Container::map_peer`](dmalane_vfio::Container::map_peer)).
+    /// in a BAR of another device ([`VfioContainer::map_peer`](dmalane_vfio::VfioContainer::map_peer)).
     ///
     /// # Errors
     /// [`OpError::NoCardMemory`]; [`OpError::Stopped`] when the device does not end, after which it stays busy.

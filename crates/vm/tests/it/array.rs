@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables};
 use dmalane_vm::array::{ArrayError, ArrayOperation, Reason};
-use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Plan, Source, Vm};
+use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, MappedSource, Plan, Vm};
 use zerocopy::IntoBytes;
 
 const PAGE: u64 = 16 << 10;
@@ -101,10 +101,15 @@ fn every_kind() {
         runs.push((run.span.first().bits() / PAGE, run.span.len() / PAGE, run.source));
         ControlFlow::Continue(())
     });
-    let from = |page: u64| Source::Bo { bo: 7, offset: page * PAGE };
-    let repeat = |page: u64, pages: u64| Source::Repeat { bo: 7, offset: page * PAGE, page: pages * PAGE };
-    let expected =
-        [(32, 1, from(0)), (33, 2, Source::Null), (35, 1, from(3)), (40, 4, repeat(9, 1)), (48, 4, repeat(10, 2))];
+    let from = |page: u64| MappedSource::Bo { bo: 7, offset: page * PAGE };
+    let repeat = |page: u64, pages: u64| MappedSource::Repeat { bo: 7, offset: page * PAGE, page: pages * PAGE };
+    let expected = [
+        (32, 1, from(0)),
+        (33, 2, MappedSource::Null),
+        (35, 1, from(3)),
+        (40, 4, repeat(9, 1)),
+        (48, 4, repeat(10, 2)),
+    ];
     assert_eq!(runs, expected);
     let unbind = operation(ArrayOperation::UNBIND_BO, bo, 0, 0, 0);
     let committed = vm.plan_array(unbind.as_bytes(), STRIDE, 1, &handles).unwrap().commit();

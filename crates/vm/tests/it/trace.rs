@@ -9,7 +9,7 @@ use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
 use dmalane_vm::trace::{
     Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Recorder, Replay, TraceHeader, TraceOperation, TraceRefusal,
 };
-use dmalane_vm::{AnyVm, BindRequest, Bo, Mapped, Source, Vm};
+use dmalane_vm::{AnyVm, BindRequest, Bo, Mapped, MappedSource, Vm};
 use proptest::prelude::*;
 
 const PAGE: u64 = 16 << 10;
@@ -161,7 +161,7 @@ fn buffer_objects_over_several_lines_and_after_their_end() {
     assert_eq!(step(&mut replay, r#"{"op":"destroy","id":2}"#), "ok");
     assert_eq!(step(&mut replay, &bind(2)), "no_bo");
     let runs = mapping(replay.vm());
-    let from = |offset| Source::Bo { bo: 2, offset };
+    let from = |offset| MappedSource::Bo { bo: 2, offset };
     let seen: Vec<_> = runs.iter().map(|r| (r.span.first().bits(), r.span.len(), r.to.bits(), r.source)).collect();
     assert_eq!(seen, [(0x10000, 0x8000, 0x4000, from(0)), (0x18000, 0x4000, 0x40000, from(0x8000))]);
     // The id is free again.
@@ -303,7 +303,7 @@ proptest! {
         let mut replayed = mapping(replay.vm());
         // Of two buffers with id 2 the later one has another id in the trace.
         for run in &mut replayed {
-            if let Source::Bo { bo, .. } | Source::Repeat { bo, .. } = &mut run.source && *bo == u64::MAX {
+            if let MappedSource::Bo { bo, .. } | MappedSource::Repeat { bo, .. } = &mut run.source && *bo == u64::MAX {
                 *bo = 2;
             }
         }

@@ -91,8 +91,8 @@ impl Loaded {
                     let mut at = start(path, head) as usize;
                     while at < buffer.len() {
                         let n = STEP.min(buffer.len() - at);
-                        let Some(piece) = view.sub(at, n) else { break };
-                        piece.read(&mut block[..n]);
+                        let Some(chunk) = view.sub(at, n) else { break };
+                        chunk.read(&mut block[..n]);
                         hash.update(&block[..n]);
                         at += n;
                     }

@@ -13,7 +13,7 @@ use rustix::fs::OFlags;
 use super::secrets::Secrets;
 use super::slash;
 use crate::output::plain;
-use crate::probe::{Node, Probe};
+use crate::probe::{NodeState, Probe};
 
 /// The contents, as the command says.
 pub const CONTENTS: &str = "versions, the checks of doctor, relevant kernel options, modules with their parameters, \
@@ -194,7 +194,7 @@ fn node(probe: &Probe, path: &str, depth: usize, all: &mut Vec<String>) {
         () if kind.is_symlink() => "link".to_owned(),
         () => "file".to_owned(),
     };
-    let mine = if probe.node(path) == Node::Open { "open to this user" } else { "closed to this user" };
+    let mine = if probe.node(path) == NodeState::Open { "open to this user" } else { "closed to this user" };
     all.push(format!("{path} {what} mode {:04o} uid {} gid {}, {mine}", meta.mode() & 0o7777, meta.uid(), meta.gid()));
 }
 

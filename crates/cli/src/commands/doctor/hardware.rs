@@ -3,7 +3,7 @@
 use dmalane::{pci, vfio};
 
 use super::{Check, Subject, host};
-use crate::probe::{Node, Probe};
+use crate::probe::{NodeState, Probe};
 use crate::size::binary;
 
 /// Names that are listed; the rest is only counted.
@@ -15,7 +15,7 @@ pub fn dma_heaps(probe: &Probe) -> Check {
     if names.is_empty() {
         return subject.missing("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
     }
-    let closed = names.iter().find(|n| probe.node(format!("/dev/dma_heap/{n}")) == Node::Closed);
+    let closed = names.iter().find(|n| probe.node(format!("/dev/dma_heap/{n}")) == NodeState::Closed);
     match closed {
         Some(name) => subject.missing(
             format!("{}; {name} is closed to this user", list(&names)),
@@ -40,7 +40,7 @@ pub fn vfio(probe: &Probe) -> Check {
     if backends.is_empty() {
         let path = "/dev/vfio/vfio";
         return match probe.node(path) {
-            Node::Open => subject.ok(format!("{path}; no device is bound to vfio-pci")),
+            NodeState::Open => subject.ok(format!("{path}; no device is bound to vfio-pci")),
             _ => node(probe, subject, path, "sudo modprobe vfio-pci".to_owned()),
         };
     }
@@ -94,7 +94,7 @@ pub fn iommufd(probe: &Probe) -> Check {
     let files = probe.names("/dev/vfio/devices");
     match (probe.node(path), vfio::check_iommufd(&probe.place("/"))) {
         (_, Err(error)) => subject.missing(error.to_string(), fix(probe, &error)),
-        (Node::Open, Ok(())) if !bound.is_empty() && files.is_empty() => subject.missing(
+        (NodeState::Open, Ok(())) if !bound.is_empty() && files.is_empty() => subject.missing(
             format!("{path}, but no files of devices (/dev/vfio/devices)"),
             kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
         ),
@@ -104,9 +104,9 @@ pub fn iommufd(probe: &Probe) -> Check {
 
 fn node(probe: &Probe, subject: Subject, path: &str, make: String) -> Check {
     match probe.node(path) {
-        Node::Open => subject.ok(path),
-        Node::Closed => subject.missing(format!("{path} is closed to this user"), open_up(path)),
-        Node::Missing => subject.missing(format!("no {path}"), make),
+        NodeState::Open => subject.ok(path),
+        NodeState::Closed => subject.missing(format!("{path} is closed to this user"), open_up(path)),
+        NodeState::Missing => subject.missing(format!("no {path}"), make),
     }
 }
 

@@ -66,8 +66,8 @@ pub fn memory(probe: &Probe) -> Check {
     };
     let found = format!("{} available of {}", binary(available), binary(total));
     if available < LEAST_MEMORY {
-        let mend = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed";
-        return subject.missing(format!("{found}; {} are needed", binary(LEAST_MEMORY)), mend);
+        let fix = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed";
+        return subject.missing(format!("{found}; {} are needed", binary(LEAST_MEMORY)), fix);
     }
     subject.ok(found)
 }

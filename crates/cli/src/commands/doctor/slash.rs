@@ -6,7 +6,7 @@ use dmalane::pci;
 
 use super::hardware::{list, open_up};
 use super::{Check, Subject};
-use crate::probe::{Node, Probe};
+use crate::probe::{NodeState, Probe};
 
 /// The PCI functions that the driver binds: of the QDMA, then of the control BARs.
 pub const PCI_IDS: [&str; 5] = ["10ee:50c1", "10ee:50b5", "10ee:50bd", "10ee:50c2", "10ee:50b6"];
@@ -64,7 +64,7 @@ pub fn driver(probe: &Probe) -> Check {
             "sudo dmesg | grep slash_qdma    # says why the driver did not take the QDMA",
         );
     }
-    let closed: Vec<_> = nodes.iter().filter(|node| probe.node(node) != Node::Open).cloned().collect();
+    let closed: Vec<_> = nodes.iter().filter(|node| probe.node(node) != NodeState::Open).cloned().collect();
     match closed.is_empty() {
         true => subject.ok(format!("{}; {about}", list(&nodes))),
         false => subject.missing(
@@ -79,10 +79,10 @@ pub fn daemon(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices("vrtd", "lends an Alveo V80 to users who may not open the driver's nodes");
     let used = !nodes(probe).is_empty() || !functions(probe).is_empty() || module(probe).is_some();
     match probe.node(VRTD) {
-        Node::Open => subject.ok(VRTD),
-        Node::Closed => subject
+        NodeState::Open => subject.ok(VRTD),
+        NodeState::Closed => subject
             .missing(format!("{VRTD} is closed to this user"), "sudo usermod -aG vrt $USER    # and log in again"),
-        Node::Missing if used => subject.missing(format!("no {VRTD}"), "sudo systemctl enable --now vrtd.socket"),
-        Node::Missing => subject.note(format!("no {VRTD}, and no V80")),
+        NodeState::Missing if used => subject.missing(format!("no {VRTD}"), "sudo systemctl enable --now vrtd.socket"),
+        NodeState::Missing => subject.note(format!("no {VRTD}, and no V80")),
     }
 }

@@ -7,7 +7,7 @@ use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
 use dmalane::iopt::{self, Error, FaultKind, Format, FormatId, Register, WalkFault, Walked, with_format};
 
 use super::image::{Image, ImageTables};
-use super::spec::{Mapping, wrong};
+use super::spec::{SpecMapping, wrong};
 use crate::failure::Failure;
 use crate::size;
 
@@ -26,7 +26,7 @@ pub struct Built {
 }
 
 /// Why no tables were built.
-pub enum Refused {
+pub enum BuildError {
     /// The root, of this size, cannot be where it was to be.
     Base(Error, PageSize),
     /// A field of a mapping is not a multiple of the smallest page.
@@ -35,9 +35,9 @@ pub enum Refused {
     Mapping(usize, Error),
 }
 
-impl Refused {
+impl BuildError {
     /// The hint for the user.
-    pub fn failure(&self, spec: &Path, mappings: &[Mapping]) -> Failure {
+    pub fn failure(&self, spec: &Path, mappings: &[SpecMapping]) -> Failure {
         match *self {
             Self::Base(e, root) => {
                 let aligned = format!("the root is aligned to its size, here {root}");
@@ -62,19 +62,19 @@ impl Refused {
 }
 
 /// Builds tables from `base` on.
-pub fn build(format: FormatId, mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
+pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<Built, BuildError> {
     let tables = ImageTables::new(base);
     let table = format.table::<Iova, PhysAddr, _>(tables);
-    let mut table = table.map_err(|e| Refused::Base(e, format.table_shape().root))?;
+    let mut table = table.map_err(|e| BuildError::Base(e, format.table_shape().root))?;
     let granule = table.granule();
     for (i, m) in mappings.iter().enumerate() {
         for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
             if !value.is_multiple_of(granule.bytes()) {
-                return Err(Refused::Misaligned { mapping: i, field, value, granule });
+                return Err(BuildError::Misaligned { mapping: i, field, value, granule });
             }
         }
         let mapped = table.map(Iova::new(m.va), PhysAddr::new(m.pa), m.len, m.access);
-        mapped.map_err(|e| Refused::Mapping(i, e))?;
+        mapped.map_err(|e| BuildError::Mapping(i, e))?;
     }
     Ok(Built {
         root: table.root().bits(),
@@ -91,7 +91,7 @@ pub fn walk(format: FormatId, image: &Image, root: u64, user: bool, at: u64) -> 
 }
 
 /// Everything that the tables below `root` map, for unprivileged accesses if `user`.
-pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Vec<Run>, Endless> {
+pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Vec<DumpRun>, Endless> {
     with_format!(format, F => dump_as::<F>(image, root, user))
 }
 
@@ -102,7 +102,7 @@ fn walk_as<F: Format>(image: &Image, root: u64, user: bool, at: u64) -> Result<W
 
 /// A part of the input space that leaves of one size map to a part of the output space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Run {
+pub struct DumpRun {
     /// Input address.
     pub va: u64,
     /// Output address.
@@ -117,7 +117,7 @@ pub struct Run {
     pub access: Access,
 }
 
-impl Run {
+impl DumpRun {
     /// True when `next` goes on where this one ends.
     fn continues(&self, next: &Self) -> bool {
         let end = |start: u64| start.checked_add(self.len);
@@ -156,14 +156,14 @@ fn most_entries(image: &Image) -> u64 {
 
 /// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves
 /// a single piece of code that says what tables mean.
-fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Vec<Run>, Endless> {
-    let mut runs: Vec<Run> = Vec::new();
+fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Vec<DumpRun>, Endless> {
+    let mut runs: Vec<DumpRun> = Vec::new();
     let mut at = 0;
     for _ in 0..most_entries(image) {
         let step = match walk_as::<F>(image, root, user, at) {
             Ok(leaf) => {
                 let len = leaf.size.bytes() - (at & (leaf.size.bytes() - 1));
-                let run = Run { va: at, pa: leaf.to, len, page: leaf.size, count: 1, access: leaf.access };
+                let run = DumpRun { va: at, pa: leaf.to, len, page: leaf.size, count: 1, access: leaf.access };
                 match runs.last_mut() {
                     Some(last) if last.continues(&run) => {
                         last.count += 1;

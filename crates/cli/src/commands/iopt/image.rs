@@ -10,7 +10,7 @@ use dmalane::iopt::{TableShape, Tables};
 
 use crate::failure::Failure;
 use crate::size;
-use crate::source::{self, Source};
+use crate::source::{self, SourceFile};
 
 /// Tables one after the other from a base address on, in the order in which they were asked for. The first is the root.
 pub struct ImageTables {
@@ -123,7 +123,7 @@ impl Image {
         };
         if source::is_stdin(path) {
             let mut bytes = Vec::new();
-            let read = Source::open(path)?.file.take(Self::MOST_BYTES + 1).read_to_end(&mut bytes);
+            let read = SourceFile::open(path)?.file.take(Self::MOST_BYTES + 1).read_to_end(&mut bytes);
             return match read.map_err(trouble)? as u64 {
                 0..=Self::MOST_BYTES => Ok(Self { base, bytes }),
                 _ => Err(too_large()),

@@ -7,8 +7,8 @@ use dmalane::addr::{Access, PageSize};
 use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
 use serde_json::{Value, json};
 
-use super::Source;
-use super::formats::{self, Run};
+use super::ImageSource;
+use super::formats::{self, DumpRun};
 use crate::failure::Failure;
 use crate::{output, size};
 
@@ -104,7 +104,7 @@ fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built
 }
 
 /// Where addresses lead.
-pub fn walked(source: &Source, walks: &[(u64, Result<Walked, WalkFault>)]) -> Result<ExitCode, Failure> {
+pub fn walked(source: &ImageSource, walks: &[(u64, Result<Walked, WalkFault>)]) -> Result<ExitCode, Failure> {
     if source.json {
         let mut report = head("iopt walk", source);
         report["translations"] = walks.iter().map(|&(va, walk)| translation(va, walk)).collect();
@@ -119,7 +119,7 @@ pub fn walked(source: &Source, walks: &[(u64, Result<Walked, WalkFault>)]) -> Re
     Ok(ExitCode::SUCCESS)
 }
 
-fn head(command: &str, source: &Source) -> Value {
+fn head(command: &str, source: &ImageSource) -> Value {
     json!({
         "schema": 1,
         "command": command,
@@ -147,11 +147,11 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
 }
 
 /// The mappings of the tables.
-pub fn dumped(source: &Source, runs: &[Run]) -> Result<ExitCode, Failure> {
+pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failure> {
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
     let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));
     if source.json {
-        let run = |run: &Run| {
+        let run = |run: &DumpRun| {
             json!({
                 "va": hex(run.va),
                 "pa": hex(run.pa),

@@ -11,11 +11,11 @@ use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 use crate::failure::Failure;
-use crate::source::{self, Source};
+use crate::source::{self, SourceFile};
 
 /// One mapping of a specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Mapping {
+pub struct SpecMapping {
     /// Input address.
     pub va: u64,
     /// Output address.
@@ -27,9 +27,9 @@ pub struct Mapping {
 }
 
 /// Reads the specification in a file; with it come the file's metadata.
-pub fn read(path: &Path) -> Result<(Vec<Mapping>, Metadata), Failure> {
+pub fn read(path: &Path) -> Result<(Vec<SpecMapping>, Metadata), Failure> {
     let mut text = Vec::new();
-    let file = if source::is_stdin(path) { Ok(Source::open(path)?.file) } else { File::open(path) };
+    let file = if source::is_stdin(path) { Ok(SourceFile::open(path)?.file) } else { File::open(path) };
     let read = file.and_then(|mut file| file.read_to_end(&mut text).and_then(|_| file.metadata()));
     let meta = read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
     Ok((parse(&text).map_err(|what| wrong(path, what))?, meta))
@@ -53,7 +53,7 @@ pub fn number(text: &str) -> Result<u64, String> {
     u64::from_str_radix(digits, radix).map_err(|_| "more than 64 bits".to_owned())
 }
 
-fn parse(text: &[u8]) -> Result<Vec<Mapping>, String> {
+fn parse(text: &[u8]) -> Result<Vec<SpecMapping>, String> {
     let Unique(spec) = serde_json::from_slice(text).map_err(|e| match e.classify() {
         Category::Data => e.to_string(),
         _ => format!("not JSON: {e}"),
@@ -69,7 +69,7 @@ fn parse(text: &[u8]) -> Result<Vec<Mapping>, String> {
     mappings.iter().enumerate().map(|(i, m)| mapping(&format!("mappings[{i}]"), m)).collect()
 }
 
-fn mapping(name: &str, value: &Value) -> Result<Mapping, String> {
+fn mapping(name: &str, value: &Value) -> Result<SpecMapping, String> {
     let fields = object(name, value, &["va", "pa", "len", "access"])?;
     let field = |key: &str| fields.get(key).ok_or_else(|| format!("{name}.{key} is missing"));
     let number = |key: &str| {
@@ -91,7 +91,7 @@ fn mapping(name: &str, value: &Value) -> Result<Mapping, String> {
     }
     let text = field("access")?;
     let access = text.as_str().unwrap_or_default().parse().map_err(|why| format!("{name}.access: {text}: {why}"))?;
-    Ok(Mapping { va, pa, len, access })
+    Ok(SpecMapping { va, pa, len, access })
 }
 
 /// The fields of an object that has none but these: a field misspelt must not go unseen.
@@ -180,7 +180,7 @@ mod tests {
             {"va":4096,"pa":"0x8000","len":"8192","access":"rw"},
             {"va":"0xFFFFFFFFFFFFF000","pa":18446744073709547520,"len":4096,"access":"--x"}]}"#;
         let m = parse(text).unwrap();
-        assert_eq!(m[0], Mapping { va: 4096, pa: 0x8000, len: 8192, access: Access::RW });
+        assert_eq!(m[0], SpecMapping { va: 4096, pa: 0x8000, len: 8192, access: Access::RW });
         assert_eq!((m[1].va, m[1].pa, m[1].access), (u64::MAX - 4095, u64::MAX - 4095, Access::EXEC));
         assert_eq!(parse(br#"{"schema":1,"mappings":[]}"#), Ok(Vec::new()));
     }

@@ -9,7 +9,7 @@ use crate::failure::Failure;
 use crate::size::{Size, binary};
 
 /// The memory that a load can use.
-pub struct Room<'a> {
+pub struct LoadRoom<'a> {
     /// Bytes of the largest file that fits the empty device.
     largest_file: u64,
     /// Bytes of all regions outside the group that gets the tensors.
@@ -23,7 +23,7 @@ pub struct Room<'a> {
     spec: &'a DeviceSpec,
 }
 
-impl<'a> Room<'a> {
+impl<'a> LoadRoom<'a> {
     /// The memory of a device with nothing loaded.
     pub fn of(device: &OpenDevice, spec: &'a DeviceSpec, placement: &'a Placement) -> Self {
         let memory = device.memory();

@@ -15,14 +15,14 @@ const HBM: u64 = 4 << 20;
 const STEP: usize = 2 << 20;
 
 /// A device with room for some buffers.
-pub struct Target {
+pub struct ReadTarget {
     /// The device.
     pub device: OpenDevice,
     /// Where each buffer goes.
     pub to: Vec<DeviceAddr>,
 }
 
-impl Target {
+impl ReadTarget {
     /// Opens the device, and takes room for buffers of these lengths.
     pub fn open(spec: &DeviceSpec, mut options: OpenOptions, buffers: &[u64]) -> Result<Self, Failure> {
         device::check(spec, &options)?;

@@ -21,7 +21,7 @@ use crate::failure::Failure;
 use crate::job;
 
 /// A receiver that takes nothing for this long has failed.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Exit statuses of shells for a command that cannot be run, and for one that is not there.
 const NOT_RUN: [u8; 2] = [126, 127];
 
@@ -73,7 +73,7 @@ impl Export {
     pub fn receiver(&self) -> Result<Option<Receiver>, Failure> {
         if let Some(path) = &self.send_to {
             let socket = UnixStream::connect(path).and_then(|socket| {
-                socket.set_write_timeout(Some(PATIENCE))?;
+                socket.set_write_timeout(Some(TIMEOUT))?;
                 Ok(socket)
             });
             let failed = |e| Failure::because(format!("cannot connect to {}", path.display()), &e);

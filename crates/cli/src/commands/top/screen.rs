@@ -16,7 +16,7 @@ use ratatui::widgets::{Cell, Gauge, Paragraph, Row, Sparkline, Table, TableState
 use ratatui::{DefaultTerminal, Frame};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use super::watch::{CLIENT_HEAD, JOB_HEAD, JobView, STAGE_HEAD, View, Watch, job_row, stage_row};
+use super::watch::{CLIENT_HEAD, JOB_HEAD, JobView, STAGE_HEAD, View, Watcher, job_row, stage_row};
 use crate::failure::Failure;
 use crate::size::per_second;
 
@@ -26,7 +26,7 @@ const LOOK: Duration = Duration::from_millis(50);
 const HISTORY: usize = 240;
 
 /// Shows pictures until a key or a signal ends it. The terminal is as before then, after a panic too.
-pub fn run(watch: Watch, interval: Duration) -> Result<ExitCode, Failure> {
+pub fn run(watch: Watcher, interval: Duration) -> Result<ExitCode, Failure> {
     let signal = Arc::new(AtomicUsize::new(0));
     for number in [SIGHUP, SIGINT, SIGQUIT, SIGTERM] {
         signal_hook::flag::register_usize(number, signal.clone(), number as usize)?;
@@ -50,7 +50,7 @@ pub fn run(watch: Watch, interval: Duration) -> Result<ExitCode, Failure> {
 }
 
 /// Looks once in each interval, until nobody wants to see it.
-fn look(mut watch: Watch, interval: Duration, views: &Sender<View>, ended: &Receiver<()>) {
+fn look(mut watch: Watcher, interval: Duration, views: &Sender<View>, ended: &Receiver<()>) {
     while views.send(watch.look()).is_ok() {
         if ended.recv_timeout(interval) != Err(RecvTimeoutError::Timeout) {
             return;

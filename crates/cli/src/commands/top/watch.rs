@@ -14,10 +14,10 @@ use crate::output::plain;
 use crate::size::{binary, per_second};
 
 /// Time that a daemon has to answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Jobs and daemons as they were last seen.
-pub struct Watch {
+pub struct Watcher {
     daemons: Vec<ClientOptions>,
     jobs: HashMap<String, Snapshot>,
     /// When each daemon was asked, and the bytes of each client.
@@ -74,10 +74,10 @@ pub struct DaemonView {
     rates: Vec<f64>,
 }
 
-impl Watch {
+impl Watcher {
     /// Of the jobs of this user, and of these daemons.
     pub fn new(daemons: Vec<ClientOptions>) -> Self {
-        let daemons = daemons.into_iter().map(|options| ClientOptions { timeout: PATIENCE, ..options }).collect();
+        let daemons = daemons.into_iter().map(|options| ClientOptions { timeout: TIMEOUT, ..options }).collect();
         Self { daemons, jobs: HashMap::new(), clients: HashMap::new() }
     }
 

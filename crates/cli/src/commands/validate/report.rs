@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use dmalane::validate::link::Limit;
-use dmalane::validate::link::fit::{Answer, Cause, Question};
+use dmalane::validate::link::fit::{Cause, FitAnswer, Question};
 use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop};
 use serde_json::{Value, json};
 
@@ -137,17 +137,17 @@ fn names(causes: &[Cause]) -> Vec<String> {
     causes.iter().map(Cause::to_string).collect()
 }
 
-fn json_answer(question: Question, answer: &Answer) -> Value {
+fn json_answer(question: Question, answer: &FitAnswer) -> Value {
     let question = match question {
         Question::DuplexHalves => "duplex_halves",
         Question::TogetherCapped => "together_capped",
         Question::HbmReadsSlow => "hbm_reads_slow",
     };
     let (answer, causes) = match answer {
-        Answer::NotSo => ("not_so", Vec::new()),
-        Answer::Because(causes) => ("because", names(causes)),
-        Answer::CannotTell(causes) => ("cannot_tell", names(causes)),
-        Answer::Unexplained => ("unexplained", Vec::new()),
+        FitAnswer::NotSo => ("not_so", Vec::new()),
+        FitAnswer::Because(causes) => ("because", names(causes)),
+        FitAnswer::CannotTell(causes) => ("cannot_tell", names(causes)),
+        FitAnswer::Unexplained => ("unexplained", Vec::new()),
     };
     json!({ "question": question, "answer": answer, "causes": causes })
 }

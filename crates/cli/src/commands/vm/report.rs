@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use dmalane::iopt::FormatId;
 use dmalane::vm::trace::{Outcome, Replay, Timed, Times};
-use dmalane::vm::{AnyVm, Mapped, Source};
+use dmalane::vm::{AnyVm, Mapped, MappedSource};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -13,7 +13,7 @@ use crate::output::plain;
 use crate::size;
 
 /// Writes the report; what goes wrong is told at the end.
-pub struct Report {
+pub struct ReplayReport {
     out: BufWriter<Stdout>,
     json: bool,
     /// The next element of a list is its first.
@@ -73,7 +73,7 @@ fn hex(number: u64) -> String {
     format!("{number:#x}")
 }
 
-impl Report {
+impl ReplayReport {
     /// Begins the report.
     pub fn new(trace: &str, format: FormatId, vm: &dyn AnyVm, json: bool) -> Self {
         let mut report = Self { out: BufWriter::new(io::stdout()), json, first: true, result: Ok(()) };
@@ -194,8 +194,8 @@ impl Report {
 
     fn run(&mut self, run: &Mapped) {
         let (bo, offset, repeat) = match run.source {
-            Source::Bo { bo, offset } => (Some(bo), Some(offset), None),
-            Source::Repeat { bo, offset, page } => (Some(bo), Some(offset), Some(page)),
+            MappedSource::Bo { bo, offset } => (Some(bo), Some(offset), None),
+            MappedSource::Repeat { bo, offset, page } => (Some(bo), Some(offset), Some(page)),
             _ => (None, None, None),
         };
         let (first, to, leaf) = (run.span.first().bits(), run.to.bits(), run.leaf);
