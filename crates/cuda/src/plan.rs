@@ -1,11 +1,63 @@
-//! Operations as calls of the driver.
+//! Operations as steps, each of which is one call of the driver.
 
 use dmalane_queue::{DeviceAddr, Direction, GatherList, HostSlice, Operation, QueueAddr, Refusal, Shape, Work};
 
-use crate::sys::Step;
-
 /// Calls that one operation may need, at most: rows that overlap, and pitches beyond the driver's, take one for each.
 const MOST: u64 = 4096;
+
+/// One call of the driver on a stream. Host memory is the range `offset..` of slice `host` of an operation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Step {
+    /// A copy of `len` bytes.
+    Copy { direction: Direction, host: usize, offset: u64, at: DeviceAddr, len: u64 },
+    /// `rows` rows of `row` bytes; pitches are at least as long.
+    Rows { direction: Direction, host: usize, offset: u64, at: DeviceAddr, row: u64, rows: u64, pitches: (u64, u64) },
+    /// Within the device.
+    Within { from: DeviceAddr, to: DeviceAddr, len: u64 },
+    /// Within the device: rows, with the pitches of source and destination.
+    RowsWithin { from: DeviceAddr, to: DeviceAddr, row: u64, rows: u64, pitches: (u64, u64) },
+    /// `len` times a byte.
+    Bytes { at: DeviceAddr, value: u8, len: u64 },
+    /// `count` times a word of four bytes, at a multiple of four.
+    Words { at: DeviceAddr, value: u32, count: u64 },
+    /// `rows` times `row` bytes of one value, `pitch` apart.
+    ByteRows { at: DeviceAddr, value: u8, row: u64, rows: u64, pitch: u64 },
+    /// `rows` words, `pitch` bytes apart; both are multiples of four.
+    WordRows { at: DeviceAddr, value: u32, rows: u64, pitch: u64 },
+}
+
+impl Step {
+    /// Bytes that it moves or sets.
+    pub(crate) fn bytes(&self) -> u64 {
+        match *self {
+            Self::Copy { len, .. } | Self::Within { len, .. } | Self::Bytes { len, .. } => len,
+            Self::Rows { row, rows, .. } | Self::RowsWithin { row, rows, .. } | Self::ByteRows { row, rows, .. } => {
+                row * rows
+            }
+            Self::Words { count, .. } => 4 * count,
+            Self::WordRows { rows, .. } => 4 * rows,
+        }
+    }
+
+    /// The device memory that it uses: first address, bytes, and whether it writes.
+    pub(crate) fn device(&self) -> [Option<(DeviceAddr, u64, bool)>; 2] {
+        let extent = |row: u64, rows: u64, pitch: u64| (rows - 1) * pitch + row;
+        match *self {
+            Self::Copy { direction, at, len, .. } => [Some((at, len, direction == Direction::FromHost)), None],
+            Self::Rows { direction, at, row, rows, pitches: (_, pitch), .. } => {
+                [Some((at, extent(row, rows, pitch), direction == Direction::FromHost)), None]
+            }
+            Self::Within { from, to, len } => [Some((from, len, false)), Some((to, len, true))],
+            Self::RowsWithin { from, to, row, rows, pitches } => {
+                [Some((from, extent(row, rows, pitches.0), false)), Some((to, extent(row, rows, pitches.1), true))]
+            }
+            Self::Bytes { at, len, .. } => [Some((at, len, true)), None],
+            Self::Words { at, count, .. } => [Some((at, 4 * count, true)), None],
+            Self::ByteRows { at, row, rows, pitch, .. } => [Some((at, extent(row, rows, pitch), true)), None],
+            Self::WordRows { at, rows, pitch, .. } => [Some((at, extent(4, rows, pitch), true)), None],
+        }
+    }
+}
 
 /// The address `bytes` further on. [`Operation::check`] has made sure that it exists.
 fn plus(at: DeviceAddr, bytes: u64) -> DeviceAddr {

@@ -12,8 +12,8 @@ use dmalane_queue::{
 };
 
 use crate::Error;
-use crate::plan;
-use crate::sys::{Attribute, Context, Step, Stream};
+use crate::plan::{self, Step};
+use crate::sys::{Attribute, Context, Stream};
 
 /// Operations in flight, at most.
 const CAPACITY: usize = 256;

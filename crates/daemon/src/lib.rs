@@ -54,6 +54,8 @@ mod deferred_close;
 mod function;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+mod listener;
+mod log;
 mod page;
 mod peer;
 mod pool;
@@ -65,4 +67,6 @@ mod worker;
 pub use client::{Client, ClientError, ClientOptions, ClientStatus, DaemonStatus, status, status_with};
 pub use config::{BadConfig, ClientLimits, Config, Setting};
 pub use connection::ClientResources;
-pub use server::{Listener, Server, ServerError, ServerEvent, Totals};
+pub use listener::Listener;
+pub use log::ServerEvent;
+pub use server::{Server, ServerError, Totals};

@@ -7,17 +7,16 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{Shutdown, SocketFlags};
 use zerocopy::IntoBytes;
 
 use crate::account::Account;
@@ -25,15 +24,14 @@ use crate::config::{BadConfig, Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, Share};
+use crate::listener::Listener;
+use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
 use crate::pool::Pool;
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
 
-/// Refusals that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
-const MAX_LOGGED_REFUSALS: u32 = 8;
-const LOG_WINDOW: Duration = Duration::from_secs(10);
 /// Connections beyond the limit, reserved for status requests of the operator.
 const OPERATOR_CONNECTIONS: usize = 4;
 /// Timeout of shutdown for the descriptors of clients to be closed.
@@ -72,107 +70,6 @@ pub enum ServerError {
     WorkerDied,
 }
 
-/// A listening socket.
-#[derive(Debug)]
-pub struct Listener {
-    /// `None` only after [`Listener::close`].
-    socket: Option<OwnedFd>,
-    /// File to remove on drop.
-    path: Option<PathBuf>,
-    /// Peers can send descriptors only after their greeting.
-    rights_off: bool,
-}
-
-impl Listener {
-    /// Creates a socket at `path` with this file mode (0o660: owner and group may connect). Replaces the socket of a
-    /// daemon that no longer runs.
-    ///
-    /// # Errors
-    /// [`ServerError::Listen`], [`ServerError::InUse`].
-    pub fn bind(path: &Path, mode: u32) -> Result<Self, ServerError> {
-        let failed = |e: Errno| ServerError::Listen { path: path.to_owned(), source: e.into() };
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
-        let make = || rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-        let socket = make().map_err(failed)?;
-        let mode = Mode::from_bits_truncate(mode & 0o777);
-        // Set the mode before the socket has a name, so that it is never too permissive.
-        rustix::fs::fchmod(&socket, mode).map_err(failed)?;
-        match rustix::net::bind(&socket, &address) {
-            Err(Errno::ADDRINUSE) => {
-                // Connecting to a file that is no socket fails with ECONNREFUSED too.
-                let there = rustix::fs::lstat(path).map_err(failed)?;
-                if FileType::from_raw_mode(there.st_mode) != FileType::Socket {
-                    return Err(failed(Errno::EXIST));
-                }
-                // Non-blocking: a listener whose backlog is full answers EAGAIN.
-                let probe = make().map_err(failed)?;
-                rustix::io::ioctl_fionbio(&probe, true).map_err(failed)?;
-                match rustix::net::connect(probe, &address) {
-                    Err(Errno::CONNREFUSED) => {}
-                    Ok(()) | Err(Errno::AGAIN) => return Err(ServerError::InUse(path.to_owned())),
-                    Err(e) => return Err(failed(e)),
-                }
-                rustix::fs::unlink(path).map_err(failed)?;
-                rustix::net::bind(&socket, &address).map_err(failed)?;
-            }
-            other => other.map_err(failed)?,
-        }
-        // Restore the bits that the umask cleared.
-        set_mode(path, mode).map_err(failed)?;
-        // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
-        let rights_off = socket::pass_rights(&socket, false);
-        rustix::net::listen(&socket, 64).map_err(failed)?;
-        Ok(Self { socket: Some(socket), path: Some(path.to_owned()), rights_off })
-    }
-
-    /// Uses an inherited listening socket (socket activation).
-    ///
-    /// # Errors
-    /// [`ServerError::WrongSocket`].
-    pub fn from_socket(socket: OwnedFd) -> Result<Self, ServerError> {
-        use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
-        let right = socket_type(&socket) == Ok(SocketType::SEQPACKET)
-            && socket_domain(&socket) == Ok(AddressFamily::UNIX)
-            && socket_acceptconn(&socket) == Ok(true);
-        if !right {
-            return Err(ServerError::WrongSocket);
-        }
-        // Peers that have connected before may have sent some.
-        let rights_off = socket::pass_rights(&socket, false);
-        Ok(Self { socket: Some(socket), path: None, rights_off })
-    }
-}
-
-impl Listener {
-    /// Removes the socket's file and returns the socket, which the caller closes.
-    fn close(mut self) -> Option<OwnedFd> {
-        self.unlink();
-        self.socket.take()
-    }
-
-    fn unlink(&mut self) {
-        if let Some(path) = self.path.take() {
-            let _ = rustix::fs::unlink(path);
-        }
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        self.unlink();
-    }
-}
-
-/// Sets the mode of a socket, through no symbolic link: somebody may have put one there in its place.
-fn set_mode(path: &Path, mode: Mode) -> Result<(), Errno> {
-    use rustix::fs::{OFlags, fstat, open};
-    let file = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-    if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::Socket {
-        return Err(Errno::EXIST);
-    }
-    rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), mode)
-}
-
 /// Counters of a daemon since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Totals {
@@ -188,111 +85,6 @@ pub struct Totals {
     pub errors: u64,
     /// Disconnected clients whose queues did not stop in time.
     pub quarantined: u64,
-}
-
-/// An event for the daemon's log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum ServerEvent {
-    /// A client has connected and opened a function.
-    Connected {
-        /// Number of the client.
-        client: u64,
-        /// Process of the client.
-        pid: u32,
-        /// User of the client.
-        uid: u32,
-    },
-    /// A connection was refused.
-    Refused {
-        /// Process that connected.
-        pid: u32,
-        /// User that connected.
-        uid: u32,
-        /// Reason.
-        why: &'static str,
-    },
-    /// This many further connections were refused without a log entry each.
-    RefusedMore(u64),
-    /// This many further clients connected or disconnected without a log entry each.
-    More(u64),
-    /// A client has disconnected, and its resources were released.
-    Disconnected {
-        /// Number of the client.
-        client: u64,
-        /// Why the connection ended.
-        why: &'static str,
-        /// Released resources.
-        released: ClientResources,
-        /// Time that its queues took to stop.
-        after: Duration,
-    },
-    /// A client has disconnected, but its queues have not stopped; its resources stay allocated until they do.
-    Quarantined {
-        /// Number of the client.
-        client: u64,
-        /// Resources that stay allocated.
-        resources: ClientResources,
-    },
-    /// A connection could not be accepted for lack of descriptors or memory; the daemon will try again.
-    AcceptFailed(Errno),
-}
-
-impl std::fmt::Display for ServerEvent {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
-            Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
-            Self::RefusedMore(n) => write!(f, "refused {n} more connections within {LOG_WINDOW:?}"),
-            Self::More(n) => write!(f, "{n} more clients connected or disconnected within {LOG_WINDOW:?}"),
-            Self::Disconnected { client, why, released, after } => {
-                let ClientResources { buffers, bytes, mappings, card } = released;
-                write!(
-                    f,
-                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), \
-                     {mappings} mappings, {card} bytes of card memory"
-                )
-            }
-            Self::Quarantined { client, resources } => write!(
-                f,
-                "client {client}: its queues have not stopped; still allocated: {} buffers ({} bytes), {} bytes of \
-                 card memory",
-                resources.buffers, resources.bytes, resources.card
-            ),
-            Self::AcceptFailed(e) => write!(f, "cannot accept a connection now: {e}"),
-        }
-    }
-}
-
-/// Clients that come and go are logged one by one so often within [`LOG_WINDOW`].
-const MAX_LOGGED_CLIENTS: u32 = 64;
-
-/// Limits the log entries of a kind, so that peers that come and go do not flood the log.
-#[derive(Default)]
-struct LogLimit {
-    since: Option<Instant>,
-    logged: u32,
-    suppressed: u64,
-}
-
-impl LogLimit {
-    /// True when this entry should be logged: one of the first `most` of the window.
-    fn should_log(&mut self, now: Instant, most: u32) -> bool {
-        self.since.get_or_insert(now);
-        let log = self.logged < most;
-        if log {
-            self.logged += 1
-        } else {
-            self.suppressed += 1
-        }
-        log
-    }
-
-    /// The number of entries that were not logged, once the window has ended.
-    fn suppressed(&mut self, now: Instant) -> Option<u64> {
-        self.since.filter(|since| now.duration_since(*since) >= LOG_WINDOW)?;
-        Some(std::mem::take(self).suppressed).filter(|n| *n > 0)
-    }
 }
 
 struct Entry {
@@ -848,55 +640,5 @@ mod tests {
         let totals = daemon.join().unwrap();
         assert_eq!((totals.served, totals.released, totals.quarantined), (1, 1, 1));
         drop((queue, card, client));
-    }
-
-    #[test]
-    fn repeated_refusals_do_not_flood_the_log() {
-        let mut refusals = LogLimit::default();
-        let start = Instant::now();
-        let logged =
-            (0..1000).filter(|i| refusals.should_log(start + Duration::from_millis(*i), MAX_LOGGED_REFUSALS)).count();
-        assert_eq!(logged, MAX_LOGGED_REFUSALS as usize);
-        assert_eq!(refusals.suppressed(start + LOG_WINDOW / 2), None);
-        assert_eq!(refusals.suppressed(start + LOG_WINDOW), Some(1000 - u64::from(MAX_LOGGED_REFUSALS)));
-        assert_eq!(refusals.suppressed(start + LOG_WINDOW), None);
-        assert!(refusals.should_log(start + LOG_WINDOW, MAX_LOGGED_REFUSALS), "a new window");
-        assert_eq!(refusals.suppressed(start + 2 * LOG_WINDOW), None, "none were suppressed");
-    }
-
-    #[test]
-    fn the_mode_is_set_through_no_link() {
-        let folder = tempfile::tempdir().unwrap();
-        let (victim, link) = (folder.path().join("victim"), folder.path().join("link"));
-        std::fs::write(&victim, "").unwrap();
-        let mode = || std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&victim).unwrap().permissions());
-        let before = mode();
-        std::os::unix::fs::symlink(&victim, &link).unwrap();
-        for path in [&victim, &link] {
-            assert_eq!(set_mode(path, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
-        }
-        assert_eq!(mode(), before);
-    }
-
-    #[test]
-    fn only_one_daemon_listens_on_a_socket() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
-        let first = Listener::bind(&path, 0o640).unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
-        assert_eq!(mode & 0o777, 0o640);
-        assert!(matches!(Listener::bind(&path, 0o600), Err(ServerError::InUse(_))));
-        drop(first);
-        assert!(!path.exists());
-        // The socket of a killed daemon is replaced; another file is not.
-        let left = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-        rustix::net::bind(&left, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-        drop(left);
-        drop(Listener::bind(&path, 0o600).unwrap());
-        std::fs::write(&path, b"precious").unwrap();
-        assert!(Listener::bind(&path, 0o600).is_err());
-        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
-        let wrong = UnixStream::pair().unwrap().0;
-        assert!(matches!(Listener::from_socket(wrong.into()), Err(ServerError::WrongSocket)));
     }
 }

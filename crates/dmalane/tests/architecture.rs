@@ -95,6 +95,8 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/capi/src/abi.rs",
     "crates/cli/tests/it/supervisor.rs",
     "crates/cuda/src/sys.rs",
+    "crates/cuda/src/sys/context.rs",
+    "crates/cuda/src/sys/host.rs",
     "crates/daemon/src/peer.rs",
     "crates/dma/src/processor.rs",
     "crates/dma/src/slice.rs",

@@ -9,21 +9,18 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
 
-use dmalane_addr::{
-    Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span,
-};
+use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, SgTable, Span};
 use dmalane_dma::{self as dma, BufferRef, Mapping, Pinned, Undo};
 use rustix::io::Errno;
 
 use crate::backend::{Backend, more_specific};
 use crate::device;
-use crate::error::{RegionError, VfioOperation};
-use crate::gate::Revocable;
+use crate::error::VfioOperation;
 use crate::iommufd::Iommufd;
+use crate::iova::{Iovas, start_of_longest};
 use crate::sysfs::Sysfs;
-use crate::{BarMap, Bdf, Error, PciDevice, sys};
+use crate::{BarMap, Bdf, Error, PciDevice, PeerMapping, sys};
 
 const VFIO: &str = "/dev/vfio/vfio";
 
@@ -39,65 +36,31 @@ pub(crate) struct Inner {
     /// Map file-backed memory by its address, not by its file.
     by_address: AtomicBool,
     /// Set when the first device is opened.
-    kernel: OnceLock<Kernel>,
+    pub(crate) kernel: OnceLock<Kernel>,
     /// Why iommufd was not used.
     iommufd_error: OnceLock<Error>,
     state: Mutex<State>,
     /// Bytes mapped. Shared with mappings of BARs, which a device may end.
-    mapped: Arc<AtomicU64>,
+    pub(crate) mapped: Arc<AtomicU64>,
     /// Mappings that the kernel refused to unmap; their IOVAs stay allocated.
     failed_unmaps: AtomicU64,
 }
 
 /// The kernel object of the address space.
-enum Kernel {
+pub(crate) enum Kernel {
     /// A container of VFIO.
     Type1(OwnedFd),
     Iommufd(Iommufd),
 }
 
 #[derive(Default)]
-struct State {
+pub(crate) struct State {
     /// The open groups, with type 1.
     groups: BTreeMap<u32, OwnedFd>,
     /// The open devices. Each is opened once: iommufd allows no more, and what is known of its command register is
     /// known in one place.
     devices: BTreeMap<Bdf, Weak<device::Inner>>,
-    /// Set when the first device is opened.
-    space: Option<Space>,
-}
-
-/// The IOVAs of the IOMMU.
-struct Space {
-    iovas: RangeCache<Iova>,
-    ranges: Vec<Span<Iova>>,
-    pages: PageSizes,
-}
-
-impl Space {
-    /// The IOMMU's smallest page.
-    fn page(&self) -> PageSize {
-        self.pages.smallest().unwrap_or(PageSize::SIZE_4K)
-    }
-}
-
-/// How a BAR was mapped for other devices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum PeerMethod {
-    /// Type 1 walks the process's page table, page by page of the mapping of the BAR.
-    PageTable,
-    /// iommufd maps a dma-buf of the BAR, independent of its mapping in this process.
-    DmaBuf,
-}
-
-impl fmt::Display for PeerMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::PageTable => "type1",
-            Self::DmaBuf => "dma-buf",
-        })
-    }
+    pub(crate) iovas: Iovas,
 }
 
 impl Default for VfioContainer {
@@ -194,7 +157,7 @@ impl VfioContainer {
             Ok(device) => device,
             Err(e) => return Ok(Err(e)),
         };
-        state.update(info);
+        state.iovas.update(info);
         if let Some(space) = new {
             let _ = self.0.kernel.set(Kernel::Iommufd(space));
         }
@@ -221,13 +184,13 @@ impl VfioContainer {
     /// The IOVAs to which memory can be mapped, lowest first; the gaps belong to interrupts and firmware. Empty before
     /// the first device.
     pub fn iova_ranges(&self) -> Vec<Span<Iova>> {
-        self.0.lock().space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
+        self.0.lock().iovas.ranges()
     }
 
     /// The page sizes of the IOMMU, as its driver reports them; some report every multiple of 4 KiB and use the largest
     /// that fits.
     pub fn page_sizes(&self) -> PageSizes {
-        self.0.lock().space.as_ref().map_or(PageSizes::from_bits(0), |space| space.pages)
+        self.0.lock().iovas.page_sizes()
     }
 
     /// Number of further mappings that the kernel accepts; `None` if it does not report it, or has no limit (iommufd).
@@ -279,37 +242,7 @@ impl VfioContainer {
     /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
     /// respond; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
-        let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
-        let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
-        let mut state = self.0.lock();
-        let method = match self.0.kernel.get().ok_or(Error::NoType1)? {
-            Kernel::Type1(_) => PeerMethod::PageTable,
-            Kernel::Iommufd(_) => PeerMethod::DmaBuf,
-        };
-        let congruent = match method {
-            PeerMethod::PageTable => bar.address() as u64 + range.start,
-            // The physical address of a BAR is a multiple of its length.
-            PeerMethod::DmaBuf => bar.range().start + range.start,
-        };
-        let lease = state.allocate(congruent, len)?;
-        let span = lease.span();
-        match self.0.map_bar(&state, bar, range.start, span, access) {
-            Ok((live, map_time)) => Ok(PeerMapping {
-                span,
-                access,
-                start: range.start,
-                lease: Some(lease),
-                container: self.0.clone(),
-                bar: bar.clone(),
-                method,
-                map_time,
-                live,
-            }),
-            Err(e) => {
-                state.free(lease);
-                Err(e)
-            }
-        }
+        PeerMapping::new(&self.0, bar, range, access)
     }
 
     /// Unmaps whole mappings now, while their owners still hold them, and returns their bytes: 0 if nothing is mapped.
@@ -331,7 +264,7 @@ impl Kernel {
         }
     }
 
-    fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
+    pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
         match self {
             Self::Type1(fd) => sys::dma_unmap(fd.as_fd(), span).map_err(|source| match Errno::from_io_error(&source) {
                 Some(Errno::INVAL) => Error::PartialUnmap(span),
@@ -343,7 +276,7 @@ impl Kernel {
 }
 
 impl Inner {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         // Every statement leaves the state consistent, so a panic of another thread does not matter.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -367,11 +300,11 @@ impl Inner {
         }
         let refused = |source| Error::Attach { group, source };
         sys::set_container(file.as_fd(), container).map_err(refused)?;
-        if state.space.is_none() {
+        if state.iovas.is_unknown() {
             sys::set_type1(container).map_err(refused)?;
         }
         let info = sys::iommu_info(container).map_err(Error::kernel(VfioOperation::QueryContainer))?;
-        state.update(info);
+        state.iovas.update(info);
         state.groups.insert(group, file);
         if let Some(container) = new {
             let _ = self.kernel.set(Kernel::Type1(container));
@@ -392,7 +325,7 @@ impl Inner {
             Some(at) => at,
             None => {
                 let place = start_of_longest(list.iter().map(|p| (address(p) as u64, p.range().len() as u64)));
-                taken.insert(state.allocate(place, len)?).span().first()
+                taken.insert(state.iovas.allocate(place, len)?).span().first()
             }
         };
         let mapped = self.map_contiguous(&state, &list, first, access);
@@ -401,7 +334,7 @@ impl Inner {
             Err((e, done)) => {
                 // Neither IOVAs nor memory that may still be mapped are used again.
                 match done.is_none_or(|done| self.unmap_span(done)) {
-                    true => taken.into_iter().for_each(|lease| state.free(lease)),
+                    true => taken.into_iter().for_each(|lease| state.iovas.free(lease)),
                     false => list.iter_mut().for_each(Pinned::keep),
                 }
                 return Err(e.into());
@@ -410,7 +343,7 @@ impl Inner {
         let lease = match taken {
             Some(lease) => lease,
             // These IOVAs are free, or the kernel would have refused the mapping.
-            None => state.reserve(span).inspect_err(|_| {
+            None => state.iovas.reserve(span).inspect_err(|_| {
                 if !self.unmap_span(span) {
                     list.iter_mut().for_each(Pinned::keep);
                 }
@@ -443,7 +376,7 @@ impl Inner {
                 // Past the end of 64 bits.
                 None => Err(Error::OutsideIova {
                     span: Span::inclusive(first, first).expect("one byte"),
-                    ranges: state.ranges(),
+                    ranges: state.iovas.ranges(),
                 }),
             };
             match mapped {
@@ -455,7 +388,7 @@ impl Inner {
     }
 
     /// Makes one mapping in the kernel: of memory at an address of this process, or of its file at an offset.
-    fn map_span(
+    pub(crate) fn map_span(
         &self,
         state: &State,
         va: usize,
@@ -467,46 +400,7 @@ impl Inner {
             Kernel::Type1(container) => sys::dma_map(container.as_fd(), va, span.len(), span.first(), access),
             Kernel::Iommufd(space) => space.map(va, file, span, access),
         };
-        mapped.map_err(|source| explain(source, va, span, access, state.page(), &state.ranges()))
-    }
-
-    /// Maps part of a BAR, and measures the kernel.
-    fn map_bar(
-        &self,
-        state: &State,
-        bar: &BarMap,
-        start: u64,
-        span: Span<Iova>,
-        access: Access,
-    ) -> Result<(Arc<Revocable>, Duration), Error> {
-        // No reset until the mapping is registered.
-        let _gate = bar.device().responding(bar.region())?;
-        let va = bar.address() + start as usize;
-        let began = Instant::now();
-        let kernel = self.kernel.get().ok_or(Error::NoType1)?;
-        match kernel {
-            Kernel::Type1(_) => self.map_span(state, va, None, span, access)?,
-            Kernel::Iommufd(space) => {
-                let mapped = space.map_dma_buf(bar.dma_buf()?, start, span, access);
-                mapped.map_err(|source| match Errno::from_io_error(&source) {
-                    Some(Errno::NODEV) => bar.error(RegionError::Disabled),
-                    _ => explain(
-                        source,
-                        (bar.range().start + start) as usize,
-                        span,
-                        access,
-                        state.page(),
-                        &state.ranges(),
-                    ),
-                })?;
-            }
-        }
-        let map_time = began.elapsed();
-        let live = Arc::new(Revocable::new(span.len(), self.mapped.clone()));
-        if let Kernel::Iommufd(_) = kernel {
-            bar.device().gate().register(&live);
-        }
-        Ok((live, map_time))
+        mapped.map_err(|source| explain(source, va, span, access, state.iovas.page(), &state.iovas.ranges()))
     }
 
     /// Unmaps a span; false when the kernel refused, so that any of it may still be mapped.
@@ -519,10 +413,10 @@ impl Inner {
     }
 
     /// Unmaps and frees IOVAs; false when the kernel refused. IOVAs that may still be mapped are not reused.
-    fn release(&self, lease: Lease<Iova>) -> bool {
+    pub(crate) fn release(&self, lease: Lease<Iova>) -> bool {
         let ended = self.unmap_span(lease.span());
         if ended {
-            self.lock().free(lease);
+            self.lock().iovas.free(lease);
         }
         ended
     }
@@ -536,113 +430,6 @@ impl Undo for Inner {
 
     /// Does nothing: the kernel unpins what it unmaps.
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
-}
-
-impl State {
-    /// The IOMMU's smallest page.
-    fn page(&self) -> PageSize {
-        self.space.as_ref().map_or(PageSize::SIZE_4K, Space::page)
-    }
-
-    fn ranges(&self) -> Vec<Span<Iova>> {
-        self.space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
-    }
-
-    /// Updates the IOVAs and page sizes of the IOMMU, which another group may have reduced.
-    fn update(&mut self, info: sys::IommuInfo) {
-        let pages = PageSizes::from_bits(info.pages);
-        let page = pages.smallest().unwrap_or(PageSize::SIZE_4K);
-        let ranges = match info.ranges.is_empty() {
-            // Kernels before 5.4 do not report ranges. Every machine has the first 4 GiB without the window of the
-            // interrupts.
-            true => [(page.bytes(), 0xfedf_ffff), (0xfef0_0000, 0xffff_ffff)]
-                .iter()
-                .filter_map(|(first, last)| Span::inclusive(Iova::new(*first), Iova::new(*last)))
-                .collect(),
-            false => info.ranges,
-        };
-        let iovas = match self.space.take() {
-            Some(space) => {
-                let mut iovas = space.iovas;
-                for hole in space.ranges.iter().flat_map(|old| holes(*old, &ranges)) {
-                    // Fails where something is mapped; then the kernel would have refused the group.
-                    let _reserved_permanently = iovas.reserve(hole);
-                }
-                iovas
-            }
-            None => {
-                // Without the page at 0: drivers and devices use 0 as "no address".
-                let first = ranges.iter().map(|r| r.first().bits()).min().unwrap_or(0).max(page.bytes());
-                let last = ranges.iter().map(|r| r.last().bits()).max().unwrap_or(u64::MAX);
-                let space = Span::inclusive(Iova::new(first), Iova::new(last.max(first)));
-                let space = space.expect("the first is not behind the last");
-                let mut iovas = RangeAllocator::new(space, page);
-                for hole in holes(space, &ranges) {
-                    let _reserved_permanently = iovas.reserve(widen(hole, page));
-                }
-                RangeCache::new(iovas)
-            }
-        };
-        self.space = Some(Space { iovas, ranges, pages });
-    }
-
-    /// Allocates IOVAs for `len` bytes of memory or of a BAR at `place`, congruent with it up to the largest page of
-    /// which one fits, so that the IOMMU can use pages as large as those of the memory.
-    fn allocate(&mut self, place: u64, len: u64) -> Result<Lease<Iova>, Error> {
-        let space = self.space.as_mut().ok_or(Error::NoType1)?;
-        let page = space.page();
-        // IOMMUs have page sizes of their own, so any power of two is one here.
-        let align = PageSizes::from_bits(u64::MAX >> 33).largest_within(place, len).map_or(page, |fits| fits.max(page));
-        let phase = place & (align.bytes() - 1) & !(page.bytes() - 1);
-        // Not congruent rather than not at all.
-        Ok(space.iovas.allocate_at(len, align, phase).or_else(|_| space.iovas.allocate(len, page))?)
-    }
-
-    fn reserve(&mut self, span: Span<Iova>) -> Result<Lease<Iova>, Error> {
-        let space = self.space.as_mut().ok_or(Error::NoType1)?;
-        Ok(space.iovas.reserve(span)?)
-    }
-
-    fn free(&mut self, lease: Lease<Iova>) {
-        if let Some(space) = &mut self.space {
-            space.iovas.free(lease);
-        }
-    }
-}
-
-/// The parts of `span` that no range covers.
-fn holes(span: Span<Iova>, ranges: &[Span<Iova>]) -> Vec<Span<Iova>> {
-    let mut ranges: Vec<_> = ranges.iter().filter_map(|range| range.intersect(&span)).collect();
-    ranges.sort_by_key(Span::first);
-    let (mut holes, mut next) = (Vec::new(), Some(span.first()));
-    for range in ranges {
-        let Some(at) = next else { break };
-        if let Some(before) = range.first().bits().checked_sub(1).filter(|before| *before >= at.bits()) {
-            holes.extend(Span::inclusive(at, Iova::new(before)));
-        }
-        next = range.last().checked_add(1).map(|after| after.max(at));
-    }
-    holes.extend(next.filter(|at| *at <= span.last()).and_then(|at| Span::inclusive(at, span.last())));
-    holes
-}
-
-/// A span extended to whole pages.
-fn widen(span: Span<Iova>, page: PageSize) -> Span<Iova> {
-    let last = Iova::new(span.last().bits() | (page.bytes() - 1));
-    Span::inclusive(span.first().align_down(page), last).unwrap_or(span)
-}
-
-/// Where contiguous addresses must start for the longest of these pieces, (address, length) in their order, to be at
-/// its own address.
-fn start_of_longest(pieces: impl Iterator<Item = (u64, u64)>) -> u64 {
-    let (mut before, mut longest) = (0_u64, (0, 0));
-    for (at, len) in pieces {
-        if len > longest.1 {
-            longest = (at.wrapping_sub(before), len);
-        }
-        before = before.wrapping_add(len);
-    }
-    longest.0
 }
 
 fn address(pinned: &Pinned) -> usize {
@@ -668,7 +455,7 @@ pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> 
 
 /// The error for a mapping that the kernel refused. One error number has several causes, which the arguments of the
 /// mapping tell apart.
-fn explain(
+pub(crate) fn explain(
     source: io::Error,
     va: usize,
     span: Span<Iova>,
@@ -695,90 +482,6 @@ fn explain(
     }
 }
 
-/// Part of a BAR that is mapped for the devices of a container. Unmapped on drop; keeps the BAR mapped in this process
-/// until then.
-pub struct PeerMapping {
-    span: Span<Iova>,
-    access: Access,
-    /// Offset in the mapping of the BAR.
-    start: u64,
-    /// `None` only during drop.
-    lease: Option<Lease<Iova>>,
-    container: Arc<Inner>,
-    /// Dropped after `PeerMapping::drop` has unmapped.
-    bar: Arc<BarMap>,
-    method: PeerMethod,
-    map_time: Duration,
-    live: Arc<Revocable>,
-}
-
-impl PeerMapping {
-    /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for
-    /// a while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
-    /// IOMMU then. Type 1 keeps its mappings.
-    pub fn is_mapped(&self) -> bool {
-        self.live.is_live()
-    }
-
-    /// Maps the range again, at the same IOVAs, if the kernel has removed the mapping.
-    ///
-    /// # Errors
-    /// As [`VfioContainer::map_peer`]; [`Error::Region`] while the device does not respond.
-    pub fn renew(&mut self) -> Result<(), Error> {
-        if self.is_mapped() {
-            return Ok(());
-        }
-        let state = self.container.lock();
-        // iommufd keeps the IOVAs of a mapping that it has emptied.
-        if let Some(kernel) = self.container.kernel.get() {
-            kernel.unmap(self.span)?;
-        }
-        let (live, map_time) = self.container.map_bar(&state, &self.bar, self.start, self.span, self.access)?;
-        (self.live, self.map_time) = (live, map_time);
-        Ok(())
-    }
-
-    /// The IOVAs of the range.
-    pub fn span(&self) -> Span<Iova> {
-        self.span
-    }
-
-    /// The BAR.
-    pub fn bar(&self) -> &BarMap {
-        &self.bar
-    }
-
-    /// How the BAR was mapped.
-    pub fn method(&self) -> PeerMethod {
-        self.method
-    }
-
-    /// Time that the kernel took to map it.
-    pub fn map_time(&self) -> Duration {
-        self.map_time
-    }
-}
-
-impl Drop for PeerMapping {
-    fn drop(&mut self) {
-        self.live.end();
-        if let Some(lease) = self.lease.take() {
-            // The memory is the device's; a refused unmap keeps its IOVAs.
-            let _ended = self.container.release(lease);
-        }
-    }
-}
-
-impl fmt::Debug for PeerMapping {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PeerMapping")
-            .field("span", &self.span)
-            .field("method", &self.method)
-            .field("map_time", &self.map_time)
-            .finish_non_exhaustive()
-    }
-}
-
 impl fmt::Debug for VfioContainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("VfioContainer").field("mapped", &self.mapped_bytes()).finish_non_exhaustive()
@@ -787,69 +490,10 @@ impl fmt::Debug for VfioContainer {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_addr::RangeError;
-
     use super::*;
 
     fn span(first: u64, last: u64) -> Span<Iova> {
         Span::inclusive(Iova::new(first), Iova::new(last)).unwrap()
-    }
-
-    #[test]
-    fn holes_between_ranges() {
-        let ranges = [span(0, 0xfedf_ffff), span(0xfef0_0000, 0x7f_ffff_ffff)];
-        assert_eq!(holes(span(0x1000, 0x7f_ffff_ffff), &ranges), [span(0xfee0_0000, 0xfeef_ffff)]);
-        assert_eq!(holes(span(1, u64::MAX), &ranges).len(), 2);
-        assert_eq!(holes(span(5, 9), &[]), [span(5, 9)]);
-        assert_eq!(holes(span(5, 9), &[span(1, u64::MAX)]), []);
-        assert_eq!(holes(span(1, u64::MAX), &[span(9, u64::MAX), span(2, 3), span(3, 5)]), [span(1, 1), span(6, 8)]);
-    }
-
-    #[test]
-    fn iovas_are_outside_of_holes() {
-        let info = |ranges: &[Span<Iova>]| sys::IommuInfo { pages: !0xfff, ranges: ranges.to_vec(), left: None };
-        let mut state = State::default();
-        let ranges = [span(0, 0x7fff), span(0xa000, 0xffff), span(0x10_0800, 0x10_3fff)];
-        state.update(info(&ranges));
-        let mut got = Vec::new();
-        while let Ok(lease) = state.allocate(0x1000, 0x1000) {
-            assert!(ranges.iter().any(|r| r.covers(&lease.span())), "{}", lease.span());
-            got.push(lease);
-        }
-        assert_eq!(got.len(), 7 + 6 + 3, "all but the page at 0 and the partial one");
-        assert!(matches!(state.reserve(span(0x8000, 0x8fff)), Err(Error::Iova(RangeError::NotFree(_)))));
-        // Another group removes a page.
-        got.into_iter().for_each(|lease| state.free(lease));
-        state.update(info(&[span(0, 0x7fff), span(0xb000, 0xffff), span(0x10_0800, 0x10_3fff)]));
-        let mut count = 0;
-        while let Ok(lease) = state.allocate(0x1000, 0x1000) {
-            assert!(lease.span().first() != Iova::new(0xa000));
-            count += 1;
-        }
-        assert_eq!(count, 7 + 5 + 3);
-    }
-
-    /// The IOVA and the memory, or the BAR, agree modulo the largest page of which one fits.
-    #[test]
-    fn iovas_are_congruent_with_what_they_map() {
-        let mut state = State::default();
-        state.update(sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None });
-        for (place, len, log2) in [
-            (0x20_0000, 2 << 20, 21),
-            (0x4000_0000, 1 << 30, 30),
-            (0x4000_0000, 3 << 20, 21),
-            (0x1f_f000, (2 << 20) + 0x1000, 21),
-            (0x3000, 5 << 20, 21),
-            (0x1000, (32 << 30) - 0x1000, 30),
-            (0x20_0000, (32 << 30) - (2 << 20), 30),
-            (0x5000, 0x1000, 12),
-        ] {
-            let lease = state.allocate(place, len).unwrap();
-            let difference = lease.span().first().bits() ^ place;
-            assert!(difference.is_multiple_of(1 << log2), "{place:#x} {len:#x}: {}", lease.span());
-        }
-        // Of a list, the longest piece.
-        assert_eq!(start_of_longest([(0x5000, 0x1000), (0x40_0000, 0x40_0000), (0, 0x1000)].into_iter()), 0x3f_f000);
     }
 
     /// A file in place of a container: it refuses every request.
@@ -859,11 +503,11 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         assert!(container.0.kernel.set(Kernel::Type1(file.into())).is_ok());
         let info = sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None };
-        container.0.lock().update(info);
+        container.0.lock().iovas.update(info);
         let map = |buf: &dma::SharedBuf, access| {
             let pinned = Pinned::new(buf.reference(), 0..buf.len(), None, container.0.clone());
             container.0.mapped.fetch_add(4096, Ordering::Relaxed);
-            Mapping::new(vec![pinned], container.0.lock().allocate(0, 4096).unwrap(), access)
+            Mapping::new(vec![pinned], container.0.lock().iovas.allocate(0, 4096).unwrap(), access)
         };
         let allocate = || dma::Heap::allocate(&dma::AnonHeap::new(), 4096).unwrap().share();
         let (read, written) = (allocate(), allocate());
@@ -874,7 +518,7 @@ mod tests {
         assert!(read.into_cpu().is_err(), "a device may still read it");
         let mut part = written.into_slice();
         assert!(part.with_bytes(|_| ()).is_none(), "a device may still write it");
-        assert!(container.0.lock().reserve(span).is_err(), "its addresses stay taken");
+        assert!(container.0.lock().iovas.reserve(span).is_err(), "its addresses stay taken");
         // A list that was mapped in part.
         let (buf, other) = (allocate(), allocate());
         let list = [&buf, &other].map(|buf| Pinned::new(buf.reference(), 0..buf.len(), None, container.0.clone()));

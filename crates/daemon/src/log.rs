@@ -1,0 +1,135 @@
+//! Events for the daemon's log, and how many of them are logged.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use crate::ClientResources;
+
+/// Refusals that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
+pub(crate) const MAX_LOGGED_REFUSALS: u32 = 8;
+const LOG_WINDOW: Duration = Duration::from_secs(10);
+/// Clients that come and go are logged one by one so often within [`LOG_WINDOW`].
+pub(crate) const MAX_LOGGED_CLIENTS: u32 = 64;
+
+/// An event for the daemon's log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum ServerEvent {
+    /// A client has connected and opened a function.
+    Connected {
+        /// Number of the client.
+        client: u64,
+        /// Process of the client.
+        pid: u32,
+        /// User of the client.
+        uid: u32,
+    },
+    /// A connection was refused.
+    Refused {
+        /// Process that connected.
+        pid: u32,
+        /// User that connected.
+        uid: u32,
+        /// Reason.
+        why: &'static str,
+    },
+    /// This many further connections were refused without a log entry each.
+    RefusedMore(u64),
+    /// This many further clients connected or disconnected without a log entry each.
+    More(u64),
+    /// A client has disconnected, and its resources were released.
+    Disconnected {
+        /// Number of the client.
+        client: u64,
+        /// Why the connection ended.
+        why: &'static str,
+        /// Released resources.
+        released: ClientResources,
+        /// Time that its queues took to stop.
+        after: Duration,
+    },
+    /// A client has disconnected, but its queues have not stopped; its resources stay allocated until they do.
+    Quarantined {
+        /// Number of the client.
+        client: u64,
+        /// Resources that stay allocated.
+        resources: ClientResources,
+    },
+    /// A connection could not be accepted for lack of descriptors or memory; the daemon will try again.
+    AcceptFailed(Errno),
+}
+
+impl fmt::Display for ServerEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
+            Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
+            Self::RefusedMore(n) => write!(f, "refused {n} more connections within {LOG_WINDOW:?}"),
+            Self::More(n) => write!(f, "{n} more clients connected or disconnected within {LOG_WINDOW:?}"),
+            Self::Disconnected { client, why, released, after } => {
+                let ClientResources { buffers, bytes, mappings, card } = released;
+                write!(
+                    f,
+                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), \
+                     {mappings} mappings, {card} bytes of card memory"
+                )
+            }
+            Self::Quarantined { client, resources } => write!(
+                f,
+                "client {client}: its queues have not stopped; still allocated: {} buffers ({} bytes), {} bytes of \
+                 card memory",
+                resources.buffers, resources.bytes, resources.card
+            ),
+            Self::AcceptFailed(e) => write!(f, "cannot accept a connection now: {e}"),
+        }
+    }
+}
+
+/// Limits the log entries of a kind, so that peers that come and go do not flood the log.
+#[derive(Default)]
+pub(crate) struct LogLimit {
+    since: Option<Instant>,
+    logged: u32,
+    suppressed: u64,
+}
+
+impl LogLimit {
+    /// True when this entry should be logged: one of the first `most` of the window.
+    pub(crate) fn should_log(&mut self, now: Instant, most: u32) -> bool {
+        self.since.get_or_insert(now);
+        let log = self.logged < most;
+        if log {
+            self.logged += 1
+        } else {
+            self.suppressed += 1
+        }
+        log
+    }
+
+    /// The number of entries that were not logged, once the window has ended.
+    pub(crate) fn suppressed(&mut self, now: Instant) -> Option<u64> {
+        self.since.filter(|since| now.duration_since(*since) >= LOG_WINDOW)?;
+        Some(std::mem::take(self).suppressed).filter(|n| *n > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeated_refusals_do_not_flood_the_log() {
+        let mut refusals = LogLimit::default();
+        let start = Instant::now();
+        let logged =
+            (0..1000).filter(|i| refusals.should_log(start + Duration::from_millis(*i), MAX_LOGGED_REFUSALS)).count();
+        assert_eq!(logged, MAX_LOGGED_REFUSALS as usize);
+        assert_eq!(refusals.suppressed(start + LOG_WINDOW / 2), None);
+        assert_eq!(refusals.suppressed(start + LOG_WINDOW), Some(1000 - u64::from(MAX_LOGGED_REFUSALS)));
+        assert_eq!(refusals.suppressed(start + LOG_WINDOW), None);
+        assert!(refusals.should_log(start + LOG_WINDOW, MAX_LOGGED_REFUSALS), "a new window");
+        assert_eq!(refusals.suppressed(start + 2 * LOG_WINDOW), None, "none were suppressed");
+    }
+}

@@ -1,0 +1,196 @@
+//! BARs that are mapped for the DMA of other devices.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, Iova, Lease, Span};
+use rustix::io::Errno;
+
+use crate::container::{Inner, Kernel, State, explain};
+use crate::error::RegionError;
+use crate::gate::Revocable;
+use crate::{BarMap, Error};
+
+/// How a BAR was mapped for other devices.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PeerMethod {
+    /// Type 1 walks the process's page table, page by page of the mapping of the BAR.
+    PageTable,
+    /// iommufd maps a dma-buf of the BAR, independent of its mapping in this process.
+    DmaBuf,
+}
+
+impl fmt::Display for PeerMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::PageTable => "type1",
+            Self::DmaBuf => "dma-buf",
+        })
+    }
+}
+
+/// Part of a BAR that is mapped for the devices of a container. Unmapped on drop; keeps the BAR mapped in this process
+/// until then.
+pub struct PeerMapping {
+    span: Span<Iova>,
+    access: Access,
+    /// Offset in the mapping of the BAR.
+    start: u64,
+    /// `None` only during drop.
+    lease: Option<Lease<Iova>>,
+    container: Arc<Inner>,
+    /// Dropped after `PeerMapping::drop` has unmapped.
+    bar: Arc<BarMap>,
+    method: PeerMethod,
+    map_time: Duration,
+    live: Arc<Revocable>,
+}
+
+impl PeerMapping {
+    /// As [`VfioContainer::map_peer`](crate::VfioContainer::map_peer).
+    pub(crate) fn new(
+        container: &Arc<Inner>,
+        bar: &Arc<BarMap>,
+        range: Range<u64>,
+        access: Access,
+    ) -> Result<Self, Error> {
+        let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
+        let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
+        let mut state = container.lock();
+        let method = match container.kernel.get().ok_or(Error::NoType1)? {
+            Kernel::Type1(_) => PeerMethod::PageTable,
+            Kernel::Iommufd(_) => PeerMethod::DmaBuf,
+        };
+        let congruent = match method {
+            PeerMethod::PageTable => bar.address() as u64 + range.start,
+            // The physical address of a BAR is a multiple of its length.
+            PeerMethod::DmaBuf => bar.range().start + range.start,
+        };
+        let lease = state.iovas.allocate(congruent, len)?;
+        let span = lease.span();
+        match map_bar(container, &state, bar, range.start, span, access) {
+            Ok((live, map_time)) => Ok(Self {
+                span,
+                access,
+                start: range.start,
+                lease: Some(lease),
+                container: container.clone(),
+                bar: bar.clone(),
+                method,
+                map_time,
+                live,
+            }),
+            Err(e) => {
+                state.iovas.free(lease);
+                Err(e)
+            }
+        }
+    }
+
+    /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for
+    /// a while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
+    /// IOMMU then. Type 1 keeps its mappings.
+    pub fn is_mapped(&self) -> bool {
+        self.live.is_live()
+    }
+
+    /// Maps the range again, at the same IOVAs, if the kernel has removed the mapping.
+    ///
+    /// # Errors
+    /// As [`VfioContainer::map_peer`](crate::VfioContainer::map_peer); [`Error::Region`] while the device does not respond.
+    pub fn renew(&mut self) -> Result<(), Error> {
+        if self.is_mapped() {
+            return Ok(());
+        }
+        let state = self.container.lock();
+        // iommufd keeps the IOVAs of a mapping that it has emptied.
+        if let Some(kernel) = self.container.kernel.get() {
+            kernel.unmap(self.span)?;
+        }
+        let (live, map_time) = map_bar(&self.container, &state, &self.bar, self.start, self.span, self.access)?;
+        (self.live, self.map_time) = (live, map_time);
+        Ok(())
+    }
+
+    /// The IOVAs of the range.
+    pub fn span(&self) -> Span<Iova> {
+        self.span
+    }
+
+    /// The BAR.
+    pub fn bar(&self) -> &BarMap {
+        &self.bar
+    }
+
+    /// How the BAR was mapped.
+    pub fn method(&self) -> PeerMethod {
+        self.method
+    }
+
+    /// Time that the kernel took to map it.
+    pub fn map_time(&self) -> Duration {
+        self.map_time
+    }
+}
+
+impl Drop for PeerMapping {
+    fn drop(&mut self) {
+        self.live.end();
+        if let Some(lease) = self.lease.take() {
+            // The memory is the device's; a refused unmap keeps its IOVAs.
+            let _ended = self.container.release(lease);
+        }
+    }
+}
+
+impl fmt::Debug for PeerMapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerMapping")
+            .field("span", &self.span)
+            .field("method", &self.method)
+            .field("map_time", &self.map_time)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Maps part of a BAR, and measures the kernel.
+fn map_bar(
+    container: &Inner,
+    state: &State,
+    bar: &BarMap,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> Result<(Arc<Revocable>, Duration), Error> {
+    // No reset until the mapping is registered.
+    let _gate = bar.device().responding(bar.region())?;
+    let va = bar.address() + start as usize;
+    let began = Instant::now();
+    let kernel = container.kernel.get().ok_or(Error::NoType1)?;
+    match kernel {
+        Kernel::Type1(_) => container.map_span(state, va, None, span, access)?,
+        Kernel::Iommufd(space) => {
+            let mapped = space.map_dma_buf(bar.dma_buf()?, start, span, access);
+            mapped.map_err(|source| match Errno::from_io_error(&source) {
+                Some(Errno::NODEV) => bar.error(RegionError::Disabled),
+                _ => explain(
+                    source,
+                    (bar.range().start + start) as usize,
+                    span,
+                    access,
+                    state.iovas.page(),
+                    &state.iovas.ranges(),
+                ),
+            })?;
+        }
+    }
+    let map_time = began.elapsed();
+    let live = Arc::new(Revocable::new(span.len(), container.mapped.clone()));
+    if let Kernel::Iommufd(_) = kernel {
+        bar.device().gate().register(&live);
+    }
+    Ok((live, map_time))
+}
