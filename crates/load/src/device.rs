@@ -71,10 +71,7 @@ pub struct OpenDevice {
     pub(crate) info: DeviceInfo,
     registrar: Arc<dyn Registrar>,
     memory: DeviceMemory,
-    pub(crate) timeout: Duration,
-    pub(crate) checksum: bool,
-    pub(crate) timeline: bool,
-    pub(crate) live: Option<Arc<Live>>,
+    pub(crate) options: DriveOptions,
     /// Records its channels, if timelines are recorded.
     pub(crate) channels: Option<Channels>,
     /// Carries the bytes of loads.
@@ -242,36 +239,34 @@ impl OpenDevice {
     /// # Errors
     /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
     pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
-        let DriveOptions { chunk, queues: choice, timeout, heap, checksum, timeline, live } = options;
+        let choice = options.queues.list();
         let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
         let has = queues.len();
-        if let Some(wanted) = choice.list().iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
+        if let Some(wanted) = choice.iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
             return Err(Error::NoQueue { wanted, has });
         }
-        let policy: Box<dyn Policy> = match choice.list() {
+        let policy: Box<dyn Policy> = match choice {
             [] if has == 1 => Box::new(AddressPolicy::only(0)),
             // Queues that take turns must not be balanced: what they seem to differ in is only who is looked at first.
             [] if !info.concurrent => Box::new(AddressPolicy::new(areas(device.regions()))),
             [] => Box::new(BalancePolicy::new(areas(device.regions()))),
             list => Box::new(BalancePolicy::only(list)),
         };
-        let channels = timeline.then(Channels::default);
+        let channels = options.timeline.then(Channels::default);
         let policy = match &channels {
             Some(channels) => channels.of(policy),
             None => policy,
         };
-        let chunk = PageSize::SIZE_4K.round_up(chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
+        let chunk = PageSize::SIZE_4K.round_up(options.chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
+        let heap = options.heap.clone().unwrap_or_else(|| registrar.heap(None));
         Ok(Self {
             queue: Split::new(queues, policy),
             info,
-            staging: Staging::new(heap.unwrap_or_else(|| registrar.heap(None)), registrar.clone(), chunk),
+            staging: Staging::new(heap, registrar.clone(), chunk),
             registrar,
             memory: device.memory(),
             device,
-            timeout,
-            checksum,
-            timeline,
-            live,
+            options,
             channels,
             bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
@@ -396,7 +391,7 @@ impl OpenDevice {
             // One that is too small, or was lost, is freed before there is another one.
             other => {
                 drop(other);
-                Bounce::new(&*self.registrar, &*self.staging.heap, wanted, self.timeout)?
+                Bounce::new(&*self.registrar, &*self.staging.heap, wanted, self.options.timeout)?
             }
         };
         Ok((self.bounce.insert(bounce), &mut self.queue))

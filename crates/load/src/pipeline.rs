@@ -45,8 +45,8 @@ impl OpenDevice {
     ) -> Result<Loaded, Error> {
         let resident_before = self.resident.see();
         let start = Instant::now();
-        let epoch = self.timeline.then_some(start);
-        let mut parse = Clocks::observed("start", epoch, self.live.as_ref());
+        let epoch = self.options.timeline.then_some(start);
+        let mut parse = Clocks::observed("start", epoch, self.options.live.as_ref());
         epoch.into_iter().for_each(|epoch| self.record_channels(epoch));
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
@@ -126,10 +126,11 @@ impl OpenDevice {
         let lens: Vec<u64> = files.iter().map(|f| f.model.len).collect();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
-        let (mut binds, mut transfers, mut failed) = (Clocks::observed("binds", epoch, self.live.as_ref()), 0, None);
+        let (mut binds, mut transfers, mut failed) =
+            (Clocks::observed("binds", epoch, self.options.live.as_ref()), 0, None);
         let whole_files = self.binds_whole_files();
-        let Self { queue, device, info, staging, timeout, checksum, resident, stop, live, .. } = self;
-        let (stop, live) = (stop.clone(), live.clone());
+        let Self { queue, device, info, staging, options, resident, stop, .. } = self;
+        let stop = stop.clone();
         staging.prepare(lens.iter().copied().max().unwrap_or(0));
         let space = device.address_space();
         let placed = &*files;
@@ -156,11 +157,15 @@ impl OpenDevice {
             }
             _ => ControlFlow::Continue(()),
         };
-        let (checksum, timeout) = (*checksum, *timeout);
-        let cuts = expected.cuts();
-        let timeline = epoch;
-        let options =
-            FillOptions { block: u64::MAX, checksum, cuts, timeout, timeline, live, ..FillOptions::default() };
+        let options = FillOptions {
+            block: u64::MAX,
+            checksum: options.checksum,
+            cuts: expected.cuts(),
+            timeout: options.timeout,
+            timeline: epoch,
+            live: options.live.clone(),
+            ..FillOptions::default()
+        };
         let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
         let mut workers = workers(inputs);
         let job = Job::whole(&lens);

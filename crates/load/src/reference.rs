@@ -46,7 +46,7 @@ impl OpenDevice {
         let start = Instant::now();
         self.staging.prepare(lens.iter().copied().max().unwrap_or(0));
         let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
-        let options = FillOptions { block: u64::MAX, timeout: self.timeout, ..FillOptions::default() };
+        let options = FillOptions { block: u64::MAX, timeout: self.options.timeout, ..FillOptions::default() };
         let memory = Memory::Staging(&mut self.staging);
         let mut go = |_| ControlFlow::Continue(());
         if let Err(error) = fill::run(memory, Sink::Memory, &Job::whole(&lens), &mut workers, &options, &mut go) {

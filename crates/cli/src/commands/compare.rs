@@ -19,7 +19,6 @@ use crate::failure::Failure;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
-use crate::size::binary;
 use loaders::{Loader, Sample};
 
 const EXAMPLES: &str = "\
@@ -240,9 +239,4 @@ fn touch_memory(bytes: u64) {
         memory.resize(len, 1);
         std::hint::black_box(&memory);
     }
-}
-
-/// A size for people.
-fn of_bytes(bytes: u64) -> String {
-    binary(bytes)
 }

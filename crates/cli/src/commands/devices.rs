@@ -4,7 +4,6 @@ use std::process::ExitCode;
 
 use clap::Args;
 use dmalane::registry::{KINDS, Listed};
-use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::failure::Failure;
@@ -30,40 +29,22 @@ impl Devices {
     /// Lists the devices.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let devices = list(&Probe::machine());
+        let kinds = KINDS.iter().map(|kind| json!({ "syntax": kind.syntax, "description": kind.about }));
         match self.json {
-            true => output::print_json(&Listing {
-                schema: 1,
-                command: "devices",
-                devices: devices.iter().map(json).collect(),
-                kinds: kinds(),
-            })?,
+            true => output::print_json(&json!({
+                "schema": 1,
+                "command": "devices",
+                "devices": devices.iter().map(json).collect::<Vec<_>>(),
+                "kinds": kinds.collect::<Vec<_>>(),
+            }))?,
             false => output::print(&text(&devices))?,
         }
         Ok(ExitCode::SUCCESS)
     }
 }
 
-#[derive(Serialize)]
-struct Listing {
-    schema: u32,
-    command: &'static str,
-    devices: Vec<Value>,
-    kinds: Vec<Kind>,
-}
-
-/// A kind of device, and how one is named.
-#[derive(Serialize)]
-struct Kind {
-    syntax: &'static str,
-    description: &'static str,
-}
-
 fn list(probe: &Probe) -> Vec<Listed> {
     KINDS.iter().flat_map(|kind| (kind.list)(&probe.place("/"))).collect()
-}
-
-fn kinds() -> Vec<Kind> {
-    KINDS.iter().map(|kind| Kind { syntax: kind.syntax, description: kind.about }).collect()
 }
 
 fn json(device: &Listed) -> Value {
@@ -124,8 +105,8 @@ fn text(devices: &[Listed]) -> String {
         }
     }
     text += "\nEvery kind, as -d names it:\n";
-    for Kind { syntax, description } in kinds() {
-        text += &format!("    {syntax:<36}{description}\n");
+    for kind in KINDS {
+        text += &format!("    {:<36}{}\n", kind.syntax, kind.about);
     }
     text
 }

@@ -1,38 +1,29 @@
 //! The outcome of a comparison, as text, JSON, CSV and HTML.
 
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::loaders::Sample;
-use super::{Compared, Outcome, of_bytes};
+use super::{Compared, Outcome};
 use crate::layout::{Table, bad, count, wrap};
 use crate::output::{csv_line, plain};
 use crate::size::{binary, giga};
 
-/// The output of `--json`, described in `docs/formats/json.md`.
+/// A loader in every form of the report.
 #[derive(Serialize)]
-struct Json {
-    schema: u32,
-    command: &'static str,
-    files: Vec<String>,
-    bytes: u64,
-    rounds: u32,
-    loaders: Vec<JsonLoader>,
-}
-
-#[derive(Serialize)]
-struct JsonLoader {
+struct Row {
     name: String,
     version: Option<String>,
     skipped: Option<String>,
     memory: Option<String>,
     dma_ready: Option<bool>,
     bytes_right: Option<bool>,
-    cold: Option<JsonRuns>,
-    warm: Option<JsonRuns>,
+    cold: Option<Runs>,
+    warm: Option<Runs>,
 }
 
 #[derive(Serialize)]
-struct JsonRuns {
+struct Runs {
     runs_s: Vec<f64>,
     median_s: f64,
     fastest_s: f64,
@@ -49,13 +40,13 @@ fn median(mut numbers: Vec<f64>) -> f64 {
     numbers.get(numbers.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
 }
 
-fn runs(samples: &[Sample], bytes: u64, not_cold: u32) -> Option<JsonRuns> {
+fn runs(samples: &[Sample], bytes: u64, not_cold: u32) -> Option<Runs> {
     if samples.is_empty() {
         return None;
     }
     let runs_s: Vec<f64> = samples.iter().map(|sample| sample.seconds).collect();
     let median_s = median(runs_s.clone());
-    Some(JsonRuns {
+    Some(Runs {
         median_s,
         fastest_s: runs_s.iter().copied().fold(f64::INFINITY, f64::min),
         slowest_s: runs_s.iter().copied().fold(0.0, f64::max),
@@ -67,9 +58,9 @@ fn runs(samples: &[Sample], bytes: u64, not_cold: u32) -> Option<JsonRuns> {
     })
 }
 
-fn loader(of: &Compared, bytes: u64) -> JsonLoader {
+fn loader(of: &Compared, bytes: u64) -> Row {
     let first = of.first.as_ref().ok();
-    JsonLoader {
+    Row {
         name: of.name.clone(),
         version: first.map(|sample| sample.version.clone()),
         skipped: of.first.as_ref().err().cloned(),
@@ -82,17 +73,20 @@ fn loader(of: &Compared, bytes: u64) -> JsonLoader {
 }
 
 /// The loaders in the order of a report: DMA-ready memory first, then the fastest; those that cannot run are last.
-fn ordered(o: &Outcome) -> Vec<JsonLoader> {
-    let mut loaders: Vec<JsonLoader> = o.loaders.iter().map(|of| loader(of, o.bytes)).collect();
-    let key = |l: &JsonLoader| l.cold.as_ref().map_or(f64::INFINITY, |runs| runs.median_s);
+fn ordered(o: &Outcome) -> Vec<Row> {
+    let mut loaders: Vec<Row> = o.loaders.iter().map(|of| loader(of, o.bytes)).collect();
+    let key = |l: &Row| l.cold.as_ref().map_or(f64::INFINITY, |runs| runs.median_s);
     loaders.sort_by(|a, b| b.dma_ready.cmp(&a.dma_ready).then(key(a).total_cmp(&key(b))));
     loaders
 }
 
 /// The outcome as what `--json` prints.
-pub fn json(o: &Outcome) -> impl Serialize + use<> {
-    let files = o.files.iter().map(|path| path.to_string_lossy().into_owned()).collect();
-    Json { schema: 1, command: "compare", files, bytes: o.bytes, rounds: o.rounds, loaders: ordered(o) }
+pub fn json(o: &Outcome) -> Value {
+    let files: Vec<_> = o.files.iter().map(|path| path.to_string_lossy()).collect();
+    let Outcome { bytes, rounds, .. } = o;
+    json!({
+        "schema": 1, "command": "compare", "files": files, "bytes": bytes, "rounds": rounds, "loaders": ordered(o),
+    })
 }
 
 /// The outcome as CSV: a line for each loader and cache state.
@@ -101,8 +95,8 @@ pub fn csv(o: &Outcome) -> String {
     let mut out = head.join(",") + ",cpu_s,peak_rss_bytes,not_cold,skipped\n";
     for l in ordered(o) {
         let flag = |flag: Option<bool>| flag.map_or(String::new(), |flag| flag.to_string());
-        let of = |cache: &str, runs: Option<&JsonRuns>| {
-            let number = |of: fn(&JsonRuns) -> f64| runs.map_or(String::new(), |runs| of(runs).to_string());
+        let of = |cache: &str, runs: Option<&Runs>| {
+            let number = |of: fn(&Runs) -> f64| runs.map_or(String::new(), |runs| of(runs).to_string());
             csv_line([
                 l.name.clone(),
                 cache.to_owned(),
@@ -127,14 +121,14 @@ pub fn csv(o: &Outcome) -> String {
 }
 
 /// A median with its spread.
-fn time(runs: Option<&JsonRuns>) -> String {
+fn time(runs: Option<&Runs>) -> String {
     let Some(r) = runs else { return "-".to_owned() };
     // Milliseconds, to three digits.
     let of = |seconds: f64| giga(seconds * 1e12);
     format!("{} ({}..{})", of(r.median_s), of(r.fastest_s), of(r.slowest_s))
 }
 
-fn rate(runs: Option<&JsonRuns>) -> String {
+fn rate(runs: Option<&Runs>) -> String {
     runs.map_or("-".to_owned(), |r| giga(r.bytes_per_s))
 }
 
@@ -146,7 +140,7 @@ pub fn text(o: &Outcome) -> String {
         Table::new("lrrrrrrl", ["loader", "cold, ms", "GB/s", "CPU, s", "warm, ms", "GB/s", "memory", "bytes"]);
     let (ready, other): (Vec<_>, Vec<_>) =
         loaders.iter().filter(|l| l.skipped.is_none()).partition(|l| l.dma_ready == Some(true));
-    let mut row = |l: &JsonLoader| {
+    let mut row = |l: &Row| {
         let cpu = l.cold.as_ref().map_or("-".to_owned(), |r| format!("{:.2}", r.cpu_s));
         let rss = l.cold.as_ref().map_or("-".to_owned(), |r| binary(r.peak_rss_bytes));
         let (cold, warm) = (l.cold.as_ref(), l.warm.as_ref());
@@ -168,7 +162,7 @@ pub fn text(o: &Outcome) -> String {
         let runs = l.cold.as_ref().map_or(0, |runs| runs.not_cold);
         out += &wrap(&format!("{}: {} of the cold runs were not cold", plain(&l.name), runs), 2);
     }
-    let skipped: Vec<&JsonLoader> = loaders.iter().filter(|l| l.skipped.is_some()).collect();
+    let skipped: Vec<&Row> = loaders.iter().filter(|l| l.skipped.is_some()).collect();
     if !skipped.is_empty() {
         out.push_str("\nNot compared:\n");
         for l in skipped {
@@ -179,8 +173,8 @@ pub fn text(o: &Outcome) -> String {
 }
 
 /// The fastest into DMA-ready memory, cold and warm.
-fn answer(o: &Outcome, loaders: &[JsonLoader]) -> String {
-    let fastest = |of: fn(&JsonLoader) -> Option<&JsonRuns>| {
+fn answer(o: &Outcome, loaders: &[Row]) -> String {
+    let fastest = |of: fn(&Row) -> Option<&Runs>| {
         let runs = loaders.iter().filter(|l| l.dma_ready == Some(true) && l.bytes_right == Some(true));
         let runs = runs.filter_map(|l| Some((&l.name, of(l)?.median_s)));
         runs.min_by(|a, b| a.1.total_cmp(&b.1)).map_or("nobody".to_owned(), |(name, _)| plain(name))
@@ -189,7 +183,7 @@ fn answer(o: &Outcome, loaders: &[JsonLoader]) -> String {
         "Fastest into DMA-ready memory: {} cold, {} warm ({} in {}, median of {})",
         fastest(|l| l.cold.as_ref()),
         fastest(|l| l.warm.as_ref()),
-        of_bytes(o.bytes),
+        binary(o.bytes),
         count(o.files.len(), "file"),
         count(o.rounds as usize, "round"),
     )
