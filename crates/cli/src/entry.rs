@@ -38,7 +38,7 @@ struct Dmalane {
 #[derive(Subcommand)]
 enum Command {
     #[command(flatten)]
-    Command(commands::Commands),
+    Work(commands::Commands),
     #[command(after_help = completion_examples!("dmalane"))]
     Completions(Completions),
     #[command(hide = true)]
@@ -48,7 +48,7 @@ enum Command {
 /// Runs the program `dmalane` with these words, of which the first is its name.
 pub fn run(words: Vec<OsString>) -> ExitCode {
     let status = program::start(true, words, |dmalane: Dmalane| match dmalane.command {
-        Command::Command(command) => command.run(),
+        Command::Work(command) => command.run(),
         Command::Completions(completions) => completions.run::<Dmalane>(),
         Command::Man(man) => man.run::<Dmalane>(),
     });

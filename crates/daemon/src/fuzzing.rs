@@ -181,15 +181,6 @@ fn well_formed(bytes: &[u8]) -> MessageHeader {
 mod tests {
     #[test]
     fn random_input_is_handled() {
-        let mut x = 1u64;
-        for round in 0..300 {
-            let bytes: Vec<u8> = (0..round * 2)
-                .map(|_| {
-                    x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                    (x >> 40) as u8
-                })
-                .collect();
-            super::fuzz_messages(&bytes);
-        }
+        dmalane_dma::fuzzing::smoke(300, super::fuzz_messages);
     }
 }

@@ -68,6 +68,7 @@ const PAGE: u64 = 4096;
 
 type Shared = &'static TablePool<'static, PhysAddr>;
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
+type Walking = loom::sync::Arc<loom::sync::Mutex<()>>;
 
 /// A pool of so many tables, and its memory. Loom's threads want `'static`, so every run leaks some hundred bytes.
 fn pool<F: Format>(tables: usize) -> (Shared, &'static [AtomicU64]) {
@@ -280,6 +281,20 @@ fn a_device_walks_meanwhile() {
     explore("a_device_walks_meanwhile", None, || watched(|pool, _| pool));
 }
 
+/// A device that walks to page 0, and the lock that it holds meanwhile: it finds the page where it was, or nothing.
+fn device_that_walks<F: Format>(root: u64, pool: Shared) -> (thread::JoinHandle<()>, Walking) {
+    let walking = Walking::new(loom::sync::Mutex::new(()));
+    let device = thread::spawn({
+        let walking = walking.clone();
+        move || {
+            let _walk = walking.lock().unwrap();
+            let seen = walk::<F>(root, 0, |word| pool.read(word)).map(|walked| walked.to).map_err(|fault| fault.kind);
+            assert!([Ok(place(0).bits()), Err(FaultKind::NotPresent)].contains(&seen), "the device saw {seen:?}");
+        }
+    });
+    (device, walking)
+}
+
 /// A device walks while pages are unmapped, gathered, flushed, and their table serves other pages. The invalidation
 /// waits for the walk that is under way, as those of an IOMMU do: so the device finds a page where it was, or nothing,
 /// and never what the table maps after the flush. `early` frees the table before.
@@ -289,15 +304,7 @@ fn gathered(early: bool) {
     let mut table = Table::<F, _>::new(pool).unwrap();
     (0..2).for_each(|n| map(&mut table, n));
     let root = table.root().bits();
-    let walking = loom::sync::Arc::new(loom::sync::Mutex::new(()));
-    let device = thread::spawn({
-        let walking = walking.clone();
-        move || {
-            let _walk = walking.lock().unwrap();
-            let seen = walk::<F>(root, 0, |word| pool.read(word)).map(|walked| walked.to).map_err(|fault| fault.kind);
-            assert!([Ok(place(0).bits()), Err(FaultKind::NotPresent)].contains(&seen), "the device saw {seen:?}");
-        }
-    });
+    let (device, walking) = device_that_walks::<F>(root, pool);
     let mut gather = Gather::new();
     let pair = Span::new(Iova::new(0), 2 * PAGE).unwrap();
     gather.add(table.unmap(pair).unwrap()).unwrap();
@@ -334,15 +341,7 @@ fn queued(early: bool) {
     [0, 2, 4].into_iter().for_each(|n| map(&mut table, n));
     let root = table.root().bits();
     let queue = loom::sync::Arc::new(loom::sync::Mutex::new(Gather::new()));
-    let walking = loom::sync::Arc::new(loom::sync::Mutex::new(()));
-    let device = thread::spawn({
-        let walking = walking.clone();
-        move || {
-            let _walk = walking.lock().unwrap();
-            let seen = walk::<F>(root, 0, |word| pool.read(word)).map(|walked| walked.to).map_err(|fault| fault.kind);
-            assert!([Ok(place(0).bits()), Err(FaultKind::NotPresent)].contains(&seen), "the device saw {seen:?}");
-        }
-    });
+    let (device, walking) = device_that_walks::<F>(root, pool);
     let unmap_pair = move |table: &mut Table<F, Shared>, n: u64| {
         let list = table.unmap(Span::new(page(n).first(), 2 * PAGE).unwrap()).unwrap();
         assert_eq!(list.tables().len(), 1);

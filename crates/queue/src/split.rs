@@ -50,7 +50,7 @@ pub struct Split<Q: Queue, P, K = WallClock> {
     clock: K,
     copies: BTreeMap<u64, Copy<Q::Addr>>,
     /// Per queue: the operations in flight, oldest first.
-    flying: Vec<VecDeque<(Ticket, Piece)>>,
+    flying: Vec<VecDeque<(Ticket, Assigned)>>,
     /// Per queue: a fragment that it had no room for.
     held: Vec<Option<(Fragment, Operation<Q::Addr>)>>,
     /// A fence, and what was submitted behind it.
@@ -67,9 +67,9 @@ pub struct Split<Q: Queue, P, K = WallClock> {
 
 /// An operation that a queue was given.
 #[derive(Clone, Copy)]
-enum Piece {
+enum Assigned {
     /// Of a copy.
-    Part(Fragment),
+    Fragment(Fragment),
     /// An operation as it was submitted, by its number.
     Whole(u64),
 }
@@ -196,7 +196,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                 };
                 match queue.submit(operation) {
                     Ok(ticket) => {
-                        self.flying[i].push_back((ticket, Piece::Part(fragment)));
+                        self.flying[i].push_back((ticket, Assigned::Fragment(fragment)));
                         if fresh == Some(fragment.transfer) {
                             return Ok(());
                         }
@@ -279,7 +279,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             let used = (0..n).filter(|i| self.policy.uses(*i, n));
             let i = used.min_by_key(|i| self.queues[*i].in_flight()).unwrap_or(0);
             let ticket = self.queues[i].submit(operation)?;
-            self.flying[i].push_back((ticket, Piece::Whole(id)));
+            self.flying[i].push_back((ticket, Assigned::Whole(id)));
             return Ok(());
         };
         let HostSlice { slice, via } = host;
@@ -322,8 +322,8 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             let flying = &mut self.flying[queue];
             let place = flying.iter().position(|(known, _)| *known == ticket);
             match place.and_then(|i| flying.remove(i)).expect("a ticket of this queue").1 {
-                Piece::Part(fragment) => self.settle(queue, fragment, operation, result, bytes),
-                Piece::Whole(id) => {
+                Assigned::Fragment(fragment) => self.settle(queue, fragment, operation, result, bytes),
+                Assigned::Whole(id) => {
                     self.ended.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
                 }
             }
@@ -359,9 +359,9 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                 self.put_back(i, fragment, operation, false);
                 withheld.push((fragment.offset, fragment.len));
             }
-            for (ticket, piece) in std::mem::take(&mut self.flying[i]) {
-                match piece {
-                    Piece::Part(fragment) if fragment.transfer == id => match self.queues[i].cancel(ticket) {
+            for (ticket, assigned) in std::mem::take(&mut self.flying[i]) {
+                match assigned {
+                    Assigned::Fragment(fragment) if fragment.transfer == id => match self.queues[i].cancel(ticket) {
                         Cancelled::TakenBack(operation) => {
                             self.put_back(i, fragment, operation, false);
                             withheld.push((fragment.offset, fragment.len));
@@ -371,7 +371,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                     },
                     _ => {}
                 }
-                self.flying[i].push_back((ticket, piece));
+                self.flying[i].push_back((ticket, assigned));
             }
         }
         let Some((first, _)) = withheld.iter().min() else {
@@ -488,7 +488,7 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             return self.cancel_copy(id);
         }
         for (queue, flying) in self.queues.iter_mut().zip(&mut self.flying) {
-            let whole = |(_, piece): &(Ticket, Piece)| matches!(piece, Piece::Whole(known) if *known == id);
+            let whole = |(_, assigned): &(Ticket, Assigned)| matches!(assigned, Assigned::Whole(known) if *known == id);
             let Some(place) = flying.iter().position(whole) else { continue };
             return match queue.cancel(flying[place].0) {
                 Cancelled::TakenBack(operation) => {

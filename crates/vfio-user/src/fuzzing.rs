@@ -285,15 +285,6 @@ fn answers(client: &mut UnixStream) -> Vec<(u16, u16)> {
 mod tests {
     #[test]
     fn random_input_breaks_no_guarantee() {
-        let mut x = 1u64;
-        for round in 0..300 {
-            let bytes: Vec<u8> = (0..round * 2)
-                .map(|_| {
-                    x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                    (x >> 40) as u8
-                })
-                .collect();
-            super::fuzz_client(&bytes);
-        }
+        dmalane_dma::fuzzing::smoke(300, super::fuzz_client);
     }
 }

@@ -100,7 +100,8 @@ impl PeerMapping {
     /// Maps the range again, at the same IOVAs, if the kernel has removed the mapping.
     ///
     /// # Errors
-    /// As [`VfioContainer::map_peer`](crate::VfioContainer::map_peer); [`Error::Region`] while the device does not respond.
+    /// As [`VfioContainer::map_peer`](crate::VfioContainer::map_peer); [`Error::Region`] while the device does not
+    /// respond.
     pub fn renew(&mut self) -> Result<(), Error> {
         if self.is_mapped() {
             return Ok(());
