@@ -84,7 +84,8 @@ fn by_mincore(file: &File, offset: u64, len: u64) -> io::Result<Residency> {
 /// Pages that are probed at most.
 const PROBES: u64 = 64;
 
-/// Estimates from reads that do not wait.
+/// Estimates from reads that do not wait. The kernel starts to read a page that is missing before it says so: where the
+/// disk answers within the call, the page counts as cached, and the estimate is too high.
 fn by_probes(file: &File, offset: u64, len: u64, size: u64) -> io::Result<Residency> {
     // A description of its own, so that the hint below is nobody else's; where it cannot be had, the hint is left out.
     let again = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
@@ -138,13 +139,25 @@ mod tests {
         if ring::cachestat(&opened, 0, len).map_or(true, |c| c.pages > 0) {
             return println!("SKIPPED: the file system keeps its pages, or does not say");
         }
-        // One half of it, in pages that no read-ahead follows.
         rustix::fs::fadvise(&opened, 0, None, Advice::Random).unwrap();
-        for at in (0..len / 2).step_by(page) {
-            std::os::unix::fs::FileExt::read_exact_at(&opened, &mut [0], at).unwrap();
+        // A fast disk may answer all probes in time, but not always.
+        let tries = (0..50).map(|_| {
+            rustix::fs::fadvise(&opened, 0, None, Advice::DontNeed).unwrap();
+            // One half of it, in pages that no read-ahead follows.
+            for at in (0..len / 2).step_by(page) {
+                std::os::unix::fs::FileExt::read_exact_at(&opened, &mut [0], at).unwrap();
+            }
+            probe(0, len).unwrap()
+        });
+        let mut seen = Vec::new();
+        for half in tries {
+            assert!(half.share() >= 0.4, "what was read is seen: {half}");
+            seen.push(half);
+            if half.share() <= 0.6 {
+                break;
+            }
         }
-        let half = probe(0, len).unwrap();
-        assert!((0.4..=0.6).contains(&half.share()), "{half}");
+        assert!(seen.last().is_some_and(|half| half.share() <= 0.6), "what was not read is never missed: {seen:?}");
         let now = ring::cachestat(&opened, 0, len).unwrap().pages * PAGE;
         assert!(now <= len / 2 + PROBES * PAGE, "at most the probed pages were read: {now}");
     }

@@ -603,7 +603,7 @@ mod tests {
             assert_eq!(bar.load::<u32>(len - 4), Some(7));
         }
         assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - PAGE + 1, Some((PageSize::SIZE_2M, 0))).is_err());
-        // No reservation is left.
+        // No reservation is left. Other threads' heaps have inaccessible memory too, but not 20 ranges of it.
         let maps = || {
             std::fs::read_to_string("/proc/self/maps")
                 .unwrap()
@@ -615,7 +615,8 @@ mod tests {
         let bars: Vec<_> =
             (0..20).map(|_| BarMemory::map(file.as_fd(), 0, PAGE, Some((PageSize::SIZE_1G, 0))).unwrap()).collect();
         drop(bars);
-        assert!(maps() <= before + 2, "{} then {}", before, maps());
+        let after = maps();
+        assert!(after < before + 15, "{before} then {after}");
     }
 
     #[test]
