@@ -2,16 +2,17 @@
 //! `formats/mod.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
 use std::ops::Range;
 
-use crate::formats::{Failing, Sizes, accesses, all_accesses, leaf_levels, shift, sizes};
+use crate::formats::{Failing, Geometry, Sizes, all_accesses, geometry, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
     Armv7, Entry, Error, FaultKind, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape, Tables, walk,
     walk_privileged,
 };
 use proptest::prelude::*;
-use proptest::test_runner::TestCaseError;
+use proptest::test_runner::{TestCaseError, TestRunner};
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
 
@@ -294,33 +295,35 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
 }
 
 /// Addresses where things meet: around the ends of the space and of tables of every level.
-fn input<F: Format>() -> impl Strategy<Value = u64> {
-    let Sizes { page, block, top, .. } = sizes::<F>();
-    let boundary = |level| (1u64 << shift::<F>(level)).saturating_sub(2 * block);
-    let bases: Vec<u64> = (0..F::LEVELS).map(boundary).chain([0, 0, top - 3 * block]).collect();
-    (prop::sample::select(bases), 0u64..4, edge::<F>())
+fn input(g: &Geometry) -> BoxedStrategy<u64> {
+    let Sizes { page, block, top, .. } = g.sizes;
+    let boundary = |shift: &u32| (1u64 << shift).saturating_sub(2 * block);
+    let bases: Vec<u64> = g.shifts.iter().map(boundary).chain([0, 0, top - 3 * block]).collect();
+    (prop::sample::select(bases), 0u64..4, edge(g))
         .prop_map(move |(base, blocks, pages)| base + blocks * block + pages * page)
+        .boxed()
 }
 
 /// Pages near the start or end of a table.
-fn edge<F: Format>() -> impl Strategy<Value = u64> {
-    let entries = sizes::<F>().entries;
-    prop_oneof![3 => Just(0), 2 => 0u64..5, 2 => entries - 4..entries]
+fn edge(g: &Geometry) -> BoxedStrategy<u64> {
+    let entries = g.sizes.entries;
+    prop_oneof![3 => Just(0), 2 => 0u64..5, 2 => entries - 4..entries].boxed()
 }
 
-fn length<F: Format>() -> impl Strategy<Value = u64> {
-    let Sizes { page, entries: n, .. } = sizes::<F>();
+fn length(g: &Geometry) -> BoxedStrategy<u64> {
+    let Sizes { page, entries: n, .. } = g.sizes;
     prop_oneof![4 => 1u64..6, 2 => n - 4..n + 4, 2 => Just(n), 1 => Just(2 * n), 1 => 2 * n - 4..2 * n + 6]
         .prop_map(move |p| p * page)
+        .boxed()
 }
 
-fn access<F: Format>() -> impl Strategy<Value = Access> {
-    prop::sample::select(accesses::<F>())
+fn access(g: &Geometry) -> BoxedStrategy<Access> {
+    prop::sample::select(g.accesses.clone()).boxed()
 }
 
-fn op<F: Format>() -> impl Strategy<Value = Op> {
-    let Sizes { page, entries, block, large, .. } = sizes::<F>();
-    let segment = (0u64..8, edge::<F>(), length::<F>()).prop_map(move |(b, p, len)| (b * block + p * page, len));
+fn op(g: &Geometry) -> BoxedStrategy<Op> {
+    let Sizes { page, entries, block, large, .. } = g.sizes;
+    let segment = (0u64..8, edge(g), length(g)).prop_map(move |(b, p, len)| (b * block + p * page, len));
     let pages = (0u64..64).prop_map(move |frame| (frame * page, page));
     let short = (0u64..1 << 12, prop_oneof![3 => Just(1), 2 => 2u64..9, 1 => 9u64..20])
         .prop_map(move |(frame, pages)| (frame * page, pages * page));
@@ -336,24 +339,38 @@ fn op<F: Format>() -> impl Strategy<Value = Op> {
         1 => halves,
     ];
     prop_oneof![
-        4 => (input::<F>(), segments, access::<F>())
+        4 => (input(g), segments, access(g))
             .prop_map(|(at, segments, access)| Op::Map { at, segments, access }),
         // Output congruent to input in a block: large leaves wherever the length allows.
-        3 => (input::<F>(), 0u64..4, length::<F>(), access::<F>())
+        3 => (input(g), 0u64..4, length(g), access(g))
             .prop_map(move |(at, b, len, access)| {
                 Op::Map { at, segments: vec![(at % block + b * block, len)], access }
             }),
         // A leaf of the largest size with something on either side.
-        1 => (1u64..3, 0u64..3, 0u64..3, access::<F>()).prop_map(move |(n, below, above, access)| {
+        1 => (1u64..3, 0u64..3, 0u64..3, access(g)).prop_map(move |(n, below, above, access)| {
             let (below, above) = (below * page, above * block);
             Op::Map { at: n * large - below, segments: vec![(4 * large - below, large + below + above)], access }
         }),
-        4 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Unmap { at, len }),
-        1 => (input::<F>(), 1u64..600).prop_map(move |(at, blocks)| Op::Unmap { at, len: blocks * block }),
-        3 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Clear { at, len }),
-        1 => (input::<F>(), 1u64..600).prop_map(move |(at, blocks)| Op::Clear { at, len: blocks * block - page }),
-        1 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Prune { at, len }),
+        4 => (input(g), length(g)).prop_map(|(at, len)| Op::Unmap { at, len }),
+        1 => (input(g), 1u64..600).prop_map(move |(at, blocks)| Op::Unmap { at, len: blocks * block }),
+        3 => (input(g), length(g)).prop_map(|(at, len)| Op::Clear { at, len }),
+        1 => (input(g), 1u64..600).prop_map(move |(at, blocks)| Op::Clear { at, len: blocks * block - page }),
+        1 => (input(g), length(g)).prop_map(|(at, len)| Op::Prune { at, len }),
     ]
+    .boxed()
+}
+
+/// Calls, and addresses to look at after them.
+fn calls(g: &Geometry) -> BoxedStrategy<(Vec<Op>, Vec<u64>)> {
+    let block = g.sizes.block;
+    let probes = prop::collection::vec(input(g).prop_flat_map(move |at| at..at + block), 3);
+    (prop::collection::vec(op(g), 1..24), probes).boxed()
+}
+
+/// Seeds of memory, bits that its entries often have, roots, and addresses, half of them below `top`.
+fn noise(top: u64) -> BoxedStrategy<(u64, u64, u64, u64)> {
+    let likely = prop_oneof![Just(0), Just(1), Just(3), Just(0x405), Just(0x447), Just(0x51)];
+    (any::<u64>(), likely, any::<u64>(), prop_oneof![0u64..top, any::<u64>()]).boxed()
 }
 
 fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseError> {
@@ -653,9 +670,19 @@ fn refused_fetch<F: Format>() {
     assert_eq!(fault.kind, FaultKind::BadTable);
 }
 
-/// Failures are not written next to the sources: proptest prints the input, and a fixed one becomes a plain test.
-pub(crate) fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+/// Runs a test on random values. It is compiled once for each type of value: with strategies and a runner for each format
+/// these tests took minutes to build. Failures are not written next to the sources: proptest prints the input, and a
+/// fixed one becomes a plain test.
+pub(crate) fn check<V: Debug + 'static>(
+    cases: u32,
+    values: BoxedStrategy<V>,
+    test: &dyn Fn(V) -> Result<(), TestCaseError>,
+) {
+    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+    let mut runner = TestRunner::new(config);
+    if let Err(e) = runner.run(&values, test) {
+        panic!("{e}\n{runner}");
+    }
 }
 
 /// Fewer cases where a table, and so a case, is larger.
@@ -674,40 +701,30 @@ macro_rules! conformance {
             use super::*;
             type F = $format;
 
-            proptest! {
-                #![proptest_config(config(cases::<F>()))]
-
-                #[test]
-                fn random_calls(
-                    ops in prop::collection::vec(op::<F>(), 1..24),
-                    probes in prop::collection::vec(input::<F>().prop_flat_map(|at| at..at + sizes::<F>().block), 3),
-                ) {
-                    super::random_calls::<F>(&ops, &probes)?;
-                }
-
-                #[test]
-                fn heap_tables_agree(ops in prop::collection::vec(op::<F>(), 1..24)) {
-                    super::heap_tables_agree::<F>(&ops)?;
-                }
+            #[test]
+            fn random_calls() {
+                super::check(cases::<F>(), calls(&geometry::<F>()), &|(ops, probes)| {
+                    super::random_calls::<F>(&ops, &probes)
+                });
             }
 
-            proptest! {
-                #![proptest_config(config(more(500)))]
+            #[test]
+            fn heap_tables_agree() {
+                let ops = prop::collection::vec(op(&geometry::<F>()), 1..24).boxed();
+                super::check(cases::<F>(), ops, &|ops| super::heap_tables_agree::<F>(&ops));
+            }
 
-                #[test]
-                fn round_trip(out: u64, access in access::<F>()) {
-                    super::round_trip::<F>(out, access)?;
-                }
+            #[test]
+            fn round_trip() {
+                let leaf = (any::<u64>(), access(&geometry::<F>())).boxed();
+                super::check(more(500), leaf, &|(out, access)| super::round_trip::<F>(out, access));
+            }
 
-                #[test]
-                fn garbage(
-                    seed: u64,
-                    likely in prop_oneof![Just(0), Just(1), Just(3), Just(0x405), Just(0x447), Just(0x51)],
-                    root: u64,
-                    at in prop_oneof![0u64..sizes::<F>().top, any::<u64>()],
-                ) {
-                    super::garbage::<F>(seed, likely, root, at)?;
-                }
+            #[test]
+            fn garbage() {
+                super::check(more(500), noise(sizes::<F>().top), &|(seed, likely, root, at)| {
+                    super::garbage::<F>(seed, likely, root, at)
+                });
             }
 
             #[test]

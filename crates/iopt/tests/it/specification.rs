@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::conformance::{config, more};
-use crate::formats::{Sizes, accesses, sizes};
+use crate::conformance::{check, more};
+use crate::formats::{Geometry, Sizes, accesses, geometry};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
 use dmalane_iopt::{Entry, FaultKind, Format, HeapTables, PageTable, walk, walk_privileged};
 use proptest::prelude::*;
@@ -580,7 +580,7 @@ fn flip() -> impl Strategy<Value = (Index, u32)> {
 }
 
 /// Bits that are likely to make sense: a few set, a few cleared, around what the formats write.
-fn entry<F: Format>() -> impl Strategy<Value = u64> {
+fn entry<F: Format>() -> BoxedStrategy<u64> {
     let mut made = vec![0, 1, 2, 3, u64::MAX];
     for level in 0..F::LEVELS {
         made.push(F::encode_table(level.min(F::LEVELS - 2), 0x1234_0000));
@@ -594,15 +594,20 @@ fn entry<F: Format>() -> impl Strategy<Value = u64> {
             ));
         }
     }
+    near(made)
+}
+
+fn near(made: Vec<u64>) -> BoxedStrategy<u64> {
     let flips = prop::collection::vec(0u32..64, 0..5);
     prop_oneof![
         1 => any::<u64>(),
         4 => (prop::sample::select(made), flips).prop_map(|(e, flips)| flips.iter().fold(e, |e, bit| e ^ 1 << bit)),
     ]
+    .boxed()
 }
 
-fn list<F: Format>() -> impl Strategy<Value = List> {
-    let Sizes { page, block, large, top, entries, .. } = sizes::<F>();
+fn list(g: &Geometry) -> BoxedStrategy<List> {
+    let Sizes { page, block, large, top, entries, .. } = g.sizes;
     let at = prop_oneof![
         (0u64..8, 0..entries).prop_map(move |(b, p)| b * block + p * page),
         (0u64..4).prop_map(move |n| n * large),
@@ -613,8 +618,17 @@ fn list<F: Format>() -> impl Strategy<Value = List> {
         (0u64..8, 1u64..3).prop_map(move |(b, n)| vec![(b * block, n * block)]),
     ];
     let leaf = (0u64..4, 0u64..4).prop_map(move |(at, to)| (at * large, vec![(to * large, large)]));
-    (prop_oneof![3 => (at, segments), 1 => leaf], prop::sample::select(accesses::<F>()))
+    (prop_oneof![3 => (at, segments), 1 => leaf], prop::sample::select(g.accesses.clone()))
         .prop_map(|((at, s), a)| (at, s, a))
+        .boxed()
+}
+
+/// Lists to map, addresses to look at, bits to flip.
+type Image = (Vec<List>, Vec<u64>, Vec<(Index, u32)>);
+
+fn images(g: &Geometry) -> BoxedStrategy<Image> {
+    let probes = prop::collection::vec(0..g.sizes.top, 100);
+    (prop::collection::vec(list(g), 1..8), probes, prop::collection::vec(flip(), 0..32)).boxed()
 }
 
 macro_rules! by_table {
@@ -623,26 +637,16 @@ macro_rules! by_table {
             use super::*;
             type F = $format;
 
-            proptest! {
-                #![proptest_config(config(more(2000)))]
-
-                #[test]
-                fn entries_agree(entry in entry::<F>()) {
-                    super::entries_agree::<F>(entry)?;
-                }
+            #[test]
+            fn entries_agree() {
+                check(more(2000), entry::<F>(), &super::entries_agree::<F>);
             }
 
-            proptest! {
-                #![proptest_config(config(more(24)))]
-
-                #[test]
-                fn images_agree(
-                    lists in prop::collection::vec(list::<F>(), 1..8),
-                    probes in prop::collection::vec(0..sizes::<F>().top, 100),
-                    flips in prop::collection::vec(flip(), 0..32),
-                ) {
-                    super::images_agree::<F>(&lists, &probes, &flips)?;
-                }
+            #[test]
+            fn images_agree() {
+                check(more(24), images(&geometry::<F>()), &|(lists, probes, flips)| {
+                    super::images_agree::<F>(&lists, &probes, &flips)
+                });
             }
         }
     )*};

@@ -32,6 +32,18 @@ pub const fn sizes<F: Format>() -> Sizes {
     }
 }
 
+/// What random values are made from, without the format as a type.
+pub struct Geometry {
+    pub sizes: Sizes,
+    /// [`shift`] of each level.
+    pub shifts: Vec<u32>,
+    pub accesses: Vec<Access>,
+}
+
+pub fn geometry<F: Format>() -> Geometry {
+    Geometry { sizes: sizes::<F>(), shifts: (0..F::LEVELS).map(shift::<F>).collect(), accesses: accesses::<F>() }
+}
+
 /// Every combination of rights and attributes.
 pub fn all_accesses() -> impl Iterator<Item = Access> {
     (0..=Access::all().bits()).map(Access::from_bits_truncate)
