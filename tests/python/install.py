@@ -27,7 +27,7 @@ def wheel(module: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
         for group, entries in groups.items()
     )
     package = ROOT / "python"
-    sources = [path for path in package.rglob("*") if path.suffix in (".py", ".pyi", ".typed") or path.name == "py.typed"]
+    sources = [path for path in package.rglob("*") if path.suffix in (".py", ".pyi") or path.name == "py.typed"]
     path = folder / f"{project['name']}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for source in sources:
