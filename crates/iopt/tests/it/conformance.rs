@@ -670,9 +670,9 @@ fn refused_fetch<F: Format>() {
     assert_eq!(fault.kind, FaultKind::BadTable);
 }
 
-/// Runs a test on random values. It is compiled once for each type of value: with strategies and a runner for each format
-/// these tests took minutes to build. Failures are not written next to the sources: proptest prints the input, and a
-/// fixed one becomes a plain test.
+/// Runs a test on random values. It is compiled once for each type of value: with strategies and a runner for each
+/// format these tests took minutes to build. Failures are not written next to the sources: proptest prints the input,
+/// and a fixed one becomes a plain test.
 pub(crate) fn check<V: Debug + 'static>(
     cases: u32,
     values: BoxedStrategy<V>,
