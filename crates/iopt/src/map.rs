@@ -174,20 +174,48 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps one page if nothing is in the way: no table to be made, no error. False leaves all as it was.
     #[inline]
     fn map_page(&mut self, at: I, to: O, access: Access) -> bool {
-        let level = F::LEVELS - 1;
-        let (at, out) = (at.bits(), to.bits());
         let beyond = !(input_len::<F>() - F::GRANULE.bytes());
-        if !F::supports(access) || at & beyond != 0 || out & not_a_page::<F>() != 0 {
+        if at.bits() & beyond != 0 || to.bits() & not_a_page::<F>() != 0 {
             return false;
         }
-        let Some(table) = self.last_table(at) else { return false };
-        let i = index::<F>(at, level);
-        if self.load(table, i) != 0 {
-            return false;
-        }
-        self.store(table, i, F::encode_leaf(level, out, access));
-        self.count(Kind::single(level), 1);
+        let Some(table) = self.last_table(at.bits()) else { return false };
+        self.load(table, index::<F>(at.bits(), F::LEVELS - 1)) == 0 && self.map_free(at, to, access)
+    }
+
+    /// Maps a page where the caller knows that nothing is mapped. Both addresses are whole pages within the limits of
+    /// the format; nothing of this is checked. False, and nothing has changed, where there is no table for the page, or
+    /// the format does not support the access: [`map`](Self::map) says which.
+    ///
+    /// A page that was mapped is replaced, and counted twice from then on.
+    ///
+    /// # Panics
+    /// With debug assertions, when one of this does not hold.
+    #[inline]
+    pub fn map_free(&mut self, at: I, to: O, access: Access) -> bool {
+        let kind = Kind::single(F::LEVELS - 1);
+        debug_assert!(at.bits() < input_len::<F>() && at.is_aligned(F::GRANULE) && to.bits() & not_a_page::<F>() == 0);
+        let Some(template) = self.page_template(access) else { return false };
+        let Some(table) = self.last_table(at.bits()) else { return false };
+        let i = index::<F>(at.bits(), kind.level);
+        debug_assert!(self.load(table, i) == 0, "{at} is mapped");
+        self.store(table, i, template | encode_output::<F>(kind, to.bits()));
+        self.count(kind, 1);
         true
+    }
+
+    /// The entry of a page but for its output address; that of the last access asked for is at hand. `None` for an
+    /// access that the format does not support.
+    #[inline]
+    fn page_template(&mut self, access: Access) -> Option<u64> {
+        let (of, template) = self.template;
+        if of == u16::from(access.bits()) { Some(template) } else { self.new_template(access) }
+    }
+
+    #[inline(never)] // most calls ask for what the last one did
+    fn new_template(&mut self, access: Access) -> Option<u64> {
+        let template = F::supports(access).then(|| encode_template::<F>(Kind::single(F::LEVELS - 1), access))?;
+        self.template = (access.bits().into(), template);
+        Some(template)
     }
 
     /// Maps single pages one after another from `at` on, the page of number `n` to `to(n)`. Stops at the end of the

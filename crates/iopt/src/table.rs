@@ -31,6 +31,8 @@ pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) made: Vec<u64>,
     /// By address of a table of the last level, an entry that was valid when it was last looked at.
     pub(crate) witnesses: [u16; 64],
+    /// The bits of an access, and the entry of a page with it but for the output address; none has the first ones.
+    pub(crate) template: (u16, u64),
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
 
@@ -93,7 +95,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     fn at_root(tables: T, root: T::Addr) -> Self {
         let (cursor, made) = (Cursor::new(root), Vec::new());
-        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, witnesses: [0; 64], kinds: PhantomData }
+        let (witnesses, template) = ([0; 64], (u16::MAX, 0));
+        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, witnesses, template, kinds: PhantomData }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.

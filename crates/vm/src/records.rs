@@ -259,6 +259,27 @@ pub(crate) enum Join {
 struct Cursor {
     chunk: u64,
     path: [u32; MAX_LEVELS],
+    window: Window,
+}
+
+impl Cursor {
+    const fn at(chunk: u64, path: [u32; MAX_LEVELS]) -> Self {
+        Self { chunk, path, window: Window::CLOSED }
+    }
+}
+
+/// Pages of a chunk that anybody may bind, and whose words follow each other: so one comparison says of a page that all
+/// of this holds. Closed when the node's words move.
+#[derive(Clone, Copy, Debug)]
+struct Window {
+    first: u64,
+    pages: u64,
+    /// Where the word of the first page is.
+    at: usize,
+}
+
+impl Window {
+    const CLOSED: Self = Self { first: 0, pages: 0, at: 0 };
 }
 
 /// No chunk has this number.
@@ -347,7 +368,7 @@ impl<F: Format> Records<F> {
             spare: Vec::new(),
             splits: 0,
             idle: NO_CHUNK,
-            cursor: Cursor { chunk: NO_CHUNK, path: [ROOT; MAX_LEVELS] },
+            cursor: Cursor::at(NO_CHUNK, [ROOT; MAX_LEVELS]),
             plan: 0,
             unlinking: 0,
             wide: false,
@@ -396,6 +417,7 @@ impl<F: Format> Records<F> {
             at += len(node);
         }
         self.words = words;
+        self.cursor.window = Window::CLOSED;
         Ok(())
     }
 
@@ -502,6 +524,7 @@ impl<F: Format> Records<F> {
             left ^= bit;
         }
         self.words.give(from, true);
+        self.cursor.window = Window::CLOSED;
         node.move_to(to, next - to, if groups == Self::GROUPS { ALL } else { groups });
         Ok(())
     }
@@ -523,7 +546,7 @@ impl<F: Format> Records<F> {
 
     /// Takes a node away. If it is not empty, it is `dirty`.
     fn give(&mut self, id: u32, dirty: bool) {
-        self.cursor.chunk = NO_CHUNK;
+        self.cursor = Cursor::at(NO_CHUNK, [ROOT; MAX_LEVELS]);
         let node = &mut self.nodes[id as usize];
         self.words.give(node.range(), dirty);
         *node = Node::new(0, 0, 0);
@@ -638,7 +661,7 @@ impl<F: Format> Records<F> {
             path[level as usize + 1] = child;
             (node_first, node_last) = (entry_first, entry_last);
         }
-        self.cursor = Cursor { chunk: Self::chunk(at), path };
+        self.cursor = Cursor::at(Self::chunk(at), path);
         Ok(new)
     }
 
@@ -732,7 +755,7 @@ impl<F: Format> Records<F> {
             }
             path[level as usize + 1] = Self::child(word);
         }
-        self.cursor = Cursor { chunk: Self::chunk(page), path };
+        self.cursor = Cursor::at(Self::chunk(page), path);
         true
     }
 
@@ -746,6 +769,40 @@ impl<F: Format> Records<F> {
             return None;
         }
         Some(Vacant { node, entry })
+    }
+
+    /// The same for a page in the cursor's window.
+    #[inline(always)]
+    pub(crate) fn vacant_near(&mut self, page: u64) -> Option<Vacant<'_, F>> {
+        let Window { first, at, .. } = self.cursor.window;
+        let entry = self.words.all.get_mut(at + (page - first) as usize).filter(|entry| **entry == 0)?;
+        Some(Vacant { node: &mut self.nodes[self.cursor.path[Self::LAST as usize] as usize], entry })
+    }
+
+    /// True when a page is in the cursor's window.
+    #[inline(always)]
+    pub(crate) fn is_near(&self, page: u64) -> bool {
+        let Window { first, pages, .. } = self.cursor.window;
+        page.wrapping_sub(first) < pages
+    }
+
+    /// Opens the cursor's window at a page, for pages from `low` to `high`. False where there is no memory for it.
+    #[inline]
+    pub(crate) fn look_at(&mut self, page: u64, (low, high): (u64, u64)) -> bool {
+        let Some((node, _)) = self.seek(page) else { return false };
+        let (chunk_first, i) = (Self::chunk_pages(Self::chunk(page)).0, Self::index(page, Self::LAST));
+        let (i_first, entries) = match node.in_a_row(i) {
+            Some(_) => (usize::from(node.first), usize::from(node.in_a_row)),
+            None => (i & !(Self::IN_GROUP - 1), Self::IN_GROUP),
+        };
+        let at = node.position(i_first);
+        if at == usize::MAX {
+            return false;
+        }
+        let all = chunk_first + i_first as u64;
+        let (first, end) = (low.max(all), (high + 1).min(all + entries as u64));
+        self.cursor.window = Window { first, pages: end - first, at: at + (first - all) as usize };
+        true
     }
 
     /// Unbinds a page whose chunk has a node with more in it, which needs no plan, if `counted` agrees to its record.

@@ -146,21 +146,24 @@ impl Slots {
         slot
     }
 
-    /// Counts a page of a buffer that is bound from now on, if that takes no memory and all of the buffer can be bound.
-    /// Gives its slot. `noted` says of a slot that it has pages in the chunk already.
+    /// The slot of a buffer of which a page is to be bound, with its number, if that takes no memory and all of the
+    /// buffer can be bound. Then [`count_one`](Slot::count_one). `noted` says of a slot that it has pages in the chunk
+    /// already.
     #[inline(always)]
-    pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, page: u64, noted: impl FnOnce(u32) -> bool) -> Option<u32> {
+    pub(crate) fn for_page(
+        &mut self,
+        bo: &Arc<Bo>,
+        page: u64,
+        noted: impl FnOnce(u32) -> bool,
+    ) -> Option<(u32, &mut Slot)> {
         let number = self.first_of(bo);
         let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable & (slot.repeat_mask == 0))?;
         let known = slot.goes_on(page) || !slot.exact && noted(number);
-        if !known && !slot.adds(Place { first: page, end: page + 1 }, self.chunk) {
-            return None;
-        }
-        slot.pages += 1;
-        Some(number)
+        let has_place = known || slot.adds(Place { first: page, end: page + 1 }, self.chunk);
+        has_place.then_some((number, slot))
     }
 
-    /// The same for a slot of the plan, which has room for it. Gives the buffer.
+    /// Counts a page that is bound from now on to a slot of the plan, which has room for it. Gives the buffer.
     #[inline(always)]
     pub(crate) fn count_page(&mut self, slot: u32, page: u64, noted: impl FnOnce(u32) -> bool) -> Option<&Arc<Bo>> {
         let it = &mut self.slots[slot as usize];
@@ -381,6 +384,12 @@ impl Slot {
             }
             _ => false,
         }
+    }
+
+    /// Counts a page that is bound from now on.
+    #[inline(always)]
+    pub(crate) fn count_one(&mut self) {
+        self.pages += 1;
     }
 
     /// Adds a place if there is room for it.

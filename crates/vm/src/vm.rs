@@ -218,18 +218,29 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline(always)]
     fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
         let granule = F::GRANULE;
-        let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0;
         let page = va.bits() >> granule.log2();
-        if !(aligned && self.is_open(page, page) && F::supports(access)) {
+        if (va.bits() | offset) & (granule.bytes() - 1) != 0 || !(self.records.is_near(page) || self.look_at(page)) {
             return false;
         }
         let Some(to) = bo.sg().page_at(offset, granule) else { return false };
-        let Some(vacant) = self.records.vacant(page) else { return false };
+        let Some(vacant) = self.records.vacant_near(page) else { return false };
         let noted = |slot| vacant.has(slot);
-        let Some(slot) = self.slots.bound_page(bo, page, noted) else { return false };
-        vacant.put(Record::new(slot, offset >> granule.log2(), access, false));
-        self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
+        let Some((number, slot)) = self.slots.for_page(bo, page, noted) else { return false };
+        // Where there is a node, there is a table.
+        if !self.table.map_free(va, to, access) {
+            return false;
+        }
+        slot.count_one();
+        vacant.put(Record::new(number, offset >> granule.log2(), access, false));
         true
+    }
+
+    /// Goes to the chunk of a page that anybody may bind. False where there is none, or no memory for the page.
+    #[inline(never)]
+    fn look_at(&mut self, page: u64) -> bool {
+        let (reserved_first, reserved_last) = self.reserved_pages;
+        let low = if page < reserved_first { self.pages.0 } else { self.pages.0.max(reserved_last + 1) };
+        self.is_open(page, page) && self.records.look_at(page, (low, open_to(page, self.pages, self.reserved_pages)))
     }
 
     /// True for pages within the VM, none of which is reserved.
