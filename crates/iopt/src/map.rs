@@ -13,10 +13,10 @@ use core::ops::Range;
 use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 
 use crate::format::{
-    Kind, MAX_LEVELS, encode_output, encode_template, entries, group_bits, index, input_len, leaf_kind, next_table,
-    page_size, same_table, second_size, shift,
+    Kind, MAX_LEVELS, encode_output, encode_template, entries, group_bits, has_groups, index, input_len, leaf_kind,
+    next_table, page_size, same_table, second_size, shift,
 };
-use crate::unmap::Detach;
+use crate::unmap::{Detach, count_pages};
 use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
 
 /// Single pages taken from a list in one turn of the loop.
@@ -242,6 +242,44 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         });
         self.count(kind, done as u64);
         done
+    }
+
+    /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages of
+    /// the segments. An entry that was valid is replaced by one store; the device may remember it until it has
+    /// invalidated the span. Gives the number of pages written, and of those among them that were mapped before.
+    ///
+    /// Stops at the end of the table and at a segment that cannot be mapped. Does nothing where there is no table, nor
+    /// for formats with groups: [`clear`](Self::clear) and [`map_sg`](Self::map_sg) of the rest do it, or say why not.
+    #[inline]
+    pub fn replace_pages(
+        &mut self,
+        at: I,
+        pages: usize,
+        segments: impl IntoIterator<Item = Segment<O>>,
+        access: Access,
+    ) -> (usize, u64) {
+        let kind = Kind::single(F::LEVELS - 1);
+        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        if has_groups::<F>() || at.bits() & beyond != 0 {
+            return (0, 0);
+        }
+        let Some(template) = self.page_template(access) else { return (0, 0) };
+        let Some(table) = self.last_table(at.bits()) else { return (0, 0) };
+        let first = index::<F>(at.bits(), kind.level);
+        let range = first..(first + pages).min(entries::<F>(kind.level));
+        let mut source = Source::<F, O, _>::new(segments.into_iter());
+        let (mut next, mut old) = (first, 0);
+        let done = slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
+            let (valid, _) = count_pages::<F>(entries);
+            let (written, _) = source.fill(entries, next, true, template, true); // not blank: whatever is there goes
+            old += valid - count_pages::<F>(&entries[written..]).0;
+            next += written;
+            written
+        });
+        slots::clean::<F, T>(&mut self.tables, table, first..first + done);
+        self.uncount(kind.level, old, 0);
+        self.count(kind, done as u64);
+        (done, old)
     }
 
     /// The table of the last level that translates `at`, if there is one. The cursor goes there.

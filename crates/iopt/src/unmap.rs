@@ -345,22 +345,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Clears entries of a table of the last level, or leaves them as they are in one that goes as a whole. Gives the
     /// number of those that were valid, and of members of groups among them.
     fn take_out(&mut self, table: T::Addr, range: Range<usize>, whole: bool) -> (u64, u64) {
-        let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
         let (mut pages, mut members, mut seen) = (0, 0, 0);
         let mut count = |entries: &[u64]| {
-            if F::VALID != 0 && !has_groups::<F>() {
-                // A few instructions for several entries; fewest where all are valid.
-                let bit = F::VALID.trailing_zeros();
-                let all = entries.iter().fold(F::VALID, |all, entry| all & entry) != 0;
-                let some = if all { entries.len() as u64 } else { entries.iter().map(|entry| entry >> bit & 1).sum() };
-                debug_assert_eq!(some, entries.iter().filter(|&&entry| valid(entry)).count() as u64, "{}", F::NAME);
-                pages += some;
-            } else {
-                for &entry in entries.iter().filter(|&&entry| valid(entry)) {
-                    pages += 1;
-                    members += u64::from(has_groups::<F>() && F::is_member(F::LEVELS - 1, entry));
-                }
-            }
+            let counted = count_pages::<F>(entries);
+            (pages, members) = (pages + counted.0, members + counted.1);
         };
         slots::edit::<F, T>(&mut self.tables, table, range.clone(), |entries| {
             count(entries);
@@ -644,6 +632,23 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
         F::decode(level, self.load(table, i)) == Entry::Invalid
     }
+}
+
+/// The number of entries of the last level that are valid, and of members of groups among them.
+#[inline]
+pub(crate) fn count_pages<F: Format>(entries: &[u64]) -> (u64, u64) {
+    let valid = |&&entry: &&u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
+    let all = || entries.iter().filter(valid);
+    if F::VALID == 0 || has_groups::<F>() {
+        let members = all().filter(|&&entry| has_groups::<F>() && F::is_member(F::LEVELS - 1, entry));
+        return (all().count() as u64, members.count() as u64);
+    }
+    // A few instructions for several entries; fewest where all are valid.
+    let bit = F::VALID.trailing_zeros();
+    let every = entries.iter().fold(F::VALID, |every, entry| every & entry) != 0;
+    let some = if every { entries.len() as u64 } else { entries.iter().map(|entry| entry >> bit & 1).sum() };
+    debug_assert_eq!(some, all().count() as u64, "{}", F::NAME);
+    (some, 0)
 }
 
 /// The topmost level whose page size divides `at`, a multiple of the granule.

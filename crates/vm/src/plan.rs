@@ -223,10 +223,39 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let had = self.records.put(&mut self.slots, first, last, Some(record));
         if had > 0 || self.records.end_idle(first, last) {
-            self.clear(first, last, had);
+            self.replace_pages(first, last, record, had);
+        } else {
+            self.map_pages(first, last, record);
         }
-        self.map_pages(first, last, record);
         had
+    }
+
+    /// Maps pages over what is mapped there: pages of a table that stays at once, whole tables after they were cleared.
+    fn replace_pages(&mut self, first: u64, last: u64, record: Record, had: u64) {
+        let (mut at, mut unmapped) = (first, 0);
+        while at <= last {
+            let (chunk_first, chunk_last) = Records::<F>::chunk_pages(Records::<F>::chunk(at));
+            let mut end = chunk_last.min(last);
+            let mut from = at;
+            if at == chunk_first && end == chunk_last {
+                end = Records::<F>::chunk_pages(Records::<F>::chunk(last + 1)).0 - 1;
+            } else {
+                let (pages, record) = ((end - at + 1) as usize, record.advance(at - first));
+                let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, at, end);
+                let (done, old) = self.table.replace_pages(Self::va(at), pages, segments, record.access());
+                if done > 0 {
+                    from += done as u64;
+                    unmapped += old;
+                    self.scratch.lists.add_span(Self::span(at, from - 1));
+                }
+            }
+            if from <= end {
+                unmapped += self.clear(from, end);
+                self.map_pages(from, end, record.advance(from - first));
+            }
+            at = end + 1;
+        }
+        debug_assert_eq!(unmapped, had, "records and page table differ in {}", Self::span(first, last));
     }
 
     /// Binds single pages one after another, and gives the number of those that were unmapped for it.
@@ -260,7 +289,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn unbind_pages(&mut self, first: u64, last: u64) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, None);
         if had > 0 || self.records.end_idle(first, last) {
-            self.clear(first, last, had);
+            let unmapped = self.clear(first, last);
+            debug_assert_eq!(unmapped, had, "records and page table differ in {}", Self::span(first, last));
         }
         had
     }
@@ -317,12 +347,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         unmapped
     }
 
+    /// Unmaps pages, and gives the number of those that were mapped.
     #[inline]
-    fn clear(&mut self, first: u64, last: u64, had: u64) {
+    fn clear(&mut self, first: u64, last: u64) -> u64 {
         let lists = &mut self.scratch.lists;
         let (span, bytes) = self.table.clear_into(Self::span(first, last), &mut lists.tables).expect(RESERVED);
-        debug_assert_eq!(bytes, had << F::GRANULE.log2(), "records and page table differ in {span}");
         lists.add_span(span);
+        bytes >> F::GRANULE.log2()
     }
 
     /// Takes tables away that the nodes of a chunk at these levels had, which are empty.

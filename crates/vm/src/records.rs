@@ -205,6 +205,13 @@ impl<F: Format> Node<F> {
         self.slot == slot && self.used > self.others || self.other == slot && self.others > 0
     }
 
+    /// The slot of the records of all pages, if it is one.
+    #[inline]
+    fn all_of(&self) -> Option<u32> {
+        let all = self.used as usize == 1 << F::INDEX_BITS && self.others == 0 && self.slot != MIXED;
+        all.then_some(self.slot)
+    }
+
     /// Notes that records of a slot come in; call it before they are counted.
     #[inline(always)]
     fn note(&mut self, slot: u32, records: u32) {
@@ -917,14 +924,22 @@ impl<F: Format> Records<F> {
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let (i, j) = (Self::index(first, Self::LAST), Self::index(last, Self::LAST));
+        let all_of = node.all_of();
         if let Some(record) = record {
             node.note(record.slot(), (j - i + 1) as u32);
         }
         let words = &mut self.words.all[node.positions(i, j)];
-        let had = Self::count_out(words, |gone, pages| {
+        let mut gone = |gone, pages| {
             slots.unbound(gone, pages);
             node.note_gone(gone, pages as u32);
-        });
+        };
+        let had = match all_of {
+            Some(slot) => {
+                gone(slot, words.len() as u64);
+                words.len() as u64
+            }
+            None => Self::count_out(words, gone),
+        };
         let mut put = 0;
         match record {
             None => words.fill(0),

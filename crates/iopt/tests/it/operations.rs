@@ -528,6 +528,49 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
     }
 }
 
+/// Pages over others and over holes, up to the end of a table and to a segment that cannot be mapped: by what they lead
+/// to, by counts, and as a device sees them.
+fn replace_pages<F: Format>() {
+    let Sizes { page, entries, block, out_top, .. } = sizes::<F>();
+    let segments = |pages: &[u64]| -> Vec<Segment<PhysAddr>> {
+        let mut to = 5 * block;
+        let segment = |&pages: &u64| {
+            to += (pages + 2) * page;
+            Segment { addr: PhysAddr::new(to - pages * page), len: pages * page }
+        };
+        pages.iter().map(segment).collect()
+    };
+    let list = segments(&[1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 9, 1]);
+    let mut bad = list.clone();
+    bad[3].addr = PhysAddr::new(out_top);
+    for (start, list, len) in [(0, &list, 22), (1, &list, 22), (entries - 4, &list, 4), (1, &bad, 4)] {
+        let memory = Stale::new();
+        let mut table = Table::<F, _>::new(memory.clone()).unwrap();
+        let at = 2 * block + start * page;
+        assert_eq!(table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ), (0, 0), "no table");
+        let old = (0..entries).map(|n| Segment { addr: PhysAddr::new((2 * n + 1) * page), len: page });
+        table.map_sg(Iova::new(2 * block), old, Access::READ).unwrap();
+        for hole in [at + page, at + 2 * page] {
+            assert!(table.clear_leaf(Iova::new(hole)));
+        }
+        let before = leaves(&table);
+        let replaced = table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ);
+        if F::GROUP_BITS.iter().any(|&bits| bits > 0) {
+            assert_eq!((replaced, leaves(&table)), ((0, 0), before), "groups are not replaced in place");
+            return;
+        }
+        assert_eq!(replaced, (len as usize, len - 2));
+        let to = list.iter().flat_map(|s| (0..s.len / page).map(|n| s.addr.bits() + n * page));
+        let mut wanted: BTreeMap<u64, u64> = before.into_iter().map(|(at, to, _)| (at, to)).collect();
+        wanted.extend((0..len).zip(to).map(|(n, to)| (at + n * page, to)));
+        let found: BTreeMap<u64, u64> = leaves(&table).into_iter().map(|(at, to, _)| (at, to)).collect();
+        assert_eq!((found, table.mapped_bytes()), (wanted.clone(), wanted.len() as u64 * page));
+        assert!(memory.is_clean());
+        let seen = |at: u64| memory.walk::<F>(table.root(), at).map(|w| w.to);
+        assert!(wanted.iter().all(|(&at, &to)| seen(at) == Ok(to)));
+    }
+}
+
 macro_rules! operations {
     ($($module:ident: $format:ty;)*) => {$(
         mod $module {
@@ -542,6 +585,11 @@ macro_rules! operations {
             fn stops_at_the_right_page() {
                 super::stops_at_the_right_page::<F, _>(super::Failing::new);
                 super::stops_at_the_right_page::<F, _>(|| super::HeapTables::new(super::PhysAddr::new(0x1234_0000)));
+            }
+
+            #[test]
+            fn replace_pages() {
+                super::replace_pages::<F>();
             }
 
             #[test]
