@@ -179,6 +179,8 @@ pub struct HeapTables<A> {
     words: Vec<u64>,
     /// Freed tables, by position.
     free: Vec<u32>,
+    /// The table that was taken last, if it was never used: it is all zero but for what was written since.
+    fresh: Option<A>,
     /// Positions beyond one for each table that is in use: those of a root that is larger than a table.
     extra: usize,
 }
@@ -193,7 +195,7 @@ impl<A: Address> HeapTables<A> {
     /// The same, with at most `limit` tables in use at a time. Limits from 2^32 up count as 2^32 - 1.
     pub fn with_limit(base: A, limit: usize) -> Self {
         let limit = limit.min(u32::MAX as usize);
-        Self { base, limit, shape: TableShape::ALL_4K, words: Vec::new(), free: Vec::new(), extra: 0 }
+        Self { base, limit, shape: TableShape::ALL_4K, words: Vec::new(), free: Vec::new(), fresh: None, extra: 0 }
     }
 
     /// Tables in use.
@@ -331,11 +333,8 @@ impl<A: Address> Tables for HeapTables<A> {
     }
 
     fn allocate(&mut self) -> Option<A> {
-        let used_before = !self.free.is_empty();
         let table = self.allocate_unzeroed()?;
-        if used_before {
-            self.zero_but(table, 0..0);
-        }
+        self.zero_but(table, 0..0);
         Some(table)
     }
 
@@ -343,13 +342,18 @@ impl<A: Address> Tables for HeapTables<A> {
         if self.in_use() >= self.limit {
             return None;
         }
-        match self.free.pop() {
-            Some(slot) => self.addr(slot as usize),
-            None => self.push(),
+        self.fresh = None;
+        if let Some(slot) = self.free.pop() {
+            return self.addr(slot as usize);
         }
+        self.fresh = self.push();
+        self.fresh
     }
 
     fn zero_but(&mut self, table: A, written: Range<usize>) {
+        if self.fresh.take() == Some(table) {
+            return;
+        }
         let (first, words) = (self.first(table), self.table_words());
         self.words[first..first + written.start].fill(0);
         self.words[first + written.end..first + words].fill(0);

@@ -217,7 +217,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         {
             // As of `Vm::bind`.
             let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
-            vacant.put(record);
+            vacant.put(record.slot(), record);
             self.table.map(Self::va(first), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
             return 0;
         }

@@ -778,38 +778,38 @@ impl<F: Format> Records<F> {
         Some(Vacant { node, entry })
     }
 
-    /// The same for a page in the cursor's window.
+    /// Where the word of a page is, if the page is in the cursor's window.
     #[inline(always)]
-    pub(crate) fn vacant_near(&mut self, page: u64) -> Option<Vacant<'_, F>> {
-        let Window { first, at, .. } = self.cursor.window;
-        let entry = self.words.all.get_mut(at + (page - first) as usize).filter(|entry| **entry == 0)?;
+    pub(crate) fn near(&self, page: u64) -> Option<usize> {
+        let Window { first, pages, at } = self.cursor.window;
+        let k = page.wrapping_sub(first);
+        if k < pages { Some(at + k as usize) } else { None }
+    }
+
+    /// [`vacant`](Self::vacant) by where the word is, in the cursor's chunk.
+    #[inline(always)]
+    pub(crate) fn vacant_at(&mut self, position: usize) -> Option<Vacant<'_, F>> {
+        let entry = self.words.all.get_mut(position).filter(|entry| **entry == 0)?;
         Some(Vacant { node: &mut self.nodes[self.cursor.path[Self::LAST as usize] as usize], entry })
     }
 
-    /// True when a page is in the cursor's window.
+    /// Where the word of a page is, if its chunk has a node. The second time in a chunk this opens the cursor's window,
+    /// as far as pages from `low` to `high` go.
     #[inline(always)]
-    pub(crate) fn is_near(&self, page: u64) -> bool {
-        let Window { first, pages, .. } = self.cursor.window;
-        page.wrapping_sub(first) < pages
-    }
-
-    /// Opens the cursor's window at a page, for pages from `low` to `high`. False where there is no memory for it.
-    #[inline]
-    pub(crate) fn look_at(&mut self, page: u64, (low, high): (u64, u64)) -> bool {
-        let Some((node, _)) = self.seek(page) else { return false };
-        let (chunk_first, i) = (Self::chunk_pages(Self::chunk(page)).0, Self::index(page, Self::LAST));
-        let (i_first, entries) = match node.in_a_row(i) {
-            Some(_) => (usize::from(node.first), usize::from(node.in_a_row)),
-            None => (i & !(Self::IN_GROUP - 1), Self::IN_GROUP),
-        };
-        let at = node.position(i_first);
-        if at == usize::MAX {
-            return false;
+    pub(crate) fn position(&mut self, page: u64, (low, high): (u64, u64)) -> Option<usize> {
+        let again = self.cursor.chunk == Self::chunk(page);
+        let i = Self::index(page, Self::LAST);
+        let (node, words) = self.seek(page)?;
+        let (at, first, entries) = (node.position(i), usize::from(node.first), usize::from(node.in_a_row));
+        let exists = at < words.all.len();
+        if again && exists {
+            let (first, entries) =
+                if entries > 0 { (first, entries) } else { (i & !(Self::IN_GROUP - 1), Self::IN_GROUP) };
+            let all = page - (i - first) as u64;
+            let (first, end) = (low.max(all), (high + 1).min(all + entries as u64));
+            self.cursor.window = Window { first, pages: end - first, at: at - (page - first) as usize };
         }
-        let all = chunk_first + i_first as u64;
-        let (first, end) = (low.max(all), (high + 1).min(all + entries as u64));
-        self.cursor.window = Window { first, pages: end - first, at: at + (first - all) as usize };
-        true
+        exists.then_some(at)
     }
 
     /// Unbinds a page whose chunk has a node with more in it, which needs no plan, if `counted` agrees to its record.
@@ -1415,10 +1415,10 @@ impl<F: Format> Vacant<'_, F> {
         self.node.has(slot)
     }
 
-    /// Binds the page.
+    /// Binds the page to a record of this slot.
     #[inline(always)]
-    pub(crate) fn put(self, record: Record) {
-        self.node.note(record.slot(), 1);
+    pub(crate) fn put(self, slot: u32, record: Record) {
+        self.node.note(slot, 1);
         *self.entry = record.word();
         self.node.used += 1;
     }

@@ -18,6 +18,8 @@ pub(crate) struct Slot {
     pub(crate) repeat_mask: u64,
     /// True when all of the buffer can be bound in this VM.
     mappable: bool,
+    /// True when pages of it can be bound by themselves: it is mappable, and nothing repeats.
+    takes_pages: bool,
     /// Pages bound.
     pages: u64,
     /// Places that the plan may add.
@@ -157,7 +159,7 @@ impl Slots {
         noted: impl FnOnce(u32) -> bool,
     ) -> Option<(u32, &mut Slot)> {
         let number = self.first_of(bo);
-        let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable & (slot.repeat_mask == 0))?;
+        let slot = self.slots.get_mut(number as usize).filter(|slot| slot.takes_pages)?;
         let known = slot.goes_on(page) || !slot.exact && noted(number);
         let has_place = known || slot.adds(Place { first: page, end: page + 1 }, self.chunk);
         has_place.then_some((number, slot))
@@ -364,6 +366,7 @@ impl Slot {
             bo,
             repeat_mask,
             mappable,
+            takes_pages: mappable && repeat_mask == 0,
             pages: 0,
             planned: 0,
             planned_chunk: 0,

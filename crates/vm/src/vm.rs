@@ -154,10 +154,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
         len: u64,
         access: Access,
     ) -> Result<Committed<T::Addr>, Error> {
-        if self.failed {
-            return Err(Error::Failed);
+        if self.failed | self.planning {
+            if self.failed {
+                return Err(Error::Failed);
+            }
+            self.forget_leaked();
         }
-        self.forget_leaked();
         if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
             return Ok(Committed::nothing());
         }
@@ -219,11 +221,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
         let granule = F::GRANULE;
         let page = va.bits() >> granule.log2();
-        if (va.bits() | offset) & (granule.bytes() - 1) != 0 || !(self.records.is_near(page) || self.look_at(page)) {
+        // Each by itself: the look-up of the page need not ask again then.
+        if va.bits() & (granule.bytes() - 1) != 0 || offset & (granule.bytes() - 1) != 0 {
             return false;
         }
+        let Some(at) = self.records.near(page).or_else(|| self.look_at(page)) else { return false };
         let Some(to) = bo.sg().page_at(offset, granule) else { return false };
-        let Some(vacant) = self.records.vacant_near(page) else { return false };
+        let Some(vacant) = self.records.vacant_at(at) else { return false };
         let noted = |slot| vacant.has(slot);
         let Some((number, slot)) = self.slots.for_page(bo, page, noted) else { return false };
         // Where there is a node, there is a table.
@@ -231,16 +235,19 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return false;
         }
         slot.count_one();
-        vacant.put(Record::new(number, offset >> granule.log2(), access, false));
+        vacant.put(number, Record::new(number, offset >> granule.log2(), access, false));
         true
     }
 
-    /// Goes to the chunk of a page that anybody may bind. False where there is none, or no memory for the page.
+    /// Where the record of a page is that anybody may bind. `None` where there is none.
     #[inline(never)]
-    fn look_at(&mut self, page: u64) -> bool {
+    fn look_at(&mut self, page: u64) -> Option<usize> {
+        if !self.is_open(page, page) {
+            return None;
+        }
         let (reserved_first, reserved_last) = self.reserved_pages;
         let low = if page < reserved_first { self.pages.0 } else { self.pages.0.max(reserved_last + 1) };
-        self.is_open(page, page) && self.records.look_at(page, (low, open_to(page, self.pages, self.reserved_pages)))
+        self.records.position(page, (low, open_to(page, self.pages, self.reserved_pages)))
     }
 
     /// True for pages within the VM, none of which is reserved.
