@@ -336,11 +336,17 @@ impl Region {
         }
     }
 
-    /// Fills a range, none of whose pages is present, with bytes of a mapped file: see [`Region::write_absent`].
+    /// Fills a range, none of whose pages is present, with bytes of a mapped file: see [`Region::write_absent`]. Memory
+    /// without a descriptor is populated and read into.
     ///
     /// # Errors
-    /// `InvalidInput` for a range that is not within this memory or the mapping; as [`Region::write_absent`].
+    /// `InvalidInput` for a range that is not within this memory or the mapping; `UnexpectedEof` where the file ends
+    /// before; as [`Region::write_absent`].
     pub(crate) fn write_from_file(&self, offset: usize, len: usize, file: &FileMapping, at: u64) -> io::Result<()> {
+        if let (None, Some(file)) = (&self.fd, &file.file) {
+            self.populate(offset, len)?;
+            return self.read_absent(offset, len, file, at);
+        }
         let skip = at.checked_sub(file.start).and_then(|skip| usize::try_from(skip).ok());
         let skip = skip.filter(|skip| within(*skip, len, file.len)).ok_or(io::ErrorKind::InvalidInput)?;
         let first = skip & !(page() - 1);
@@ -359,6 +365,29 @@ impl Region {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Reads from a file into a range that nobody else has.
+    fn read_absent(&self, offset: usize, len: usize, file: &OwnedFd, at: u64) -> io::Result<()> {
+        if !within(offset, len, self.len) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut done = 0;
+        while done < len {
+            let to = self.ptr.as_ptr().wrapping_add(offset + done);
+            let at = i64::try_from(at + done as u64).map_err(|_| io::ErrorKind::InvalidInput)?;
+            // SAFETY: the range lies in this region (checked above), and no reference into it is in use (invariant of
+            // `Region`); the caller's `Absent` owns it.
+            match usize::try_from(unsafe { libc::pread64(file.as_raw_fd(), to.cast(), len - done, at) }) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => done += n,
+                Err(_) => match io::Error::last_os_error() {
+                    e if e.kind() == io::ErrorKind::Interrupted => {}
+                    e => return Err(e),
+                },
+            }
+        }
+        Ok(())
     }
 
     /// Fills a range, none of whose pages is present, with the bytes of a view of the same length: see

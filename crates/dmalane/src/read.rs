@@ -374,11 +374,13 @@ fn read<'a>(
         live: options.live.clone(),
         ..FillOptions::default()
     };
-    // Memory that is not shareable cannot be written by a descriptor.
+    // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
+    // as soon as it is populated; all of a cached file is, by its queue.
     let writable = memory.heap.abilities().shareable;
-    let from_cache_first = writable && options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
+    let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
     let map = |(source, choice): (&'a ReadSource, &Choice)| {
         let some = from_cache_first && choice.cached.is_some_and(|cached| cached.cached > 0);
+        let some = some && (writable || choice.options.mode == Mode::Auto);
         let mapping = some.then(|| FileMapping::new(source.file.as_fd(), choice.first..choice.end).ok()).flatten();
         mapping.map(|mapping| (&source.file, mapping))
     };
@@ -407,7 +409,7 @@ fn read<'a>(
             (moved.direct, moved.buffered) = (moved.direct + queue.direct, moved.buffered + queue.buffered);
         }
         let mut how = most.map_or_else(How::plain, Source::how);
-        if copied > 0 {
+        if copied > 0 && writable {
             how.reasons.push(format!("{copied} bytes copied to the memfd"));
         }
         ReadMethod { how, reason: choice.reason, moved, cached: choice.cached }

@@ -112,7 +112,8 @@ impl Absent {
 
     /// Fills the range with `len` bytes of a mapped file from file offset `at` on, and the rest of the last page with
     /// zeroes. Memory behind a memfd of ordinary pages is made with these contents by the kernel, which then need not
-    /// zero its pages first; this process has not touched them. Only worth it for bytes that are in the page cache.
+    /// zero its pages first; this process has not touched them. Private memory is populated and read into at once, while
+    /// it is in the processor's cache. Only worth it for bytes that are in the page cache.
     ///
     /// # Errors
     /// The range, to be populated and read into instead, with the reason: `Unsupported` for other memory, and where
@@ -138,7 +139,8 @@ impl Absent {
         let memory = self.slice.memory();
         let whole_pages =
             self.offset().is_multiple_of(page()) && len.checked_next_multiple_of(page()) == Some(self.len());
-        if self.present || memory.backing.kind != PageKind::Base || !whole_pages {
+        let huge_file = memory.region.has_file() && memory.backing.kind != PageKind::Base;
+        if self.present || huge_file || !whole_pages {
             return Err((self, io::ErrorKind::Unsupported.into()));
         }
         match write(&memory.region, self.offset()) {

@@ -295,7 +295,12 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     use std::io::ErrorKind::Unsupported;
     let pool = Pool::new(MemfdHeap::new(), 1 << 20);
     drop(pool.allocate(4 * page()).unwrap());
-    assert_eq!(refused(&AnonHeap::starting_at(PageKind::Base), 0, 2 * page()), Unsupported, "no descriptor");
+    let private = AnonHeap::starting_at(PageKind::Base);
+    let absent = private.reserve(4 * page()).unwrap().next(2 * page()).unwrap();
+    let mut slice = absent.copy_from_file(&mapping, 777, page() + 5).unwrap();
+    let same = |b: &[u8]| b[..page() + 5] == data[777..][..page() + 5] && b[page() + 5..].iter().all(|b| *b == 0);
+    assert_eq!(slice.with_bytes(|bytes| same(bytes)), Some(true), "read into");
+    assert_eq!(refused(&private, 99_999, 2 * page()), std::io::ErrorKind::UnexpectedEof);
     assert_eq!(refused(&pool, 0, 2 * page()), Unsupported, "present already");
     assert_eq!(refused(&heap, 0, page()), Unsupported, "a page would stay absent");
     let _ = refused(&heap, 99_999, 2 * page());
