@@ -668,9 +668,86 @@ fn more_than_may_be_locked() {
     give_to(0, edus()[0]);
 }
 
-/// Run by others as an ordinary user.
+/// A model file of `len` bytes of tensor.
+fn model(len: usize) -> Vec<u8> {
+    let header = format!("{{\"weight\":{{\"dtype\":\"U8\",\"shape\":[{len}],\"data_offsets\":[0,{len}]}}}}");
+    let header = format!("{header:<width$}", width = header.len().next_multiple_of(8));
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &pattern(11, len)].concat()
+}
+
+/// `dmalane read` fills memory and becomes another program, which maps what it inherits for a device: the device reads
+/// the model. VFIO refuses dma-bufs of the system's memory, so those are compared by the processor.
+#[test]
+fn a_device_reads_a_model_out_of_memory_that_dmalane_exported() {
+    let program = Path::new("/tests/dmalane");
+    if !program.exists() {
+        return println!("SKIPPED: no program dmalane in this guest");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    fs::write(&path, model(100_000)).unwrap();
+    for (options, kind) in [(["--pages", "4k"].as_slice(), "memfd"), (&["--dma-buf"], "dma-buf")] {
+        let output = Command::new(program)
+            .arg("read")
+            .arg(&path)
+            .args(options)
+            .args(["--export", "fd", "--"])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", "child::a_model_that_was_exported", "--show-output", "--test-threads=1"])
+            .env("MODEL", &path)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        if text.contains("this machine has no such memory") {
+            println!("SKIPPED: {kind}: {text}");
+            continue;
+        }
+        text.lines().filter(|l| l.starts_with("say: ")).for_each(|l| println!("{l}"));
+        let done = output.status.success() && text.contains("1 passed") && text.contains(&format!("say: {kind}"));
+        assert!(done, "{kind}: {}", text.replace("test ", "child "));
+    }
+}
+
+/// Run by others: as an ordinary user, or in place of `dmalane read`.
 mod child {
     use super::*;
+
+    #[test]
+    fn a_model_that_was_exported() {
+        use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+        let variable = |name| std::env::var(name).unwrap();
+        let (kind, expected) = (variable("DMALANE_KIND"), fs::read(variable("MODEL")).unwrap());
+        assert_eq!(variable("DMALANE_SIZE"), expected.len().to_string());
+        let me = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        let fd = pidfd_getfd(me, variable("DMALANE_FD").parse().unwrap(), PidfdGetfdFlags::empty()).unwrap();
+        let device = edu(edus()[0]);
+        if kind == "dma-buf" {
+            let memory = SharedBuf::import_dma_buf(fd).unwrap();
+            let refused =
+                device.bus().pin(&memory.reference()).and_then(|pinned| device.bus().map(pinned, Access::READ));
+            let mut got = vec![0; expected.len()];
+            memory.cpu_access(false, |view| view.sub(0, got.len()).unwrap().read(&mut got)).unwrap();
+            assert!(got == expected);
+            return println!("say: dma-buf, which VFIO refuses: {}", refused.unwrap_err());
+        }
+        let memory = SharedBuf::import(fd).unwrap();
+        let landed = AnonHeap::starting_at(PageKind::Base).allocate(page()).unwrap().share();
+        let (from, to) = (map(device.bus(), &memory, Access::READ), map(device.bus(), &landed, Access::RW));
+        let mut got = Vec::new();
+        // Through the device's own memory, which two of the longest copies fit into.
+        let step = device.memory().div_ceil(2) as usize;
+        for (i, bytes) in expected.chunks(step).enumerate() {
+            let at = from.span().first().checked_add((i * step) as u64).unwrap();
+            let (card, len) = (CardAddr::new(0), bytes.len() as u64);
+            device.copy(Direction::FromHost, at, card, len).unwrap();
+            device.copy(Direction::ToHost, to.span().first(), card, len).unwrap();
+            let mut read = vec![0; bytes.len()];
+            landed.view().sub(0, read.len()).unwrap().read(&mut read);
+            got.extend(read);
+        }
+        assert!(got == expected, "the device read something else");
+        println!("say: memfd: {} bytes of the model read by a device", got.len());
+    }
 
     #[test]
     fn no_permission() {

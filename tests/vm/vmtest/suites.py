@@ -48,8 +48,9 @@ def test_binaries(*targets, options=(), env=None):
     return [found[target] for target in targets]
 
 
-def suite_programs(arch):
-    """The test binaries that the suites run; cross-built and linked statically for another architecture."""
+def suite_programs(arch, target):
+    """The test binaries that the suites run, and the program that one of them runs; for another architecture
+    cross-built and linked statically, without the program. `target`: where cargo builds."""
     if arch is None:
         # The features of part "test" of scripts/check, so that nothing is built again.
         options, env = ["--workspace", "--all-features"], {}
@@ -67,7 +68,11 @@ def suite_programs(arch):
     if arch is None:
         targets["slash"] = ("dmalane-slash", "kernel")
     paths = test_binaries(*targets.values(), options=["--lib", "--test", "kernel", *options], env=env)
-    return dict(zip(targets, paths, strict=True))
+    programs = dict(zip(targets, paths, strict=True))
+    if arch is None:
+        cargo("build", "--locked", *options, "--bin", "dmalane")
+        programs["dmalane"] = target / "debug/dmalane"
+    return programs
 
 
 def suite_lines(kernel, name_filter):
@@ -99,7 +104,7 @@ def run_suites(store, kernels):
     True where all passed.
     """
     settings = store.settings
-    programs = suite_programs(kernels[0].arch)
+    programs = suite_programs(kernels[0].arch, settings.target)
     guests = []
     for kernel in kernels:
         work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
