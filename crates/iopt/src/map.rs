@@ -244,8 +244,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         done
     }
 
-    /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages of
-    /// the segments. An entry that was valid is replaced by one store; the device may remember it until it has
+    /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages
+    /// of the segments. An entry that was valid is replaced by one store; the device may remember it until it has
     /// invalidated the span. Gives the number of pages written, and of those among them that were mapped before.
     ///
     /// Stops at the end of the table and at a segment that cannot be mapped. Does nothing where there is no table, nor

@@ -112,8 +112,8 @@ impl Absent {
 
     /// Fills the range with `len` bytes of a mapped file from file offset `at` on, and the rest of the last page with
     /// zeroes. Memory behind a memfd of ordinary pages is made with these contents by the kernel, which then need not
-    /// zero its pages first; this process has not touched them. Private memory is populated and read into at once, while
-    /// it is in the processor's cache. Only worth it for bytes that are in the page cache.
+    /// zero its pages first; this process has not touched them. Private memory is populated and read into at once,
+    /// while it is in the processor's cache. Only worth it for bytes that are in the page cache.
     ///
     /// # Errors
     /// The range, to be populated and read into instead, with the reason: `Unsupported` for other memory, and where
