@@ -82,7 +82,7 @@ fn part(count: usize, source: &Source, skip: u64) -> Result<(Vec<f64>, u64), Box
     Ok((times, leaves))
 }
 
-/// The seed's path before: a look-up for every page (`follow_pfnmap`), pages that continue each other joined, what came
+/// The path before: a look-up for every page (`follow_pfnmap`), pages that continue each other joined, what came
 /// together mapped by one call. As many steps as pages.
 fn page_by_page(target: &mut Target, source: &Source) -> Result<(), dmalane::iopt::Error> {
     let (mut at, mut start, mut len) = (BASE, 0, 0);

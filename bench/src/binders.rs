@@ -1,6 +1,6 @@
-//! Who binds pages of a buffer: the driver before the seed, the seed, the usual maps, ours, and the least that will do.
+//! Who binds pages of a buffer: the driver before and after the posted patch, maps, ours, and the least that will do.
 //!
-//! All write tables of Apple's AGX GPU (16 KiB pages, the seed's), entries made by the same function. Ours writes
+//! All write tables of Apple's AGX GPU (16 KiB pages), entries made by the same function. Ours writes
 //! through `iopt`. The others write plain words: a directory says which leaf table, and there is no table in between,
 //! so that they pay for their bookkeeping and next to nothing for the table.
 
@@ -17,7 +17,7 @@ use zerocopy::IntoBytes;
 
 use crate::buffers::PAGE;
 use crate::gpuvm::GpuVm;
-use crate::sg_index::{Found, Linear, SeedsWay};
+use crate::sg_index::{BinarySearch, Found, Linear};
 
 /// Where the first page is bound.
 pub const BASE: u64 = 1 << 32;
@@ -100,8 +100,8 @@ impl<P: Pages> Binder for EachPage<P> {
 }
 
 pub const BEFORE: &str = "before: list walk, gpuvm-like";
-pub const SEED: &str = "the seed: binary search, gpuvm-like";
-pub const LEAN: &str = "the seed, nothing allocated in advance";
+pub const PATCH: &str = "the posted patch: binary search, gpuvm-like";
+pub const LEAN: &str = "the posted patch, nothing allocated in advance";
 pub const BTREE: &str = "SgIndex, BTreeMap";
 pub const RANGEMAP: &str = "SgIndex, rangemap";
 pub const OURS: &str = "ours";
@@ -111,7 +111,7 @@ pub const TWO: &str = "ours, 2 buffers";
 pub const SIXTEEN: &str = "ours, 16 buffers";
 pub const ARRAY: &str = "ours, plan_array";
 pub const LIMIT: &str = "limit: SgIndex, one store";
-pub const ALL: [&str; 12] = [BEFORE, SEED, LEAN, BTREE, RANGEMAP, OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY, LIMIT];
+pub const ALL: [&str; 12] = [BEFORE, PATCH, LEAN, BTREE, RANGEMAP, OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY, LIMIT];
 /// The shapes of ours, each with goals of its own.
 pub const SHAPES: [&str; 6] = [OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY];
 
@@ -121,8 +121,8 @@ pub fn make(name: &str, segments: &[Segment<CardAddr>], pages: u64) -> Option<Bo
     let index = || SgIndex::try_new(segments.iter().copied()).ok();
     Some(match name {
         BEFORE => Box::new(EachPage(Driver::new(BEFORE, Linear::new(segments), true))),
-        SEED => Box::new(EachPage(Driver::new(SEED, SeedsWay::new(segments), true))),
-        LEAN => Box::new(EachPage(Driver::new(LEAN, SeedsWay::new(segments), false))),
+        PATCH => Box::new(EachPage(Driver::new(PATCH, BinarySearch::new(segments), true))),
+        LEAN => Box::new(EachPage(Driver::new(LEAN, BinarySearch::new(segments), false))),
         BTREE => Box::new(EachPage(Map { sg: index()?, bo: Arc::new(1), map: BTreeMap::new(), table: Plain::new() })),
         RANGEMAP => Box::new(EachPage(Ranges { sg: index()?, map: RangeMap::new(), table: Plain::new() })),
         OURS => Box::new(EachPage(Ours::new(OURS, index()?, 1)?)),
@@ -197,7 +197,7 @@ impl Finds for Linear {
     }
 }
 
-impl Finds for SeedsWay {
+impl Finds for BinarySearch {
     #[inline]
     fn find(&self, offset: u64) -> Found {
         self.look_up(offset)
@@ -373,7 +373,7 @@ impl Ours {
     fn new(name: &'static str, sg: SgIndex<CardAddr>, buffers: u64) -> Option<Self> {
         let range = Span::new(DeviceVa::new(0), 1 << AgxUat::INPUT_BITS)?;
         let tables = HeapTables::new(CardAddr::new(TABLES_AT));
-        // The seed's driver keeps the last 32 GiB for itself.
+        // Asahi's driver keeps the last 32 GiB for itself.
         let reserved = Span::new(DeviceVa::new((1 << AgxUat::INPUT_BITS) - (32 << 30)), 32 << 30)?;
         let vm = if name == RESERVED || name == ARRAY {
             Vm::with_reserved(range, reserved, tables)
@@ -472,8 +472,8 @@ impl Binder for Batch {
     }
 }
 
-/// The same as one array of bytes, as the seed's program gives it to the kernel, which writes it before it looks at the
-/// clock.
+/// The same as one array of bytes, as the original program gives it to the kernel, which writes it before it looks at
+/// the clock.
 struct Array {
     ours: Ours,
     handles: Handles,

@@ -62,7 +62,7 @@ impl Node {
     };
 }
 
-/// The mappings. One buffer, as in the seed's program.
+/// The mappings. One buffer, as in the original program.
 pub struct GpuVm {
     nodes: Vec<Node>,
     free: Vec<u32>,

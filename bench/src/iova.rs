@@ -1,7 +1,7 @@
 //! Input addresses: what finding a free range costs beside mapping it.
 //!
-//! The space is in use: a thousand live ranges of the seed's sizes with holes between them, from frees in no order. In
-//! each step a range is taken, mapped, unmapped and given back; the steps are timed apart.
+//! The space is in use: a thousand live ranges of the original report's sizes with holes between them, from frees in
+//! no order. In each step a range is taken, mapped, unmapped and given back; the steps are timed apart.
 
 use dmalane::addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, Segment, Span};
 use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable};
@@ -77,8 +77,8 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         let mut table = Table::new(HeapTables::new(TABLES_AT))?;
         let list = discrete((len / PAGE) as usize, PAGE);
         let job = Job::new(name, &list, STEPS, PAGE);
-        let mut seed = [layers::before(), layers::before_static()];
-        for subject in &mut seed {
+        let mut old = [layers::before(), layers::before_static()];
+        for subject in &mut old {
             subject.map(&job);
             check_mapped(subject.as_ref(), &job)?;
         }
@@ -102,7 +102,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
                 popped.extend((0..STEPS).map(|_| stack.free.pop().expect("as many as steps")));
                 stack.free.extend(popped.drain(..).rev());
             });
-            let [dynamic, fixed] = seed.each_mut().map(|subject| {
+            let [dynamic, fixed] = old.each_mut().map(|subject| {
                 subject.reset();
                 time(|| timed_map(subject.as_mut(), &job))
             });

@@ -1,8 +1,8 @@
-//! The two shapes of the seed: every page through core, driver and format, or the whole list in one call.
+//! The two shapes of the posted patch: every page through core, driver and format, or the whole list in one call.
 //!
-//! Modelled on Linux 5.11, where the seed's patches start from: `iommu_map` (the core) checks and picks a page size,
+//! Modelled on Linux 5.11, where the patches start from: `iommu_map` (the core) checks and picks a page size,
 //! `arm_smmu_map` (the driver) holds the device's power, `arm_lpae_map` (the format) walks from the root and ends with
-//! a write barrier. Each layer is generic over the next, so the same code runs behind `Box<dyn ..>` and inlined. The
+//! `wmb()`. Each layer is generic over the next, so the same code runs behind `Box<dyn ..>` and inlined. The
 //! geometry of the format is data, as it is there. What the model leaves out (accounting, retpolines, tracing) would
 //! only add to `before`.
 
@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
 
 use dmalane::addr::{Access, Iova, PhysAddr, Segment, Span};
+use dmalane::dma::stream_fence;
 use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable};
 
 use crate::job::{Call, Job};
@@ -331,6 +332,16 @@ impl CommandQueue {
     }
 }
 
+/// Linux's `wmb()`: on x86-64 the instruction `sfence`. Elsewhere a full fence stands in for it, since no portable
+/// operation waits for stores as Arm's `dsb st` does.
+fn wmb() {
+    if cfg!(target_arch = "x86_64") {
+        stream_fence();
+    } else {
+        fence(Ordering::SeqCst);
+    }
+}
+
 /// The format of `before`: Arm long descriptors with their geometry as data, each page by a recursive walk from the
 /// root.
 struct LongDescriptors<const COUNT: bool> {
@@ -467,10 +478,10 @@ impl<const COUNT: bool> Pages for LongDescriptors<COUNT> {
         self.check(at, to);
         let bits = self.attributes(Access::RW);
         self.map_level(0, 0, at, to, size, bits);
-        fence(Ordering::SeqCst);
+        wmb();
     }
 
-    /// The seed's patch: one call for the list, still a walk for each page, one barrier at the end.
+    /// The posted patch: one call for the list, still a walk for each page, one barrier at the end.
     fn map_sg(&mut self, mut at: u64, list: List) {
         if COUNT {
             self.counts.crossings += 1;
@@ -496,7 +507,7 @@ impl<const COUNT: bool> Pages for LongDescriptors<COUNT> {
                 len -= size;
             }
         }
-        fence(Ordering::SeqCst);
+        wmb();
     }
 
     fn unmap(&mut self, at: u64, len: u64) {
@@ -560,7 +571,7 @@ impl<const COUNT: bool> Pages for Iopt<COUNT> {
         }
         let table = self.table.as_mut().expect("always there");
         table.map(Iova::new(at), PhysAddr::new(to), size, Access::RW).expect("free");
-        fence(Ordering::SeqCst);
+        wmb();
     }
 
     fn map_sg(&mut self, at: u64, list: List) {
@@ -569,7 +580,7 @@ impl<const COUNT: bool> Pages for Iopt<COUNT> {
         }
         let table = self.table.as_mut().expect("always there");
         table.map_sg(Iova::new(at), list.iter().copied(), Access::RW).expect("free");
-        fence(Ordering::SeqCst);
+        wmb();
     }
 
     fn unmap(&mut self, at: u64, len: u64) {
@@ -636,7 +647,7 @@ fn old_format<const COUNT: bool>() -> Box<dyn Pages> {
     black_box(Box::new(LongDescriptors::<COUNT>::new()))
 }
 
-/// The variants of one case that answer the seed's reviewers, `before` and `ours` first.
+/// The variants of one case that answer the patch's reviewers, `before` and `ours` first.
 pub fn stacks() -> Vec<Box<dyn Subject>> {
     let none = Switches::default();
     let power = Switches { power: true, ..none };
@@ -656,7 +667,7 @@ pub fn stacks() -> Vec<Box<dyn Subject>> {
     stacks
 }
 
-/// The seed's path before its patches.
+/// The path before the patch.
 pub fn before() -> Box<dyn Subject> {
     old("before", Entry::PerEntry, Switches::default())
 }
@@ -705,7 +716,7 @@ pub fn counts(name: &str, job: &Job) -> Option<Counts> {
 }
 
 impl<C: Core> Stack<C> {
-    /// The seed's `iommu_map_sg`: segments that continue each other as one, each by a call of its own.
+    /// Linux's `iommu_map_sg` before the patch: segments that continue each other as one, each by a call of its own.
     #[inline]
     fn per_entry(core: &mut C, call: Call, list: List) {
         let (mut at, mut start, mut len) = (call.at, 0, 0);

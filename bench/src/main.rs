@@ -54,9 +54,9 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
-    /// A file into a buffer, allocated and read at once: the seed's table, beside the reference
+    /// A file into a buffer, allocated and read at once: the original report's table, beside the reference
     AllocRead(alloc_read::Options),
-    /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
+    /// Scatter lists into page tables: Linux before and after the patch, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
     Lookup(lookup::Options),
@@ -66,9 +66,10 @@ enum Bench {
     Iova(iova::Options),
     /// Two threads on disjoint ranges of one tree, against one and against a mutex
     Threads(threads::Options),
-    /// Find a page of a scattered buffer: the seed's method, the usual structures, ours
+    /// Find a page of a scattered buffer: the posted patch's method, the usual structures, ours
     SgIndex(sg_index::Options),
-    /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps,
+    /// Bind and unbind single pages of a large buffer: the original program, by the driver before the patch, the posted
+    /// patch, maps,
     /// ours
     VmBind(vm_bind::Options),
     /// One variant of vm-bind, to be counted by callgrind or weighed

@@ -1,4 +1,4 @@
-//! Scatter lists into page tables: the seed's sizes, mixed lists, contiguous memory, large pages, one page.
+//! Scatter lists into page tables: sizes of the original report, mixed lists, contiguous memory, large pages, one page.
 
 use std::collections::HashMap;
 
@@ -41,7 +41,7 @@ pub struct Case {
 const SIZES: [(&str, usize); 7] =
     [("4K", 1), ("64K", 16), ("1M", 256), ("2M", 512), ("12M", 3072), ("24M", 6144), ("32M", 8192)];
 
-/// The largest of the seed's sizes, which most goals are about.
+/// The largest size of the original report, which most goals are about.
 const SCATTER: &str = "32M";
 
 /// Ours with a format that writes the contiguous hint wherever 16 entries allow it.
@@ -148,7 +148,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             let calls = case.job.calls.len() as f64;
             let few = Details { items: Some(leaves), ..Details::default() };
             for (operation, samples, details) in [(Operation::Map, map, details), (Operation::Unmap, unmap, few)] {
-                // Of one list, as in the seed's tables.
+                // Of one list, as in the original report.
                 let each: Vec<f64> = samples.iter().map(|t| t / calls).collect();
                 let mut details = Details { items: Some(leaves / case.job.calls.len() as u64), ..details };
                 if options.instructions && case.counted {

@@ -1,4 +1,4 @@
-//! The generator of the seed's program: mt19937 (Matsumoto and Nishimura, 1998), as C++ defines it.
+//! The generator of the original program: mt19937 (Matsumoto and Nishimura, 1998), as C++ defines it.
 
 const N: usize = 624;
 const M: usize = 397;
@@ -36,7 +36,7 @@ impl Mt19937 {
         y ^ y >> 18
     }
 
-    /// `gen() % limit`, as the seed takes it.
+    /// `gen() % limit`, as the original program takes it.
     pub fn below(&mut self, limit: u64) -> u64 {
         u64::from(self.number()) % limit
     }

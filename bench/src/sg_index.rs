@@ -1,4 +1,4 @@
-//! Finding a page of a buffer by its offset: the seed's list walk and binary search, the usual structures, ours.
+//! Finding a page of a buffer by its offset: list walk, the patch's binary search, the usual structures, ours.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
@@ -40,7 +40,7 @@ const SEGMENTS: usize = 262_144;
 const LOOKUPS: usize = 16_384;
 const WALKS: usize = 64;
 
-const SEED: &str = "the seed: 24-byte entries, binary search";
+const PATCH: &str = "the posted patch: 24-byte entries, binary search";
 const BTREE: &str = "BTreeMap";
 const INDEX: &str = "ours: SgIndex";
 
@@ -172,10 +172,10 @@ impl Linear {
 
 structure!(Linear, "linear: the list", true, |s, offset| s.look_up(offset), s.bytes());
 
-/// The seed's: entries of 24 bytes {offset, address, length} in an array, `binary_search` over them.
-pub struct SeedsWay(Vec<(u64, u64, u64)>);
+/// The posted patch's: entries of 24 bytes {offset, address, length} in an array, `binary_search` over them.
+pub struct BinarySearch(Vec<(u64, u64, u64)>);
 
-impl SeedsWay {
+impl BinarySearch {
     pub fn new(segments: &[Segment<CardAddr>]) -> Self {
         let mut start = 0;
         let entry = |s: &Segment<CardAddr>| {
@@ -197,7 +197,7 @@ impl SeedsWay {
     }
 }
 
-structure!(SeedsWay, SEED, true, |s, offset| s.look_up(offset), s.0.len() * 24);
+structure!(BinarySearch, PATCH, true, |s, offset| s.look_up(offset), s.0.len() * 24);
 
 /// By the start of each segment. `rangemap` is a map like this one inside, too.
 struct Map(BTreeMap<u64, (u64, u64)>);
@@ -274,7 +274,7 @@ fn structures(segments: &[Segment<CardAddr>]) -> Result<Vec<Box<dyn Structure>>,
     let frames = segments.iter().flat_map(|s| (0..s.len / PAGE).map(|i| (s.addr.bits() / PAGE + i) as u32));
     Ok(vec![
         Box::new(Linear::new(segments)),
-        Box::new(SeedsWay::new(segments)),
+        Box::new(BinarySearch::new(segments)),
         Box::new(Map::new(segments)),
         Box::new(Frames(frames.collect())),
         Box::new(Table(table)),
@@ -283,8 +283,8 @@ fn structures(segments: &[Segment<CardAddr>]) -> Result<Vec<Box<dyn Structure>>,
     ])
 }
 
-/// Offsets to look up: pages at random, as the seed draws them. In a buffer with one long run that would be that run
-/// nearly always, so there the segment is drawn first.
+/// Offsets to look up: pages at random, as the original program draws them. In a buffer with one long run that would be
+/// that run nearly always, so there the segment is drawn first.
 fn picks(layout: Layout, segments: &[Segment<CardAddr>], count: usize) -> Vec<u64> {
     let mut random = Mt19937::new(42);
     let pages = pages_of(segments);
@@ -367,12 +367,12 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     }
     let ratio = |layout, cold: bool| {
         let of = |name| medians.get(&(layout, name)).map_or(f64::NAN, |m| if cold { m.1 } else { m.0 });
-        of(SEED) / of(INDEX)
+        of(PATCH) / of(INDEX)
     };
-    report.at_least("U, hot: the seed's method / ours", 8.0, ratio(Layout::Single, false));
-    report.at_least("B, hot: the seed's method / ours", 5.0, ratio(Layout::Buddy, false));
+    report.at_least("U, hot: the posted patch / ours", 8.0, ratio(Layout::Single, false));
+    report.at_least("B, hot: the posted patch / ours", 5.0, ratio(Layout::Buddy, false));
     for layout in [Layout::Single, Layout::Buddy, Layout::OneLong] {
-        report.at_least(&format!("{}, cold: the seed's method / ours", layout.name()), 2.0, ratio(layout, true));
+        report.at_least(&format!("{}, cold: the posted patch / ours", layout.name()), 2.0, ratio(layout, true));
     }
     report.at_most("bytes of the index / (0.25 a page + 4 a segment), the worst", 1.0, size);
     odd_segments(&mut report, options.rounds)?;
@@ -388,7 +388,7 @@ fn odd_segments(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::e
         let segments = buffers::blocks(8192, odd);
         let index = SgIndex::try_new(segments.iter().copied())?;
         let (bytes, kind) = (index.bytes(), index.kind());
-        let all: Vec<Box<dyn Structure>> = vec![Box::new(SeedsWay::new(&segments)), Box::new(Index(index))];
+        let all: Vec<Box<dyn Structure>> = vec![Box::new(BinarySearch::new(&segments)), Box::new(Index(index))];
         let offsets = picks(Layout::Single, &segments, LOOKUPS);
         check(&all, &segments, &offsets)?;
         cases.push((format!("8192 blocks of 2 MiB, {odd} odd pages"), bytes, kind, all, offsets));
@@ -500,7 +500,7 @@ fn by_size(report: &mut Report) -> Result<(), Box<dyn std::error::Error>> {
             let index = SgIndex::from_table(&table)?;
             let (bytes, kind) = (index.bytes(), index.kind());
             let all: [Box<dyn Structure>; 3] =
-                [Box::new(Linear::new(&segments)), Box::new(SeedsWay::new(&segments)), Box::new(Index(index))];
+                [Box::new(Linear::new(&segments)), Box::new(BinarySearch::new(&segments)), Box::new(Index(index))];
             check(&all, &segments, &offsets)?;
             let makes = ((1 << 18) / segments.len()).clamp(1, 4096);
             let mut samples: [Vec<f64>; 4] = Default::default();
@@ -524,7 +524,7 @@ fn by_size(report: &mut Report) -> Result<(), Box<dyn std::error::Error>> {
             let case = format!("{} {pages} pages", layout.name());
             let details = Details { items: Some(1), ..Details::default() };
             let steps = Some(segments.len() as u64);
-            let medians: Vec<f64> = ["linear", "the seed", "ours", "ours: make the index"]
+            let medians: Vec<f64> = ["linear", "the posted patch", "ours", "ours: make the index"]
                 .iter()
                 .zip(&samples)
                 .map(|(name, samples)| {

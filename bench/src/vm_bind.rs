@@ -1,11 +1,11 @@
-//! Binds and unbinds of single pages of a large buffer, as the seed's program does them, by everything that can.
+//! Binds and unbinds of single pages of a large buffer, as the original program does them, by everything that can.
 
 use std::collections::HashMap;
 
 use dmalane::addr::{CardAddr, Segment};
 
 use crate::binders::{
-    ALL, ARRAY, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, RESERVED, SEED, SHAPES, TWO, make,
+    ALL, ARRAY, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, PATCH, RESERVED, SHAPES, TWO, make,
 };
 use crate::buffers::{Layout, PAGE, of_pages};
 use crate::clock::{cpu_time, pin};
@@ -87,7 +87,7 @@ impl Buffer {
         Self { segments, pages }
     }
 
-    /// The seed's binds: offsets as it draws them, addresses one after the other, or those in no order.
+    /// The original program's binds: offsets as it draws them, addresses one after the other, or those in no order.
     fn jobs(&self, order: Order, binds: usize) -> Vec<Job> {
         let mut random = Mt19937::new(42);
         let offsets: Vec<u64> = (0..binds).map(|_| PAGE * random.below(self.pages.len() as u64)).collect();
@@ -228,7 +228,7 @@ fn case(
         }
         medians.insert((layout, order, name), (both[0], both[1]));
     }
-    // As the seed's program prints it.
+    // As the original program prints it.
     let mop = |seconds: f64| format!("per op: {:.1}ns {:.6}Mop/s", seconds * 1e9, 1e-6 / seconds);
     for (binder, first) in binders.iter().zip(firsts) {
         let (bind, unbind) = medians[&(layout, order, binder.name())];
@@ -362,12 +362,12 @@ fn goals(report: &mut Report, medians: &Medians, range: [f64; 3], live: Vec<f64>
         for (layout, order, goal) in
             [(Long, InOrder, 8.0), (Single, InOrder, 15.0), (Long, Random, 6.0), (Single, Random, 10.0)]
         {
-            let name = format!("{}, VAs {}: bind, the seed / {shape}", layout.name(), order.name());
-            report.at_least(&name, goal, bind(layout, order, SEED) / bind(layout, order, shape));
+            let name = format!("{}, VAs {}: bind, the posted patch / {shape}", layout.name(), order.name());
+            report.at_least(&name, goal, bind(layout, order, PATCH) / bind(layout, order, shape));
         }
         for layout in [Long, Single] {
             let name = format!("{}, VAs in order: unbind, gpuvm-like / {shape}", layout.name());
-            report.at_least(&name, 10.0, unbind(layout, SEED) / unbind(layout, shape));
+            report.at_least(&name, 10.0, unbind(layout, PATCH) / unbind(layout, shape));
         }
     }
     report.at_least("S: bind, before / ours", 150.0, bind(Long, InOrder, BEFORE) / bind(Long, InOrder, OURS));
@@ -382,7 +382,7 @@ fn goals(report: &mut Report, medians: &Medians, range: [f64; 3], live: Vec<f64>
     report.at_most("unbind of a range: ours, 2 buffers / a loop of plain stores", 3.0, range[2] / range[1]);
     for (what, goal) in [("bind", 250.0), ("unbind", 150.0)] {
         if let Some(count) = report.instructions(&format!("U, in order, {what}"), OURS) {
-            report.at_most_in(&format!("instructions of one {what} (stretch)"), goal, count, "at most");
+            report.at_most_in(&format!("U: instructions of one {what} (stretch)"), goal, count, "at most");
         }
     }
 }

@@ -34,6 +34,7 @@ mod x86_64 {
     use super::{CopyHint, asm};
 
     /// Makes streaming stores visible before later stores.
+    #[inline]
     pub(crate) fn stream_fence() {
         // SAFETY: a fence touches no memory; SSE is part of x86-64.
         unsafe { asm!("sfence", options(nostack, preserves_flags)) }
@@ -237,6 +238,7 @@ mod aarch64 {
 
     /// Orders nothing: copies make no streaming stores here, and their bytes are ordered by the store that publishes
     /// them.
+    #[inline]
     pub(crate) fn stream_fence() {}
 
     /// Reads a word in one access, before what this thread reads or writes next.
@@ -378,6 +380,7 @@ mod other {
     use super::CopyHint;
 
     /// Orders nothing: copies make no streaming stores here.
+    #[inline]
     pub(crate) fn stream_fence() {}
 
     /// Reads a word in one access, before what this thread reads or writes next.

@@ -26,6 +26,7 @@ pub enum CopyHint {
 
 /// Makes everything that this thread copied with [`CopyHint::StreamUnordered`] visible before what it stores from now
 /// on.
+#[inline]
 pub fn stream_fence() {
     processor::stream_fence();
 }

@@ -11,9 +11,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// A leaf that sticks out of the span is given whole, since its mark covers all of it; [`cut`](Self::cut) makes
     /// marks finer. Afterwards invalidate the device's translations of the span: until then it may write without
-    /// setting the mark again. A leaf may count as written from the start (x86-64 and RISC-V leaves are made so, which
-    /// spares the walker the write; for devices that never set the bit it must stay so). Arm's formats have marks only
-    /// with their parameter `DIRTY`.
+    /// setting the mark again. Writable leaves of x86-64 and RISC-V are made with their mark set, which spares the
+    /// walker the write, so the first call reports all of them. Marks mean nothing for a device that never sets them.
+    /// Arm's formats have marks only with their parameter `DIRTY`.
     ///
     /// # Errors
     /// [`Error::NoDirtyBit`], [`Error::Misaligned`], [`Error::InputRange`].

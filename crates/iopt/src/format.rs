@@ -35,7 +35,7 @@ pub enum Entry {
         /// Output address of the first byte, a multiple of the page size.
         out: u64,
         /// Rights of the device, and the kind of memory. With [`Access::PRIVILEGED`] the rights are those of
-        /// privileged accesses, and others have none.
+        /// privileged accesses; [`Format::unprivileged`] gives those of others.
         access: Access,
     },
 }
@@ -87,10 +87,14 @@ pub trait Format: Copy + Debug + 'static {
 
     /// The entry that maps `out` at `level`. `out` is a multiple of the level's page size below 2^`OUTPUT_BITS`, the
     /// page size is one of `PAGE_SIZES`, and `access` is supported.
+    ///
+    /// Bits that depend on `out` and bits that depend on `access` are disjoint, and [`Access::RW`] can be encoded at
+    /// every leaf level: the walkers encode an access once, at address 0, and add the address bits of each entry, taken
+    /// from one that permits reading and writing. The conformance suite checks this.
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64;
 
     /// The entry of a group at `level` that maps `out`, the output address of this very entry. Called for levels that
-    /// have groups.
+    /// have groups. Address and access bits are as disjoint as those of [`encode_leaf`](Self::encode_leaf).
     fn encode_member(level: u32, out: u64, access: Access) -> u64 {
         Self::encode_leaf(level, out, access)
     }
@@ -104,8 +108,8 @@ pub trait Format: Copy + Debug + 'static {
         leaf
     }
 
-    /// The rights of unprivileged accesses through a leaf of which [`decode`](Self::decode) says that it is for
-    /// privileged ones. None in most formats.
+    /// The rights of unprivileged accesses through a leaf that [`decode`](Self::decode) gives with
+    /// [`Access::PRIVILEGED`]. Empty in most formats.
     #[inline]
     fn unprivileged(leaf: u64) -> Access {
         let _ = leaf;
@@ -222,8 +226,8 @@ pub(crate) fn encode_template<F: Format>(kind: Kind, access: Access) -> u64 {
     if kind.group { F::encode_member(kind.level, 0, access) } else { F::encode_leaf(kind.level, 0, access) }
 }
 
-/// Bits that an output address adds to the template of its entry, whatever the access: so a loop over entries need not
-/// encode the same access for each.
+/// Bits that an output address adds to the template of its entry, whatever the access ([`Format::encode_leaf`] promises
+/// that): so a loop over entries need not encode the same access for each.
 #[inline]
 pub(crate) fn encode_output<F: Format>(kind: Kind, out: u64) -> u64 {
     const ANY: Access = Access::RW;

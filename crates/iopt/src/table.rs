@@ -13,9 +13,9 @@ use crate::{Entry, Error, FlushList, Format, NamedAddr, Register, Runs, TableSha
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
-/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. A table can be linked and empty only where
-/// [`clear`](Self::clear) has left it, or an [`unmap`](Self::unmap) of tables that threads share: it takes smaller
-/// leaves then. A map that fails frees the tables that it made itself and no other.
+/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. [`clear`](Self::clear), and an
+/// [`unmap`](Self::unmap) of tables that threads share, may leave an empty linked table; later maps there use smaller
+/// leaves until [`prune`](Self::prune). A map that fails frees the tables that it made itself and no other.
 ///
 /// A table can be walked by a device at any time. An entry is written once its table is complete, and a table is linked
 /// after it was zeroed; ordering those writes for the device, and cleaning caches for one that does not snoop, is the

@@ -41,8 +41,8 @@ impl TableShape {
 /// An address passed to `free`, `load` or `store` came from `allocate` or `allocate_root` of the same object and has
 /// not been freed since; an implementation may panic on any other. Indices lie within the table.
 ///
-/// Memory that knows 4 KiB tables only serves most formats and leaves `prepare` and the functions of the root as they
-/// are.
+/// An implementation with only 4 KiB tables serves most formats. It leaves `prepare` and the functions of the root as
+/// they are.
 pub trait Tables {
     /// The space that entries point into: what a device uses to fetch a table.
     type Addr: Address;

@@ -1,8 +1,8 @@
 //! A batch as an array of bytes: operations with a stride, as kernels take them.
 //!
-//! The layout is written down in `docs/formats/vm-array.md`. It follows the array of `VM_BIND` in the Linux drivers for
-//! Apple and Intel GPUs (`include/uapi/drm/asahi_drm.h`, `xe_drm.h`): the caller gives the stride of its operations,
-//! so that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
+//! The layout is written down in `docs/formats/vm-array.md`. As in the Linux drivers for Apple and Mali GPUs
+//! (`include/uapi/drm/asahi_drm.h`, `panthor_drm.h`), the caller gives the stride of its operations, so that a caller
+//! and a library of different age understand each other. Operations shorter than ours are refused; of
 //! longer ones the part that we do not know must be zero.
 
 use alloc::vec::Vec;
@@ -52,7 +52,7 @@ impl ArrayOperation {
     pub const UNBIND: u32 = 1 << Self::KIND_SHIFT;
     /// Removes every binding of the buffer; has only a handle.
     pub const UNBIND_BO: u32 = 2 << Self::KIND_SHIFT;
-    /// Makes `range` bytes at `addr` a sparse range; has no handle, no offset and no access.
+    /// Makes `range` bytes at `addr` a null range; has no handle, no offset and no access.
     pub const NULL: u32 = 3 << Self::KIND_SHIFT;
     /// As `BIND`, but of one page at `offset`, again and again.
     pub const REPEAT: u32 = 4 << Self::KIND_SHIFT;

@@ -35,7 +35,7 @@ pub struct Submission {
 pub struct BindTicket {
     /// The id of its queue.
     pub queue: u32,
-    /// The how manieth batch of the queue it is, from 0.
+    /// Its number in the queue, from 0.
     pub number: u64,
 }
 

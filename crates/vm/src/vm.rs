@@ -15,7 +15,7 @@ use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, Pla
 /// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
 ///
 /// Bindings and page table say the same at all times: every byte of a binding is mapped to the card memory of its
-/// buffer object with the binding's access, and nothing else is mapped.
+/// buffer object with the binding's access, every null range to the null page for reading, and nothing else is mapped.
 ///
 /// The cost of a bind does not depend on how much is bound. Bindings are recorded page by page (`records.rs` says how),
 /// 8 bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.

@@ -36,7 +36,6 @@ use crate::Register;
 /// | 47:12 | address | from bit 14 or 16 with larger granules, to 49 with FEAT_LPA2; low bits of a block are zero; 15:12 are bits 51:48 with FEAT_LPA |
 /// | 51 | DBM | 1 with [`Access::WRITE`], if `DIRTY` |
 /// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`]; UXN also with [`Access::PRIVILEGED`] |
-///
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
 ///
 /// With `CONTIGUOUS`, 16 neighbours with 4 KiB granules (128 pages or 32 blocks with 16 KiB, 32 with 64 KiB) that map
@@ -55,8 +54,8 @@ use crate::Register;
 /// `TG0` = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back
 /// tables), `EPD1 = 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` = `0x4404ff` (attribute 0:
 /// normal memory, write-back; 1: Device-nGnRE; 2: normal memory, non-cacheable). The upper half (`TTBR1`) walks the
-/// same tables, with addresses counted from its own start. Without `IDR3.BBML` of 1 or more the device must be quiet on
-/// a block while an unmap splits it.
+/// same tables, with addresses counted from its own start. Without `IDR3.BBML` of 2 the device must be quiet on a block
+/// while an unmap splits it (level 1 requires the bit nT, which is never written).
 ///
 /// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
 /// supported.

@@ -8,9 +8,10 @@ use crate::{Entry, Format, Register};
 
 /// x86-64 paging with 4 or 5 levels: 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB, 2 MiB and 4 KiB.
 ///
-/// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, chapter 4 "Paging", section
-/// "4-Level Paging and 5-Level Paging" and its tables of entry formats; the same entries serve the first stage of VT-d
-/// (Intel VT-d specification, chapter "DMA Remapping", "First-Stage Translation") and AMD's IOMMU guest tables.
+/// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A (order number 253668), chapter
+/// "Paging" (its number differs between revisions), section "4-Level Paging and 5-Level Paging" and its tables of entry
+/// formats; the same entries serve the first stage of VT-d (Intel VT-d specification, chapter "DMA Remapping",
+/// "First-Stage Translation") and AMD's IOMMU guest tables.
 ///
 /// | bits | field | written as |
 /// |---|---|---|
@@ -166,7 +167,7 @@ impl<const L: u32> Format for X86_64<L> {
 mod tests {
     use super::*;
 
-    /// Put together by hand from the entry-format tables of the Intel SDM, volume 3A, chapter 4.
+    /// Put together by hand from the entry-format tables of the Intel SDM, volume 3A, chapter "Paging".
     #[test]
     fn golden_entries() {
         type F = X86_64_4Level;

@@ -1,5 +1,5 @@
-//! One suite for every format: random calls against a slow, obvious model. A format joins with one line in
-//! `formats/mod.rs`.
+//! One suite for every format: random calls against a slow, obvious model. A format joins with its
+//! line in `src/formats/list.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
