@@ -10,18 +10,18 @@ const DMALANED: &str = env!("CARGO_BIN_EXE_dmalaned");
 const ELSEWHERE: &[(&str, &str)] = &[
     ("${fpath[1]}", "needs zsh"),
     ("vfio:", "needs a PCI device; tests/vm"),
-    ("vfio-user:", "needs a served card; tests/card.rs"),
-    ("card serve", "serves until it is stopped; tests/card.rs"),
-    ("daemon:", "needs a daemon; tests/dmalaned.rs"),
+    ("vfio-user:", "needs a served card; tests/it/card.rs"),
+    ("card serve", "serves until it is stopped; tests/it/card.rs"),
+    ("daemon:", "needs a daemon; tests/it/dmalaned.rs"),
     ("systemctl", "needs systemd"),
-    ("dmalane top", "needs a terminal, or does not end; tests/top.rs"),
-    ("dmalaned status", "needs a daemon; tests/dmalaned.rs"),
-    ("dmalaned", "serves until it is stopped; tests/dmalaned.rs"),
+    ("dmalane top", "needs a terminal, or does not end; tests/it/top.rs"),
+    ("dmalaned status", "needs a daemon; tests/it/dmalaned.rs"),
+    ("dmalaned", "serves until it is stopped; tests/it/dmalaned.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),
-    ("/dev/shm/memory", "needs a file outside of the test's folder; tests/validate.rs"),
-    ("/run/trainer.sock", "needs a process that listens; tests/export.rs"),
-    ("pidof trainer", "needs a process of that name; tests/cli.rs"),
-    ("/mnt/models", "needs a folder of that name; tests/cli.rs"),
+    ("/dev/shm/memory", "needs a file outside of the test's folder; tests/it/validate.rs"),
+    ("/run/trainer.sock", "needs a process that listens; tests/it/export.rs"),
+    ("pidof trainer", "needs a process of that name; tests/it/cli.rs"),
+    ("/mnt/models", "needs a folder of that name; tests/it/cli.rs"),
 ];
 
 /// Arguments that shrink what takes long, with the same code: the first is replaced by the second.
@@ -59,13 +59,17 @@ fn examples(program: &str, words: &[String], found: &mut Vec<String>) {
         Some(line.split("  ").next().unwrap_or(line).to_owned())
     }));
     assert!(found.len() > before, "{program} {words:?} has no examples");
-    for line in block(&help, "Commands:") {
-        // Descriptions that do not fit a line are indented further.
-        let name = line.strip_prefix("  ").filter(|line| !line.starts_with(' ')).and_then(|l| l.split(' ').next());
-        if let Some(name) = name.filter(|name| *name != "help") {
-            examples(program, &[words, &[name.to_owned()]].concat(), found);
-        }
+    for name in commands(&help) {
+        examples(program, &[words, &[name.to_owned()]].concat(), found);
     }
+}
+
+/// The commands that a help lists.
+pub fn commands(help: &str) -> Vec<&str> {
+    // Descriptions that do not fit a line are indented further.
+    let names = block(help, "Commands:")
+        .filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' '))?.split(' ').next());
+    names.filter(|name| *name != "help").collect()
 }
 
 fn shell(line: &str, folder: &Path) -> std::process::Output {

@@ -111,13 +111,13 @@ fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
             None => Ok(Arc::new(DmaHeap::open("system")?)),
         }
     };
-    let heaps: [(&'static str, Open<'_>); 3] = [
+    let heaps: &[(&'static str, Open<'_>)] = &[
         ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best).bound_to(needs.node)))),
         ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best).bound_to(needs.node)))),
         ("dma-heap", &dma_heap),
     ];
     let mut passed_over = Vec::new();
-    for (name, open) in heaps {
+    for &(name, open) in heaps {
         let why = match open() {
             Ok(heap) => match needs.missing(&heap.abilities()) {
                 None => return Ok(Picked { heap, passed_over }),

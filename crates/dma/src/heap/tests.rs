@@ -6,8 +6,17 @@ use crate::sys::{HUGE, page};
 
 const PAGE_KINDS: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
 
+/// Where a heap's buffers below 1 MiB come from.
+#[derive(Clone, Copy, PartialEq)]
+enum Small {
+    /// They have base pages of their own.
+    Alone,
+    /// They may be cut out of larger ones.
+    Cut,
+}
+
 /// The suite for every heap; a new heap needs one line below.
-fn conformance(heap: &dyn Heap) {
+fn conformance(heap: &dyn Heap, small: Small) {
     let best = heap.abilities().best_pages;
     for refused in [0, usize::MAX] {
         assert!(matches!(heap.allocate(refused), Err(Error::BadLength(n)) if n == refused));
@@ -34,13 +43,9 @@ fn conformance(heap: &dyn Heap) {
         assert_eq!(better, PAGE_KINDS[top..had]);
         let too_small = |why: &NoPages| *why == NoPages::SmallBuffer;
         assert!(
-            buf.backing()
-                .passed_over
-                .iter()
-                .all(|(_, why)| too_small(why) == (len < HUGE / 2) || heap.name() == "pool")
+            buf.backing().passed_over.iter().all(|(_, why)| too_small(why) == (len < HUGE / 2) || small == Small::Cut)
         );
-        // A pool cuts small ones out of huge pages.
-        if len < HUGE / 2 && heap.name() != "pool" {
+        if len < HUGE / 2 && small == Small::Alone {
             assert_eq!(buf.backing().kind, PageKind::Base);
         }
     }
@@ -92,27 +97,27 @@ fn abilities(heap: &dyn Heap) {
 }
 
 macro_rules! conformance {
-    ($($name:ident: $heap:expr;)*) => {$(
+    ($($name:ident: $heap:expr, $small:ident;)*) => {$(
         #[test]
         fn $name() {
-            conformance(&$heap);
+            conformance(&$heap, Small::$small);
         }
     )*};
 }
 
 conformance! {
-    anonymous_1g: AnonHeap::starting_at(PageKind::Hugetlb1G);
-    anonymous: AnonHeap::starting_at(PageKind::Hugetlb2M);
-    anonymous_transparent: AnonHeap::starting_at(PageKind::Transparent);
-    anonymous_base: AnonHeap::starting_at(PageKind::Base);
-    memfd_1g: MemfdHeap::starting_at(PageKind::Hugetlb1G);
-    memfd: MemfdHeap::starting_at(PageKind::Hugetlb2M);
-    memfd_transparent: MemfdHeap::starting_at(PageKind::Transparent);
-    memfd_base: MemfdHeap::starting_at(PageKind::Base);
-    pool_of_anonymous: Pool::new(AnonHeap::new(), 64 << 20);
-    pool_of_memfd: Pool::new(MemfdHeap::new(), 64 << 20);
-    pool_that_keeps_nothing: Pool::new(AnonHeap::new(), 0);
-    pool_of_a_pool: Pool::new(Pool::new(AnonHeap::new(), 64 << 20), 64 << 20);
+    anonymous_1g: AnonHeap::starting_at(PageKind::Hugetlb1G), Alone;
+    anonymous: AnonHeap::starting_at(PageKind::Hugetlb2M), Alone;
+    anonymous_transparent: AnonHeap::starting_at(PageKind::Transparent), Alone;
+    anonymous_base: AnonHeap::starting_at(PageKind::Base), Alone;
+    memfd_1g: MemfdHeap::starting_at(PageKind::Hugetlb1G), Alone;
+    memfd: MemfdHeap::starting_at(PageKind::Hugetlb2M), Alone;
+    memfd_transparent: MemfdHeap::starting_at(PageKind::Transparent), Alone;
+    memfd_base: MemfdHeap::starting_at(PageKind::Base), Alone;
+    pool_of_anonymous: Pool::new(AnonHeap::new(), 64 << 20), Cut;
+    pool_of_memfd: Pool::new(MemfdHeap::new(), 64 << 20), Cut;
+    pool_that_keeps_nothing: Pool::new(AnonHeap::new(), 0), Cut;
+    pool_of_a_pool: Pool::new(Pool::new(AnonHeap::new(), 64 << 20), 64 << 20), Cut;
 }
 
 #[test]
@@ -125,15 +130,15 @@ fn a_driver() {
         region.view().fill(0x77);
         Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
     };
-    conformance(&DriverHeap::new("driver", allocate));
+    conformance(&DriverHeap::new("driver", allocate), Small::Alone);
     // Pooled buffers go back to the pool, and fragments of them keep them.
-    conformance(&Pool::new(DriverHeap::new("driver", allocate), 64 << 20));
+    conformance(&Pool::new(DriverHeap::new("driver", allocate), 64 << 20), Small::Cut);
 }
 
 #[test]
 fn dma_heap() {
     match DmaHeap::open("system") {
-        Ok(heap) => conformance(&heap),
+        Ok(heap) => conformance(&heap, Small::Alone),
         Err(e) => println!("SKIPPED: no dma-buf heap: {e}"),
     }
 }
@@ -145,8 +150,8 @@ fn on_node_0() {
     if let Err(e) = AnonHeap::starting_at(PageKind::Base).bound_to(Some(0)).allocate(4096) {
         return println!("SKIPPED: {e}");
     }
-    conformance(&anonymous);
-    conformance(&MemfdHeap::starting_at(PageKind::Base).bound_to(Some(0)));
+    conformance(&anonymous, Small::Alone);
+    conformance(&MemfdHeap::starting_at(PageKind::Base).bound_to(Some(0)), Small::Alone);
 }
 
 #[test]
