@@ -35,7 +35,10 @@ def main():
         for goal in report["goals"]:
             unit = goal["unit"].removeprefix("ratio, ")
             verdict = "met" if goal["ok"] else "**missed**"
-            print(f"| {goal['name']} | {unit} {number(goal['goal'])} | {number(goal['got'])} | {verdict} |")
+            got = number(goal["got"])
+            # A goal that was missed by little does not look like one that was met.
+            got = f"{goal['got']:.4f}" if not goal["ok"] and got == number(goal["goal"]) else got
+            print(f"| {goal['name']} | {unit} {number(goal['goal'])} | {got} | {verdict} |")
         return
     cases, variants, cells = [], [], {}
     for row in report["rows"]:
