@@ -14,11 +14,11 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 class Archive:
     """apt for one architecture, with lists and caches of its own."""
 
-    def __init__(self, settings, suites, arch=None):
+    def __init__(self, settings, suites, arch=None, name=None):
         self.settings = settings
         self.suites = suites
         self.arch = arch
-        self.folder = settings.cache / ("apt" if arch is None else f"apt-{arch}")
+        self.folder = settings.cache / (name or ("apt" if arch is None else f"apt-{arch}"))
         self.updated = False
 
     def update(self):

@@ -7,13 +7,21 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from .debian import Archive, replace
+from .debian import Archive, replace, unpack
 from .settings import ROOT, Failed, Skip
 
 FOLDER = ROOT / "tests/vm"
 FRAGMENT = FOLDER / "iommufd.config"
 # The version in a package's file name, by which its headers are called.
 STUB_VERSION = re.compile(r"linux-(?:image|binary|binary-unsigned)-([0-9.]+\+deb[0-9]+-amd64)(?:-unsigned)?_")
+
+# What make of the kernel's tree calls, besides what the headers depend on.
+STUB_TOOLS = ["make", "bash", "dash", "coreutils", "sed", "grep", "gawk", "findutils", "base-files"]
+STUB_BUILD = """\
+mount --rbind /dev "$1/dev" && mount --rbind /proc "$1/proc" || exit 77
+exec chroot "$1" /usr/bin/env -i PATH=/usr/bin:/bin make -s -C "/usr/src/$2" M=/module modules"""
+# How unshare, mount and chroot fail; make ends with 2.
+NO_ROOT = (1, 77, 125)
 
 
 @dataclass(frozen=True)
@@ -101,35 +109,38 @@ class Store:
         replace(new, self.folder(kernel))
 
     def stub(self, kernel):
-        """Builds tests/vm/slash_stub for a kernel of Debian's, with its header packages; gives the module."""
+        """Builds tests/vm/slash_stub for a kernel of Debian's, in a private root with its headers and its compiler;
+        gives the module."""
         folder = self.settings.cache / f"{kernel.name}-stub"
         [version] = {match[1] for file in self.versions(kernel) if (match := STUB_VERSION.match(file))} or {None}
         if version is None:
             raise Skip("no package of Debian's, so no headers")
-        flavour = version.rsplit("-", 1)[0]
-        names = (f"linux-headers-{version}", f"linux-headers-{flavour}-common", f"linux-kbuild-{flavour}")
-        if not same_text(folder / "packages", " ".join(names)):
-            self.archive(kernel.arch).fetch(folder, kernel.suite, [re.escape(name) for name in names])
-            (folder / "packages").write_text(" ".join(names))
-        headers = folder / "root/usr/src" / names[0]
-        makefile = headers / "Makefile"
-        # It includes the common one by its path on a machine where it is installed.
-        makefile.write_text(re.sub(r"include (?!\S*root/)/usr", f"include {folder}/root/usr", makefile.read_text()))
-        # Only for type information, which needs one more tool.
-        (headers / "vmlinux").unlink(missing_ok=True)
-        compiler = re.search(r"(gcc-\d+)", (headers / ".kernelvariables").read_text())
-        if compiler and not shutil.which(f"x86_64-linux-gnu-{compiler[1]}"):
-            raise Skip(f"no {compiler[1]}, with which the kernel was built (Debian: {compiler[1]})")
-        tool = subprocess.run([headers / "scripts/basic/fixdep"], capture_output=True, text=True)
-        if "GLIBC" in tool.stderr:
-            raise Skip(f"the headers' tools do not run here: {tool.stderr.strip().splitlines()[-1]}")
-        shutil.rmtree(folder / "module", ignore_errors=True)
-        shutil.copytree(FOLDER / "slash_stub", folder / "module")
-        command = ["make", "-s", "-C", str(headers), f"M={folder}/module", "modules"]
+        headers = f"linux-headers-{version}"
+        if not same_text(folder / "packages", headers):
+            work = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(work, ignore_errors=True)
+            # Its own suites alone: packages of several do not fit together.
+            suites = [kernel.suite.removesuffix("-backports"), kernel.suite]
+            archive = Archive(self.settings, dict.fromkeys(suites), name=f"apt-{kernel.suite}")
+            files = archive.fetch_with_dependencies([headers, *STUB_TOOLS], kernel.suite, work)
+            unpack(files, work / "root")
+            shutil.rmtree(work / "cache")
+            (work / "root/usr/bin/awk").symlink_to("gawk")
+            # Only for type information, which needs one more tool.
+            (work / "root/usr/src" / headers / "vmlinux").unlink(missing_ok=True)
+            (work / "packages").write_text(headers)
+            replace(work, folder)
+        root = folder / "root"
+        shutil.rmtree(root / "module", ignore_errors=True)
+        shutil.copytree(FOLDER / "slash_stub", root / "module")
+        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", STUB_BUILD, "sh", root, headers]
         made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if made.returncode in NO_ROOT:
+            said = made.stderr.strip().splitlines() or ["unshare has failed"]
+            raise Skip(f"no private root for the compiler: {said[-1]}")
         if made.returncode != 0:
             raise Failed(f"slash_stub cannot be built for {kernel.name}:\n{made.stdout}{made.stderr}")
-        return folder / "module/slash_stub.ko"
+        return root / "module/slash_stub.ko"
 
     def _is_current(self, kernel):
         """False as well for a kernel that was fetched for other modules, or built with other options."""
