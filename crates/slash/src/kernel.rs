@@ -154,6 +154,14 @@ pub trait Calls: Send {
     /// Begins a transfer, at the latest when an end is waited for. Its end has this number.
     fn begin(&mut self, number: u64, argument: Transfer);
 
+    /// Lets transfers begin now, unless only one may be in flight. Does not block.
+    ///
+    /// # Errors
+    /// When they cannot, for good.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Waits until a transfer has ended, and gives its number and its result; `None` when none has within the time.
     ///
     /// # Errors

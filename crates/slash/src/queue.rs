@@ -1,7 +1,7 @@
-//! A queue pair as a queue, with a thread that waits in the driver's blocking call.
+//! A queue pair as a queue. Where the driver's call blocks, a thread makes it.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -35,6 +35,10 @@ pub(crate) struct SlashQueue {
     /// Submitted and not flushed.
     waiting: Waiting,
     state: QueueState,
+    /// Makes the calls here, where none blocks, until one has failed.
+    worker: Option<Worker>,
+    /// Gives the worker to the thread, and why it has failed, if it has.
+    hand: mpsc::Sender<(Worker, Option<String>)>,
     thread: Option<thread::JoinHandle<()>>,
     /// Stops the queue pair after a timeout.
     stopper: Option<thread::JoinHandle<()>>,
@@ -51,20 +55,57 @@ impl SlashQueue {
     ) -> Result<Self, Error> {
         let (shared, pair) = (Arc::new(Shared::default()), Arc::new(pair));
         let counters = Arc::new(Counters::default());
-        let worker =
-            Worker { shared: shared.clone(), counters: counters.clone(), pair: pair.clone(), plans, calls, pages };
+        let blocks = calls.depth() == 1;
+        let worker = Worker::new(shared.clone(), counters.clone(), pair.clone(), plans, calls, pages);
         let named = thread::Builder::new().name(format!("dmalane-slash-{number}"));
-        let thread = Some(named.spawn(move || worker.run()).map_err(Error::Thread)?);
+        let (hand, worker_comes) = mpsc::channel::<(Worker, Option<String>)>();
+        let work = move || {
+            let Ok((worker, failed)) = worker_comes.recv() else { return };
+            let worker = match failed {
+                Some(why) => worker.fail(&why),
+                None => Some(worker),
+            };
+            worker.into_iter().for_each(Worker::run);
+        };
+        // It is there from the start, so that a failure later finds one.
+        let thread = Some(named.spawn(work).map_err(Error::Thread)?);
         let (waiting, state) = (Waiting::new(), QueueState::default());
-        Ok(Self { shared, counters, pair, registrar, waiting, state, thread, stopper: None })
+        let worker = Some(worker);
+        let mut this = Self { shared, counters, pair, registrar, waiting, state, worker, hand, thread, stopper: None };
+        if blocks {
+            this.hand_over(None);
+        }
+        Ok(this)
     }
 
-    /// The counters of the thread.
+    /// Leaves the calls to the thread. After a failure it stops the queue pair, which blocks.
+    fn hand_over(&mut self, failed: Option<String>) {
+        if let Some(worker) = self.worker.take()
+            && let Err(mpsc::SendError(worker)) = self.hand.send((worker, failed))
+        {
+            std::mem::forget(worker); // the thread has panicked, and the card may use the buffers
+        }
+    }
+
+    /// Begins what was submitted, and where there is no thread collects what ends within the time.
+    fn drive(&mut self, timeout: Option<Duration>) {
+        if let Some(worker) = &mut self.worker {
+            let went = match timeout {
+                None => worker.begin(),
+                Some(timeout) => worker.advance(timeout),
+            };
+            if let Err(why) = went {
+                self.hand_over(Some(why));
+            }
+        }
+    }
+
+    /// The counters of the worker.
     pub(crate) fn counters(&self) -> &Arc<Counters> {
         &self.counters
     }
 
-    /// Stops, with what the thread has not begun given back at the next poll.
+    /// Stops, with what was not begun given back at the next poll.
     fn halt(&mut self, reason: StopReason) {
         if self.state.stop(reason.clone()) {
             self.shared.lock().halted.get_or_insert(reason);
@@ -97,13 +138,17 @@ impl Queue for SlashQueue {
         if !self.waiting.is_empty() && self.state.is_running() {
             self.state.flushed();
             self.shared.lock().todo.append(&mut self.waiting);
-            self.shared.wake();
+            match self.worker {
+                Some(_) => self.drive(None),
+                None => self.shared.wake(),
+            }
         }
     }
 
     fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
         self.flush();
+        self.drive(Some(Duration::ZERO));
         let mut shared = self.shared.lock();
         let mut ended = std::mem::take(&mut shared.ended);
         let halted = shared.halted.clone();
@@ -140,7 +185,9 @@ impl Queue for SlashQueue {
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         wait_with(self, done, timeout, |this, left| {
             let nap = this.state.nap(left);
-            if this.shared.lock().stuck {
+            if this.worker.is_some() {
+                this.drive(Some(nap));
+            } else if this.shared.lock().stuck {
                 thread::sleep(nap);
             } else {
                 this.shared.wait(nap);
@@ -185,6 +232,12 @@ impl Queue for SlashQueue {
 impl Drop for SlashQueue {
     fn drop(&mut self) {
         self.waiting.clear();
+        match self.worker.as_ref().map(Worker::is_busy) {
+            Some(true) => self.hand_over(None),
+            // The thread gets none, and ends.
+            Some(false) => drop((self.worker.take(), std::mem::replace(&mut self.hand, mpsc::channel().0))),
+            None => {}
+        }
         // A thread that is stuck in a call goes on by itself, with the memory of the call.
         if self.shared.quit(TIMEOUT)
             && let Some(thread) = self.thread.take()

@@ -121,6 +121,16 @@ impl Calls for Commands {
         debug_assert!(pushed.is_ok(), "the ring has room for twice the depth");
     }
 
+    fn flush(&mut self) -> io::Result<()> {
+        if self.ring.submission().is_empty() {
+            return Ok(());
+        }
+        match self.ring.submit() {
+            Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => Err(e),
+            _ => Ok(()),
+        }
+    }
+
     fn end(&mut self, timeout: Option<Duration>) -> io::Result<Option<(u64, io::Result<u64>)>> {
         loop {
             if let Some(end) = self.ring.completion().next() {
@@ -132,6 +142,7 @@ impl Calls for Commands {
                 return Ok(Some((end.user_data(), result)));
             }
             let waited = match timeout {
+                Some(Duration::ZERO) => return Ok(None), // no system call only to look
                 None => self.ring.submit_and_wait(1),
                 Some(time) => {
                     let time = io_uring::types::Timespec::from(time);

@@ -1,9 +1,10 @@
-//! The thread of a queue: takes operations in order, makes a call for as many as fit, and gives them back.
+//! The worker of a queue: takes operations in order, makes a call for as many as fit, and gives them back.
 //!
 //! Where the driver takes io_uring commands, several calls are in flight. They have one direction and no card memory in
-//! common, and end in order.
+//! common, and end in order. No call blocks, so the queue drives the worker itself ([`Worker::advance`]) until one
+//! fails. Elsewhere, and after a failure, a thread does ([`Worker::run`]).
 //!
-//! Between a call that failed and the stop of the queue pair, the thread owns the operations of all calls in flight:
+//! Between a call that failed and the stop of the queue pair, the worker owns the operations of all calls in flight:
 //! they are given back after the stop, or kept for ever.
 
 use std::collections::VecDeque;
@@ -92,15 +93,20 @@ impl Shared {
     }
 }
 
-/// The parts of the thread.
+/// Makes the calls of a queue.
 pub(crate) struct Worker {
-    pub shared: Arc<Shared>,
-    pub counters: Arc<Counters>,
-    pub pair: Arc<Pair>,
-    pub plans: Planner,
-    pub calls: Box<dyn Calls>,
+    shared: Arc<Shared>,
+    counters: Arc<Counters>,
+    pair: Arc<Pair>,
+    plans: Planner,
+    calls: Box<dyn Calls>,
     /// For each call in flight a page for each part, for bytes before the first page of an operation.
-    pub pages: Vec<Vec<BufferSlice>>,
+    pages: Vec<Vec<BufferSlice>>,
+    /// The buffers of the pages, and the offsets in them.
+    places: Vec<Vec<(i32, u64)>>,
+    /// Calls that have not ended, oldest first.
+    flights: VecDeque<Call>,
+    number: u64,
 }
 
 /// Knows where an operation's bytes lie.
@@ -125,7 +131,7 @@ struct Call {
     /// Operations whose first bytes go through the page of a part: the part, the operation, the bytes.
     heads: Vec<(usize, usize, usize)>,
     number: u64,
-    /// Which of the thread's pages are its own.
+    /// Which of the worker's pages are its own.
     pages: usize,
     /// Whether it moved all bytes, once it has ended.
     end: Option<bool>,
@@ -210,90 +216,149 @@ impl Call {
 }
 
 impl Worker {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        counters: Arc<Counters>,
+        pair: Arc<Pair>,
+        plans: Planner,
+        calls: Box<dyn Calls>,
+        pages: Vec<Vec<BufferSlice>>,
+    ) -> Self {
+        let place = |page: &BufferSlice| plans.buffers.find(page.view().as_ptr().addr(), page.len());
+        let places = |pages: &Vec<BufferSlice>| pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
+        let places = pages.iter().map(places).collect();
+        Self { shared, counters, pair, plans, calls, pages, places, flights: VecDeque::new(), number: 0 }
+    }
+
+    /// True while the card may use buffers.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.flights.is_empty()
+    }
+
     /// Runs until it is told to end.
     pub(crate) fn run(mut self) {
         let shared = self.shared.clone();
-        let place = |page: &BufferSlice| self.plans.buffers.find(page.view().as_ptr().addr(), page.len());
-        let places = |pages: &Vec<BufferSlice>| pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
-        let places: Vec<Vec<(i32, u64)>> = self.pages.iter().map(places).collect();
-        let depth = self.calls.depth().min(self.pages.len());
-        let (mut flights, mut number): (VecDeque<Call>, u64) = (VecDeque::new(), 0);
-        let mut state = shared.lock();
         loop {
-            while !state.quit && state.halted.is_none() && flights.len() < depth {
-                let Some((mut call, error)) = self.next(&mut state.todo, &flights, &places) else { break };
-                if call.parts.is_empty() {
-                    give_back(&mut state, call, &error.map_or(Ok(()), Err));
-                    shared.ended.notify_all();
-                    continue;
-                }
-                (call.number, number) = (number, number + 1);
-                state.busy += call.operations.len();
-                drop(state);
-                let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
-                self.counters.copied.fetch_add(copied, Ordering::Relaxed);
-                self.counters.calls.fetch_add(1, Ordering::Relaxed);
-                self.calls.begin(call.number, abi::transfer(&call.parts));
-                flights.push_back(call);
-                state = shared.lock();
-            }
-            if flights.is_empty() {
+            let state = self.begin_some(&shared);
+            if self.flights.is_empty() {
                 if state.quit {
                     return;
                 }
-                state = shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                drop(shared.work.wait(state));
                 continue;
             }
             drop(state);
-            let failed = match self.calls.end(None) {
-                Ok(end) => end.and_then(|(number, result)| self.ended(&mut flights, number, result).err()),
-                Err(e) => Some(format!("the end of TRANSFER is not known: {e}")),
-            };
-            let stopped = failed.map(|why| self.stop(&mut flights, &why));
-            state = shared.lock();
-            match stopped {
-                None => {}
-                Some(Ok(reason)) => {
-                    let reason = state.halted.get_or_insert(reason).clone();
-                    for call in flights.drain(..) {
-                        let result =
-                            if call.end == Some(true) { Ok(()) } else { Err(OpError::Stopped(reason.clone())) };
-                        state.busy -= call.operations.len();
-                        give_back(&mut state, call, &result);
-                    }
-                }
-                Some(Err(reason)) => {
-                    state.halted.get_or_insert(reason);
-                    state.stuck = true;
-                    // The queue counts them as in flight for ever.
-                    flights.into_iter().flat_map(|call| call.operations).for_each(|(_, op)| keep_operation(op));
-                    self.pages.into_iter().flatten().for_each(|page| {
-                        let bytes = page.len() as u64;
-                        keep(page, bytes);
-                    });
-                    keep(self.calls, 0);
-                    shared.ended.notify_all();
-                    return;
+            let end = self.calls.end(None);
+            if let Err(why) = self.note(end) {
+                match self.fail(&why) {
+                    Some(this) => self = this,
+                    None => return,
                 }
             }
-            while flights.front().is_some_and(|call| call.end == Some(true))
-                && let Some(call) = flights.pop_front()
-            {
-                state.busy -= call.operations.len();
-                give_back(&mut state, call, &Ok(()));
-            }
-            shared.ended.notify_all();
+            self.give_back();
         }
+    }
+
+    /// Begins calls. They begin before this returns.
+    ///
+    /// # Errors
+    /// Why [`Worker::fail`] must be called.
+    pub(crate) fn begin(&mut self) -> Result<(), String> {
+        let shared = self.shared.clone();
+        drop(self.begin_some(&shared));
+        self.calls.flush().map_err(|e| format!("TRANSFER cannot be begun: {e}"))
+    }
+
+    /// Begins calls, and gives back the operations of those that have ended, or end within the time.
+    ///
+    /// # Errors
+    /// As [`Worker::begin`].
+    pub(crate) fn advance(&mut self, mut timeout: Duration) -> Result<(), String> {
+        self.begin()?;
+        while !self.flights.is_empty() {
+            match self.calls.end(Some(timeout)) {
+                Ok(None) => break,
+                end => self.note(end)?,
+            }
+            timeout = Duration::ZERO;
+        }
+        self.give_back();
+        self.begin()
+    }
+
+    /// Stops the queue pair after a failure, and gives back the operations in flight; `None` if it cannot be stopped:
+    /// then all of it is kept for ever.
+    pub(crate) fn fail(mut self, why: &str) -> Option<Self> {
+        let stopped = self.stop(why);
+        let shared = self.shared.clone();
+        let mut state = shared.lock();
+        match stopped {
+            Ok(reason) => {
+                let reason = state.halted.get_or_insert(reason).clone();
+                for call in self.flights.drain(..) {
+                    let result = if call.end == Some(true) { Ok(()) } else { Err(OpError::Stopped(reason.clone())) };
+                    state.busy -= call.operations.len();
+                    give_back(&mut state, call, &result);
+                }
+                shared.ended.notify_all();
+                Some(self)
+            }
+            Err(reason) => {
+                state.halted.get_or_insert(reason);
+                state.stuck = true;
+                // The queue counts them as in flight for ever.
+                self.flights.into_iter().flat_map(|call| call.operations).for_each(|(_, op)| keep_operation(op));
+                self.pages.into_iter().flatten().for_each(|page| {
+                    let bytes = page.len() as u64;
+                    keep(page, bytes);
+                });
+                keep(self.calls, 0);
+                shared.ended.notify_all();
+                None
+            }
+        }
+    }
+
+    /// Begins as many calls as may be in flight, or as there are.
+    fn begin_some<'a>(&mut self, shared: &'a Shared) -> MutexGuard<'a, State> {
+        let depth = self.calls.depth().min(self.pages.len());
+        let mut state = shared.lock();
+        while !state.quit && state.halted.is_none() && self.flights.len() < depth {
+            let Some((mut call, error)) = self.next(&mut state.todo) else { break };
+            if call.parts.is_empty() {
+                give_back(&mut state, call, &error.map_or(Ok(()), Err));
+                shared.ended.notify_all();
+                continue;
+            }
+            (call.number, self.number) = (self.number, self.number + 1);
+            state.busy += call.operations.len();
+            drop(state);
+            let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
+            self.counters.copied.fetch_add(copied, Ordering::Relaxed);
+            self.counters.calls.fetch_add(1, Ordering::Relaxed);
+            self.calls.begin(call.number, abi::transfer(&call.parts));
+            self.flights.push_back(call);
+            state = shared.lock();
+        }
+        state
+    }
+
+    /// Gives back the operations of the calls that have ended, in order.
+    fn give_back(&mut self) {
+        let mut state = self.shared.lock();
+        while self.flights.front().is_some_and(|call| call.end == Some(true))
+            && let Some(call) = self.flights.pop_front()
+        {
+            state.busy -= call.operations.len();
+            give_back(&mut state, call, &Ok(()));
+        }
+        self.shared.ended.notify_all();
     }
 
     /// Takes the operations of the next call. One without parts is a fence, or an operation with its error; it and
     /// what conflicts with a call in flight wait until none is in flight.
-    fn next(
-        &self,
-        todo: &mut VecDeque<(Ticket, Operation)>,
-        flights: &VecDeque<Call>,
-        places: &[Vec<(i32, u64)>],
-    ) -> Option<(Call, Option<OpError>)> {
+    fn next(&self, todo: &mut VecDeque<(Ticket, Operation)>) -> Option<(Call, Option<OpError>)> {
+        let Self { flights, places, .. } = self;
         let pages = (0..places.len()).find(|pages| flights.iter().all(|call| call.pages != *pages))?;
         let (mut call, mut error) = (Call { pages, ..Call::default() }, None);
         while let Some((_, operation)) = todo.front() {
@@ -318,8 +383,11 @@ impl Worker {
     }
 
     /// Notes the end of a call, or says what is wrong.
-    fn ended(&self, flights: &mut VecDeque<Call>, number: u64, result: io::Result<u64>) -> Result<(), String> {
-        let Some(call) = flights.iter_mut().find(|call| call.number == number) else { return Ok(()) };
+    fn note(&mut self, end: io::Result<Option<(u64, io::Result<u64>)>>) -> Result<(), String> {
+        let Some((number, result)) = end.map_err(|e| format!("the end of TRANSFER is not known: {e}"))? else {
+            return Ok(());
+        };
+        let Some(call) = self.flights.iter_mut().find(|call| call.number == number) else { return Ok(()) };
         let wanted = call.parts.iter().map(|part| part.len).sum::<u64>();
         let why = match result {
             Ok(moved) if moved == wanted => {
@@ -338,17 +406,17 @@ impl Worker {
 
     /// Stops the queue pair after a failure, and awaits all calls in flight. Afterwards the card uses none of their
     /// buffers; an error says that it may.
-    fn stop(&mut self, flights: &mut VecDeque<Call>, why: &str) -> Result<StopReason, StopReason> {
+    fn stop(&mut self, why: &str) -> Result<StopReason, StopReason> {
         let lost = |e: &dyn std::fmt::Display| {
             StopReason::Lost(format!("{why}, and the queue cannot be stopped ({e}): its buffers are kept").into())
         };
         self.pair.stop().map_err(|e| lost(&e))?;
-        while flights.iter().any(|call| call.end.is_none()) {
+        while self.flights.iter().any(|call| call.end.is_none()) {
             match self.calls.end(Some(TIMEOUT)) {
-                // Why the others failed is known.
-                Ok(Some((number, result))) => drop(self.ended(flights, number, result)),
                 Ok(None) => return Err(lost(&"the driver does not end its transfers")),
                 Err(e) => return Err(lost(&e)),
+                // Why the others failed is known.
+                end => drop(self.note(end)),
             }
         }
         Ok(StopReason::Driver(why.into()))

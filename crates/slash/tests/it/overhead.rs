@@ -1,15 +1,16 @@
-//! What our side adds between the submission of an operation and the driver's call; a measurement, run by hand.
+//! What our side adds between the submission of an operation and the driver's call; measured by hand.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_queue::{DeviceAddr, HostSlice, Operation, Registered, run};
 use dmalane_slash::model::{DriverModel, Version};
-use dmalane_slash::{DDR, Handle, Kernel, Request, SlashDevice, SlashOptions};
+use dmalane_slash::{Calls, DDR, Handle, Kernel, Request, SlashDevice, SlashOptions, Transfer};
 
 use crate::suites::LONG;
 
@@ -17,7 +18,41 @@ use crate::suites::LONG;
 struct Instantly {
     driver: Arc<dyn Kernel>,
     begun: Instant,
-    called: AtomicU64,
+    called: Arc<AtomicU64>,
+    commands: bool,
+}
+
+/// The same with commands.
+struct Commands {
+    begun: Instant,
+    called: Arc<AtomicU64>,
+    flying: VecDeque<(u64, Transfer)>,
+}
+
+/// The low words of both lengths.
+fn bytes(argument: &[u32]) -> u64 {
+    u64::from(argument[10]) + u64::from(argument[20])
+}
+
+impl Calls for Commands {
+    fn depth(&self) -> usize {
+        4
+    }
+
+    fn begin(&mut self, number: u64, argument: Transfer) {
+        self.flying.push_back((number, argument));
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if !self.flying.is_empty() {
+            self.called.store(self.begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, _: Option<Duration>) -> io::Result<Option<(u64, io::Result<u64>)>> {
+        Ok(self.flying.pop_front().map(|(number, argument)| (number, Ok(bytes(&argument)))))
+    }
 }
 
 impl Kernel for Instantly {
@@ -26,12 +61,17 @@ impl Kernel for Instantly {
             return self.driver.call(on, request, argument);
         }
         self.called.store(self.begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        // The low words of both lengths.
-        Ok(u64::from(argument[10]) + u64::from(argument[20]))
+        Ok(bytes(argument))
     }
 
     fn open(&self, on: &Handle, request: Request, argument: &mut [u32]) -> io::Result<Handle> {
         self.driver.open(on, request, argument)
+    }
+
+    fn calls(&self, _: &Arc<Handle>) -> Option<Box<dyn Calls>> {
+        let Self { begun, called, .. } = self;
+        let commands = || Commands { begun: *begun, called: called.clone(), flying: VecDeque::new() };
+        self.commands.then(|| Box::new(commands()) as _)
     }
 
     fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
@@ -42,9 +82,14 @@ impl Kernel for Instantly {
 #[test]
 #[ignore = "a measurement: DMALANE_ROUNDS=N, and valgrind --tool=callgrind for instructions"]
 fn from_the_submission_to_the_drivers_call() {
+    measure("a call that a thread makes", false);
+    measure("an io_uring command", true);
+}
+
+fn measure(what: &str, commands: bool) {
     let rounds = std::env::var("DMALANE_ROUNDS").map_or(10_000, |n| n.parse().unwrap());
     let model = DriverModel::new(Version::KNOWN).unwrap();
-    let kernel = Instantly { driver: model.kernel(), begun: Instant::now(), called: AtomicU64::new(0) };
+    let kernel = Instantly { driver: model.kernel(), begun: Instant::now(), called: Arc::default(), commands };
     let kernel = Arc::new(kernel);
     let options = SlashOptions::default();
     let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
@@ -60,5 +105,5 @@ fn from_the_submission_to_the_drivers_call() {
         host = ended.into_host().remove(0);
     }
     times.sort_unstable();
-    println!("{rounds} rounds: median {} ns, least {} ns", times[rounds / 2], times[0]);
+    println!("{what}: {rounds} rounds: median {} ns, least {} ns", times[rounds / 2], times[0]);
 }
