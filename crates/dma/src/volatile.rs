@@ -46,11 +46,13 @@ unsafe impl Send for VolatileSlice<'_> {}
 unsafe impl Sync for VolatileSlice<'_> {}
 
 impl<'a> VolatileSlice<'a> {
+    /// A view of memory that is not this crate's: a driver's, say.
+    ///
     /// # Safety
     /// `ptr..ptr + len` stays mapped, readable and writable for `'a`, and no Rust reference into it is used during
     /// `'a`.
     #[inline]
-    pub(crate) unsafe fn from_raw(ptr: NonNull<u8>, len: usize) -> Self {
+    pub unsafe fn from_raw(ptr: NonNull<u8>, len: usize) -> Self {
         Self { ptr, len, memory: PhantomData }
     }
 

@@ -204,10 +204,11 @@ impl<T> Channel<T> {
         self.dependency(into, host, (vk::PipelineStageFlags::TRANSFER, both));
     }
 
-    /// Makes what was written to host memory visible to the host.
+    /// Makes what was written visible to the host, which may write there too once it has seen the end.
     pub fn show_host(&self, into: &Recording) {
         let written = (vk::PipelineStageFlags::TRANSFER, vk::AccessFlags::TRANSFER_WRITE);
-        self.dependency(into, written, (vk::PipelineStageFlags::HOST, vk::AccessFlags::HOST_READ));
+        let host = vk::AccessFlags::HOST_READ | vk::AccessFlags::HOST_WRITE;
+        self.dependency(into, written, (vk::PipelineStageFlags::HOST, host));
     }
 
     fn dependency(
@@ -277,6 +278,14 @@ impl<T> Channel<T> {
             true => Err(CallError { call: "vkQueueSubmit", result: vk::Result::ERROR_DEVICE_LOST }),
             false => Ok(()),
         }
+    }
+
+    /// Asks the driver whether the device is still there.
+    ///
+    /// # Errors
+    /// The device is lost, or does not answer.
+    pub fn is_alive(&self) -> Result<(), CallError> {
+        self.check().and_then(|()| self.timeline().value()).map(drop)
     }
 
     /// Gives the loads of what has ended, in the order in which it was submitted.

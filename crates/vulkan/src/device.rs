@@ -30,13 +30,19 @@ pub struct VulkanOptions {
     pub host_import: bool,
     /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can.
     pub exportable: bool,
+    /// Copies of at most so many bytes are the processor's while the GPU is idle, where it shares its memory with the
+    /// host, or the host sees all of it; 0 for none.
+    pub direct: u64,
     /// Have the validation layers, where they are installed, check every call, and collect their messages here.
     pub validation: Option<Messages>,
 }
 
+/// A submission costs more than a copy of so many bytes. Of longer ones the GPU relieves the processor.
+const DIRECT: u64 = 64 << 10;
+
 impl Default for VulkanOptions {
     fn default() -> Self {
-        Self { sparse: true, host_import: true, exportable: false, validation: None }
+        Self { sparse: true, host_import: true, exportable: false, direct: DIRECT, validation: None }
     }
 }
 
@@ -80,8 +86,8 @@ impl VulkanDevice {
         options: &VulkanOptions,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let VulkanOptions { host_import, sparse, exportable, .. } = *options;
-        let wanted = Wanted { host_import, sparse, exportable };
+        let VulkanOptions { host_import, sparse, exportable, direct, .. } = *options;
+        let wanted = Wanted { host_import, sparse, exportable, direct: direct > 0 };
         let gpu = Gpu::open(library, handle, info, wanted, live)?;
         let mut notes = vec![about(gpu.info())];
         let sparse = match () {
@@ -108,6 +114,15 @@ impl VulkanDevice {
                 notes.push(format!("registers only host memory that the driver allocates, no import: {why}"));
             }
         }
+        if let Some(why) = gpu.info().unified() {
+            notes.push(match () {
+                () if gpu.maps_memory() => {
+                    format!("copies of up to {direct} bytes are the processor's while the GPU is idle: {why}")
+                }
+                () if direct == 0 => format!("all copies are the GPU's, as was asked for: {why}"),
+                () => format!("all copies are the GPU's: {why}, but its memory is not coherent with the host"),
+            });
+        }
         if gpu.is_validated() {
             notes.push("the validation layers check every call, which makes it slow".to_owned());
         }
@@ -116,7 +131,7 @@ impl VulkanDevice {
             Err(_) => Box::new(FlatSpace::new()),
         };
         let sparse = sparse.ok().map(|(_, map)| map);
-        let parts = Parts { importer: Importer::new(&gpu), memory, sparse, gpu };
+        let parts = Parts { importer: Importer::new(&gpu), memory, sparse, gpu, direct };
         let queues = (0..parts.gpu.copy_queues())
             .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index)?) as Box<DeviceQueue>))
             .collect::<Result<_, Error>>()?;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ash::{Device, ext, khr, vk};
-use dmalane_dma::{BufferRef, DriverMemory};
+use dmalane_dma::{BufferRef, DriverMemory, VolatileSlice};
 
 use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, GpuInfo, Library};
@@ -28,6 +28,8 @@ pub(crate) struct Wanted {
     pub sparse: bool,
     /// Allocate device memory that can be exported, if the GPU can.
     pub exportable: bool,
+    /// Map device memory into this process, if it is [unified](GpuInfo::unified) and coherent.
+    pub direct: bool,
 }
 
 /// Numbers of live objects.
@@ -47,6 +49,7 @@ pub(crate) struct Gpu {
     host: Option<ext::external_memory_host::Device>,
     descriptors: Option<khr::external_memory_fd::Device>,
     exportable: bool,
+    direct: bool,
     info: GpuInfo,
     /// The families whose queues are used.
     families: Vec<u32>,
@@ -70,6 +73,14 @@ impl QueueHandle {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// Device memory that the host writes as it writes its own. Without coherence each write would have to be flushed in
+/// whole atoms (`nonCoherentAtomSize`), and with it neighbouring bytes that the GPU may have written.
+const DIRECT: vk::MemoryPropertyFlags = vk::MemoryPropertyFlags::from_raw(
+    vk::MemoryPropertyFlags::DEVICE_LOCAL.as_raw()
+        | vk::MemoryPropertyFlags::HOST_VISIBLE.as_raw()
+        | vk::MemoryPropertyFlags::HOST_COHERENT.as_raw(),
+);
 
 /// Queues of one family that are used at most: more do not copy faster.
 const QUEUES: u32 = 2;
@@ -170,6 +181,8 @@ impl Gpu {
         let host = host_import.then(|| ext::external_memory_host::Device::new(library.instance(), &device));
         let descriptors = descriptors.then(|| khr::external_memory_fd::Device::new(library.instance(), &device));
         let exportable = wanted.exportable && info.dma_buf_export;
+        let coherent = info.memory_types.iter().any(|t| t.flags.contains(DIRECT));
+        let direct = wanted.direct && info.unified().is_some() && coherent;
         let mut queues = Vec::new();
         for (family, count) in &asked {
             for index in 0..*count {
@@ -187,6 +200,7 @@ impl Gpu {
             host,
             descriptors,
             exportable,
+            direct,
             info,
             families,
             queues,
@@ -212,6 +226,11 @@ impl Gpu {
     /// The alignment of host memory that can be imported; `None` when none can.
     pub fn import_align(&self) -> Option<u64> {
         self.host.as_ref().and(self.info.host_import)
+    }
+
+    /// True when device memory is mapped into this process, of the heaps that have such memory.
+    pub fn maps_memory(&self) -> bool {
+        self.direct
     }
 
     /// True when sparse buffers can be bound.
@@ -292,7 +311,7 @@ impl Gpu {
         // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
         let buffer = self.call("vkCreateBuffer", |d| unsafe { d.create_buffer(&info, None) })?;
         self.live.buffers.fetch_add(1, Ordering::Relaxed);
-        Ok(Buffer { buffer, len: info.size, memory: None, gpu: self.clone() })
+        Ok(Buffer { buffer, len: info.size, memory: None, window: None, gpu: self.clone() })
     }
 
     /// Allocates a buffer of device memory of this heap.
@@ -304,7 +323,9 @@ impl Gpu {
         }
         let buffer = self.create_buffer(&create)?;
         let needs = buffer.requirements();
-        let kind = self.memory_type(needs.memory_type_bits, vk::MemoryPropertyFlags::DEVICE_LOCAL, Some(heap));
+        let kind = |flags| self.memory_type(needs.memory_type_bits, flags, Some(heap));
+        let mapped = if self.direct { kind(DIRECT) } else { None };
+        let kind = mapped.or_else(|| kind(vk::MemoryPropertyFlags::DEVICE_LOCAL));
         let kind = kind.ok_or(Error::NoMemoryType("buffers in this heap"))?;
         let mut flags = vk::MemoryAllocateFlagsInfo::default();
         let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(DMA_BUF);
@@ -316,8 +337,11 @@ impl Gpu {
             flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
             info = info.push_next(&mut flags);
         }
-        let memory = self.allocate(&info)?;
-        Ok(Arc::new(buffer.bind(memory)?))
+        let mut buffer = buffer.bind(self.allocate(&info)?)?;
+        if mapped.is_some() {
+            buffer.map(kind)?;
+        }
+        Ok(Arc::new(buffer))
     }
 
     /// Imports `len` bytes of host memory from `offset` of a buffer on: whole multiples of the
@@ -410,15 +434,13 @@ impl Gpu {
         let kind = kind.ok_or(Error::NoMemoryType("host memory"))?;
         let memory =
             self.allocate(&vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind))?;
-        let (handle, flags) = (memory.memory, vk::MemoryMapFlags::empty());
-        // SAFETY: the memory is host-visible, not mapped yet, and at least `len` bytes long.
-        let start = self.call("vkMapMemory", |d| unsafe { d.map_memory(handle, 0, len, flags) })?;
-        let start = NonNull::new(start.cast::<u8>()).ok_or(Error::NoMemoryType("host memory"))?;
         let len = usize::try_from(len).ok().and_then(NonZeroUsize::new).ok_or(Error::NoMemoryType("no bytes"))?;
+        let mut buffer = buffer.bind(memory)?;
+        let start = buffer.map(kind)?;
         if !start.addr().get().is_multiple_of(4096) {
             return Err(Error::Misaligned { align: 4096, address: start.addr().get() });
         }
-        Ok(HostMemory { start, len, buffer: Arc::new(buffer.bind(memory)?) })
+        Ok(HostMemory { start, len, buffer: Arc::new(buffer) })
     }
 
     /// A sparse buffer in which nothing is bound, and the multiple of bytes in which memory is bound to it.
@@ -547,8 +569,20 @@ pub(crate) struct Buffer {
     buffer: vk::Buffer,
     len: u64,
     memory: Option<Arc<Memory>>,
+    window: Option<Window>,
     gpu: Arc<Gpu>,
 }
+
+/// Where the first byte of a buffer is mapped, as long as its memory exists.
+struct Window {
+    start: NonNull<u8>,
+    cached: bool,
+}
+
+// SAFETY: it is the address of plain memory, not tied to a thread.
+unsafe impl Send for Window {}
+// SAFETY: what is read and written there goes through `VolatileSlice`s, which are made for sharing.
+unsafe impl Sync for Window {}
 
 impl Buffer {
     fn requirements(&self) -> vk::MemoryRequirements {
@@ -563,6 +597,31 @@ impl Buffer {
         self.gpu.call("vkBindBufferMemory", |d| unsafe { d.bind_buffer_memory(self.buffer, memory.memory, 0) })?;
         self.memory = Some(Arc::new(memory));
         Ok(self)
+    }
+
+    /// Maps its memory, of this host-visible type.
+    fn map(&mut self, kind: u32) -> Result<NonNull<u8>, Error> {
+        let unmapped = self.memory.as_ref().filter(|_| self.window.is_none());
+        let memory = unmapped.ok_or(Error::NoMemoryType("a buffer without memory"))?.memory;
+        let (flags, len) = (vk::MemoryMapFlags::empty(), self.len);
+        // SAFETY: the memory is host-visible, not mapped yet as was checked, and at least as long as the buffer; it is
+        // this buffer's alone.
+        let start = self.gpu.call("vkMapMemory", |d| unsafe { d.map_memory(memory, 0, len, flags) })?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or(Error::NoMemoryType("mapped memory"))?;
+        let flags = self.gpu.info.memory_types[kind as usize].flags;
+        self.window = Some(Window { start, cached: flags.contains(vk::MemoryPropertyFlags::HOST_CACHED) });
+        Ok(start)
+    }
+
+    /// Bytes of it that are mapped into this process; `None` where they are not, or, for reading, where the
+    /// processor does not cache them and would take far longer than the GPU. They are coherent with the GPU.
+    pub fn view(&self, at: u64, len: u64, reads: bool) -> Option<VolatileSlice<'_>> {
+        let window = self.window.as_ref().filter(|window| window.cached || !reads)?;
+        at.checked_add(len).filter(|end| *end <= self.len)?;
+        let (at, len) = (usize::try_from(at).ok()?, usize::try_from(len).ok()?);
+        // SAFETY: the range lies in the buffer, as was just checked, all of which is mapped until its memory is freed,
+        // which this owns; nobody has a reference into memory of the GPU.
+        Some(unsafe { VolatileSlice::from_raw(window.start.add(at), len) })
     }
 
     pub fn handle(&self) -> vk::Buffer {

@@ -193,6 +193,7 @@ impl Library {
             index,
             name: text(properties.device_name_as_c_str()),
             kind: kind(properties.device_type),
+            device_type: properties.device_type,
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
@@ -299,6 +300,18 @@ fn kind(of: vk::PhysicalDeviceType) -> &'static str {
     }
 }
 
+fn unified(of: vk::PhysicalDeviceType, heaps: &[MemoryHeap], types: &[MemoryType]) -> Option<&'static str> {
+    let both = vk::MemoryPropertyFlags::DEVICE_LOCAL | vk::MemoryPropertyFlags::HOST_VISIBLE;
+    let seen = |heap: u32| types.iter().any(|t| t.heap == heap && t.flags.contains(both));
+    let mut own = heaps.iter().zip(0u32..).filter(|(heap, _)| heap.device_local).peekable();
+    match of {
+        vk::PhysicalDeviceType::INTEGRATED_GPU => Some("an integrated GPU"),
+        vk::PhysicalDeviceType::CPU => Some("a software GPU"),
+        _ if own.peek().is_some() && own.all(|(_, heap)| seen(heap)) => Some("the host sees all of its memory"),
+        _ => None,
+    }
+}
+
 /// A memory of a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryHeap {
@@ -351,6 +364,7 @@ pub struct GpuInfo {
     /// Queues: what each family can do, and how many it has.
     pub(crate) families: Vec<(vk::QueueFlags, u32)>,
     pub(crate) memory_types: Vec<MemoryType>,
+    pub(crate) device_type: vk::PhysicalDeviceType,
     pub(crate) timeline: bool,
     pub(crate) portability_subset: bool,
 }
@@ -379,6 +393,11 @@ impl GpuInfo {
         }
     }
 
+    /// Why it has no memory apart from the host's, or the host sees all of it; `None` for any other GPU.
+    pub fn unified(&self) -> Option<&'static str> {
+        unified(self.device_type, &self.heaps, &self.memory_types)
+    }
+
     /// Its queues, for people: "2 transfer, 16 graphics".
     pub fn queues(&self) -> String {
         let family = |(flags, count): &(vk::QueueFlags, u32)| {
@@ -397,5 +416,29 @@ impl GpuInfo {
 impl fmt::Display for GpuInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({}, {})", self.name, self.kind, self.driver)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_unified_where_the_host_sees_all_of_it() {
+        use vk::MemoryPropertyFlags as Flags;
+        let heap = |device_local| MemoryHeap { bytes: 1 << 30, device_local };
+        let kind = |flags, heap| MemoryType { flags, heap };
+        let (own, both) = (Flags::DEVICE_LOCAL, Flags::DEVICE_LOCAL | Flags::HOST_VISIBLE);
+        let discrete = |heaps: &[MemoryHeap], types: &[MemoryType]| {
+            unified(vk::PhysicalDeviceType::DISCRETE_GPU, heaps, types).is_some()
+        };
+        let host = kind(Flags::HOST_VISIBLE, 1);
+        assert!(!discrete(&[heap(true), heap(false)], &[kind(own, 0), host]));
+        assert!(!discrete(&[heap(true), heap(false), heap(true)], &[kind(own, 0), host, kind(both, 2)]), "a window");
+        assert!(discrete(&[heap(true), heap(false)], &[kind(own, 0), host, kind(both, 0)]), "a resizable BAR");
+        assert!(!discrete(&[heap(false)], &[kind(Flags::HOST_VISIBLE, 0)]), "no memory of its own");
+        for of in [vk::PhysicalDeviceType::INTEGRATED_GPU, vk::PhysicalDeviceType::CPU] {
+            assert!(unified(of, &[heap(true)], &[kind(own, 0)]).is_some());
+        }
     }
 }

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_addr::CardAddr;
+use dmalane_dma::CopyHint;
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, QueueAddr,
-    QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Waiting, Work, wait_with,
+    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue,
+    QueueAddr, QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::channel::{Channel, Recording};
@@ -45,6 +46,8 @@ pub(crate) struct GpuQueue {
     host_runs: Vec<Run>,
     device_runs: Vec<Run>,
     waiting: Waiting,
+    /// Made by the processor, before everything in flight.
+    early: Vec<Completion>,
     /// Ended without the GPU, after everything in flight.
     late: VecDeque<Completion>,
     state: QueueState,
@@ -59,6 +62,8 @@ pub(crate) struct Parts {
     pub memory: Arc<GpuMemory>,
     pub importer: Importer,
     pub sparse: Option<Arc<SparseMap>>,
+    /// Bytes of a copy by the processor, at most.
+    pub direct: u64,
 }
 
 /// A pattern that was written for fills to copy.
@@ -237,6 +242,41 @@ impl Parts {
         }
     }
 
+    /// Copies between host memory and memory of the GPU that is mapped. False if some of it is not, or not there;
+    /// then some bytes may have been copied.
+    fn copy_directly(&self, operation: &Operation) -> bool {
+        let Work::Copy { direction, host, at } = &operation.work else { return false };
+        let (host, reads) = (host.slice.view(), *direction == Direction::ToHost);
+        let len = host.len() as u64;
+        if operation.shape.is_some() || len > self.direct {
+            return false;
+        }
+        let hint = if operation.cache == CacheHint::Cold { CopyHint::Stream } else { CopyHint::Keep };
+        let mut copied = 0;
+        let mut card = |at: CardAddr, len| {
+            let found = self.memory.areas().resolve(at, len, |_, buffer, offset, _, len| {
+                let near = host.sub(copied as usize, len as usize);
+                if let (Some(near), Some(far)) = (near, buffer.view(offset, len, reads)) {
+                    match direction {
+                        Direction::FromHost => far.copy_from(near, hint),
+                        Direction::ToHost => near.copy_from(far, hint),
+                    }
+                    copied += len;
+                }
+            });
+            found.is_ok()
+        };
+        let found = match (*at, &self.sparse) {
+            (DeviceAddr::Card(at), _) => card(at, len),
+            (DeviceAddr::Va(va), Some(sparse)) => {
+                let mut there = true;
+                sparse.resolve(va, len, !reads, |_, to, len| there = there && card(to, len)).is_ok() && there
+            }
+            (DeviceAddr::Va(_), None) => false,
+        };
+        found && copied == len
+    }
+
     /// The runs behind a part of host memory, which is registered.
     pub fn host(&self, host: &HostSlice, at: u64, len: u64, into: &mut Vec<Run>) -> Result<(), OpError> {
         let range = host.iova().and_then(|span| span.sub(at, len));
@@ -352,6 +392,7 @@ impl GpuQueue {
             host_runs: Vec::new(),
             device_runs: Vec::new(),
             waiting: Waiting::new(),
+            early: Vec::new(),
             late: VecDeque::new(),
             state: QueueState::default(),
             lost: false,
@@ -404,7 +445,7 @@ impl GpuQueue {
         // They would keep buffers that nothing uses any more.
         self.host_runs.clear();
         self.device_runs.clear();
-        if writer.to_host {
+        if writer.to_host || self.parts.gpu.maps_memory() {
             self.channel.show_host(&recording);
         }
         self.state.flushed();
@@ -440,9 +481,30 @@ impl GpuQueue {
         self.refuse_waiting();
     }
 
+    /// Has the processor make a copy that was just submitted, if the GPU has nothing to do and its memory is mapped.
+    fn copy_directly(&mut self) {
+        if !self.parts.gpu.maps_memory() || self.channel.in_flight() > 0 || !self.late.is_empty() {
+            return;
+        }
+        let [(_, operation)] = self.waiting.make_contiguous() else { return };
+        if self.parts.copy_directly(operation)
+            && let Some((ticket, operation)) = self.waiting.pop_front()
+        {
+            let bytes = operation.bytes();
+            self.early.push(Completion { ticket, operation, result: Ok(()), bytes });
+        }
+    }
+
     /// Collects what has ended.
     fn collect(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
+        if !self.early.is_empty() {
+            // No call was made that would have noticed it.
+            if let Err(e) = self.channel.is_alive() {
+                self.halt(&e);
+            }
+            done.append(&mut self.early);
+        }
         if let Err(e) = self.channel.ended(|load| done.extend(load)) {
             self.halt(&e);
             // The GPU may have done some of it, or nothing.
@@ -486,6 +548,7 @@ impl Queue for GpuQueue {
         let registered = |operation: &Operation| operation.check_registered(&self.parts.importer);
         let (abilities, limits) = (self.abilities(), self.limits());
         let ticket = self.state.submit(operation, abilities, limits, registered, &mut self.waiting)?;
+        self.copy_directly();
         // Submitted while the caller prepares more.
         if self.waiting.len() >= EAGER && self.channel.in_flight() < BUSY {
             self.ring();

@@ -9,7 +9,9 @@ use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
 use dmalane_device::{AddressSpaceKind, Bind, Device, Placement};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar, SharedBuf};
-use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Registered, drain};
+use dmalane_queue::{
+    Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, StopReason, drain,
+};
 use dmalane_vm::{BindRequest, Bo};
 
 use crate::channel::Channel;
@@ -202,6 +204,96 @@ fn memory_is_freed_when_no_copy_uses_it_any_more() {
     drop(queues);
     assert_eq!(left(&live), [0; 6]);
     checked(&messages);
+}
+
+#[test]
+fn small_copies_on_unified_memory_are_the_processors() {
+    let messages = Messages::new();
+    for direct in [0, LEN as u64] {
+        let (faults, live) = (Arc::<Faults>::default(), Arc::<Live>::default());
+        let validation = Some(messages.clone());
+        let options = VulkanOptions { sparse: false, direct, validation, ..VulkanOptions::default() };
+        let Some(opened) = open(&options, &faults, &live) else { return };
+        let mut device = opened.unwrap();
+        assert!(direct > 0 || !device.shared().maps_memory(), "not asked for");
+        if direct > 0 && !device.shared().maps_memory() {
+            return println!("SKIPPED: {} has no unified memory that is coherent", device.gpu());
+        }
+        let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+        let table = memory.allocate(1 << 20, &Placement::Default).unwrap();
+        let at = DeviceAddr::Card(table.segments().next().unwrap().addr);
+        let host = |byte: u8| {
+            let (buf, via) = register(&*registrar, &*registrar.heap(None), &vec![byte; LEN]).unwrap();
+            HostSlice::from((buf.into_slice(), via))
+        };
+        let queue = &mut *queues[0];
+        drop(run(queue, vec![Operation::write(host(7), at)]).unwrap());
+        assert_eq!(queue.stats().unwrap().doorbells == 0, direct > 0, "nothing was submitted");
+        // What the GPU has in flight stays before it.
+        let pattern = 0x0101_0101_0101_0101;
+        let both = vec![Operation::fill(at, LEN as u64, pattern), Operation::read(host(0), at)];
+        let mut got = vec![0; LEN];
+        let read = run(queue, both).unwrap().remove(1).operation.into_slice().unwrap();
+        read.read(0, &mut got).unwrap();
+        assert!(got.iter().all(|byte| *byte == 1));
+        // A lost GPU is noticed although no copy asks it for anything.
+        let write = Operation::write(host(9), at);
+        faults.fail(1, vk::Result::ERROR_DEVICE_LOST);
+        let _ticket = queue.submit(write).unwrap();
+        let done = drain(queue, LONG);
+        assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
+        assert!(matches!(queue.halted(), Some(StopReason::Lost(_))), "{:?}", queue.halted());
+        drop((done, queues, memory, device, registrar));
+        assert_eq!(left(&live), [0; 6]);
+    }
+    checked(&messages);
+}
+
+#[test]
+#[ignore = "a measurement: small copies by the processor beside those by the GPU"]
+fn small_copies_by_the_processor_and_by_the_gpu() {
+    const COPIES: usize = 64;
+    for direct in [0, u64::MAX] {
+        let options = VulkanOptions { sparse: false, direct, ..VulkanOptions::default() };
+        let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
+        let mut device = opened.unwrap();
+        let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+        let queue = &mut *queues[0];
+        for len in [4 << 10, 64 << 10, 1 << 20] {
+            let table = memory.allocate((COPIES * len) as u64, &Placement::Default).unwrap();
+            let first = table.segments().next().unwrap().addr.bits();
+            let directions = [Direction::FromHost, Direction::ToHost];
+            for (batch, direction) in [1, COPIES].into_iter().flat_map(|n| directions.map(|direction| (n, direction))) {
+                let mut hosts: Vec<HostSlice> = (0..COPIES)
+                    .map(|_| register(&*registrar, &*registrar.heap(None), &vec![7; len]).unwrap())
+                    .map(|(buf, via)| (buf.into_slice(), via).into())
+                    .collect();
+                let mut times = Vec::new();
+                for _ in 0..30 {
+                    let begun = std::time::Instant::now();
+                    let mut done = Vec::new();
+                    for (i, host) in hosts.drain(..).enumerate() {
+                        // None follows the one before it.
+                        let place = (i * 37 % COPIES * len) as u64;
+                        let at = DeviceAddr::Card(dmalane_addr::CardAddr::new(first + place));
+                        let _ticket = queue.submit(Operation::copy(direction, host, at)).unwrap();
+                        if (i + 1) % batch == 0 {
+                            done.extend(drain(queue, LONG));
+                        }
+                    }
+                    times.push(begun.elapsed().as_secs_f64() * 1e6 / COPIES as f64);
+                    hosts = done.into_iter().map(|end| end.operation.into_host().remove(0)).collect();
+                }
+                times.sort_by(f64::total_cmp);
+                let who = if direct == 0 { "GPU" } else { "processor" };
+                let (least, median, most) = (times[0], times[15], times[29]);
+                println!(
+                    "{who}, {len} bytes, {batch} at a time, {direction:?}: {median:.2} us ({least:.2} to {most:.2})"
+                );
+            }
+            memory.free(table.segments()).unwrap();
+        }
+    }
 }
 
 /// A descriptor that the driver takes for a dma-buf: one by udmabuf, or the memfd itself, which a GPU in software maps

@@ -108,7 +108,13 @@ impl Fixture for Gpu {
 
 #[test]
 fn a_queue_takes_the_suite_of_queues() {
-    on_gpu(false, true, |name, options| dmalane_queue::conformance::suite(&mut Gpu::new(name, options)));
+    on_gpu(false, true, |name, options| {
+        // Small copies by the processor where that can, and all of them by the GPU.
+        for direct in [options.direct, 0] {
+            let options = VulkanOptions { direct, ..options.clone() };
+            dmalane_queue::conformance::suite(&mut Gpu::new(name, &options));
+        }
+    });
 }
 
 #[test]
