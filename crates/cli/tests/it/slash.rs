@@ -113,6 +113,40 @@ fn a_gibibyte_is_loaded_to_each_memory_without_a_copy() {
     load_everywhere("slash-large", 1 << 30);
 }
 
+/// Validates both ways, each memory and both, with each size; the program compares the bytes of each.
+fn sweep(sizes: &str, count: usize, threads: &str) {
+    let model = DriverModel::new(Version::KNOWN).unwrap();
+    let args = ["validate", "-d", "slash:0", "--sweep", sizes, "-j", threads, "--iterations", "1", "--json"];
+    let Some(output) = dmalane(&model, &args) else { return };
+    assert!(output.status.success(), "{}", text(&output));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let figures = json["figures"].as_array().unwrap();
+    println!("{} figures, {:?}", figures.len(), model.counts());
+    let integrity = json["integrity"].as_array().unwrap();
+    let right = integrity.iter().all(|one| one["ok"] == one["threads"]);
+    assert!(json["passed"] == true && integrity.len() >= 3 * count && right, "{integrity:?}");
+    // HBM, DDR and both; read, write and both ways. The driver has one kind of pages.
+    let mut kinds: Vec<String> = figures
+        .iter()
+        .map(|figure| [&figure["memory"], &figure["direction"]].map(Value::to_string).join(" "))
+        .collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    assert_eq!((kinds.len(), figures.len()), (9, 9 * count), "{kinds:?}");
+    assert!(model.counts().channels.len() == 2 && model.pairs() == 0);
+}
+
+#[test]
+fn validate_sweeps_all_memory_in_each_direction() {
+    sweep("4KiB,1MiB,MUL4", 5, "4");
+}
+
+#[test]
+#[ignore = "up to 64 MiB for each of 8 threads: scripts/nightly"]
+fn validate_sweeps_all_memory_in_each_direction_up_to_64_mib() {
+    sweep("4KiB,64MiB,MUL", 15, "8");
+}
+
 #[test]
 fn read_and_validate_use_both_channels() {
     let (model, len) = (DriverModel::new(Version::KNOWN).unwrap(), 5 * MIB + 7);
