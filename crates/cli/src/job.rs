@@ -142,7 +142,7 @@ impl ProcessJob {
         self.done.fetch_add(by, Ordering::Relaxed);
     }
 
-    /// To be told about stages.
+    /// The state of the stages.
     pub fn live(&self) -> Arc<Live> {
         self.live.clone()
     }

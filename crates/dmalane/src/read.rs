@@ -72,7 +72,7 @@ pub struct ReadOptions {
     /// ([`FillReport::timeline`](dmalane_load::fill::FillReport::timeline)); with the channels of a device that was
     /// opened with [`DriveOptions::timeline`](dmalane_load::DriveOptions::timeline). Short files and streams have none.
     pub timeline: Option<Instant>,
-    /// Told about the stages meanwhile.
+    /// Updated with the state of each stage meanwhile.
     pub live: Option<Arc<Live>>,
 }
 

@@ -62,7 +62,7 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Time and bytes of each stage, a recording if there is one, and who is told meanwhile.
+/// Time and bytes of each stage, a recording if there is one, and the display that is updated meanwhile.
 #[derive(Debug, Default)]
 pub(crate) struct Clocks {
     clocks: [Clock; Stage::ALL.len()],
@@ -72,12 +72,12 @@ pub(crate) struct Clocks {
     tap: Option<Box<Tap>>,
 }
 
-/// What others were told of the clocks.
+/// The part of the clocks that was published.
 #[derive(Debug)]
 struct Tap {
     live: Arc<Live>,
-    told: [Clock; Stage::ALL.len()],
-    /// When they are told again.
+    published: [Clock; Stage::ALL.len()],
+    /// When they are published again.
     due: Instant,
 }
 
@@ -128,7 +128,7 @@ impl Clocks {
             Box::new(Recording { work: recorder(name.to_owned(), epoch), operations })
         });
         let tap = live.map(|live| {
-            Box::new(Tap { live: live.clone(), told: Default::default(), due: Instant::now() + TELL_EVERY })
+            Box::new(Tap { live: live.clone(), published: Default::default(), due: Instant::now() + TELL_EVERY })
         });
         Self { recording, tap, ..Self::default() }
     }
@@ -185,8 +185,8 @@ impl Clocks {
     /// Adds times, bytes and recordings of others.
     pub(crate) fn add(&mut self, mut other: Self) {
         other.tell(Instant::now());
-        let told = self.tap.iter_mut().filter(|_| other.tap.is_some()).map(|tap| &mut tap.told);
-        for clocks in told.chain([&mut self.clocks]) {
+        let published = self.tap.iter_mut().filter(|_| other.tap.is_some()).map(|tap| &mut tap.published);
+        for clocks in published.chain([&mut self.clocks]) {
             for (mine, theirs) in clocks.iter_mut().zip(other.clocks) {
                 mine.busy += theirs.busy;
                 mine.held += theirs.held;
@@ -220,19 +220,19 @@ impl Clocks {
         }
     }
 
-    /// Tells what was not told yet.
+    /// Publishes the rest.
     fn tell(&mut self, now: Instant) {
         let Some(tap) = &mut self.tap else { return };
         tap.due = now + TELL_EVERY;
-        for ((LiveStage { report, in_flight }, told), clock) in
-            tap.live.lock().iter_mut().zip(&mut tap.told).zip(&self.clocks)
+        for ((LiveStage { report, in_flight }, published), clock) in
+            tap.live.lock().iter_mut().zip(&mut tap.published).zip(&self.clocks)
         {
             let busy = clock.busy + clock.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-            report.busy += busy.saturating_sub(told.busy);
-            report.held += clock.held - told.held;
-            report.bytes += clock.bytes - told.bytes;
-            *in_flight = *in_flight + clock.in_flight - told.in_flight;
-            *told = Clock { busy, ..*clock };
+            report.busy += busy.saturating_sub(published.busy);
+            report.held += clock.held - published.held;
+            report.bytes += clock.bytes - published.bytes;
+            *in_flight = *in_flight + clock.in_flight - published.in_flight;
+            *published = Clock { busy, ..*clock };
         }
     }
 
@@ -251,8 +251,8 @@ impl Clocks {
 impl Drop for Tap {
     /// Nothing is in flight any more.
     fn drop(&mut self) {
-        for (live, told) in self.live.lock().iter_mut().zip(&self.told) {
-            live.in_flight -= told.in_flight;
+        for (live, published) in self.live.lock().iter_mut().zip(&self.published) {
+            live.in_flight -= published.in_flight;
         }
     }
 }
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!((stage().report.bytes, stage().in_flight), (207, 3));
         a.time(Stage::Read, || std::thread::sleep(2 * TELL_EVERY));
         let all: u64 = a.stages().map(|s| s.bytes).sum();
-        assert_eq!((all, stage().report.bytes), (207, 207), "what was merged is not told twice");
+        assert_eq!((all, stage().report.bytes), (207, 207), "what was merged is not published twice");
         drop(a);
         assert_eq!(stage().in_flight, 0);
     }

@@ -36,7 +36,7 @@ pub struct DriveOptions {
     pub checksum: bool,
     /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker and each channel.
     pub timeline: bool,
-    /// Told about the stages of loads meanwhile.
+    /// Updated with the state of each stage of a load meanwhile.
     pub live: Option<Arc<Live>>,
 }
 
@@ -351,7 +351,7 @@ impl OpenDevice {
         }
     }
 
-    /// What was recorded since [`OpenDevice::record_channels`]: a track for each queue.
+    /// The recording since [`OpenDevice::record_channels`]: a track for each queue.
     pub fn channel_tracks(&mut self) -> Vec<Track> {
         self.channels.as_ref().map_or(Vec::new(), Channels::end)
     }

@@ -400,7 +400,7 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             .expect("at least one queue")
     }
 
-    /// What all queues can do, and fences; not the order of a single queue.
+    /// The abilities of all queues, and fences; not the order of a single queue.
     fn abilities(&self) -> Abilities {
         let all = self.queues.iter().fold(Abilities::all(), |all, queue| all & queue.abilities());
         (all - Abilities::ORDERED) | Abilities::FENCE

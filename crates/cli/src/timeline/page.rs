@@ -29,7 +29,7 @@ svg{width:100%;height:auto;background:#fafafa;border:1px solid #ddd}
 svg text{font:11px system-ui,sans-serif;fill:#333}svg line{stroke:#ddd}
 .key{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}";
 
-/// What a page says besides the timeline.
+/// The contents of a page besides the timeline.
 pub struct Page<'a> {
     /// The command, such as "dmalane load".
     pub command: &'a str,

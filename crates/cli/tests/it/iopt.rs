@@ -410,7 +410,7 @@ fn kinds_of_memory() {
 fn a_field_that_stands_there_twice() {
     let place = Place::new(r#"{"schema":1,"mappings":[{"va":0,"va":4096,"pa":0,"len":4096,"access":"r"}]}"#);
     let says = place.complains("build spec.json -f x86-64-4level -o image.bin", 1);
-    assert!(says.contains("spec.json: the field \"va\" stands there twice at line 1"), "{says}");
+    assert!(says.contains("spec.json: duplicate field \"va\" at line 1"), "{says}");
 }
 
 #[test]

@@ -62,7 +62,7 @@ pub struct FillOptions {
     pub timeout: Duration,
     /// The beginning of a timeline that is recorded ([`FillReport::timeline`]), in at most about 1 MiB for each worker.
     pub timeline: Option<Instant>,
-    /// Told about the stages meanwhile.
+    /// Updated with the state of each stage meanwhile.
     pub live: Option<Arc<Live>>,
 }
 

@@ -157,7 +157,7 @@ impl<'de> Visitor<'de> for Values {
         let mut fields = Map::new();
         while let Some(key) = object.next_key::<String>()? {
             if fields.contains_key(&key) {
-                return Err(A::Error::custom(format!("the field {key:?} stands there twice")));
+                return Err(A::Error::custom(format!("duplicate field {key:?}")));
             }
             let Unique(value) = object.next_value()?;
             fields.insert(key, value);
@@ -215,11 +215,8 @@ mod tests {
         for (spec, says) in [
             ("", "not JSON: EOF"),
             ("[]", "the specification: not an object"),
-            ("{\"schema\":1,\n\"schema\":1,\"mappings\":[]}", "the field \"schema\" stands there twice at line 2"),
-            (
-                r#"{"schema":1,"mappings":[{"va":0,"pa":0,"len":4096,"va":4096}]}"#,
-                "the field \"va\" stands there twice",
-            ),
+            ("{\"schema\":1,\n\"schema\":1,\"mappings\":[]}", "duplicate field \"schema\" at line 2"),
+            (r#"{"schema":1,"mappings":[{"va":0,"pa":0,"len":4096,"va":4096}]}"#, "duplicate field \"va\""),
             ("{}", "schema is missing"),
             (r#"{"schema":2,"mappings":[]}"#, "schema: 2, but"),
             (r#"{"schema":1}"#, "mappings is missing"),

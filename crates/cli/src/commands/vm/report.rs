@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::output::plain;
 use crate::size;
 
-/// Writes the report; what goes wrong is told at the end.
+/// Writes the report; `finish` returns the first error of writing.
 pub struct ReplayReport {
     out: BufWriter<Stdout>,
     json: bool,
@@ -34,18 +34,6 @@ struct LineResult<'a> {
     message: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     unmapped_bytes: Option<u64>,
-}
-
-#[derive(Serialize)]
-struct Run {
-    va: String,
-    len: u64,
-    bo: Option<u64>,
-    offset: Option<String>,
-    repeat: Option<u64>,
-    pa: String,
-    access: String,
-    leaf: u64,
 }
 
 /// Times as JSON has them.
@@ -200,16 +188,16 @@ impl ReplayReport {
         };
         let (first, to, leaf) = (run.span.first().bits(), run.to.bits(), run.leaf);
         if self.json {
-            return self.element(&Run {
-                va: hex(first),
-                len: run.span.len(),
-                bo,
-                offset: offset.map(hex),
-                repeat,
-                pa: hex(to),
-                access: run.access.to_string(),
-                leaf: leaf.bytes(),
-            });
+            return self.element(&json!({
+                "va": hex(first),
+                "len": run.span.len(),
+                "bo": bo,
+                "offset": offset.map(hex),
+                "repeat": repeat,
+                "pa": hex(to),
+                "access": run.access.to_string(),
+                "leaf": leaf.bytes(),
+            }));
         }
         self.write(|out| {
             write!(out, "{first:#x}..={:#x} -> {to:#x}  {}  {leaf} leaves  ", run.span.last(), run.access)?;
