@@ -70,7 +70,8 @@ def suite_programs(arch, target):
     paths = test_binaries(*targets.values(), options=["--lib", "--test", "kernel", *options], env=env)
     programs = dict(zip(targets, paths, strict=True))
     if arch is None:
-        cargo("build", "--locked", *options, "--bin", "dmalane")
+        # With the examples, dependencies get the features that the tests need: nothing is built again.
+        cargo("build", "--locked", *options, "--examples", "--bin", "dmalane")
         programs["dmalane"] = target / "debug/dmalane"
     return programs
 
