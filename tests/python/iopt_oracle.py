@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections import Counter
+from functools import partial
 
 import numpy as np
 from iopt_machines import KINDS
@@ -68,6 +69,11 @@ def said(refused, to):
     return "refused" if refused else f"-> {to:#x}"
 
 
+def disagree(refused, to, translation, allowed):
+    """True where the MMU says something else than `iopt walk` of one access."""
+    return bool(refused) == allowed or allowed and int(to) != int(translation["pa"], 16)
+
+
 def compare_foreign(dmalane, machine, seed, directory, images=4, count=500):
     """Compares `iopt walk` with the MMU on images in which bits of random entries were flipped, so that tables limit
     what is below them and pages are for privileged accesses. Gives what was counted."""
@@ -96,16 +102,22 @@ def compare_foreign(dmalane, machine, seed, directory, images=4, count=500):
         at, walked = at[asked], [walked[i] for i in asked]
         tally["addresses"] += len(at)
         tally["by permission"] += sum(not (t["access"] or "").startswith("rwx") for t in walked)
-        with machine.walker(registers, base, entries.tobytes(), directory) as walker:
+        start = partial(machine.walker, registers, base, entries.tobytes(), directory)
+        with start() as walker:
             # Unicorn executes what is not readable in stage 2.
-            for letter in set(machine.kinds) - ({"x"} if "-s2-" in machine.format else set()):
+            for letter in sorted(set(machine.kinds) - ({"x"} if "-s2-" in machine.format else set())):
                 refused, answers = walker.translate(letter, at)
-                for address, no, to, t in zip(at.tolist(), refused, answers.tolist(), walked, strict=True):
+                for i, (no, to, t) in enumerate(zip(refused, answers.tolist(), walked, strict=True)):
                     allowed = t["access"] is not None and letter in t["access"].split(",")[0]
-                    if no == allowed or allowed and to != int(t["pa"], 16):
+                    if disagree(no, to, t, allowed):
+                        # Unicorn 2.1.4 once gave an address itself as the answer, and did not when asked again.
+                        with start() as second:
+                            (no,), (to,) = second.translate(letter, at[i : i + 1])
+                        tally["asked twice"] += 1
+                    if disagree(no, to, t, allowed):
                         raise Difference(
-                            f"{machine.format}, seed {seed}, image {image}: {letter} at {address:#x}: "
-                            f"{said(no, to)}, but iopt walk says {t}"
+                            f"{machine.format}, seed {seed}, image {image}: {letter} at {int(at[i]):#x}: "
+                            f"{said(no, int(to))}, but iopt walk says {t}"
                         )
                     tally["translated"] += allowed
     return tally
