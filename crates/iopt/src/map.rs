@@ -245,8 +245,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages
-    /// of the segments. An entry that was valid is replaced by one store; the device may remember it until it has
-    /// invalidated the span. Gives the number of pages written, and of those among them that were mapped before.
+    /// of the segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
+    /// break-before-make); the device may remember it until it has invalidated the span. Gives the number of pages
+    /// written, and of those among them that were mapped before.
     ///
     /// Stops at the end of the table and at a segment that cannot be mapped. Does nothing where there is no table, nor
     /// for formats with groups: [`clear`](Self::clear) and [`map_sg`](Self::map_sg) of the rest do it, or say why not.
