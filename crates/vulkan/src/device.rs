@@ -31,7 +31,7 @@ pub struct VulkanOptions {
     /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can.
     pub exportable: bool,
     /// Copies of at most so many bytes are the processor's while the GPU is idle, where it shares its memory with the
-    /// host, or the host sees all of it; 0 for none.
+    /// host; 0 for none.
     pub direct: u64,
     /// Have the validation layers, where they are installed, check every call, and collect their messages here.
     pub validation: Option<Messages>,

@@ -1,4 +1,4 @@
-//! What our side adds between the submission of an operation and the driver's call; measured by hand.
+//! The time from the submission of an operation to the driver's call; measured by hand.
 
 use std::collections::VecDeque;
 use std::io;

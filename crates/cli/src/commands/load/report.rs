@@ -64,7 +64,7 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
     stages
 }
 
-/// What `--json` prints. Files and tensors are made as they are printed: there may be millions.
+/// The object that `--json` prints. Files and tensors are made as they are printed: there may be millions.
 #[derive(Serialize)]
 struct Report<F> {
     #[serde(flatten)]

@@ -32,7 +32,7 @@ pub const fn sizes<F: Format>() -> Sizes {
     }
 }
 
-/// What random values are made from, without the format as a type.
+/// Sizes and rights that random values are made from, without the format as a type.
 pub struct Geometry {
     pub sizes: Sizes,
     /// [`shift`] of each level.
