@@ -52,7 +52,10 @@ pub(crate) fn receive(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let got = match recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+    let mut take = || recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags);
+    // A peer that leaves messages unread resets the connection. The kernel reports that once, before messages that the
+    // peer sent earlier, such as the reason of a refusal.
+    let got = match take().or_else(|e| if e == Errno::CONNRESET { take() } else { Err(e) }) {
         Ok(got) => got,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
         Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
@@ -101,5 +104,24 @@ pub(crate) fn drain(fd: impl AsFd) {
     let mut left = 64;
     while left > 0 && rustix::net::recv(&fd, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {
         left -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    #[test]
+    fn the_last_message_arrives_before_the_reset() {
+        let (client, daemon) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        send(&client, b"hello", &[], false).unwrap();
+        send(&daemon, b"refused", &[], false).unwrap();
+        drop(daemon);
+        let (mut buffer, mut fds) = ([0; MAX_MESSAGE], Vec::new());
+        assert!(matches!(receive(&client, &mut buffer, &mut fds), Ok(Received::Message(7))));
+        assert!(matches!(receive(&client, &mut buffer, &mut fds), Ok(Received::End)));
     }
 }

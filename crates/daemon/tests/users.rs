@@ -18,12 +18,14 @@ use std::time::{Duration, Instant};
 use daemon::Daemon;
 use dmalane_addr::{Access, Address};
 use dmalane_card::{Card, CardQueue};
-use dmalane_daemon::wire::{ClientRequest, MAX_MESSAGE, MapSegment};
+use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MapSegment, MessageHeader};
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
 use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered, Shape};
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
+use zerocopy::FromBytes;
 
 /// The socket of the daemon, for a test that runs as another user.
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
@@ -34,13 +36,14 @@ const MIB: usize = 1 << 20;
 struct Other(Child, BufReader<std::process::ChildStdout>);
 
 impl Other {
-    /// Waits until it prints a line with this word.
-    fn wait_for(&mut self, word: &str) {
+    /// Waits until it prints a line with this word; the line.
+    fn wait_for(&mut self, word: &str) -> String {
         let mut line = String::new();
         while !line.contains(word) {
             line.clear();
             assert!(self.1.read_line(&mut line).unwrap() > 0, "the process of the other user ended before {word:?}");
         }
+        line
     }
 }
 
@@ -53,6 +56,8 @@ impl Drop for Other {
 
 /// True when tests can run as other users.
 fn root() -> bool {
+    // Not while another test copies its program: a child inherits the open copy, which cannot be run meanwhile.
+    let _one = daemon::one();
     let root = rustix::process::geteuid().is_root()
         && Command::new("setpriv").arg("--version").stdout(Stdio::null()).status().is_ok_and(|s| s.success());
     if !root {
@@ -76,8 +81,10 @@ fn spawn(uid: u32, test: &str, daemon: &Daemon) -> Other {
 /// Runs this test as another user with the supplementary groups of that option of setpriv.
 fn spawn_in(groups: &str, uid: u32, test: &str, daemon: &Daemon) -> Other {
     // A copy, because the folder of the build may be closed to other users.
-    let program = daemon.path.with_file_name(format!("test-{uid}"));
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let program = daemon.path.with_file_name("test");
+    if !program.exists() {
+        std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    }
     let id = uid.to_string();
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &id, "--regid", &id, groups]).arg(program);
@@ -112,19 +119,37 @@ fn send(socket: &OwnedFd, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -
     rustix::net::sendmsg(socket, &[std::io::IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL).is_ok()
 }
 
-fn receive(socket: &OwnedFd) -> bool {
-    rustix::net::recv(socket, &mut [0u8; MAX_MESSAGE], rustix::net::RecvFlags::empty()).is_ok_and(|(n, _)| n > 0)
+/// Receives an answer; the error is the text of a refusal.
+fn receive(socket: &OwnedFd) -> Result<(), String> {
+    let mut bytes = [0u8; MAX_MESSAGE];
+    let mut take = || rustix::net::recv(socket, &mut bytes, rustix::net::RecvFlags::empty());
+    // The kernel reports a reset once, before the messages that were sent earlier.
+    let received = take().or_else(|e| if e == Errno::CONNRESET { take() } else { Err(e) });
+    let (n, _) = received.map_err(|e| e.to_string())?;
+    let (header, body) = MessageHeader::ref_from_prefix(&bytes[..n]).map_err(|_| "the end of the connection")?;
+    let Ok((FailedAnswer { .. }, text)) = FailedAnswer::ref_from_prefix(body) else { return Ok(()) };
+    if header.opcode.get() == FAILED { Err(String::from_utf8_lossy(text).into_owned()) } else { Ok(()) }
 }
 
-/// A function opened without the client library.
-fn opened(path: &Path) -> Option<OwnedFd> {
-    let socket = dial(path)?;
-    for request in
-        [ClientRequest::Hello { min: 1, max: 9 }, ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }]
-    {
-        (send(&socket, &request, &[]) && receive(&socket)).then_some(())?;
-    }
-    Some(socket)
+/// Sends a request and receives the answer; the error is the text of a refusal.
+fn ask(socket: &OwnedFd, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<(), String> {
+    // A refused peer has its answer already, and cannot send.
+    send(socket, request, fds);
+    receive(socket)
+}
+
+/// A function opened without the client library; the error is the text of a refusal.
+fn opened(path: &Path) -> Result<OwnedFd, String> {
+    let socket = dial(path).ok_or("no connection")?;
+    ask(&socket, &ClientRequest::Hello { min: 1, max: 9 }, &[])?;
+    ask(&socket, &ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[])?;
+    Ok(socket)
+}
+
+/// Asks for a mapping of a new memfd without pages, which then have to be populated.
+fn send_map(socket: &OwnedFd, len: usize) -> bool {
+    let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
+    send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[sparse(len).as_fd()])
 }
 
 /// TCP sockets whose `close` blocks for a minute, with their peers.
@@ -151,8 +176,7 @@ fn clog(path: &Path, greet: bool) -> ! {
         std::thread::spawn(move || {
             let Some(connection) = dial(&path) else { return };
             if greet {
-                send(&connection, &ClientRequest::Hello { min: 1, max: 9 }, &[]);
-                receive(&connection);
+                let _ = ask(&connection, &ClientRequest::Hello { min: 1, max: 9 }, &[]);
             }
             send(&connection, &ClientRequest::Status { first: 0 }, &[socket.as_fd()]);
             drop(socket);
@@ -223,11 +247,7 @@ fn sparse(len: usize) -> OwnedFd {
 /// Asks for mappings that have to be populated, on many connections at once.
 fn map_much(path: &Path, connections: usize, len: usize) -> Vec<OwnedFd> {
     let sockets: Vec<OwnedFd> = (0..connections).map(|_| opened(path).expect("a function")).collect();
-    for socket in &sockets {
-        let fd = sparse(len);
-        let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
-        assert!(send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[fd.as_fd()]));
-    }
+    assert!(sockets.iter().all(|socket| send_map(socket, len)));
     sockets
 }
 
@@ -295,10 +315,22 @@ fn a_client_that_leaves_ends_what_it_asked_for() {
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
-/// Opens functions until it has this many or is refused, and prints how many there are and how many the status shows.
-fn take(path: &Path, most: usize) -> ! {
-    let taken: Vec<OwnedFd> = (0..most).map_while(|_| opened(path)).collect();
-    println!("took {}", taken.len());
+/// Opens functions, and maps so many bytes for each, until it has this many or is refused. Prints how many there are,
+/// why there are no more, and how many the status shows.
+fn take(path: &Path, most: usize, mapped: usize) -> ! {
+    let one = || {
+        let socket = opened(path)?;
+        if mapped > 0 {
+            assert!(send_map(&socket, mapped));
+            receive(&socket)?;
+        }
+        Ok(socket)
+    };
+    let (mut taken, mut refusal) = (Vec::new(), String::new());
+    while taken.len() < most && refusal.is_empty() {
+        one().map_or_else(|text: String| refusal = text, |socket| taken.push(socket));
+    }
+    println!("took {}: {refusal}", taken.len());
     let shown = status(path).map_or(0, |status| status.clients.iter().filter(|c| c.queues > 0).count());
     println!("sees {shown}");
     park()
@@ -307,7 +339,7 @@ fn take(path: &Path, most: usize) -> ! {
 #[test]
 fn subordinate_users_share_the_limits_of_their_owner() {
     if let Some(path) = other() {
-        take(&path, 16);
+        take(&path, 16, 0);
     }
     if !root() {
         return;
@@ -330,9 +362,52 @@ fn subordinate_users_share_the_limits_of_their_owner() {
 }
 
 #[test]
+fn each_limit_holds_for_sixteen_users_at_once() {
+    const MAPPED: usize = 4 * MIB;
+    if let Some(path) = other() {
+        take(&path, 64, MAPPED);
+    }
+    if !root() {
+        return;
+    }
+    let me = "each_limit_holds_for_sixteen_users_at_once";
+    let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, ..ClientLimits::default() };
+    let minute = Duration::from_secs(60);
+    let subordinates = vec![(100_000..100_010, 40_002)];
+    let config = Config { clients: 128, limits, subordinates, map_timeout: minute, ..Config::default() };
+    // Each lets a user have three clients. The memory: a function counts 1 MiB, and page tables a little.
+    let memory = Some(4 * MAPPED as u64 + (5 << 19));
+    for (limit, config) in [
+        ("--user-clients", Config { user_clients: Some(3), ..config.clone() }),
+        ("--user-ddr", Config { user_ddr: Some(6 << 20), ..config.clone() }),
+        ("--user-hbm", Config { user_hbm: Some(12 << 20), ..config.clone() }),
+        ("--user-memory", Config { user_memory: memory, ..config.clone() }),
+    ] {
+        let daemon = Daemon::start(config);
+        open_to_all(&daemon);
+        let uids = (40_002..40_016).chain([100_003, 100_007]);
+        let mut processes: Vec<(u32, Other)> = uids.map(|uid| (uid, spawn(uid, me, &daemon))).collect();
+        let mut taken = std::collections::BTreeMap::new();
+        for (uid, process) in &mut processes {
+            let line = process.wait_for("took ");
+            assert!(line.contains(limit), "{uid}, {limit}: {line}");
+            let (_, n) = line.split_once("took ").unwrap();
+            let n: usize = n.split(':').next().unwrap().parse().unwrap();
+            *taken.entry(if *uid < 100_000 { *uid } else { 40_002 }).or_insert(0) += n;
+        }
+        assert!(taken.len() == 14 && taken.values().all(|n| *n == 3), "{limit}: {taken:?}");
+        // Of refused ones some are being released.
+        let all = daemon.status().clients;
+        assert_eq!(all.iter().filter(|c| c.mappings > 0).count(), 42, "{limit}");
+        drop(processes);
+        daemon.end_empty();
+    }
+}
+
+#[test]
 fn status_shows_the_clients_of_the_own_user() {
     if let Some(path) = other() {
-        take(&path, 3);
+        take(&path, 3, 0);
     }
     if !root() {
         return;
@@ -349,7 +424,7 @@ fn status_shows_the_clients_of_the_own_user() {
 #[test]
 fn supplementary_groups_count() {
     if let Some(path) = other() {
-        take(&path, 2);
+        take(&path, 2, 0);
     }
     if !root() {
         return;
@@ -458,10 +533,9 @@ fn attack(path: &Path) -> ! {
             }
         });
         s.spawn(move || {
-            let sockets: Vec<OwnedFd> = (0..asking).filter_map(|_| opened(path)).collect();
+            let sockets: Vec<OwnedFd> = (0..asking).filter_map(|_| opened(path).ok()).collect();
             for socket in sockets.iter().cycle() {
-                send(socket, &ClientRequest::Status { first: 0 }, &[]);
-                receive(socket);
+                let _ = ask(socket, &ClientRequest::Status { first: 0 }, &[]);
             }
         });
         s.spawn(move || {
