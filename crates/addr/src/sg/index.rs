@@ -48,7 +48,7 @@ pub enum SgKind {
     WideRank,
     /// 8 bytes for each of about as many buckets as segments, and at most 16 for each segment that shares a bucket with
     /// several others: for granules below 4 KiB, of which the others would need too many, and for segments of more than
-    /// 256 granules on average.
+    /// 64 granules on average.
     Buckets,
     /// The same with twice the bytes, for 2^32 granules and more, or segments that are so far apart.
     WideBuckets,
@@ -80,9 +80,9 @@ const FLAT_MEAN_16THS: u64 = 17;
 /// The longest segment, in granules, of a flat index, which finds the end of a segment page by page.
 const FLAT_LONGEST: u64 = 16;
 
-/// Segments longer than this on average get no bitmap: it would take more than 64 bytes for each, so that untrusted
-/// segments could demand any amount of memory.
-const MOST_PAGES_A_SEGMENT: u64 = 256;
+/// Segments longer than this on average get no bitmap: it would take more than 16 bytes for each, which is what buckets
+/// take, and buckets are faster. (Untrusted segments could demand any amount of memory with it.)
+const MOST_PAGES_A_SEGMENT: u64 = 64;
 
 /// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
 const RANK_GRANULE: u32 = 12;

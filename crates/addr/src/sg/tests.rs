@@ -226,16 +226,16 @@ fn size_is_as_promised() {
 #[test]
 fn odd_segments_among_large_ones() {
     let large = 2 << 20;
-    for odd in [1usize, 16, 700] {
-        let mut runs = segments(1024, large / 4096, 4096);
+    for (odd, page) in [(1usize, 4096), (16, 4096), (700, 4096), (16, 1 << 14)] {
+        let mut runs = segments(1024, large / page, page);
         for i in 0..odd {
             // One page each, or all of them in one place.
             let at = if odd == 700 { 500 } else { i * 61 % runs.len() };
-            runs.insert(at, ((1 << 40) + i as u64 * 8192, 4096));
+            runs.insert(at, ((1 << 40) + i as u64 * 2 * page, page));
         }
         let table = table(&runs);
         let index = SgIndex::from_table(&table).unwrap();
-        assert_eq!((index.kind(), index.granule()), (SgKind::Buckets, PageSize::SIZE_4K));
+        assert_eq!((index.kind(), index.granule()), (SgKind::Buckets, PageSize::new(page).unwrap()));
         assert!(index.bytes() <= 128 + table.segment_count() * 24, "{}", index.bytes());
         let mut start = 0;
         for (_, len) in &runs {
