@@ -198,12 +198,12 @@ impl<F: Format, T: Tables> Subject for Ours<F, T> {
     }
 
     fn find(&self, at: u64) -> Option<u64> {
-        let at = Iova::new(at);
-        self.table().lookup(at).and_then(|leaf| leaf.translate(at)).map(|to| to.bits())
+        self.table().translate(Iova::new(at)).map(|to| to.bits())
     }
 
     fn find_all(&self, at: &[u64]) -> u64 {
-        at.iter().fold(0, |sum, &at| sum.wrapping_add(self.find(at).unwrap_or(0)))
+        let table = self.table();
+        at.iter().fold(0, |sum, &at| sum.wrapping_add(table.translate(Iova::new(at)).map_or(0, |to| to.bits())))
     }
 
     fn tables(&self) -> Option<usize> {

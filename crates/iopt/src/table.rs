@@ -148,6 +148,27 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The leaf that translates `at`, or `None` where nothing is mapped and beyond the input range.
     #[inline(always)]
     pub fn lookup(&self, at: I) -> Option<Leaf<I, O>> {
+        self.at_last_entry(at, |level, entry| {
+            let Entry::Leaf { out, access } = F::decode(level, entry) else { return None };
+            let size = Kind::of::<F>(level, entry).size::<F>();
+            Some(Leaf { at: at.align_down(size), to: O::new(out), size, access })
+        })
+    }
+
+    /// Where `at` leads, as Linux's `iova_to_phys`; `None` as for [`lookup`](Self::lookup), which also finds the leaf and
+    /// its rights, and takes longer.
+    #[inline(always)]
+    pub fn translate(&self, at: I) -> Option<O> {
+        self.at_last_entry(at, |level, entry| {
+            let Entry::Leaf { out, .. } = F::decode(level, entry) else { return None };
+            let size = Kind::of::<F>(level, entry).size::<F>();
+            Some(O::new(out | at.bits() & (size.bytes() - 1)))
+        })
+    }
+
+    /// Walks to `at` and asks `ask` about the entry in which the walk ends, with its level (a constant at each call).
+    #[inline(always)]
+    fn at_last_entry<R>(&self, at: I, ask: impl Fn(u32, u64) -> Option<R>) -> Option<R> {
         let bits = at.bits();
         if bits >= input_len::<F>() {
             return None;
@@ -158,19 +179,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let entry = self.load(table, index::<F>(bits, level));
             match next_table::<F>(level, entry) {
                 Some(next) => table = T::Addr::new(next),
-                None => return Self::leaf(at, level, entry),
+                None => return ask(level, entry),
             }
         }
         let level = F::LEVELS - 1;
-        Self::leaf(at, level, self.load(table, index::<F>(bits, level)))
-    }
-
-    /// The leaf around `at` that an entry found at `level` is, or is part of.
-    #[inline]
-    fn leaf(at: I, level: u32, entry: u64) -> Option<Leaf<I, O>> {
-        let Entry::Leaf { out, access } = F::decode(level, entry) else { return None };
-        let size = Kind::of::<F>(level, entry).size::<F>();
-        Some(Leaf { at: at.align_down(size), to: O::new(out), size, access })
+        ask(level, self.load(table, index::<F>(bits, level)))
     }
 
     /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf

@@ -194,6 +194,7 @@ fn translate<F: Format>(table: &Table<F, Failing>, model: &Model, at: u64) -> Re
         found.map(|l| (l.at.bits(), l.to.bits(), l.size.bytes(), l.access)),
         expected.map(|(a, l)| (a, l.out, l.size, l.access))
     );
+    prop_assert_eq!(table.translate(Iova::new(at)), found.and_then(|leaf| leaf.translate(Iova::new(at))));
     let walked = walk_privileged::<F>(table.root().bits(), at, |entry| table.tables().heap.read(entry));
     match (found, walked) {
         (Some(leaf), Ok(w)) => {
@@ -488,7 +489,7 @@ fn refusals<F: Format>() {
     assert_eq!(table.map_sg(Iova::new(0), [], Access::READ), Ok(0));
     assert_eq!(table.map_sg(Iova::new(top), [], Access::READ), Ok(0));
     for at in [top, u64::MAX] {
-        assert_eq!(table.lookup(Iova::new(at)), None);
+        assert_eq!((table.lookup(Iova::new(at)), table.translate(Iova::new(at))), (None, None));
         assert_eq!(table.runs(span(at, 1)).count(), 0);
         let fault = walk::<F>(table.root().bits(), at, |_| panic!("nothing to fetch")).unwrap_err();
         assert_eq!((fault.level, fault.kind), (0, FaultKind::OutOfRange));
