@@ -155,8 +155,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         })
     }
 
-    /// Where `at` leads, as Linux's `iova_to_phys`; `None` as for [`lookup`](Self::lookup), which also finds the leaf and
-    /// its rights, and takes longer.
+    /// Where `at` leads, as Linux's `iova_to_phys`; `None` as for [`lookup`](Self::lookup), which also finds the leaf
+    /// with its rights, and takes longer.
     #[inline(always)]
     pub fn translate(&self, at: I) -> Option<O> {
         self.at_last_entry(at, |level, entry| {
