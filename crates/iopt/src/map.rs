@@ -149,7 +149,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::NoTables`] and [`Error::TableAddress`]: whichever comes first on the way through the list. After any of
     /// them the table is as it was. Tables that were linked for a moment are freed at once: where a device may stray
     /// into the span *during* the call, invalidate the span after a failure.
-    #[inline]
+    #[inline(always)]
     pub fn map_sg(
         &mut self,
         at: I,
@@ -172,14 +172,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Maps one page if nothing is in the way: no table to be made, no error. False leaves all as it was.
-    #[inline]
+    ///
+    /// Always inline, in [`map`](Self::map) and in [`map_sg`](Self::map_sg): it costs less than the call would.
+    #[inline(always)]
     fn map_page(&mut self, at: I, to: O, access: Access) -> bool {
         let beyond = !(input_len::<F>() - F::GRANULE.bytes());
         if at.bits() & beyond != 0 || to.bits() & not_a_page::<F>() != 0 {
             return false;
         }
         let Some(table) = self.last_table(at.bits()) else { return false };
-        self.load(table, index::<F>(at.bits(), F::LEVELS - 1)) == 0 && self.map_free(at, to, access)
+        let i = index::<F>(at.bits(), F::LEVELS - 1);
+        self.load(table, i) == 0 && self.put_page(table, i, to, access)
     }
 
     /// Maps a page where the caller knows that nothing is mapped. Both addresses are whole pages within the limits of
@@ -192,12 +195,19 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// With debug assertions, when one of this does not hold.
     #[inline]
     pub fn map_free(&mut self, at: I, to: O, access: Access) -> bool {
-        let kind = Kind::single(F::LEVELS - 1);
         debug_assert!(at.bits() < input_len::<F>() && at.is_aligned(F::GRANULE) && to.bits() & not_a_page::<F>() == 0);
-        let Some(template) = self.page_template(access) else { return false };
         let Some(table) = self.last_table(at.bits()) else { return false };
-        let i = index::<F>(at.bits(), kind.level);
+        let i = index::<F>(at.bits(), F::LEVELS - 1);
         debug_assert!(self.load(table, i) == 0, "{at} is mapped");
+        self.put_page(table, i, to, access)
+    }
+
+    /// Writes and counts the entry of a page, in a table of the last level; false for an access that the format does
+    /// not support.
+    #[inline(always)]
+    fn put_page(&mut self, table: T::Addr, i: usize, to: O, access: Access) -> bool {
+        let kind = Kind::single(F::LEVELS - 1);
+        let Some(template) = self.page_template(access) else { return false };
         self.store(table, i, template | encode_output::<F>(kind, to.bits()));
         self.count(kind, 1);
         true

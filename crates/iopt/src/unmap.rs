@@ -104,9 +104,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// then as it was.
     #[inline]
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
-        let mut tables = Vec::new();
-        let (span, bytes) = self.unmap_and(span, Detach::Emptied, &mut tables)?;
-        Ok(FlushList { span, bytes, tables })
+        self.unmap_listed(span, Detach::Emptied)
     }
 
     /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps
@@ -119,9 +117,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// As [`unmap`](Self::unmap).
     #[inline]
     pub fn clear(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
-        let mut tables = Vec::new();
-        let (span, bytes) = self.clear_into(span, &mut tables)?;
-        Ok(FlushList { span, bytes, tables })
+        self.unmap_listed(span, Detach::Covered)
     }
 
     /// The same into a list of the caller's, who may have made room in it for [`tables_within`](Self::tables_within)
@@ -131,7 +127,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// As [`unmap`](Self::unmap).
     #[inline]
     pub fn clear_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
-        self.unmap_and(span, Detach::Covered, tables)
+        if self.clear_one(span, Detach::Covered) {
+            return Ok((span, F::GRANULE.bytes()));
+        }
+        self.unmap_more(span, Detach::Covered, tables)
     }
 
     /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is
@@ -248,62 +247,73 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         used
     }
 
-    #[inline]
-    fn unmap_and(&mut self, span: Span<I>, detach: Detach, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
-        let (first, last) = (span.first().bits(), span.last().bits());
-        let one = last - first == F::GRANULE.bytes() - 1;
-        if one && self.clear_page(first, detach) {
-            return Ok((span, F::GRANULE.bytes()));
+    /// Unmaps into a new list. Always inline: one page is the call that drivers make most, and the list goes through
+    /// memory when it is given back by a function that is not.
+    #[inline(always)]
+    fn unmap_listed(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
+        if self.clear_one(span, detach) {
+            return Ok(FlushList { span, bytes: F::GRANULE.bytes(), tables: Vec::new() });
         }
-        self.unmap_more(span, detach, tables)
+        let mut tables = Vec::new();
+        let (span, bytes) = self.unmap_more(span, detach, &mut tables)?;
+        Ok(FlushList { span, bytes, tables })
+    }
+
+    /// [`clear_page`](Self::clear_page) for a span that is one.
+    #[inline(always)]
+    fn clear_one(&mut self, span: Span<I>, detach: Detach) -> bool {
+        let (first, last) = (span.first().bits(), span.last().bits());
+        last - first == F::GRANULE.bytes() - 1 && self.clear_page(first, detach)
     }
 
     /// Clears one page if it is mapped and nothing else is to be done. Otherwise gives false, and nothing has changed.
-    #[inline]
+    #[inline(always)]
     fn clear_page(&mut self, at: u64, detach: Detach) -> bool {
         let level = F::LEVELS - 1;
-        let (i, end) = (index::<F>(at, level), entries::<F>(level));
         if at & !(input_len::<F>() - F::GRANULE.bytes()) != 0 {
             return false;
         }
         let Some(table) = self.last_table(at) else { return false };
+        let i = index::<F>(at, level);
         let entry = self.load(table, i);
         let valid = if F::VALID != 0 { entry & F::VALID != 0 } else { F::decode(level, entry) != Entry::Invalid };
         if !valid || Kind::of::<F>(level, entry).group {
             return false;
         }
-        if detach == Detach::Emptied && !T::SHARED {
-            let beside = i + 1 < end && !self.is_invalid(table, level, i + 1);
-            if !beside && !self.has_another(table, i) {
-                return false;
-            }
+        if detach == Detach::Emptied && !T::SHARED && !self.has_another(table, i) {
+            return false;
         }
         self.store(table, i, 0);
         self.uncount(level, 1, 0);
         true
     }
 
-    /// True when a table of the last level has a valid entry other than the one at `i`. An entry that answered this for
-    /// one of the last tables is asked first, or pages that go in random order would search their table each time.
+    /// True when a table of the last level has a valid entry other than the one at `i`. The entry that answered this
+    /// for one of the last tables is asked again: which one that is does not depend on `i`, so that a processor
+    /// foresees the answer in whatever order pages go.
+    #[inline(always)]
     fn has_another(&mut self, table: T::Addr, i: usize) -> bool {
-        const CHUNK: usize = 16;
+        let known = usize::from(self.witnesses[self.witness_slot(table)]);
+        known != i && !self.is_invalid(table, F::LEVELS - 1, known) || self.find_another(table, i)
+    }
+
+    /// The same by a search, from both ends of the table: what is found there goes last when pages go in order.
+    #[inline(never)]
+    fn find_another(&mut self, table: T::Addr, i: usize) -> bool {
         let level = F::LEVELS - 1;
-        let slot = (table.bits() >> (F::INDEX_BITS + F::ENTRY_BYTES.trailing_zeros())) as usize % self.witnesses.len();
-        let known = usize::from(self.witnesses[slot]);
-        if known != i && !self.is_invalid(table, level, known) {
-            return true;
-        }
-        let another = |k: usize| k != i && !self.is_invalid(table, level, k);
-        let end = entries::<F>(level);
-        let found = (0..end.div_ceil(CHUNK)).find_map(|chunk| {
-            let range = chunk * CHUNK..((chunk + 1) * CHUNK).min(end);
-            let some = !slots::is_zero::<F, T>(&self.tables, table, range.clone());
-            if some { range.clone().find(|&k| another(k)) } else { None }
-        });
+        let above = || self.find_valid(table, level, i + 1..entries::<F>(level), true);
+        let found = self.find_valid(table, level, 0..i, false).or_else(above);
         if let Some(found) = found {
+            let slot = self.witness_slot(table);
             self.witnesses[slot] = found as u16; // below 2^13
         }
         found.is_some()
+    }
+
+    /// Where the witness of a table of the last level is.
+    #[inline]
+    fn witness_slot(&self, table: T::Addr) -> usize {
+        (table.bits() >> (F::INDEX_BITS + F::ENTRY_BYTES.trailing_zeros())) as usize % self.witnesses.len()
     }
 
     #[inline(never)]
@@ -609,17 +619,26 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// True when an entry of the range is valid.
     fn any_valid(&self, table: T::Addr, level: u32, range: Range<usize>) -> bool {
-        const STEP: usize = 16;
-        let end = range.end;
-        range.step_by(STEP).any(|start| {
-            let mut some = start..(start + STEP).min(end);
-            !slots::is_zero::<F, T>(&self.tables, table, some.clone())
-                && some.any(|i| !self.is_invalid(table, level, i))
+        self.find_valid(table, level, range, false).is_some()
+    }
+
+    /// The first valid entry of the range, or the last one.
+    fn find_valid(&self, table: T::Addr, level: u32, range: Range<usize>, last: bool) -> Option<usize> {
+        const STEP: usize = 32;
+        let steps = range.len().div_ceil(STEP);
+        (0..steps).find_map(|step| {
+            let start = range.start + STEP * if last { steps - 1 - step } else { step };
+            let mut some = start..(start + STEP).min(range.end);
+            if slots::is_zero::<F, T>(&self.tables, table, some.clone()) {
+                return None;
+            }
+            let valid = |&i: &usize| !self.is_invalid(table, level, i);
+            if last { some.rfind(valid) } else { some.find(valid) }
         })
     }
 
-    /// The same, given that entries `i` to `j` are not. The neighbours come first: when a table is taken down page by
-    /// page in either direction, one of them is still there.
+    /// True when no entry of the table is valid, given that `i` to `j` are not. The neighbours come first: when a table
+    /// is taken down page by page in either direction, one of them is still there.
     fn is_empty_but(&self, table: T::Addr, level: u32, i: usize, j: usize) -> bool {
         let end = entries::<F>(level);
         (i == 0 || self.is_invalid(table, level, i - 1))

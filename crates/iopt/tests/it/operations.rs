@@ -528,6 +528,43 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
     }
 }
 
+/// Single pages go in one order or another: the last one takes its table with it, and those above, and no other does.
+fn the_last_page_takes_its_table<F: Format, T: Tables>(tables: impl Fn() -> T) {
+    let Sizes { page, entries, block, .. } = sizes::<F>();
+    for pages in [0..entries, 0..entries / 4, entries / 3..entries / 2, entries - 2..entries, 5..6] {
+        let count = pages.end - pages.start;
+        let middle = count / 2;
+        let orders: [&dyn Fn(u64) -> u64; 4] = [
+            &|n| n,
+            &|n| count - 1 - n,
+            &|n| if n <= middle { middle - n } else { n }, // down from the middle, then up
+            &|n| n * 7919 % count,                         // a prime that divides no count here
+        ];
+        for order in orders {
+            let mut table = Table::<F, _>::new(tables()).unwrap();
+            let at = |n: u64| Iova::new(2 * block + (pages.start + order(n)) * page);
+            // Odd pages: no leaf is larger than a page.
+            let map = |table: &mut Table<F, T>, n: u64| {
+                table.map(at(n), PhysAddr::new((2 * order(n) + 1) * page), page, Access::READ).unwrap();
+            };
+            (0..count).for_each(|n| map(&mut table, n));
+            for n in 0..count {
+                let last = n + 1 == count;
+                for again in [!last, false] {
+                    let flush = table.unmap(span(at(n).bits(), page)).unwrap();
+                    let gone = if last { F::LEVELS as usize - 1 } else { 0 };
+                    assert_eq!((flush.bytes(), flush.tables().len()), (page, gone), "{n} of {count}");
+                    if !again {
+                        break;
+                    }
+                    map(&mut table, n);
+                }
+            }
+            assert_eq!(table.mapped_bytes(), 0);
+        }
+    }
+}
+
 /// Pages over others and over holes, up to the end of a table and to a segment that cannot be mapped: by what they lead
 /// to, by counts, and as a device sees them.
 fn replace_pages<F: Format>() {
@@ -585,6 +622,13 @@ macro_rules! operations {
             fn stops_at_the_right_page() {
                 super::stops_at_the_right_page::<F, _>(super::Failing::new);
                 super::stops_at_the_right_page::<F, _>(|| super::HeapTables::new(super::PhysAddr::new(0x1234_0000)));
+            }
+
+            #[test]
+            fn the_last_page_takes_its_table() {
+                super::the_last_page_takes_its_table::<F, _>(super::Failing::new);
+                let heap = || super::HeapTables::new(super::PhysAddr::new(0x1234_0000));
+                super::the_last_page_takes_its_table::<F, _>(heap);
             }
 
             #[test]
