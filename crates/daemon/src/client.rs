@@ -30,7 +30,7 @@ use crate::server::Totals;
 use crate::socket::{self, Received};
 use crate::wire::{
     ANSWER, ClientRequest, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE, MAX_SEGMENTS,
-    MapSegment, MessageHeader, OpenAnswer, PairAnswer, RowAnswer, TotalsAnswer, VERSION,
+    MapAnswer, MapSegment, MessageHeader, OpenAnswer, RowAnswer, TotalsAnswer, VERSION,
 };
 
 /// Status reads between two checks that the daemon is still running.
@@ -522,7 +522,7 @@ impl Registrar for Client {
             }
             let fds: Vec<BorrowedFd<'_>> = memories.iter().map(|m| m.export()).collect::<Result<_, _>>()?;
             let access = u32::from((access & Access::RW).bits());
-            let asked = self.0.ask_for::<PairAnswer>(&ClientRequest::Map { access, segments: &segments }, &fds);
+            let asked = self.0.ask_for::<MapAnswer>(&ClientRequest::Map { access, segments: &segments }, &fds);
             asked?.0
         };
         let first = answer.first.get();

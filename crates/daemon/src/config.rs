@@ -14,7 +14,7 @@ pub struct ClientLimits {
     pub hbm: u64,
     /// Queues: 1 to 16.
     pub queues: u32,
-    /// Buffers that are mapped or that the daemon has allocated.
+    /// Buffers that are mapped.
     pub buffers: u32,
     /// Bytes of all buffers together.
     pub bytes: u64,
@@ -213,7 +213,9 @@ impl Config {
         if overcommit.is_some_and(|mode| mode.trim() == "2") {
             warnings.push(
                 "vm.overcommit_memory is 2, so the kernel counts card memory that was never touched: lower \
-                 --client-ddr and --client-hbm, or clients are refused"
+                 --client-ddr and --client-hbm, or clients are refused. A user who takes all memory that is left, and \
+                 gives back pages of a buffer that the card uses, ends the daemon (SIGBUS): among users who do not \
+                 trust each other, set it to 0"
                     .to_owned(),
             );
         }
@@ -416,7 +418,7 @@ mod tests {
         let [few] = &config.warnings(Some(needed - 1), Some("0"))[..] else { panic!("one") };
         assert!(few.contains(&format!("need {needed} descriptors, and this process may have {}", needed - 1)), "{few}");
         let [strict] = &config.warnings(None, Some("2\n"))[..] else { panic!("one") };
-        assert!(strict.contains("--client-ddr"), "{strict}");
+        assert!(strict.contains("--client-ddr") && strict.contains("SIGBUS"), "{strict}");
     }
 
     #[test]

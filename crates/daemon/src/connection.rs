@@ -12,8 +12,7 @@ use std::time::Instant;
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_dma::{Heap, Mapping, MemfdHeap, PageKind, Registrar, SharedBuf};
-use rustix::fs::{FallocateFlags, SealFlags};
+use dmalane_dma::{Mapping, Registrar, SharedBuf};
 use zerocopy::IntoBytes;
 
 use crate::account::{Account, Charge};
@@ -22,7 +21,7 @@ use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
 use crate::peer::Peer;
 use crate::wire::{
-    ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapSegment, OpenAnswer, PairAnswer, RowAnswer,
+    ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment, OpenAnswer, RowAnswer,
     VERSION, failed, message,
 };
 use crate::worker::RunQueue;
@@ -68,22 +67,8 @@ struct Buffer {
     buf: SharedBuf,
     /// Mappings that contain a part of it.
     maps: usize,
-    /// The number of a buffer that the daemon allocated.
-    id: Option<u64>,
     /// After the buffer, which is freed first.
     _charge: Charge,
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // The client, or a child of it, may still have the descriptor: free the memory behind it.
-        if self.id.is_some()
-            && let Some(fd) = self.buf.export()
-        {
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let _ = rustix::fs::fallocate(fd, flags, 0, self.buf.len() as u64);
-        }
-    }
 }
 
 struct Mapped {
@@ -117,9 +102,6 @@ pub(crate) struct Connection {
     // Drop order: mappings before buffers, and both before the function.
     mappings: BTreeMap<u64, Mapped>,
     buffers: HashMap<Key, Buffer>,
-    /// Buffers that the daemon allocated, by number.
-    allocated: BTreeMap<u64, Key>,
-    next: u64,
     bytes: u64,
     pub errors: u64,
     pub function: Option<Arc<Function>>,
@@ -138,8 +120,6 @@ impl Connection {
             greeted: false,
             mappings: BTreeMap::new(),
             buffers: HashMap::new(),
-            allocated: BTreeMap::new(),
-            next: 1,
             bytes: 0,
             errors: 0,
             function: None,
@@ -158,8 +138,7 @@ impl Connection {
             |bar, offset, len| bar == BAR_MEMORY && !function.card().memory().is_present(CardAddr::new(offset), len);
         match ClientRequest::decode(bytes) {
             Ok((_, request)) => match request {
-                ClientRequest::Map { .. } | ClientRequest::Unmap { .. } | ClientRequest::Buffer { .. } => true,
-                ClientRequest::Close { .. } => true,
+                ClientRequest::Map { .. } | ClientRequest::Unmap { .. } => true,
                 ClientRequest::Read { bar, offset } => touches(bar, offset, 4),
                 ClientRequest::WriteBytes { bar, offset, bytes } => touches(bar, offset, bytes.len() as u64),
                 ClientRequest::Write { bar, offset, .. } => {
@@ -294,20 +273,6 @@ impl Connection {
                 state.run_queue.wake(); // as for Map
                 Ok(nothing)
             }
-            ClientRequest::Buffer { len } => self.create_buffer(state, len),
-            ClientRequest::Close { id } => {
-                let Some(key) = self.allocated.get(&id).copied() else {
-                    return Err(Refused(Code::NoSuchThing, format!("there is no buffer {id}")));
-                };
-                if self.buffers.get(&key).is_some_and(|b| b.maps > 0) {
-                    return Err(Refused(Code::Busy, format!("buffer {id} is mapped")));
-                }
-                self.allocated.remove(&id);
-                if let Some(buffer) = self.buffers.remove(&key) {
-                    self.bytes -= buffer.buf.len() as u64;
-                }
-                Ok(nothing)
-            }
             ClientRequest::Status { .. } => Ok(nothing), // handled above
         }
     }
@@ -353,11 +318,11 @@ impl Connection {
         Ok((answer.as_bytes().to_vec(), std::iter::once(page).chain(calls).collect()))
     }
 
-    /// Counts one mapping less. Drops a buffer of the client's own that is no longer mapped.
+    /// Counts one mapping less. Drops a buffer that is no longer mapped.
     fn release_use(&mut self, key: Key) {
         if let Some(buffer) = self.buffers.get_mut(&key) {
             buffer.maps = buffer.maps.saturating_sub(1);
-            if buffer.maps == 0 && buffer.id.is_none() {
+            if buffer.maps == 0 {
                 self.bytes -= buffer.buf.len() as u64;
                 self.buffers.remove(&key);
             }
@@ -368,7 +333,7 @@ impl Connection {
     fn check_quota(&self, state: &ServerState, len: u64) -> Result<(), Refused> {
         let limits = &state.config.limits;
         if self.buffers.len() >= limits.buffers as usize {
-            let text = format!("a client may have {} buffers: unmap or close one", limits.buffers);
+            let text = format!("a client may have {} buffers: unmap one", limits.buffers);
             return Err(Refused(Code::Quota, text));
         }
         if len > limits.bytes - self.bytes {
@@ -384,28 +349,6 @@ impl Connection {
     /// Charges memory to the user.
     fn charge(&self, state: &ServerState, bytes: u64) -> Result<Charge, Refused> {
         Charge::new(&state.account, self.peer.user, bytes).map_err(|text| Refused(Code::Quota, text))
-    }
-
-    fn create_buffer(&mut self, state: &ServerState, len: u64) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
-        let len = len.max(1).checked_next_multiple_of(4096).unwrap_or(u64::MAX);
-        self.check_quota(state, len)?;
-        let charge = self.charge(state, len)?;
-        let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot allocate a buffer: {e}"));
-        // No reserved huge pages: `SharedBuf::import` refuses them.
-        let heap = MemfdHeap::starting_at(PageKind::Transparent);
-        let buf = heap.allocate(usize::try_from(len).unwrap_or(usize::MAX)).map_err(|e| failed(&e))?.share();
-        let fd = buf.export().expect("a memfd").try_clone_to_owned().map_err(|e| failed(&e))?;
-        // No further seals: one against writing would keep `Buffer::drop` from freeing the memory.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SEAL).map_err(|e| failed(&e))?;
-        let key = key_of(&fd)?;
-        let id = self.next;
-        self.next += 1;
-        let len = buf.len() as u64;
-        self.bytes += len;
-        self.allocated.insert(id, key);
-        self.buffers.insert(key, Buffer { buf, maps: 0, id: Some(id), _charge: charge });
-        let answer = PairAnswer { first: id.into(), len: len.into() };
-        Ok((answer.as_bytes().to_vec(), vec![fd]))
     }
 
     fn map(
@@ -472,7 +415,7 @@ impl Connection {
             }
             let span = mapping.span();
             self.mappings.insert(span.first().bits(), Mapped { _mapping: mapping, keys, _charge: charge });
-            PairAnswer { first: span.first().bits().into(), len: span.len().into() }
+            MapAnswer { first: span.first().bits().into(), len: span.len().into() }
         });
         for key in taken {
             self.release_use(key);
@@ -496,7 +439,7 @@ impl Connection {
                 self.check_quota(state, len)?;
                 let charge = self.charge(state, len)?;
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { buf, maps: 1, id: None, _charge: charge });
+                self.buffers.insert(key, Buffer { buf, maps: 1, _charge: charge });
             }
             taken.push(key);
         }
@@ -520,11 +463,6 @@ impl Connection {
             moved: function.map_or(0, Function::moved).into(),
             errors: self.errors.into(),
         }
-    }
-
-    /// Keeps the memory of buffers that the daemon allocated, because the client continues to use them.
-    pub(crate) fn keep_memory(&mut self) {
-        self.buffers.values_mut().for_each(|buffer| buffer.id = None);
     }
 
     /// The client's resources.

@@ -72,7 +72,6 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
         let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
         assert!(matches!(connection.handle(state, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
-    let mut made: Vec<OwnedFd> = Vec::new();
     let mut iovas: Vec<u64> = Vec::new();
     for seqno in 3..3 + MESSAGES as u64 {
         if input.is_empty() {
@@ -105,8 +104,6 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
                 iova: iovas.get(usize::from(input.u8())).copied().unwrap_or_else(|| input.number()),
             },
             6 => ClientRequest::Map { access: u32::from(input.u8()), segments: &segments },
-            8 => ClientRequest::Buffer { len: input.number() },
-            9 => ClientRequest::Close { id: u64::from(input.u8() % 8) },
             _ => ClientRequest::Status { first: input.number() },
         };
         let message = match kind {
@@ -127,7 +124,6 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             let which = usize::from(input.u8());
             let fd = match which % 4 {
                 0 => wrong[which / 4 % wrong.len()].try_clone(),
-                1 if !made.is_empty() => made[which / 4 % made.len()].try_clone(),
                 _ => memfds[which / 4 % memfds.len()].export().expect("a memfd").try_clone_to_owned(),
             };
             fds.extend(fd);
@@ -141,7 +137,6 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
                 let first = body.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
                 match ClientRequest::decode(&message).map(|(_, request)| request) {
                     Ok(ClientRequest::Map { .. }) => iovas.push(first),
-                    Ok(ClientRequest::Buffer { .. }) => made.extend(answer.fds),
                     Ok(_) => {}
                     Err(_) => panic!("{header:?} answers a malformed request"),
                 }

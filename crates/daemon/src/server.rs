@@ -1,11 +1,11 @@
 //! The server: accepts connections, answers requests, and releases the resources of disconnected clients.
 //!
-//! One thread, the control thread, receives requests, one message of each client in turn, and answers those that take
+//! One thread, the control thread, receives requests, one message of each user in turn, and answers those that take
 //! microseconds. A pool of threads does what a client can make long (see `pool.rs`). The worker copies data. A
 //! connection is closed only after the card has stopped accessing the client's memory: to a client, the end of the
 //! connection means the same as a status of 0.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -36,6 +36,8 @@ use crate::worker::RunQueue;
 const OPERATOR_CONNECTIONS: usize = 4;
 /// Timeout of shutdown for the descriptors of clients to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time of the control thread that a user may take at once, twice.
+const BURST: Duration = Duration::from_millis(20);
 /// Interval of the checks whether a queue has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -100,8 +102,8 @@ struct Entry {
     /// The connection has opened a function and is counted in the totals.
     counted: bool,
     since: Instant,
-    /// Why the connection is to be closed when the pool returns it, and whether its memory is kept.
-    ended: Option<(&'static str, bool)>,
+    /// Why the connection is to be closed when the pool returns it.
+    ended: Option<&'static str>,
 }
 
 /// How a connection is polled.
@@ -131,6 +133,42 @@ enum Done {
     Released(u64, Option<Share>),
 }
 
+/// Which clients' messages are next: one of each user at a time. While several users are connected, a user has at most
+/// half of the control thread's time.
+#[derive(Default)]
+struct Turns {
+    /// The client of each user that had a turn in the last round.
+    last: HashMap<u32, u64>,
+    /// When the time that a user took will have been a half of the time since.
+    even: HashMap<u32, Instant>,
+}
+
+impl Turns {
+    /// One client of each user, of those that have a message: the next one after the last.
+    fn choose(&mut self, ready: impl Iterator<Item = (u32, u64)>) -> Vec<(u32, u64)> {
+        let mut chosen: HashMap<u32, u64> = HashMap::new();
+        for (user, client) in ready {
+            let last = self.last.get(&user).copied().unwrap_or(0);
+            let rank = |client: u64| (client <= last, client);
+            let best = chosen.entry(user).or_insert(client);
+            *best = std::cmp::min_by_key(*best, client, |client| rank(*client));
+        }
+        self.last.clone_from(&chosen);
+        chosen.into_iter().collect()
+    }
+
+    /// Charges a user for the time of a message.
+    fn charge(&mut self, user: u32, now: Instant, took: Duration) {
+        self.even.retain(|_, even| *even > now);
+        *self.even.entry(user).or_insert(now) += 2 * took;
+    }
+
+    /// Until when a user has to wait.
+    fn waits(&self, user: u32, now: Instant) -> Option<Instant> {
+        self.even.get(&user)?.checked_sub(BURST).filter(|until| *until > now)
+    }
+}
+
 /// A daemon.
 pub struct Server {
     state: Arc<ServerState>,
@@ -144,6 +182,7 @@ pub struct Server {
     started: Instant,
     /// Peers send descriptors only after their greeting (Linux 6.16).
     rights_off: bool,
+    turns: Turns,
     worker: Option<JoinHandle<()>>,
     log: Box<dyn FnMut(&ServerEvent) + Send>,
 }
@@ -178,6 +217,7 @@ impl Server {
             comings: LogLimit::default(),
             started: Instant::now(),
             rights_off: false,
+            turns: Turns::default(),
             worker: Some(worker),
             log: Box::new(log),
         })
@@ -194,7 +234,7 @@ impl Server {
         // No new connections, and no more changes of clients' memory. Pending connections may carry descriptors.
         self.state.deferred_close.put(u32::MAX, listener.close());
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
-            self.close(id, "the daemon is shutting down", true);
+            self.close(id, "the daemon is shutting down");
         }
         while (self.closing.values().any(|c| !c.quarantined) || !self.connections.is_empty()) && self.worker_lives() {
             thread::sleep(STOP_POLL_INTERVAL);
@@ -219,10 +259,16 @@ impl Server {
             let deferred_close = &self.state.deferred_close;
             // Where sockets may carry descriptors from the start, closing one may block.
             let can_accept = accept_retry.is_none() && (self.rights_off || !deferred_close.is_full());
-            // Of a busy connection, and of users with too many descriptors to close, only the end is noticed.
+            let now = Instant::now();
+            let first = self.connections.values().next().map(|c| c.peer.user);
+            let alone = self.connections.values().all(|c| Some(c.peer.user) == first);
+            let waits = |user: u32| self.turns.waits(user, now).filter(|_| !alone);
+            // Of a busy connection, and of users with too many descriptors to close or messages, only the end is
+            // noticed.
             let interest = |c: &Entry| match c.ended {
                 Some(_) => None,
                 None if c.connection.is_none() || deferred_close.is_full_of(c.peer.user) => Some(Interest::End),
+                None if waits(c.peer.user).is_some() => Some(Interest::End),
                 None => Some(Interest::Requests),
             };
             let clients: Vec<(u64, Interest)> =
@@ -247,6 +293,8 @@ impl Server {
                 } else {
                     Duration::from_millis(500)
                 };
+                let paused = self.connections.values().filter_map(|c| waits(c.peer.user)).min();
+                let wait = paused.map_or(wait, |until| wait.min(until - now));
                 let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
                 match poll(&mut fds, Some(&timeout)) {
                     Ok(_) | Err(Errno::INTR) => {}
@@ -270,11 +318,17 @@ impl Server {
                 (self.log)(&ServerEvent::More(suppressed));
             }
             self.expire(&ready);
-            for (id, interest) in ready {
-                match interest {
-                    Interest::End => self.close(id, "the client disconnected", false),
-                    Interest::Requests => self.receive(id, &mut buffer),
-                }
+            let (asking, ended): (Vec<_>, Vec<_>) =
+                ready.into_iter().partition(|(_, interest)| *interest == Interest::Requests);
+            for (id, _) in ended {
+                self.close(id, "the client disconnected");
+            }
+            let user = |id: u64| Some((self.connections.get(&id)?.peer.user, id));
+            for (user, id) in self.turns.choose(asking.into_iter().filter_map(|(id, _)| user(id))) {
+                let began = Instant::now();
+                self.receive(id, &mut buffer);
+                let now = Instant::now();
+                self.turns.charge(user, now, now - began);
             }
             self.collect();
             if incoming && let Err(e) = self.accept(listener) {
@@ -372,7 +426,7 @@ impl Server {
             self.connections.iter().filter(expired).map(|(id, _)| *id).collect()
         };
         for id in late {
-            self.close(id, "the client did not open a function in time", false);
+            self.close(id, "the client did not open a function in time");
         }
     }
 
@@ -403,8 +457,8 @@ impl Server {
                 connection.refuse(0, Code::Malformed, why)
             }
             Ok(Received::Nothing) => return,
-            Ok(Received::End) => return self.close(id, "the client disconnected", false),
-            Err(_) => return self.close(id, "the connection failed", false),
+            Ok(Received::End) => return self.close(id, "the client disconnected"),
+            Err(_) => return self.close(id, "the connection failed"),
         };
         if !entry.carries && connection.greeted {
             entry.carries = true;
@@ -422,8 +476,8 @@ impl Server {
                     let Some(entry) = self.connections.get_mut(&id) else { continue };
                     entry.connection = Some(connection);
                     self.answer(id, handled);
-                    if let Some((why, keep_memory)) = self.connections.get(&id).and_then(|entry| entry.ended) {
-                        self.close(id, why, keep_memory);
+                    if let Some(why) = self.connections.get(&id).and_then(|entry| entry.ended) {
+                        self.close(id, why);
                     }
                 }
                 Done::Released(id, share) => {
@@ -474,8 +528,8 @@ impl Server {
         let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
         match socket::send(socket, &answer.bytes, &fds, false) {
             Ok(()) => {}
-            Err(Errno::AGAIN) => self.close(id, "the client does not read its answers", false),
-            Err(_) => self.close(id, "the client disconnected", false),
+            Err(Errno::AGAIN) => self.close(id, "the client does not read its answers"),
+            Err(_) => self.close(id, "the client disconnected"),
         }
     }
 
@@ -518,20 +572,16 @@ impl Server {
         Answer { bytes: message(ClientRequest::Status { first }.opcode() | ANSWER, seqno, &body), fds: Vec::new() }
     }
 
-    /// Stops a client's queues, and releases its resources once they have stopped. `keep_memory`: the client may
-    /// continue to use the buffers that the daemon allocated.
-    fn close(&mut self, id: u64, why: &'static str, keep_memory: bool) {
+    /// Stops a client's queues, and releases its resources once they have stopped.
+    fn close(&mut self, id: u64, why: &'static str) {
         let Some(mut entry) = self.connections.remove(&id) else { return };
-        let Some(connection) = &mut entry.connection else {
+        let Some(connection) = &entry.connection else {
             // The pool has it, and returns it soon.
             entry.abort.store(true, Ordering::Relaxed);
-            entry.ended.get_or_insert((why, keep_memory));
+            entry.ended.get_or_insert(why);
             self.connections.insert(id, entry);
             return;
         };
-        if keep_memory {
-            connection.keep_memory();
-        }
         if let Some(function) = &connection.function {
             function.stop();
             self.state.run_queue.wake();
@@ -598,6 +648,26 @@ mod tests {
 
     use super::*;
     use crate::{Client, ClientOptions, status};
+
+    #[test]
+    fn users_take_turns_and_get_half_of_the_time_at_most() {
+        let mut turns = Turns::default();
+        // Of user 7 three clients have messages, of user 8 one.
+        let ready = [(7, 1), (7, 2), (8, 3), (7, 4)];
+        let mut served: Vec<(u32, u64)> = (0..4).flat_map(|_| turns.choose(ready.into_iter())).collect();
+        served.sort();
+        assert_eq!(served, [(7, 1), (7, 1), (7, 2), (7, 4), (8, 3), (8, 3), (8, 3), (8, 3)]);
+        let start = Instant::now();
+        let later = |ms| start + Duration::from_millis(ms);
+        turns.charge(7, start, BURST / 2);
+        assert_eq!((turns.waits(7, start), turns.waits(8, start)), (None, None));
+        turns.charge(7, start, Duration::from_millis(5));
+        assert_eq!((turns.waits(7, start), turns.waits(8, start)), (Some(later(10)), None));
+        assert_eq!(turns.waits(7, later(10)), None);
+        // Time without messages is no credit for more.
+        turns.charge(7, later(1000), BURST);
+        assert_eq!(turns.waits(7, later(1000)), Some(later(1000) + BURST));
+    }
 
     #[test]
     fn clients_whose_queues_do_not_stop_are_quarantined() {

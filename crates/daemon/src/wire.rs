@@ -30,8 +30,6 @@ const WRITE: u32 = 4;
 const WRITE_BYTES: u32 = 5;
 const MAP: u32 = 6;
 const UNMAP: u32 = 7;
-const BUFFER: u32 = 8;
-const CLOSE: u32 = 9;
 const STATUS: u32 = 10;
 
 /// The header of every message.
@@ -149,16 +147,6 @@ pub enum ClientRequest<'a> {
         /// First IOVA of the mapping.
         iova: u64,
     },
-    /// Allocates a buffer.
-    Buffer {
-        /// Length in bytes.
-        len: u64,
-    },
-    /// Frees a buffer that the daemon allocated.
-    Close {
-        /// Number of the buffer.
-        id: u64,
-    },
     /// Queries the daemon's status.
     Status {
         /// Lowest client number to include.
@@ -241,8 +229,6 @@ impl<'a> ClientRequest<'a> {
                 Self::Map { access: b.access.get(), segments }
             }
             UNMAP => Self::Unmap { iova: number(body)? },
-            BUFFER => Self::Buffer { len: number(body)? },
-            CLOSE => Self::Close { id: number(body)? },
             STATUS => Self::Status { first: number(body)? },
             _ => return Err(MalformedRequest { seqno, unknown: true, why: "there is no such request" }),
         };
@@ -259,8 +245,6 @@ impl<'a> ClientRequest<'a> {
             Self::WriteBytes { .. } => WRITE_BYTES,
             Self::Map { .. } => MAP,
             Self::Unmap { .. } => UNMAP,
-            Self::Buffer { .. } => BUFFER,
-            Self::Close { .. } => CLOSE,
             Self::Status { .. } => STATUS,
         }
     }
@@ -292,9 +276,7 @@ impl<'a> ClientRequest<'a> {
                 put(MapBody { access: access.into(), count: (segments.len() as u32).into() }.as_bytes());
                 put(segments.as_bytes());
             }
-            Self::Unmap { iova: n } | Self::Buffer { len: n } | Self::Close { id: n } | Self::Status { first: n } => {
-                put(U64::new(n).as_bytes());
-            }
+            Self::Unmap { iova: n } | Self::Status { first: n } => put(U64::new(n).as_bytes()),
         }
         message(self.opcode(), seqno, &body)
     }
@@ -323,7 +305,7 @@ pub enum Code {
     NotPermitted = 4,
     /// A limit of the client, of its user or of the card is exceeded.
     Quota = 5,
-    /// There is no such register, mapping or buffer.
+    /// There is no such register or mapping.
     NoSuchThing = 6,
     /// A descriptor is missing or of the wrong kind.
     BadDescriptor = 7,
@@ -398,11 +380,11 @@ pub struct OpenAnswer {
     pub reserved: U32,
 }
 
-/// The answer to `Map` and to `Buffer` (which comes with a memfd).
+/// The answer to `Map`.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
-pub struct PairAnswer {
-    /// The first IOVA of a mapping, or the number of a buffer.
+pub struct MapAnswer {
+    /// The first IOVA.
     pub first: U64,
     /// Bytes.
     pub len: U64,
@@ -500,8 +482,6 @@ mod tests {
             ClientRequest::WriteBytes { bar: 2, offset: 8, bytes: b"some bytes" },
             ClientRequest::Map { access: 3, segments: &SEGMENTS },
             ClientRequest::Unmap { iova: 0x10_0000 },
-            ClientRequest::Buffer { len: 4096 },
-            ClientRequest::Close { id: 9 },
             ClientRequest::Status { first: 0 },
         ]
     }

@@ -15,11 +15,12 @@ use crate::function::Function;
 
 /// Bytes of a round: what a step may cost.
 const QUANTUM: i64 = 1 << 20;
-/// A nanosecond of a step costs at least so many bytes: a step may be slow for reasons that the card does not see, such
-/// as pages of a buffer that the client has given back to the kernel.
-const NANOSECOND_COST: i64 = 4;
+/// A nanosecond of a step costs its user at least so many bytes: a step may be slow for reasons that the card does not
+/// see, such as pages of a buffer that the client has given back to the kernel. About as fast as memory is copied: with
+/// less, a user with slow steps gets more time than one who copies.
+const NANOSECOND_COST: i64 = 16;
 /// The most that time can cost, because another process may have had the processor.
-const MAX_TIME_COST: i64 = 8 << 20;
+const MAX_TIME_COST: i64 = 32 << 20;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
@@ -233,10 +234,10 @@ impl Turn {
                     (worked, any) = (true, true);
                     let after = clock();
                     let took = i64::try_from(after.duration_since(before).as_nanos()).unwrap_or(i64::MAX);
-                    let cost = cost.max(took.saturating_mul(NANOSECOND_COST).min(MAX_TIME_COST));
                     before = after;
+                    // Functions of a user share by the card's measure alone.
                     self.deficit -= cost;
-                    all += cost;
+                    all += cost.max(took.saturating_mul(NANOSECOND_COST).min(MAX_TIME_COST));
                     if self.deficit <= 0 || all >= most {
                         self.continues = self.deficit > 0;
                         return Served { cost: all, busy: true };
@@ -442,9 +443,9 @@ mod tests {
             start + Duration::from_millis(calls.get())
         };
         slow.turn.serve(&clock);
-        // 1 ms at 4 bytes in a nanosecond: one step, for four rounds.
+        // 1 ms at 16 bytes in a nanosecond: one step, for fifteen rounds.
         assert_eq!(calls.get(), 2);
-        assert!((-3_100_000..=-2_900_000).contains(&slow.turn.deficit), "{}", slow.turn.deficit);
+        assert!((-15_100_000..=-14_900_000).contains(&slow.turn.deficit), "{}", slow.turn.deficit);
     }
 
     #[test]

@@ -112,7 +112,6 @@ fn client_to_be_killed(socket: &Path) -> ! {
     let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
     let mut queues: Vec<_> = (0..card.channels()).map(|i| card.queue(i).unwrap()).collect();
     let at = DeviceAddr::Card(card.layout().ddr.first());
-    // Half of the buffers are its own, half are allocated by the daemon.
     let mut ready: Vec<HostSlice> = Vec::new();
     for i in 0..8 {
         let buf = match i % 2 {

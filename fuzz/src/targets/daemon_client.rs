@@ -120,10 +120,6 @@ impl Daemon<'_> {
                 let len = segments.iter().map(|s| s.len.get()).sum();
                 [input.number() & !4095, len].map(word).concat()
             }
-            ClientRequest::Buffer { len } => {
-                fds.push(files.page.export().expect("a memfd"));
-                [input.number(), *len].map(word).concat()
-            }
             ClientRequest::Status { .. } => vec![input.u8(); 72 + usize::from(input.u8()) * 8],
             ClientRequest::Read { offset, .. } => {
                 let value = match *offset {

@@ -90,9 +90,7 @@ pub fn target(data: &[u8]) {
                 let segments: Vec<_> = (0..kind >> 6).map(|_| segment(input)).collect();
                 ClientRequest::Map { access: u32::from(input.u8() % 4), segments: &segments }.encode(seqno)
             }
-            5 => ClientRequest::Unmap { iova: input.number() }.encode(seqno),
-            6 => ClientRequest::Buffer { len: input.number() }.encode(seqno),
-            7 => ClientRequest::Close { id: u64::from(input.u8() % 8) }.encode(seqno),
+            5..=7 => ClientRequest::Unmap { iova: input.number() }.encode(seqno),
             8 => ClientRequest::Read { bar: 0, offset: u64::from(input.u16()) }.encode(seqno),
             9 => {
                 let (offset, value) = (u64::from(input.u16() & 0x3ff), input.u32());

@@ -2,6 +2,8 @@
 //!
 //! Real users: with root, the tests run themselves again under other user numbers; without, they are skipped.
 
+mod attacks;
+#[path = "../daemon/mod.rs"]
 mod daemon;
 
 use std::collections::VecDeque;
@@ -16,12 +18,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use daemon::Daemon;
-use dmalane_addr::{Access, Address};
+use dmalane_addr::{Access, CardAddr};
 use dmalane_card::{Card, CardQueue};
-use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MapSegment, MessageHeader};
+use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader};
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
-use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered, Shape};
+use dmalane_queue::{Cancelled, DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered, Shape};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
@@ -29,6 +31,8 @@ use zerocopy::FromBytes;
 
 /// The socket of the daemon, for a test that runs as another user.
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
+/// The attack, for the hostile user.
+const ATTACK: &str = "DMALANE_TEST_ATTACK";
 const HOSTILE: u32 = 40_001;
 const MIB: usize = 1 << 20;
 
@@ -75,20 +79,22 @@ fn open_to_all(daemon: &Daemon) {
 
 /// Runs this test as another user without supplementary groups.
 fn spawn(uid: u32, test: &str, daemon: &Daemon) -> Other {
-    spawn_in("--clear-groups", uid, test, daemon)
+    spawn_in("--clear-groups", uid, test, daemon, &[])
 }
 
-/// Runs this test as another user with the supplementary groups of that option of setpriv.
-fn spawn_in(groups: &str, uid: u32, test: &str, daemon: &Daemon) -> Other {
+/// Runs this test as another user with the supplementary groups of that option of setpriv, and these variables.
+fn spawn_in(groups: &str, uid: u32, test: &str, daemon: &Daemon, variables: &[(&str, &str)]) -> Other {
     // A copy, because the folder of the build may be closed to other users.
     let program = daemon.path.with_file_name("test");
     if !program.exists() {
         std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     }
     let id = uid.to_string();
-    let mut command = Command::new("setpriv");
-    command.args(["--reuid", &id, "--regid", &id, groups]).arg(program);
+    // In a session of its own, which gets its share of the processors as a user's slice does under systemd.
+    let mut command = Command::new("setsid");
+    command.args(["setpriv", "--reuid", &id, "--regid", &id, groups]).arg(program);
     command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]).env(SOCKET, &daemon.path);
+    command.envs(variables.iter().copied());
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap());
     Other(child, lines)
@@ -443,7 +449,7 @@ fn supplementary_groups_count() {
         open_to_all(&daemon);
         for (groups, said) in [("--clear-groups", few), (&many, all)] {
             let mine = daemon.connect();
-            spawn_in(groups, HOSTILE, me, &daemon).wait_for(said);
+            spawn_in(groups, HOSTILE, me, &daemon, &[]).wait_for(said);
             drop(mine);
             daemon.wait_until_empty();
         }
@@ -463,31 +469,33 @@ fn a_socket_of_another_user_is_not_trusted() {
     daemon.wait_until_empty();
 }
 
-/// A client with a queue and a buffer, in parts of equal length.
+/// Where the card's memory begins.
+const START: DeviceAddr = DeviceAddr::Card(CardAddr::new(0));
+
+/// A client with a queue, and operations on the parts of a buffer.
 struct Copies {
     queue: CardQueue<Client>,
     ready: Vec<Operation>,
+    /// The memory of the buffer.
+    memory: OwnedFd,
     _card: Card<Client>,
 }
 
 impl Copies {
-    fn new(client: Client, len: usize, parts: usize, shape: Option<Shape>) -> Self {
+    /// With `make` of a copy of each part to the card.
+    fn new(client: Client, len: usize, parts: usize, make: impl Fn(Operation) -> Operation) -> Self {
         let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
         let queue = card.queue(0).unwrap();
         let buf = client.buffer(len * parts).unwrap();
+        let memory = buf.export().unwrap().try_clone_to_owned().unwrap();
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
-        let (mut ready, mut rest, mut at) = (Vec::new(), Some(buf.into_slice()), card.layout().ddr.first());
-        for i in 0..parts {
-            let mut part = rest.take().unwrap();
-            if i + 1 < parts {
-                let (first, more) = part.split_at(len).unwrap();
-                (part, rest) = (first, Some(more));
-            }
-            let copy = Operation::copy(Direction::FromHost, (part, via.clone()), DeviceAddr::Card(at));
-            ready.push(if let Some(shape) = shape { copy.shaped(shape) } else { copy });
-            at = at.checked_add(len as u64).unwrap();
+        let (mut ready, mut rest, mut at) = (Vec::new(), buf.into_slice().split_at(len * parts).unwrap().0, START);
+        for _ in 0..parts {
+            let (part, more) = rest.split_at(len).unwrap();
+            ready.push(make(Operation::copy(Direction::FromHost, (part, via.clone()), at)));
+            (rest, at) = (more, at.advance(len as u64).unwrap());
         }
-        Self { queue, ready, _card: card }
+        Self { queue, ready, memory, _card: card }
     }
 
     /// Copies for so long; the time of each operation.
@@ -513,84 +521,88 @@ impl Copies {
     }
 }
 
-/// 48 connections that touch card memory, map memory without pages, ask for the status, and copy.
-fn attack(path: &Path) -> ! {
-    let (touching, mapping, asking, copying) = (8, 16, 8, 16);
-    let small = |ddr| ClientOptions { ddr, hbm: 4 << 20, queues: 1, ..ClientOptions::new(path) };
-    std::thread::scope(|s| {
-        s.spawn(move || {
-            loop {
-                for _ in 0..touching {
-                    let Ok(client) = Client::connect(small(128 << 20)) else { continue };
-                    let shape = Shape { row: 1, rows: 64, host_pitch: 65, device_pitch: 2 << 20 };
-                    Copies::new(client, 4096, 1, Some(shape)).run(Duration::from_millis(1));
-                }
-            }
-        });
-        s.spawn(move || {
-            loop {
-                drop(map_much(path, mapping, 64 * MIB));
-            }
-        });
-        s.spawn(move || {
-            let sockets: Vec<OwnedFd> = (0..asking).filter_map(|_| opened(path).ok()).collect();
-            for socket in sockets.iter().cycle() {
-                let _ = ask(socket, &ClientRequest::Status { first: 0 }, &[]);
-            }
-        });
-        s.spawn(move || {
-            let connect = || Client::connect(small(16 << 20)).unwrap();
-            let mut all: Vec<Copies> = (0..copying).map(|_| Copies::new(connect(), MIB, 4, None)).collect();
-            println!("attacking");
-            loop {
-                for copies in &mut all {
-                    copies.run(Duration::from_millis(1));
-                }
-            }
-        });
-    });
-    unreachable!()
+/// What another user gets.
+struct Figures {
+    /// MB/s of 1 MiB copies, four in flight.
+    copied: f64,
+    /// Milliseconds: the 99th percentile of 4 KiB copies one by one, the worst of 20 statuses, and the median of five
+    /// clients that map 8 MB and copy them to memory that was not touched.
+    times: [f64; 3],
 }
 
-/// Prints the figures of docs/bench/daemon.md: `cargo test --release -p dmalane-daemon --test users -- --ignored
-/// --nocapture`.
-#[test]
-#[ignore = "measures for half a minute"]
-fn figures_beside_a_hostile_user() {
+/// Clients that measure: for large copies and for short ones.
+fn measured(daemon: &Daemon) -> [Copies; 2] {
+    [(MIB, 4), (4096, 1)].map(|(len, parts)| Copies::new(patient(daemon), len, parts, |copy| copy))
+}
+
+fn patient(daemon: &Daemon) -> Client {
+    Client::connect(ClientOptions { timeout: Duration::from_secs(60), ..daemon.options() }).unwrap()
+}
+
+fn figures(daemon: &Daemon, [large, short]: &mut [Copies; 2], time: Duration) -> Figures {
+    let start = Instant::now();
+    let copied = large.run(time).len() as f64 * MIB as f64 / start.elapsed().as_secs_f64() / 1e6;
+    let p99 = percentile(short.run(time).into_iter().map(|took| took.as_secs_f64() * 1e3).collect());
+    let asked = (0..20).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).fold(0.0, f64::max);
+    let load = || drop(Copies::new(patient(daemon), 8 * MIB, 1, |copy| copy).run(Duration::from_micros(1)));
+    let mut loads: [f64; 5] = std::array::from_fn(|_| timed(load));
+    loads.sort_by(f64::total_cmp);
+    let load = loads[2];
+    Figures { copied, times: [p99, asked, load] }
+}
+
+/// The 99th percentile.
+fn percentile(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() * 99 / 100]
+}
+
+/// Runs each attack beside a client of another user.
+fn beside_each_attack(me: &str, time: Duration) {
     if let Some(path) = other() {
-        attack(&path);
+        let name = std::env::var(ATTACK).unwrap();
+        attacks::ATTACKS.iter().find(|(known, _)| *known == name).unwrap().1(&path);
     }
     if !root() {
         return;
     }
-    let daemon = Daemon::start(Config { clients: 128, ..Config::default() });
-    open_to_all(&daemon);
-    let second = Duration::from_secs(2);
-    let (mut large, mut short) =
-        (Copies::new(daemon.connect(), MIB, 4, None), Copies::new(daemon.connect(), 4096, 1, None));
-    let mut measure = || {
-        let copied = large.run(second).len() as f64 * MIB as f64 / second.as_secs_f64() / 1e6;
-        let times = short.run(second);
-        let p99 = times[times.len() * 99 / 100].as_secs_f64() * 1e3;
-        let mut asked: Vec<f64> = (0..20).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).collect();
-        asked.sort_by(f64::total_cmp);
-        let load = timed(|| {
-            Copies::new(daemon.connect(), 8 * MIB, 1, None).run(Duration::from_micros(1));
-        });
-        (copied, p99, asked[19], load)
-    };
-    measure();
-    let alone = measure();
-    let me = "figures_beside_a_hostile_user";
-    let mut hostile = spawn(HOSTILE, me, &daemon);
-    hostile.wait_for("attacking");
-    let attacked = measure();
-    drop(hostile);
-    for (what, (copied, p99, asked, load)) in [("alone", alone), ("attacked", attacked)] {
+    let only = std::env::var("DMALANE_TEST_ONLY").ok();
+    for (name, _) in attacks::ATTACKS.iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
+        let daemon = Daemon::start(Config { clients: 128, ..Config::default() });
+        open_to_all(&daemon);
+        let mut clients = measured(&daemon);
+        figures(&daemon, &mut clients, time);
+        let alone = figures(&daemon, &mut clients, time);
+        let mut hostile = spawn_in("--clear-groups", HOSTILE, me, &daemon, &[(ATTACK, name)]);
+        hostile.wait_for("attacking");
+        let attacked = figures(&daemon, &mut clients, time);
+        drop((hostile, clients));
+        daemon.wait_until_empty();
+        let ([p99, asked, load], [.., alone_load]) = (attacked.times, alone.times);
         println!(
-            "{what}: 1 MiB {copied:.0} MB/s; 4 KiB p99 {p99:.2} ms; status {asked:.2} ms at most; 8 MB {load:.1} ms"
+            "FIGURES {name}: 1 MiB {:.0} MB/s of {:.0} ({:.2}); 4 KiB p99 {p99:.2} ms of {:.2}; status at most \
+             {asked:.1} ms; 8 MB {load:.0} ms of {alone_load:.0} ({:.1} x)",
+            attacked.copied,
+            alone.copied,
+            attacked.copied / alone.copied,
+            alone.times[0],
+            load / alone_load,
         );
     }
+}
+
+/// Each attack for a short time: others are served, and nothing of the hostile user's is left.
+#[test]
+fn others_are_served_beside_each_attack() {
+    beside_each_attack("others_are_served_beside_each_attack", Duration::from_millis(20));
+}
+
+/// Prints the figures of docs/bench/daemon.md: `cargo test --release -p dmalane-daemon --test users -- --ignored
+/// --nocapture`; `DMALANE_TEST_ONLY` names one attack.
+#[test]
+#[ignore = "measures for a minute or two"]
+fn figures_beside_a_hostile_user() {
+    beside_each_attack("figures_beside_a_hostile_user", Duration::from_secs(1));
 }
 
 /// Milliseconds.

@@ -1,0 +1,278 @@
+//! What a hostile user may do with 48 connections.
+
+use super::*;
+
+use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
+use dmalane_dma::{Mmio, SharedBuf};
+use rustix::fs::FallocateFlags;
+
+/// Connections of the hostile user.
+const CONNECTIONS: usize = 48;
+
+/// Runs as the hostile user until it is killed.
+type Attack = fn(&Path) -> !;
+
+/// By name. The first is no attack: it takes processor time without the daemon.
+pub(crate) const ATTACKS: &[(&str, Attack)] = &[
+    ("spinning", spinning),
+    ("mixed", mixed),
+    ("reconnects", reconnects),
+    ("broken-messages", broken_messages),
+    ("status-flood", status_flood),
+    ("map-churn", map_churn),
+    ("scattered-maps", scattered_maps),
+    ("iotlb-misses", iotlb_misses),
+    ("byte-rows", byte_rows),
+    ("zero-pitch", zero_pitch),
+    ("fences", fences),
+    ("cancelled-bytes", cancelled_bytes),
+    ("empty-doorbells", empty_doorbells),
+    ("resets", resets),
+    ("first-touches", first_touches),
+    ("punched-pages", punched_pages),
+    ("blocking-closes", blocking_closes),
+];
+
+/// Makes 48 connections, and then acts on them in turn, in so many threads.
+fn with_all<T: Send>(threads: usize, make: impl Fn() -> T, act: impl Fn(&mut T) + Sync) -> ! {
+    let mut all: Vec<T> = (0..CONNECTIONS).map(|_| make()).collect();
+    println!("attacking");
+    let act = &act;
+    std::thread::scope(|s| {
+        for some in all.chunks_mut(CONNECTIONS / threads) {
+            s.spawn(move || {
+                loop {
+                    some.iter_mut().for_each(act);
+                }
+            });
+        }
+    });
+    unreachable!()
+}
+
+fn client(path: &Path, ddr: u64) -> Client {
+    let timeout = Duration::from_secs(60);
+    Client::connect(ClientOptions { ddr, hbm: 4 << 20, queues: 1, timeout, ..ClientOptions::new(path) }).unwrap()
+}
+
+/// Has all connections do such operations again and again.
+fn operating(path: &Path, len: usize, parts: usize, make: impl Fn(Operation) -> Operation) -> ! {
+    let make_one = || Copies::new(client(path, 16 << 20), len, parts, &make);
+    with_all(4, make_one, |copies| drop(copies.run(Duration::from_millis(1))))
+}
+
+/// A thread for each connection that needs no daemon.
+fn spinning(_: &Path) -> ! {
+    with_all(CONNECTIONS, || (), |()| std::hint::spin_loop())
+}
+
+/// Touches card memory, maps memory without pages, asks for the status, and copies.
+fn mixed(path: &Path) -> ! {
+    let (touching, mapping, asking, copying) = (8, 16, 8, 16);
+    std::thread::scope(|s| {
+        s.spawn(move || {
+            loop {
+                for _ in 0..touching {
+                    let shape = Shape { row: 1, rows: 64, host_pitch: 65, device_pitch: 2 << 20 };
+                    let mut copies = Copies::new(client(path, 128 << 20), 4096, 1, |copy| copy.shaped(shape));
+                    copies.run(Duration::from_millis(1));
+                }
+            }
+        });
+        s.spawn(move || {
+            loop {
+                drop(map_much(path, mapping, 64 * MIB));
+            }
+        });
+        s.spawn(move || {
+            let sockets: Vec<OwnedFd> = (0..asking).filter_map(|_| opened(path).ok()).collect();
+            for socket in sockets.iter().cycle() {
+                let _ = ask(socket, &ClientRequest::Status { first: 0 }, &[]);
+            }
+        });
+        s.spawn(move || {
+            let mut all: Vec<_> =
+                (0..copying).map(|_| Copies::new(client(path, 16 << 20), MIB, 4, |copy| copy)).collect();
+            println!("attacking");
+            loop {
+                for copies in &mut all {
+                    copies.run(Duration::from_millis(1));
+                }
+            }
+        });
+    });
+    unreachable!()
+}
+
+/// Opens functions and leaves at once.
+fn reconnects(path: &Path) -> ! {
+    with_all(CONNECTIONS, || opened(path).ok(), |function| *function = opened(path).ok())
+}
+
+/// Sends messages that are cut short, too long, or carry descriptors for nothing, and reads no answers.
+fn broken_messages(path: &Path) -> ! {
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    with_all(
+        4,
+        || opened(path).unwrap(),
+        |socket| {
+            let whole = ClientRequest::Status { first: 0 }.encode(1);
+            let sent = [&whole[..20], &[0; MAX_MESSAGE + 1], &[0]].map(|bytes| {
+                let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+                rustix::net::send(&*socket, bytes, flags) != Err(Errno::PIPE)
+            });
+            if sent.contains(&false) || !send(socket, &ClientRequest::Unmap { iova: 0 }, &[event.as_fd(); 60]) {
+                opened(path).into_iter().for_each(|new| *socket = new);
+            }
+        },
+    )
+}
+
+/// Asks for the status sixteen times before it reads the answers.
+fn status_flood(path: &Path) -> ! {
+    with_all(
+        CONNECTIONS,
+        || opened(path).unwrap(),
+        |socket| {
+            assert!((0..16).all(|_| send(socket, &ClientRequest::Status { first: 0 }, &[])));
+            (0..16).for_each(|_| drop(receive(socket)));
+        },
+    )
+}
+
+/// Maps and unmaps a buffer.
+fn map_churn(path: &Path) -> ! {
+    let make = || {
+        let client = client(path, 2 << 20);
+        let buf = client.buffer(2 * MIB).unwrap();
+        (client, buf)
+    };
+    with_all(CONNECTIONS, make, |(client, buf): &mut (Client, SharedBuf)| {
+        drop(client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
+    })
+}
+
+/// Maps lists of as many segments as a message has, each a page, in reverse order.
+fn scattered_maps(path: &Path) -> ! {
+    let pages = MAX_SEGMENTS as u64;
+    let fd = sparse(MAX_SEGMENTS << 12);
+    let page = |i: u64| MapSegment { fd: 0.into(), reserved: 0.into(), offset: (i << 12).into(), len: 4096.into() };
+    let segments: Vec<MapSegment> = (0..pages).rev().map(page).collect();
+    with_all(
+        CONNECTIONS,
+        || opened(path).ok(),
+        |function| {
+            let map = ClientRequest::Map { access: 3, segments: &segments };
+            // Until it may have no more mappings.
+            while function.as_ref().is_some_and(|socket| ask(socket, &map, &[fd.as_fd()]).is_ok()) {}
+            *function = opened(path).ok();
+        },
+    )
+}
+
+/// Reads short rows, each from another page.
+fn iotlb_misses(path: &Path) -> ! {
+    let shape = Shape { row: 64, rows: 1024, host_pitch: 4096, device_pitch: 64 };
+    operating(path, 1023 * 4096 + 64, 1, |copy| copy.shaped(shape))
+}
+
+/// Fills rows of one byte.
+fn byte_rows(path: &Path) -> ! {
+    let shape = Shape { row: 1, rows: 1 << 20, host_pitch: 0, device_pitch: 2 };
+    operating(path, 4096, 4, |_| Operation::fill(START, 1 << 20, 7).shaped(shape))
+}
+
+/// Copies the same page 16384 times to the same place.
+fn zero_pitch(path: &Path) -> ! {
+    let shape = Shape { row: 4096, rows: 1 << 14, host_pitch: 0, device_pitch: 0 };
+    operating(path, 4096, 4, |copy| copy.shaped(shape))
+}
+
+/// Waits for nothing, 64 times at once.
+fn fences(path: &Path) -> ! {
+    operating(path, 64, 64, |_| Operation::fence())
+}
+
+/// Submits copies of a byte and takes them back.
+fn cancelled_bytes(path: &Path) -> ! {
+    let make = || Copies::new(client(path, 2 << 20), 1, 64, |copy| copy);
+    with_all(4, make, |copies| {
+        let submit = |operation| copies.queue.submit(operation).unwrap();
+        let tickets: Vec<_> = copies.ready.drain(..).map(submit).collect();
+        copies.queue.flush();
+        for ticket in tickets {
+            if let Cancelled::TakenBack(operation) = copies.queue.cancel(ticket) {
+                copies.ready.push(operation);
+            }
+        }
+        let mut ended = Vec::new();
+        while copies.queue.in_flight() > 0 {
+            copies.queue.wait(&mut ended, Duration::from_secs(1));
+        }
+        copies.ready.extend(ended.into_iter().map(|completion| completion.operation));
+    })
+}
+
+/// Rings although there is no work.
+fn empty_doorbells(path: &Path) -> ! {
+    let make = || {
+        let client = client(path, 2 << 20);
+        (client.clone(), Copies::new(client, 64, 1, |copy| copy))
+    };
+    with_all(4, make, |(client, _)| {
+        client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), 0).unwrap();
+        std::thread::yield_now();
+    })
+}
+
+/// Resets its functions, and has their translations forgotten.
+fn resets(path: &Path) -> ! {
+    with_all(
+        CONNECTIONS,
+        || client(path, 2 << 20),
+        |client| {
+            for register in [regs::CONTROL, regs::MMU_INVALIDATE] {
+                client.write32(BAR_REGISTERS, register, 1).unwrap();
+            }
+        },
+    )
+}
+
+/// Writes a byte to each block of its card memory by message, and then connects again.
+fn first_touches(path: &Path) -> ! {
+    with_all(
+        CONNECTIONS,
+        || client(path, 32 << 20),
+        |one| {
+            (0..16).for_each(|i| one.write_bytes(BAR_MEMORY, i << 21, &[1]).unwrap());
+            *one = client(path, 32 << 20);
+        },
+    )
+}
+
+/// Gives the pages of a mapped buffer back to the kernel before the card copies them.
+fn punched_pages(path: &Path) -> ! {
+    let make = || Copies::new(client(path, 16 << 20), MIB, 4, |copy| copy);
+    with_all(4, make, |copies| {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&copies.memory, flags, 0, 4 << 20).unwrap();
+        copies.run(Duration::from_micros(1));
+    })
+}
+
+/// Sends descriptors whose close blocks for a minute.
+fn blocking_closes(path: &Path) -> ! {
+    with_all(
+        CONNECTIONS,
+        || (opened(path).unwrap(), Vec::new()),
+        |(socket, peers)| {
+            let (blocking, peer) = lingering(1).pop().unwrap();
+            peers.push(peer);
+            if !send(socket, &ClientRequest::Status { first: 0 }, &[blocking.as_fd()]) {
+                opened(path).into_iter().for_each(|new| *socket = new);
+            }
+            // Once the daemon has dropped its reference, this is the last one, and blocks.
+            drop(blocking);
+        },
+    )
+}
