@@ -1,7 +1,13 @@
 //! A program in C against the header and both libraries.
 
+// A V80 for a program that knows nothing of it; that module has the reasons for its unsafe code.
+#[path = "../../cli/tests/it/supervisor.rs"]
+mod supervisor;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use dmalane_slash::model::{DriverModel, Version, Vrtd};
 
 /// Where cargo has put the libraries: beside this test.
 fn libraries() -> PathBuf {
@@ -89,6 +95,30 @@ fn the_example_runs_on_the_software_card() {
 #[test]
 fn the_example_runs_on_a_gpu() {
     example("vulkan:0");
+}
+
+#[test]
+fn a_program_in_c_on_a_v80() {
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "tests/capi.c", "capi-v80", &["-std=c11"], &library);
+    let model = DriverModel::new(Version::KNOWN).unwrap();
+    let vrtd = Vrtd::new(&model).unwrap();
+    let socket = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("vrtd-{}.sock", std::process::id()));
+    vrtd.listen(&socket).unwrap();
+    for device in ["slash:0", &format!("vrtd:{}#0", socket.display())] {
+        let before = model.counts().channels;
+        let Some(ran) = supervisor::run(&model, Command::new(&program).arg(device)) else { return };
+        let (said, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+        assert!(ran.status.success() && said.is_empty(), "{device}: {}\n{said}{errors}", ran.status);
+        let moved = model.counts().channels;
+        assert!(moved.iter().all(|(channel, bytes)| before.get(channel) < Some(bytes)), "{device}: {moved:?}");
+        assert_eq!((model.violations(), model.pairs(), vrtd.lent()), (Vec::new(), 0, Vec::new()), "{device}");
+    }
+    std::fs::remove_file(socket).unwrap();
 }
 
 #[test]

@@ -301,6 +301,15 @@ impl DriverModel {
         }
     }
 
+    /// Closes the buffers that another process has no longer.
+    pub fn close_buffers(&self, has: impl Fn(FileId) -> bool) {
+        let state = self.lock();
+        let buffers = state.files.iter().filter(|(id, kind)| matches!(kind, Kind::Buffer { .. }) && !has(**id));
+        let closed: Vec<FileId> = buffers.map(|(id, _)| *id).collect();
+        drop(state);
+        closed.into_iter().for_each(|id| self.close(id));
+    }
+
     /// True while the card goes on with a transfer that the driver gave up.
     pub fn goes_on(&self) -> bool {
         !self.lock().going_on.is_empty()

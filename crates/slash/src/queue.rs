@@ -137,10 +137,14 @@ impl Queue for SlashQueue {
     fn flush(&mut self) {
         if !self.waiting.is_empty() && self.state.is_running() {
             self.state.flushed();
-            self.shared.lock().todo.append(&mut self.waiting);
+            let mut state = self.shared.lock();
+            state.todo.append(&mut self.waiting);
             match self.worker {
-                Some(_) => self.drive(None),
-                None => self.shared.wake(),
+                Some(_) => {
+                    drop(state);
+                    self.drive(None);
+                }
+                None => self.shared.tell(state),
             }
         }
     }

@@ -2,16 +2,17 @@
 //!
 //! Where the driver takes io_uring commands, several calls are in flight. They have one direction and no card memory in
 //! common, and end in order. No call blocks, so the queue drives the worker itself ([`Worker::advance`]) until one
-//! fails. Elsewhere, and after a failure, a thread does ([`Worker::run`]).
+//! fails. Elsewhere, and after a failure, a thread does ([`Worker::run`]). It polls for [`POLLS`] before it sleeps,
+//! because waking a thread takes longer than all else that happens before the call.
 //!
 //! Between a call that failed and the stop of the queue pair, the worker owns the operations of all calls in flight:
 //! they are given back after the stop, or kept for ever.
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
 use dmalane_dma::{BufferSlice, CopyHint};
@@ -30,10 +31,15 @@ pub(crate) const MAX_LEN: u64 = 1 << 29;
 /// Time for the driver to end calls of a queue pair that was stopped.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long the thread polls for work after its last, where it has a processor besides its submitter's.
+const POLLS: Duration = Duration::from_micros(50);
+
 /// The state that a queue shares with its thread.
 #[derive(Default)]
 pub(crate) struct Shared {
     state: Mutex<State>,
+    /// There may be something to do; set with the lock held, and read without it by the thread that polls.
+    news: AtomicBool,
     /// There is something to do, or the thread shall end.
     work: Condvar,
     /// Something has ended.
@@ -60,6 +66,10 @@ pub(crate) struct State {
     /// Nothing further is begun.
     pub halted: Option<StopReason>,
     pub quit: bool,
+    /// The thread must be woken.
+    sleeps: bool,
+    /// Somebody waits for an end.
+    waits: bool,
 }
 
 impl Shared {
@@ -67,16 +77,59 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes the thread.
-    pub(crate) fn wake(&self) {
-        self.work.notify_one();
+    /// Tells the thread that the state has changed.
+    pub(crate) fn tell(&self, state: MutexGuard<'_, State>) {
+        self.news.store(true, Ordering::Release);
+        let sleeps = state.sleeps;
+        drop(state);
+        if sleeps {
+            self.work.notify_one();
+        }
+    }
+
+    /// Waits for news: polls for so long, and then sleeps.
+    fn await_news(&self, polls: Duration) {
+        let begun = Instant::now();
+        while begun.elapsed() < polls {
+            if self.news.swap(false, Ordering::Acquire) {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut state = self.lock();
+        state.sleeps = true;
+        let no_news = |_: &mut State| !self.news.load(Ordering::Acquire);
+        let mut state = self.work.wait_while(state, no_news).unwrap_or_else(PoisonError::into_inner);
+        state.sleeps = false;
+        self.news.store(false, Ordering::Release);
     }
 
     /// Waits until something has ended, nothing is left or the time is over.
     pub(crate) fn wait(&self, timeout: Duration) {
         let works = |s: &State| s.busy > 0 && !s.stuck || s.halted.is_none() && !s.todo.is_empty();
-        let idle = |s: &mut State| s.ended.is_empty() && works(s);
-        let _ = self.ended.wait_timeout_while(self.lock(), timeout, idle);
+        drop(self.wait_while(self.lock(), timeout, |s| s.ended.is_empty() && works(s)));
+    }
+
+    fn wait_while<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        timeout: Duration,
+        condition: impl FnMut(&mut State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        state.waits = true;
+        let waited = self.ended.wait_timeout_while(state, timeout, condition);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.waits = false;
+        state
+    }
+
+    /// Wakes the one who waits if something has ended, once the lock is free.
+    fn tell_end(&self, state: MutexGuard<'_, State>) {
+        let waits = state.waits && !state.ended.is_empty();
+        drop(state);
+        if waits {
+            self.ended.notify_all();
+        }
     }
 
     /// Tells the thread to end; true once it makes no call any more.
@@ -84,11 +137,8 @@ impl Shared {
         let mut state = self.lock();
         state.quit = true;
         state.todo.clear();
-        self.work.notify_one();
-        let (state, _) = self
-            .ended
-            .wait_timeout_while(state, timeout, |s| s.busy > 0 && !s.stuck)
-            .unwrap_or_else(PoisonError::into_inner);
+        self.tell(state);
+        let state = self.wait_while(self.lock(), timeout, |s| s.busy > 0 && !s.stuck);
         state.busy == 0 || state.stuck
     }
 }
@@ -238,34 +288,31 @@ impl Worker {
     /// Runs until it is told to end.
     pub(crate) fn run(mut self) {
         let shared = self.shared.clone();
+        let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
+        let polls = if alone { Duration::ZERO } else { POLLS };
         loop {
-            let state = self.begin_some(&shared);
+            let quit = self.turn();
             if self.flights.is_empty() {
-                if state.quit {
+                if quit {
                     return;
                 }
-                drop(shared.work.wait(state));
+                shared.await_news(polls);
                 continue;
             }
-            drop(state);
             let end = self.calls.end(None);
             if let Err(why) = self.note(end) {
-                match self.fail(&why) {
-                    Some(this) => self = this,
-                    None => return,
-                }
+                let Some(this) = self.fail(&why) else { return };
+                self = this;
             }
-            self.give_back();
         }
     }
 
-    /// Begins calls. They begin before this returns.
+    /// Gives back the operations of calls that have ended, and begins calls. They begin before this returns.
     ///
     /// # Errors
     /// Why [`Worker::fail`] must be called.
     pub(crate) fn begin(&mut self) -> Result<(), String> {
-        let shared = self.shared.clone();
-        drop(self.begin_some(&shared));
+        self.turn();
         self.calls.flush().map_err(|e| format!("TRANSFER cannot be begun: {e}"))
     }
 
@@ -282,7 +329,6 @@ impl Worker {
             }
             timeout = Duration::ZERO;
         }
-        self.give_back();
         self.begin()
     }
 
@@ -319,40 +365,45 @@ impl Worker {
         }
     }
 
-    /// Begins as many calls as may be in flight, or as there are.
-    fn begin_some<'a>(&mut self, shared: &'a Shared) -> MutexGuard<'a, State> {
+    /// Gives back the operations of the calls that have ended, in order, and begins as many calls as may be in flight,
+    /// or as there are. True when told to end.
+    fn turn(&mut self) -> bool {
         let depth = self.calls.depth().min(self.pages.len());
+        let shared = self.shared.clone();
         let mut state = shared.lock();
-        while !state.quit && state.halted.is_none() && self.flights.len() < depth {
-            let Some((mut call, error)) = self.next(&mut state.todo) else { break };
-            if call.parts.is_empty() {
-                give_back(&mut state, call, &error.map_or(Ok(()), Err));
-                shared.ended.notify_all();
-                continue;
-            }
-            (call.number, self.number) = (self.number, self.number + 1);
-            state.busy += call.operations.len();
-            drop(state);
-            let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
-            self.counters.copied.fetch_add(copied, Ordering::Relaxed);
-            self.counters.calls.fetch_add(1, Ordering::Relaxed);
-            self.calls.begin(call.number, abi::transfer(&call.parts));
-            self.flights.push_back(call);
-            state = shared.lock();
-        }
-        state
-    }
-
-    /// Gives back the operations of the calls that have ended, in order.
-    fn give_back(&mut self) {
-        let mut state = self.shared.lock();
         while self.flights.front().is_some_and(|call| call.end == Some(true))
             && let Some(call) = self.flights.pop_front()
         {
             state.busy -= call.operations.len();
             give_back(&mut state, call, &Ok(()));
         }
-        self.shared.ended.notify_all();
+        loop {
+            let begins = !state.quit && state.halted.is_none() && self.flights.len() < depth;
+            match begins.then(|| self.next(&mut state.todo)).flatten() {
+                Some((call, error)) if call.parts.is_empty() => {
+                    give_back(&mut state, call, &error.map_or(Ok(()), Err));
+                }
+                Some((mut call, _)) => {
+                    (call.number, self.number) = (self.number, self.number + 1);
+                    state.busy += call.operations.len();
+                    shared.tell_end(state);
+                    let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
+                    self.counters.copied.fetch_add(copied, Ordering::Relaxed);
+                    self.counters.calls.fetch_add(1, Ordering::Relaxed);
+                    self.calls.begin(call.number, abi::transfer(&call.parts));
+                    self.flights.push_back(call);
+                    if self.flights.len() == depth {
+                        return false;
+                    }
+                    state = shared.lock();
+                }
+                None => {
+                    let quit = state.quit;
+                    shared.tell_end(state);
+                    return quit;
+                }
+            }
+        }
     }
 
     /// Takes the operations of the next call. One without parts is a fence, or an operation with its error; it and

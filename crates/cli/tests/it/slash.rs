@@ -1,5 +1,6 @@
 //! The shipped program and a V80: unmodified and without privileges, under a supervisor that answers for the driver.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -113,6 +114,46 @@ fn a_gibibyte_is_loaded_to_each_memory_without_a_copy() {
     load_everywhere("slash-large", 1 << 30);
 }
 
+/// The counts of system calls of a load under strace, by name.
+fn traced(model: &DriverModel, len: u64) -> Option<BTreeMap<String, u64>> {
+    let (folder, path) = (tempfile::tempdir().unwrap(), file(&format!("slash-traced-{len}"), len));
+    let counts = folder.path().join("counts");
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-c", "-o"]).arg(&counts).arg(env!("CARGO_BIN_EXE_dmalane")).arg("load").arg(&path);
+    let output = supervisor::run(model, strace.args(["-d", "slash:0", "--placement", "hbm0"]))?;
+    std::fs::remove_file(path).unwrap();
+    if text(&output).contains("ptrace") {
+        println!("SKIPPED: {}", text(&output).trim());
+        return None;
+    }
+    assert!(output.status.success(), "{}", text(&output));
+    let counts = std::fs::read_to_string(counts).unwrap();
+    // % time, seconds, usecs/call, calls, errors or nothing, syscall
+    let words = counts.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    Some(words.filter_map(|words| Some((words.last()?.to_string(), words.get(3)?.parse().ok()?))).collect())
+}
+
+#[test]
+fn system_calls_per_mib_are_a_read_and_a_transfer_for_each_slot() {
+    if Command::new("strace").arg("-V").output().is_err() {
+        println!("SKIPPED: there is no strace");
+        return;
+    }
+    let model = || DriverModel::new(Version::KNOWN).unwrap();
+    let (Some(less), Some(more)) = (traced(&model(), 16 * MIB), traced(&model(), 80 * MIB)) else { return };
+    // What 64 MiB more take: whatever a load costs besides is in both.
+    let of = |name: &str| {
+        let count = |counts: &BTreeMap<String, u64>| counts.get(name).copied().unwrap_or(0);
+        count(&more).saturating_sub(count(&less))
+    };
+    let (ioctls, reads) = (of("ioctl"), ["pread64", "preadv", "preadv2", "io_uring_enter"].map(of));
+    println!("64 MiB take {ioctls} ioctls, reads {reads:?}, futexes {}; {more:?}", of("futex"));
+    // A slot of 2 MiB takes one transfer, or two where both channels share it.
+    assert!((1..=64 + 8).contains(&ioctls), "{less:?} {more:?}");
+    // And one read; that of a ring can also take one call to wait for it.
+    assert!((1..=64 + 8).contains(&reads.iter().sum::<u64>()), "{less:?} {more:?}");
+}
+
 /// Validates both ways, each memory and both, with each size; the program compares the bytes of each.
 fn sweep(sizes: &str, count: usize, threads: &str) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
@@ -134,6 +175,7 @@ fn sweep(sizes: &str, count: usize, threads: &str) {
     kinds.dedup();
     assert_eq!((kinds.len(), figures.len()), (9, 9 * count), "{kinds:?}");
     assert!(model.counts().channels.len() == 2 && model.pairs() == 0);
+    assert_eq!(model.violations(), Vec::<String>::new());
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! The program needs no privileges and is not changed. `unsafe` is for the calls of seccomp, which no library has.
 #![allow(unsafe_code)]
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,6 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Output, Stdio};
 use std::thread;
 
+use dmalane_slash::Request;
 use dmalane_slash::model::{Answer, DriverModel, FileId};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
@@ -193,6 +195,13 @@ fn called(model: &DriverModel, asked: &libc::seccomp_notif) -> Reply {
         FileId::of_link(&link.to_string_lossy())
     };
     let Some(on) = file_of(fd as i32) else { return Reply::Kernel };
+    // No answer tells when the program closes a buffer. Those that it has closed need not take memory here for ever.
+    if number as u32 == Request::BufferCreate.number() {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", asked.pid)).into_iter().flatten().flatten();
+        let fds = files.filter_map(|file| file.file_name().to_str()?.parse().ok());
+        let open: HashSet<FileId> = fds.filter_map(file_of).collect();
+        model.close_buffers(|buffer| open.contains(&buffer));
+    }
     let Ok(memory) = memory(asked) else { return Reply::Error(libc::EFAULT) };
     let mut size = [0; 4];
     if memory.read_exact_at(&mut size, address).is_err() {
