@@ -61,7 +61,7 @@ fn run<F: Format>(data: &[u8]) {
 }
 
 /// An operation of small numbers, so that they meet.
-fn operation(input: &mut FuzzInput<'_>, page: u64, names: &[u32], bytes: &mut Vec<u8>) {
+pub(super) fn operation(input: &mut FuzzInput<'_>, page: u64, names: &[u32], bytes: &mut Vec<u8>) {
     let (kind, more) = (input.u8(), input.u8());
     let mut flags = u32::from(kind % 7) << ArrayOperation::KIND_SHIFT;
     let uses_bo = matches!(kind % 7, 0 | 2 | 4);
