@@ -439,7 +439,8 @@ class Script:
         busybox = self.cache / "busybox/root/bin/busybox"
         busybox.parent.mkdir(parents=True)
         busybox.write_bytes(b"busybox")
-        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma"), ("slash", "kernel")]
+        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma")]
+        built += [("slash", "kernel"), ("slash", "dmalane_slash")]
         messages = [artifact(f"path+file:///w#dmalane-{name}@0.1.0", target, sys.executable) for name, target in built]
         fake_program(programs, "cargo", [f"print({chr(10).join(messages)!r})"])
 

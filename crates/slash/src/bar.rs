@@ -118,3 +118,46 @@ impl fmt::Debug for Bar {
         write!(f, "Bar({}, {} bytes)", self.number, self.len())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{Heap, MemfdHeap, export_dma_buf};
+
+    use super::*;
+
+    const LEN: u64 = 64 << 10;
+
+    fn errno(of: Result<u32, Error>) -> Option<i32> {
+        match of {
+            Err(Error::Call { source, .. }) => source.raw_os_error(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The kernel's own dma-buf in place of a BAR: it answers the begin and the end, and refuses unknown flags.
+    #[test]
+    fn a_dma_buf_of_the_kernel_is_mapped_and_takes_each_access() {
+        let memory = MemfdHeap::new().allocate(LEN as usize).unwrap().share();
+        let file = match export_dma_buf(&memory.reference()) {
+            Ok(file) => Handle::new(file),
+            Err(e) => return println!("SKIPPED: no dma-buf: {e}"),
+        };
+        let bar = Bar::map(Arc::new(Linux), file, 2, LEN).unwrap();
+        for (offset, value) in [(0, 0x1234_5678), (LEN - 4, 0xfedc_ba98)] {
+            bar.write32(offset, value).unwrap();
+            assert_eq!(bar.read32(offset).unwrap(), value);
+            assert_eq!(memory.view().load_u32(offset as usize).unwrap(), value);
+        }
+        assert!(matches!(bar.read32(LEN), Err(Error::NoRegister { bar: 2, offset: LEN })));
+        assert_eq!(errno(bar.bracketed(1 << 8, || Ok(0))), Some(libc::EINVAL));
+    }
+
+    #[test]
+    fn a_file_that_is_no_dma_buf_refuses_each_access() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN).unwrap();
+        let file = Handle::new(file.into());
+        let bar = Bar::map(Arc::new(Linux), file, 0, LEN).unwrap();
+        assert_eq!(errno(bar.read32(0)), Some(libc::ENOTTY));
+    }
+}

@@ -67,6 +67,7 @@ def suite_programs(arch, target):
     }
     if arch is None:
         targets["slash"] = ("dmalane-slash", "kernel")
+        targets["bar"] = ("dmalane-slash", "dmalane_slash")
     paths = test_binaries(*targets.values(), options=["--lib", "--test", "kernel", *options], env=env)
     programs = dict(zip(targets, paths, strict=True))
     if arch is None:
@@ -111,6 +112,7 @@ def run_suites(store, kernels):
         work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
         lines, stub = suite_lines(kernel, settings.filter), None
         if "slash" in programs:
+            lines.append(f"bar devices bar {LIBTEST} bar::tests::{settings.filter}")
             try:
                 stub = store.stub(kernel)
                 lines.append(f"slash devices slash {LIBTEST} {settings.filter}")
