@@ -30,9 +30,9 @@ Examples:
   dmalane compare model.safetensors --report compared.html
   dmalane compare model.safetensors --with 'mine=./my-loader --fast'
 
-Each loader runs in a process of its own, in turns, with the files evicted from the page cache (cold) and in it
-(warm). Time is from the first call of the loader until all bytes are in its memory; starting the process and
-importing libraries are not counted. Only memory that a driver can pin is DMA-ready: mappings of the page cache are
+Each loader runs in a process of its own, in turns, with the files evicted from the page cache (cold) and in it \
+(warm). Time is from the first call of the loader until all bytes are in its memory; starting the process and \
+importing libraries are not counted. Only memory that a driver can pin is DMA-ready: mappings of the page cache are \
 listed as what they are. The bytes of every loader are hashed once and compared.
 A loader of --with gets the files as arguments, and prints one line of JSON: see docs/how-to/compare-loaders.md.
 

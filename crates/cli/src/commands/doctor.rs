@@ -31,7 +31,7 @@ Examples:
   dmalane doctor --bundle report.txt          facts about this machine, to send with a report
   dmalane doctor --json | jq '.checks[] | select(.status == \"missing\") | .fix'
 
-Exit status: 0 `dmalane load` can run here with the software card, even if other things are missing;
+Exit status: 0 `dmalane load` can run here with the software card, even if other things are missing; \
 1 it cannot; 2 usage error.";
 
 /// Check what this machine offers and lacks, and how to fix it.

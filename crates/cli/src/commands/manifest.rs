@@ -24,7 +24,7 @@ Examples:
   dmalane verify model.safetensors --manifest weights.manifest
   dmalane load model.safetensors --manifest weights.manifest     check while loading
 
-Every byte of a file belongs to a region: the header, a tensor, or a gap between tensors. Each has its XXH3-64,
+Every byte of a file belongs to a region: the header, a tensor, or a gap between tensors. Each has its XXH3-64, \
 which finds damage. SHA-256 (--sha256) also finds forgery, as long as the manifest comes from somebody you trust.
 
 Exit status: 0 written, 1 bad file, 2 usage error.";

@@ -51,10 +51,10 @@ Examples:
   dmalane read model.bin --send-to /run/trainer.sock
   zcat model.bin.gz | dmalane read -
 
-Reads files into memory that devices can use while the memory is still being allocated, then frees it, or hands it
+Reads files into memory that devices can use while the memory is still being allocated, then frees it, or hands it \
 to another process.
 
-Exit status: 0 read, 1 bad file or no memory, 2 usage error; with --export that of COMMAND, or 126 or 127 if it
+Exit status: 0 read, 1 bad file or no memory, 2 usage error; with --export that of COMMAND, or 126 or 127 if it \
 cannot be run.";
 
 /// Read files into DMA-ready memory while it is being allocated.

@@ -23,10 +23,10 @@ Examples:
   dmalane top --once                   print what was done in one second, as text
   dmalane top --json | jq '.jobs[] | [.pid, .bytes_per_s]'
 
-Shows load, read, verify, manifest, compare, validate and card serve of this user, in any terminal. Keys: q ends,
+Shows load, read, verify, manifest, compare, validate and card serve of this user, in any terminal. Keys: q ends, \
 up and down choose a command or a daemon, Enter shows or hides its details.
 
-Exit status: 0 success, 1 no terminal, or a daemon that --once asked does not answer; 2 usage error; 128 and the
+Exit status: 0 success, 1 no terminal, or a daemon that --once asked does not answer; 2 usage error; 128 and the \
 number of the signal that ended it.";
 
 /// Show what running commands and daemons do, as it changes.

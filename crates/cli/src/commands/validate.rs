@@ -47,14 +47,14 @@ Examples:
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
-Writes to the device's memory from --starting-offset on and reads it back. The contents of a card are
-lost. A file or a block device that holds data is measured only with --restore, which backs the data
+Writes to the device's memory from --starting-offset on and reads it back. The contents of a card are \
+lost. A file or a block device that holds data is measured only with --restore, which backs the data \
 up on disk and restores them at the end, or with --overwrite; a character device with
---starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run
-restores the data. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30); --mb adds v80-smi's unit
+--starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run \
+restores the data. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30); --mb adds v80-smi's unit \
 (2^20 bytes). Bandwidth is reported only where the data read back was equal.
 
-Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error,
+Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error, \
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
 
 /// Measure a device: data integrity, then bandwidth and latency, each beside a reference rate.
