@@ -207,8 +207,7 @@ impl<F: Format, T: Tables> Subject for Ours<F, T> {
     }
 
     fn tables(&self) -> Option<usize> {
-        let all = Span::new(Iova::new(0), 1 << F::INPUT_BITS)?;
-        Some(self.table().tables_within(all) + 1)
+        Some(self.table().linked_tables() + 1)
     }
 }
 

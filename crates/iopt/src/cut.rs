@@ -54,10 +54,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let (first, last) = Self::check_span(span)?;
         let mut freed = Vec::new();
         self.merge_below(self.root, 0, &Whole { first, last }, first, &mut freed, &mut invalidate);
-        if !freed.is_empty() {
-            self.cursor.forget();
-        }
         let count = freed.len();
+        self.note_detached(count);
         freed.into_iter().for_each(|table| self.tables.free(table));
         Ok(count)
     }

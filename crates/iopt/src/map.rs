@@ -181,8 +181,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return false;
         }
         let Some(table) = self.last_table(at.bits()) else { return false };
-        let i = index::<F>(at.bits(), F::LEVELS - 1);
-        self.load(table, i) == 0 && self.put_page(table, i, to, access)
+        let Some(template) = self.page_template(access) else { return false };
+        let (kind, i) = (Kind::single(F::LEVELS - 1), index::<F>(at.bits(), F::LEVELS - 1));
+        let entry = template | encode_output::<F>(kind, to.bits());
+        // One access to the table, and not a load and a store.
+        let free = |old| if old == 0 { Some(entry) } else { None };
+        let mapped = slots::update::<F, T>(&mut self.tables, table, i..i + 1, free) == 1;
+        self.count(kind, mapped.into());
+        mapped
     }
 
     /// Maps a page where the caller knows that nothing is mapped. Both addresses are whole pages within the limits of
@@ -625,6 +631,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let (table, i) = (self.cursor.path[level as usize], index::<F>(at, level));
         match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(level, next.bits())) {
             Ok(()) => {
+                self.linked = self.linked.wrapping_add(1);
                 self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(level + 1)); // there is room: `move_cursor`
                 Ok(None)
             }
@@ -701,6 +708,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 let table = T::Addr::new(next);
                 if l + 1 == level && self.is_empty(table, level) {
                     self.store(above, i, 0);
+                    self.linked = self.linked.wrapping_sub(1);
                     self.tables.free(table);
                 }
                 above = table;

@@ -96,11 +96,17 @@ impl<'m, A: Address> TablePool<'m, A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
-    /// The position of one word, as of heap tables: a walk waits for the address of the table.
+    /// The position of one word.
     #[inline]
     fn position(&self, table: A, index: usize) -> usize {
-        let offset = (8 * index as u64).wrapping_sub(self.base.bits());
-        (table.bits().wrapping_add(offset) / 8) as usize
+        position(self.base, table, index)
+    }
+
+    /// [`Tables::loader`]. Base and words are copied: behind an acquire load the compiler would read them again.
+    #[inline(always)]
+    fn load_words(&self) -> impl Fn(A, usize) -> u64 + use<'m, A> {
+        let (base, words) = (self.base, self.words);
+        move |table, index| words[position(base, table, index)].load(Ordering::Acquire)
     }
 
     /// The address of `count` slots that follow each other and are in use from now on.
@@ -182,6 +188,13 @@ impl<'m, A: Address> TablePool<'m, A> {
     }
 }
 
+/// The position of one word, as of heap tables: a walk waits for the address of the table.
+#[inline]
+fn position<A: Address>(base: A, table: A, index: usize) -> usize {
+    let offset = (8 * index as u64).wrapping_sub(base.bits());
+    (table.bits().wrapping_add(offset) / 8) as usize
+}
+
 impl<A: Address> fmt::Debug for TablePool<'_, A> {
     /// Where and how many; not the entries.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -237,6 +250,11 @@ impl<A: Address> Tables for &TablePool<'_, A> {
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
         self.words[self.position(table, index)].load(Ordering::Acquire)
+    }
+
+    #[inline(always)]
+    fn loader(&self) -> impl Fn(A, usize) -> u64 {
+        self.load_words()
     }
 
     /// # Panics
@@ -340,6 +358,13 @@ macro_rules! words_of_pool {
             let $tables = self;
             let pool: &TablePool<'_, A> = $pool;
             pool.load(table, index)
+        }
+
+        #[inline(always)]
+        fn loader(&self) -> impl Fn(A, usize) -> u64 {
+            let $tables = self;
+            let pool: &TablePool<'_, A> = $pool;
+            pool.load_words()
         }
 
         #[inline]

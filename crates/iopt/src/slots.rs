@@ -15,11 +15,17 @@ const fn half(index: usize) -> (usize, u32) {
 
 #[inline]
 pub(crate) fn load<F: Format, T: Tables>(tables: &T, table: T::Addr, index: usize) -> u64 {
+    load_by::<F, _>(|table, index| tables.load(table, index), table, index)
+}
+
+/// The same by a [`Tables::loader`].
+#[inline(always)]
+pub(crate) fn load_by<F: Format, A>(words: impl Fn(A, usize) -> u64, table: A, index: usize) -> u64 {
     if F::ENTRY_BYTES == 8 {
-        return tables.load(table, index);
+        return words(table, index);
     }
     let (word, shift) = half(index);
-    tables.load(table, word) >> shift & u64::from(u32::MAX)
+    words(table, word) >> shift & u64::from(u32::MAX)
 }
 
 #[inline]

@@ -26,6 +26,8 @@ pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) root: T::Addr,
     /// Live leaves, by [`Kind::slot`].
     pub(crate) leaves: [u64; Kind::COUNT],
+    /// Tables below the root that were linked, less those that were detached.
+    pub(crate) linked: usize,
     pub(crate) cursor: Cursor<T::Addr>,
     /// The tables that the present map call has linked: an address that each translates, its level in the low bits.
     pub(crate) made: Vec<u64>,
@@ -96,7 +98,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn at_root(tables: T, root: T::Addr) -> Self {
         let (cursor, made) = (Cursor::new(root), Vec::new());
         let (witnesses, template) = ([0; 64], (u16::MAX, 0));
-        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, witnesses, template, kinds: PhantomData }
+        Self {
+            tables,
+            root,
+            leaves: [0; Kind::COUNT],
+            linked: 0,
+            cursor,
+            made,
+            witnesses,
+            template,
+            kinds: PhantomData,
+        }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.
@@ -173,17 +185,19 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if bits >= input_len::<F>() {
             return None;
         }
+        let words = self.tables.loader();
+        let load = |table, index| slots::load_by::<F, _>(&words, table, index);
         let mut table = self.root;
         // On the way down nothing but the next table is asked for.
         for level in 0..F::LEVELS - 1 {
-            let entry = self.load(table, index::<F>(bits, level));
+            let entry = load(table, index::<F>(bits, level));
             match next_table::<F>(level, entry) {
                 Some(next) => table = T::Addr::new(next),
                 None => return ask(level, entry),
             }
         }
         let level = F::LEVELS - 1;
-        ask(level, self.load(table, index::<F>(bits, level)))
+        ask(level, load(table, index::<F>(bits, level)))
     }
 
     /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
@@ -202,6 +216,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             .flat_map(|level| [false, true].map(|group| Kind { level, group }))
             .filter(|kind| !kind.group || group_bits::<F>(kind.level) > 0)
             .map(move |kind| (kind.size::<F>(), leaves[kind.slot()]))
+    }
+
+    /// The number of tables below the root: the most that a call can detach. Kept up to date, and counted as leaves
+    /// are where handles share the tree ([`attach`](Self::attach)).
+    pub fn linked_tables(&self) -> usize {
+        self.linked
     }
 
     /// Bytes mapped in all.

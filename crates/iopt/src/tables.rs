@@ -91,6 +91,13 @@ pub trait Tables {
     /// The 64-bit word at `index`. (An entry of a format is a word, or half of one.)
     fn load(&self, table: Self::Addr, index: usize) -> u64;
 
+    /// [`load`](Self::load), with all that it needs at hand: for a walk, which loads one word after another. An
+    /// implementation overrides it to copy what it would otherwise read again for each word.
+    #[inline(always)]
+    fn loader(&self) -> impl Fn(Self::Addr, usize) -> u64 {
+        |table, index| self.load(table, index)
+    }
+
     /// Replaces the word at `index`; a device sees one 64-bit write.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
 

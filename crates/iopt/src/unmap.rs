@@ -120,8 +120,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.unmap_listed(span, Detach::Covered)
     }
 
-    /// The same into a list of the caller's, who may have made room in it for [`tables_within`](Self::tables_within)
-    /// the span: then this asks for no memory. Gives what [`FlushList::span`] and [`FlushList::bytes`] would be.
+    /// The same into a list of the caller's, who may have made room in it for all
+    /// [`linked_tables`](Self::linked_tables): then this asks for no memory. Gives what [`FlushList::span`] and
+    /// [`FlushList::bytes`] would be.
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
@@ -158,9 +159,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if first <= last {
             self.prune_below(self.root, 0, first, last, tables);
         }
-        if tables.len() > before {
-            self.cursor.forget();
-        }
+        self.note_detached(tables.len() - before);
         tables.len() - before
     }
 
@@ -184,36 +183,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 debug_assert!(self.is_empty(T::Addr::new(next), level), "a table that is not empty at {at}");
                 self.store(above, i, 0);
                 tables.push(T::Addr::new(next));
+                self.linked -= 1;
                 self.cursor.leave::<F>(at.bits(), level);
                 return true;
             }
             above = T::Addr::new(next);
         }
         false
-    }
-
-    /// The number of tables below the root that translate some of the span: the most that a call with this span can
-    /// detach.
-    pub fn tables_within(&self, span: Span<I>) -> usize {
-        let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
-        if first > last { 0 } else { self.tables_below(self.root, 0, first, last) }
-    }
-
-    fn tables_below(&self, table: T::Addr, level: u32, first: u64, last: u64) -> usize {
-        if level + 1 == F::LEVELS {
-            return 0;
-        }
-        let mask = page_size::<F>(level).bytes() - 1;
-        let mut at = first;
-        let mut count = 0;
-        for k in index::<F>(first, level)..=index::<F>(last, level) {
-            let entry_last = (at | mask).min(last);
-            if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
-                count += 1 + self.tables_below(T::Addr::new(next), level + 1, at, entry_last);
-            }
-            at = entry_last.wrapping_add(1);
-        }
-        count
     }
 
     /// Unlinks empty tables below one at `level`. True when it saw an entry of it that stays in use.
@@ -392,11 +368,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         let before = tables.len();
         let bytes = self.clear_span(first, last, detach, tables);
-        if tables.len() > before {
-            self.cursor.forget();
-        }
+        self.note_detached(tables.len() - before);
         let span = Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span);
         Ok((span, bytes))
+    }
+
+    /// Notes that so many tables have left the tree.
+    pub(crate) fn note_detached(&mut self, tables: usize) {
+        if tables > 0 {
+            self.linked = self.linked.wrapping_sub(tables); // another handle may have linked them
+            self.cursor.forget();
+        }
     }
 
     /// Tables for cuts, or none of them.
@@ -481,6 +463,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                         slots::update::<F, T>(&mut self.tables, next, all, |part| Some(marked::<F>(part, true)));
                     }
                     self.store(table, i, F::encode_table(level, next.bits()));
+                    self.linked = self.linked.wrapping_add(1);
                     self.uncount(level, 1, 0);
                     next
                 }

@@ -480,12 +480,6 @@ impl<F: Format> Records<F> {
         self.words.keep(keep)
     }
 
-    /// The most tables below the root that what is bound has, and may come to have by unbinds.
-    pub(crate) fn most_tables(&self) -> usize {
-        let nodes = (self.nodes.len() - self.spare.len()) as u64;
-        usize::try_from(nodes.saturating_add(self.splits)).unwrap_or(usize::MAX)
-    }
-
     /// The nodes that it takes to make records of single pages of one at `level`.
     const fn splits_of(level: u32) -> u64 {
         let (mut nodes, mut at) = (0, Self::LAST);

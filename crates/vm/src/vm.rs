@@ -48,15 +48,13 @@ pub(crate) struct Batch {
     /// Tables for chunks that are bound as a whole, and for splitting them. It takes as many nodes to split their
     /// records.
     tables: usize,
-    /// Tables that are there and may be detached, where threads share them.
-    detached: usize,
     /// First and last page of all that the batch binds.
     bound: Option<(u64, u64)>,
 }
 
 impl Batch {
     const fn new(reserved: bool) -> Self {
-        Self { reserved, binds: false, tables: 0, detached: 0, bound: None }
+        Self { reserved, binds: false, tables: 0, bound: None }
     }
 }
 
@@ -496,9 +494,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Ok(());
         }
         self.records.will_unlink();
-        if T::SHARED {
-            batch.detached += self.tables_of(slot);
-        }
         self.add_step(Step::UnbindBo { slot, reserved: batch.reserved })
     }
 
@@ -517,7 +512,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Ok(());
         }
         self.check_span(span, batch)?;
-        self.touch(first, last, cuts, batch)?;
+        self.touch(first, last, cuts)?;
         let (chunk_first, chunk_last) = Records::<F>::chunk_pages(Records::<F>::chunk(last));
         let end = open_to(last, self.pages, self.reserved_pages).min(if first <= chunk_first {
             chunk_last - 1
@@ -575,7 +570,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if Records::<F>::covers_a_chunk(first, last) {
             self.add_chunks(first, last, batch)?;
         }
-        self.touch(first, last, true, batch)?;
+        self.touch(first, last, true)?;
         batch.binds = true;
         let (low, high) = batch.bound.unwrap_or((first, last));
         batch.bound = Some((low.min(first), high.max(last)));
@@ -594,23 +589,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
             }
         }
         Ok(())
-    }
-
-    /// The tables that unbinding a buffer, by its first slot, can detach.
-    fn tables_of(&self, mut slot: u32) -> usize {
-        let mut tables = 0;
-        while slot != NONE {
-            for n in 0.. {
-                let Some(place) = self.slots.place(slot, n) else { break };
-                tables += if place.end - place.first == 1 {
-                    F::LEVELS as usize - 1
-                } else {
-                    self.table.tables_within(Self::span(place.first, place.end - 1))
-                };
-            }
-            slot = self.slots.next_of(slot);
-        }
-        tables
     }
 
     /// Checks of a bind that do not need its buffer.
@@ -655,16 +633,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Makes the nodes that changing these pages takes.
     #[inline(always)]
-    fn touch(&mut self, first: u64, last: u64, make: bool, batch: &mut Batch) -> Result<(), Error> {
+    fn touch(&mut self, first: u64, last: u64, make: bool) -> Result<(), Error> {
         self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
         if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
             self.touch_end(last, first, last, make).map_err(|Full| self.no_memory())?;
         }
         if Records::<F>::covers_a_chunk(first, last) {
             self.records.will_unlink();
-            if T::SHARED {
-                batch.detached += self.table.tables_within(Self::span(first, last));
-            }
         }
         Ok(())
     }
@@ -706,16 +681,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if batch.binds {
             self.records.keep_nodes(batch.tables as u64).map_err(|Full| self.no_memory())?;
         }
-        let made = if batch.binds { tables } else { 0 };
-        self.reserve_lists(made, batch.detached).map_err(|Full| self.no_memory())
+        self.reserve_lists(if batch.binds { tables } else { 0 }).map_err(|Full| self.no_memory())
     }
 
     /// Reserves room for what a commit of a bind that makes at most so many tables may have to say, and an unbind of
     /// one span after it.
     #[inline]
-    fn reserve_lists(&mut self, tables: usize, shared: usize) -> Result<(), Full> {
-        // Tables that threads share stay when they are emptied, with no node: those are counted.
-        let detached = if T::SHARED { shared } else { self.records.most_tables() };
+    fn reserve_lists(&mut self, tables: usize) -> Result<(), Full> {
+        let detached = self.table.linked_tables().saturating_add(self.table.split_tables());
         let Scratch { steps, touched, lists, room_for_lists, .. } = &mut self.scratch;
         lists.spans.try_reserve((steps.len() + touched.len()).max(3))?;
         lists.tables.try_reserve(detached.saturating_add(tables))?;
@@ -880,7 +853,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.forget_leaked();
         let _ = self.records.trim(); // it needs some itself: else all stays as it is
         let old = core::mem::replace(&mut self.scratch, Scratch::new());
-        if self.reserve_lists(0, 0).is_err() {
+        if self.reserve_lists(0).is_err() {
             self.scratch = old;
         }
     }

@@ -4,9 +4,10 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
-use dmalane_iopt::{Format, FormatId, HeapTables, with_format};
+use dmalane_iopt::{Format, FormatId, HeapTables, TablePool, TableShape, Tables, with_format};
 use dmalane_vm::{BindRequest, Bo, Error, Vm};
 
 /// The system's allocator, until it is told to fail.
@@ -193,7 +194,7 @@ fn unbinding_a_part_of_a_large_binding_needs_no_memory() {
 }
 
 /// Unbinds at random, each without any memory: one page, some pages or a buffer. Binds in between have memory.
-fn unbind_at_random<F: Format>() {
+fn unbind_at_random<F: Format, T: Tables<Addr = CardAddr>>(tables: T) {
     let (granule, chunk) = (F::GRANULE.bytes(), 1u64 << F::INDEX_BITS);
     // Where a model of that is small enough, there are records of tables of tables.
     let pages = if chunk <= 512 { chunk * chunk + 4 * chunk } else { 4 * chunk };
@@ -211,9 +212,9 @@ fn unbind_at_random<F: Format>() {
             Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap()))
         })
         .collect();
-    let mut vm = Vm::<F, _>::new(span(0, pages), HeapTables::new(CardAddr::new(0))).unwrap();
+    let mut vm = Vm::<F, T>::new(span(0, pages), tables).unwrap();
     let mut model: Vec<Option<(u64, u64)>> = vec![None; pages as usize];
-    let without_memory = |vm: &mut Vm<F, HeapTables<CardAddr>>, request: BindRequest| {
+    let without_memory = |vm: &mut Vm<F, T>, request: BindRequest| {
         with_allocations(0, || {
             let done = match request {
                 BindRequest::Unbind(span) => vm.unbind(span),
@@ -223,7 +224,7 @@ fn unbind_at_random<F: Format>() {
             vm.invalidated(done.unwrap_or_else(|e| panic!("{}: {e}", F::NAME)));
         });
     };
-    let check = |vm: &Vm<F, HeapTables<CardAddr>>, model: &[Option<(u64, u64)>]| {
+    let check = |vm: &Vm<F, T>, model: &[Option<(u64, u64)>]| {
         let mut at = 0;
         for b in vm.bindings() {
             let (first, len) = (b.span.first().bits() / granule, b.span.len() / granule);
@@ -281,10 +282,26 @@ fn unbind_at_random<F: Format>() {
         check(&vm, &model);
     }
     without_memory(&mut vm, BindRequest::Unbind(span(0, pages)));
-    assert_eq!((vm.bindings().count(), vm.page_table().tables().in_use()), (0, 1), "{}", F::NAME);
+    assert_eq!((vm.bindings().count(), vm.page_table().mapped_bytes()), (0, 0), "{}", F::NAME);
+    // Where handles share tables, those that the span covers in part stay.
+    assert!(T::SHARED || vm.page_table().linked_tables() == 0, "{}", F::NAME);
 }
 
 #[test]
 fn every_unbind_works_without_memory() {
-    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => unbind_at_random::<F>()));
+    let heap = || HeapTables::new(CardAddr::new(0));
+    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => unbind_at_random::<F, _>(heap())));
+}
+
+/// In tables that threads share, where empty ones stay.
+fn unbind_at_random_in_a_pool<F: Format>() {
+    let tables = if F::INDEX_BITS > 9 { 64 } else { 4096 };
+    let words = tables * TableShape::of::<F>().table.bytes() / 8;
+    let memory: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
+    unbind_at_random::<F, _>(&TablePool::new::<F>(CardAddr::new(0), &memory));
+}
+
+#[test]
+fn every_unbind_works_without_memory_in_a_pool_that_handles_share() {
+    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => unbind_at_random_in_a_pool::<F>()));
 }
