@@ -218,8 +218,77 @@ mod tests {
         assert!(state.stop(reason.clone()) && !state.stop(StopReason::Requested("later".into())));
         assert_eq!((state.stopped(), state.check_running()), (Some(&reason), Err(Refusal::Stopped(reason.clone()))));
         assert_eq!(state.stats().stops, 1);
-        state.restart();
-        assert!(state.is_running());
+        // Not before everything in flight has ended.
+        state.in_flight = 1;
+        assert!(!state.restart() && !state.is_running());
+        state.in_flight = 0;
+        assert!(state.restart() && state.is_running() && !state.restart());
+    }
+
+    #[test]
+    fn every_operation_is_counted_once() {
+        let mut state = QueueState::default();
+        let limits = Limits { capacity: 3, max_len: 100 };
+        let mut waiting = Waiting::<DeviceAddr>::new();
+        let submit = |state: &mut QueueState, waiting: &mut Waiting| {
+            let submitted = state.submit(Operation::fence(), Abilities::FENCE, limits, |_| Ok(()), waiting);
+            submitted.map_err(|refused| refused.reason)
+        };
+        let tickets: Vec<Ticket> = (0..3).map(|_| submit(&mut state, &mut waiting).unwrap()).collect();
+        assert_eq!((tickets[2].number(), state.in_flight(), waiting.len()), (2, 3, 3));
+        assert_eq!(submit(&mut state, &mut waiting), Err(Refusal::Full));
+        state.flushed();
+        let Cancelled::TakenBack(_) = state.cancel(tickets[1], &mut waiting) else { panic!("it has not begun") };
+        assert!(matches!(state.cancel(tickets[1], &mut waiting), Cancelled::TooLate), "others are in flight");
+        assert!(matches!(state.cancel(Ticket::new(3), &mut waiting), Cancelled::Unknown), "never submitted");
+        // More of them: the sums differ from one.
+        let results = [Ok(()), Err(OpError::Cancelled), Ok(()), Ok(()), Err(OpError::Device { status: 1 })];
+        for (result, bytes) in results.into_iter().zip([10, 1, 20, 30, 2]) {
+            let ended = waiting.pop_front();
+            let (ticket, operation) = ended.unwrap_or_else(|| (state.accept(), Operation::fence()));
+            state.ended(&Completion { ticket, operation, result, bytes });
+        }
+        assert!(matches!(state.cancel(tickets[0], &mut waiting), Cancelled::Unknown), "nothing is in flight");
+        let mut expected = Stats { submitted: 6, ok: 3, failed: 2, cancelled: 2, bytes: 63, ..Stats::default() };
+        (expected.full, expected.doorbells) = (1, 1);
+        expected.latency = state.stats().latency.clone();
+        assert_eq!((state.stats(), state.in_flight(), expected.latency.count()), (&expected, 0, 1));
+        // One that is taken back is no longer timed.
+        let first = state.accept();
+        state.taken_back(first);
+        assert!(state.in_flight() == 0 && state.sampler.is_empty() && state.stats().cancelled == 3);
+    }
+
+    #[test]
+    fn an_operation_is_checked_in_order() {
+        let mut state = QueueState { in_flight: 2, ..QueueState::default() };
+        let operation = Operation::<DeviceAddr>::fence();
+        let check = |state: &QueueState, capacity, more: Result<(), Refusal>| {
+            state.check(&operation, Abilities::FENCE, Limits { capacity, max_len: 1 }, |_| more)
+        };
+        assert_eq!(check(&state, 3, Ok(())), Ok(()));
+        assert_eq!(check(&state, 2, Ok(())), Err(Refusal::Full));
+        assert_eq!(check(&state, 3, Err(Refusal::Full)), Err(Refusal::Full));
+        let reason = StopReason::Lost("unplugged".into());
+        state.stop(reason.clone());
+        assert_eq!(check(&state, 3, Ok(())), Err(Refusal::Stopped(reason)));
+    }
+
+    #[test]
+    fn naps_end_with_the_wait_and_with_the_timeout() {
+        let mut state = QueueState { in_flight: 1, ..QueueState::default() };
+        assert_eq!((state.nap(Duration::MAX), state.nap(NAP / 2)), (NAP, NAP / 2));
+        state.set_timeout(Some(Duration::from_secs(3600)));
+        assert_eq!(state.timed_out(), None);
+        assert_eq!(state.nap(Duration::MAX), NAP, "the timeout is far");
+        // Another timeout counts from anew; so does the first operation of an empty queue, and no other one.
+        state.set_timeout(Some(Duration::ZERO));
+        assert!(state.quiet_since.is_none() && state.timed_out().is_some());
+        let _second = state.accept();
+        assert!(state.quiet_since.is_some());
+        state.in_flight = 0;
+        let _first = state.accept();
+        assert!(state.quiet_since.is_none());
     }
 
     #[test]

@@ -117,6 +117,11 @@ impl Stats {
 pub(crate) struct Sampler(std::collections::VecDeque<(u64, Instant)>);
 
 impl Sampler {
+    #[cfg(test)]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Operation `number` was submitted.
     #[inline]
     pub fn begun(&mut self, number: u64) {
@@ -157,6 +162,38 @@ mod tests {
             let got = latency.quantile(share).unwrap().as_nanos() as u64;
             prop_assert!(got > want && got <= want + want / 8 + 2, "{} for {}", got, want);
         }
+    }
+
+    #[test]
+    fn all_counters_add_up() {
+        let of = |n: u64| {
+            let mut latency = Latency::default();
+            (0..n).for_each(|_| latency.record(Duration::from_micros(n)));
+            let (submitted, ok, failed, cancelled) = (n, n + 1, n + 2, n + 3);
+            let (bytes, full, doorbells, stops) = (n + 4, n + 5, n + 6, n + 7);
+            Stats { submitted, ok, failed, cancelled, bytes, full, doorbells, stops, latency }
+        };
+        let (mut all, two, five) = (Stats::default(), of(2), of(5));
+        [&two, &five, &five].into_iter().for_each(|stats| all.add(stats));
+        let counters = |s: &Stats| [s.submitted, s.ok, s.failed, s.cancelled, s.bytes, s.full, s.doorbells, s.stops];
+        assert_eq!(counters(&all), [12, 15, 18, 21, 24, 27, 30, 33]);
+        assert_eq!((all.latency.count(), five.latency.count()), (12, 5));
+        assert_eq!((all.latency.quantile(0.1), all.latency.p50()), (two.latency.p50(), five.latency.p50()));
+        assert_eq!(all.latency.p99(), five.latency.p99());
+    }
+
+    #[test]
+    fn percentiles_are_of_their_share() {
+        let mut latency = Latency::default();
+        (1..=1000).for_each(|n| latency.record(Duration::from_nanos(n * 1000)));
+        let (p50, p99) = (latency.p50().unwrap().as_micros(), latency.p99().unwrap().as_micros());
+        assert!((500..=563).contains(&p50) && (990..=1114).contains(&p99), "{p50} {p99}");
+        // What lies outside counts in the first or the last bucket.
+        let mut latency = Latency::default();
+        latency.record(Duration::ZERO);
+        assert_eq!(latency.p50(), Some(Duration::from_nanos(18)));
+        latency.record(Duration::from_secs(10_000));
+        assert_eq!(latency.quantile(1.0), Some(Duration::from_nanos(1 << 40)));
     }
 
     #[test]
