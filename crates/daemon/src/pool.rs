@@ -1,15 +1,18 @@
 //! Threads for requests that a client can make long: importing, populating, mapping and releasing memory.
 //!
 //! The control thread hands a connection over together with the request, and gets it back with the answer. Users take
-//! turns, and a user has one job under way at a time, so a user with many connections delays only itself.
+//! turns, and a user has one job under way at a time, so a user with many connections delays only itself. The processor
+//! time of jobs is charged to their users: the threads compete with the worker for processors.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::time::{ClockId, clock_gettime};
 
 /// Most threads. Further users take turns.
 const THREADS: usize = 8;
@@ -37,13 +40,16 @@ struct Shared<T> {
     ready: Condvar,
     /// Readable when there are results.
     wake: OwnedFd,
+    /// Called with the processor time that a job of a user took.
+    charge: Box<dyn Fn(u32, Duration) + Send + Sync>,
 }
 
 /// A bounded pool of threads, which users share fairly.
 pub(crate) struct Pool<T: Send + 'static>(Arc<Shared<T>>);
 
 impl<T: Send + 'static> Pool<T> {
-    pub(crate) fn new() -> io::Result<Self> {
+    /// A pool that calls `charge` with the user and the processor time of each job before its result can be taken.
+    pub(crate) fn new(charge: impl Fn(u32, Duration) + Send + Sync + 'static) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let jobs = Jobs {
             users: HashMap::new(),
@@ -53,7 +59,8 @@ impl<T: Send + 'static> Pool<T> {
             quit: false,
             done: Vec::new(),
         };
-        let pool = Self(Arc::new(Shared { jobs: Mutex::new(jobs), ready: Condvar::new(), wake }));
+        let shared = Shared { jobs: Mutex::new(jobs), ready: Condvar::new(), wake, charge: Box::new(charge) };
+        let pool = Self(Arc::new(shared));
         // With one thread there is progress, whatever happens later.
         let first = pool.spawn()?;
         pool.0.lock().threads.push(first);
@@ -119,7 +126,9 @@ impl<T: Send + 'static> Shared<T> {
                 continue;
             };
             drop(jobs);
+            let before = thread_time();
             let result = job();
+            (self.charge)(user, thread_time().saturating_sub(before));
             jobs = self.lock();
             jobs.done.push(result);
             // The write fails only when the counter is full, and then the eventfd is readable anyway.
@@ -134,6 +143,11 @@ impl<T: Send + 'static> Shared<T> {
             }
         }
     }
+}
+
+/// Processor time of this thread so far.
+fn thread_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
 impl<T: Send + 'static> Drop for Pool<T> {
@@ -154,12 +168,13 @@ impl<T: Send + 'static> Drop for Pool<T> {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::channel;
+    use std::time::Instant;
 
     use super::*;
 
     #[test]
     fn a_user_with_many_jobs_delays_only_itself() {
-        let pool: Pool<u32> = Pool::new().unwrap();
+        let pool: Pool<u32> = Pool::new(|_, _| {}).unwrap();
         let (go, wait) = channel::<()>();
         let wait = Arc::new(Mutex::new(wait));
         for _ in 0..47 {
@@ -186,5 +201,26 @@ mod tests {
             thread::yield_now();
         }
         assert!(pool.0.lock().users.is_empty());
+    }
+
+    #[test]
+    fn users_are_charged_for_the_processor_time_of_their_jobs() {
+        let charged = Arc::new(Mutex::new(HashMap::<u32, Duration>::new()));
+        let charges = charged.clone();
+        let add = move |user, took| *charges.lock().unwrap().entry(user).or_default() += took;
+        let pool: Pool<()> = Pool::new(add).unwrap();
+        let (busy, asleep) = (Duration::from_millis(20), Duration::from_secs(1));
+        pool.put(1, move || thread::sleep(asleep));
+        pool.put(2, move || {
+            let (from, give_up) = (thread_time(), Instant::now() + Duration::from_secs(60));
+            while thread_time() - from < busy && Instant::now() < give_up {}
+        });
+        let mut done = 0;
+        while done < 2 {
+            done += pool.take().len();
+            thread::yield_now();
+        }
+        let charged = charged.lock().unwrap();
+        assert!(charged[&2] >= busy && charged[&1] < asleep / 2, "{charged:?}");
     }
 }

@@ -199,6 +199,7 @@ impl Server {
         let (all, user) = config.memory_limits();
         let account = Arc::new(Account::new(all, user));
         let (run, spin) = (run_queue.clone(), config.spin);
+        let charged = run_queue.clone();
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
         Ok(Self {
             state: Arc::new(ServerState {
@@ -208,7 +209,7 @@ impl Server {
                 run_queue,
                 deferred_close: DeferredClose::default(),
             }),
-            pool: Pool::new()?,
+            pool: Pool::new(move |user, took| charged.charge(user, took))?,
             connections: BTreeMap::new(),
             closing: BTreeMap::new(),
             next: 1,

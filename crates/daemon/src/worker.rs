@@ -2,8 +2,10 @@
 //!
 //! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995), over users and
 //! then over the functions of each. In each round a user may spend a quantum of bytes. Overspend is carried into the
-//! next rounds, also of users who have nothing to do then. An idle user accumulates no credit.
+//! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Other threads' work for a
+//! user, such as mapping memory, is charged to the user's share of the worker.
 
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +23,9 @@ const QUANTUM: i64 = 1 << 20;
 const NANOSECOND_COST: i64 = 16;
 /// The most that time can cost, because another process may have had the processor.
 const MAX_TIME_COST: i64 = 32 << 20;
+/// The most that a user can owe for work of other threads, some 64 ms: who maps memory all the time, and then stops, is
+/// served again soon.
+const MAX_OTHER_COST: i64 = 1 << 30;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
@@ -29,6 +34,10 @@ pub(crate) struct RunQueue {
     functions: Mutex<Vec<Arc<Function>>>,
     /// Number of changes of the list.
     changes: AtomicU64,
+    /// Cost of other threads' work for users, which the worker has not charged yet.
+    charges: Mutex<HashMap<u32, i64>>,
+    /// There are charges.
+    charged: AtomicBool,
     quit: AtomicBool,
     /// Eventfd that the control thread writes; not shared with clients.
     wake: OwnedFd,
@@ -76,6 +85,8 @@ impl RunQueue {
         Ok(Self {
             functions: Mutex::default(),
             changes: AtomicU64::new(1),
+            charges: Mutex::default(),
+            charged: AtomicBool::new(false),
             quit: AtomicBool::new(false),
             wake,
             epoll,
@@ -105,6 +116,16 @@ impl RunQueue {
         self.wake();
     }
 
+    /// Charges a user for the time of another thread, and wakes the worker: debts are paid while it has nothing to do.
+    pub(crate) fn charge(&self, user: u32, took: Duration) {
+        let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
+        let cost = charges.entry(user).or_insert(0);
+        *cost = cost.saturating_add(cost_of(took)).min(MAX_OTHER_COST);
+        self.charged.store(true, Ordering::SeqCst);
+        drop(charges);
+        self.wake();
+    }
+
     /// Adds a function to those that the worker runs.
     pub(crate) fn add(&self, function: Arc<Function>) -> std::io::Result<()> {
         // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
@@ -129,6 +150,9 @@ impl RunQueue {
         while !self.quit.load(Ordering::SeqCst) {
             if self.changes.load(Ordering::SeqCst) != seen {
                 seen = self.refresh(&mut users);
+            }
+            if self.charged.load(Ordering::SeqCst) {
+                self.take_charges(&mut users);
             }
             #[cfg(test)]
             if self.paused.load(Ordering::SeqCst) {
@@ -175,12 +199,20 @@ impl RunQueue {
             }
             let user = function.user();
             let turn = Turn { function, deficit: 0, next: 0, continues: false };
-            match users.iter_mut().find(|u| u.user == user) {
-                Some(found) => found.turns.push(turn),
-                None => users.push(UserTurn { user, deficit: 0, turns: vec![turn], next: 0 }),
-            }
+            turn_of(users, user).turns.push(turn);
         }
         number
+    }
+
+    /// Takes what users owe for the work of other threads from their shares.
+    fn take_charges(&self, users: &mut Vec<UserTurn>) {
+        let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
+        self.charged.store(false, Ordering::SeqCst);
+        for (user, cost) in charges.drain() {
+            let turn = turn_of(users, user);
+            let most = (turn.deficit + MAX_OTHER_COST).max(0);
+            turn.deficit -= cost.min(most);
+        }
     }
 
     fn sleep(&self) {
@@ -191,6 +223,20 @@ impl RunQueue {
             let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
         }
     }
+}
+
+/// The turn of a user, which may be new.
+fn turn_of(users: &mut Vec<UserTurn>, user: u32) -> &mut UserTurn {
+    let found = users.iter().position(|turn| turn.user == user).unwrap_or_else(|| {
+        users.push(UserTurn { user, deficit: 0, turns: Vec::new(), next: 0 });
+        users.len() - 1
+    });
+    &mut users[found]
+}
+
+/// The least that so much time costs.
+fn cost_of(took: Duration) -> i64 {
+    i64::try_from(took.as_nanos()).unwrap_or(i64::MAX).saturating_mul(NANOSECOND_COST)
 }
 
 impl UserTurn {
@@ -233,11 +279,11 @@ impl Turn {
                 if let Some(cost) = self.function.step(queue) {
                     (worked, any) = (true, true);
                     let after = clock();
-                    let took = i64::try_from(after.duration_since(before).as_nanos()).unwrap_or(i64::MAX);
+                    let least = cost_of(after.duration_since(before)).min(MAX_TIME_COST);
                     before = after;
                     // Functions of a user share by the card's measure alone.
                     self.deficit -= cost;
-                    all += cost.max(took.saturating_mul(NANOSECOND_COST).min(MAX_TIME_COST));
+                    all += cost.max(least);
                     if self.deficit <= 0 || all >= most {
                         self.continues = self.deficit > 0;
                         return Served { cost: all, busy: true };
@@ -446,6 +492,40 @@ mod tests {
         // 1 ms at 16 bytes in a nanosecond: one step, for fifteen rounds.
         assert_eq!(calls.get(), 2);
         assert!((-15_100_000..=-14_900_000).contains(&slow.turn.deficit), "{}", slow.turn.deficit);
+    }
+
+    #[test]
+    fn work_of_other_threads_is_charged() {
+        let queue = RunQueue::new().unwrap();
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut backlog = Backlog::new(1 << 20, 1, &budget);
+        backlog.refill();
+        let mut users = vec![backlog.turn];
+        // 1 ms of another thread is fifteen rounds of the worker; user 5 has no function, and owes all the same.
+        for (user, ms) in [(0, 1), (5, 1), (6, 100), (6, 100)] {
+            queue.charge(user, Duration::from_millis(ms));
+        }
+        queue.take_charges(&mut users);
+        users.sort_by_key(|turn| turn.user);
+        let owed: Vec<i64> = users.iter().map(|turn| -turn.deficit).collect();
+        assert_eq!(owed, [16_000_000, 16_000_000, MAX_OTHER_COST]);
+        assert!(!queue.charged.load(Ordering::SeqCst) && queue.charges.lock().unwrap().is_empty());
+        let now = Instant::now();
+        let moved = |users: &[UserTurn]| users[0].turns[0].function.moved();
+        for _ in 0..15 {
+            assert!(users[0].serve(&|| now));
+        }
+        assert_eq!(moved(&users), 0, "first the debt");
+        users[0].serve(&|| now);
+        assert!(moved(&users) > 0);
+        // More charges than can be owed are dropped.
+        queue.charge(6, Duration::from_millis(1));
+        queue.take_charges(&mut users);
+        assert_eq!(users[2].deficit, -MAX_OTHER_COST);
+        // Paid debts leave nothing of a user without functions.
+        users[1].deficit = 0;
+        queue.refresh(&mut users);
+        assert!(users.iter().all(|turn| turn.user != 5));
     }
 
     #[test]
