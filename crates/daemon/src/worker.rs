@@ -2,8 +2,8 @@
 //!
 //! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995), over users and
 //! then over the functions of each. In each round a user may spend a quantum of bytes. Overspend is carried into the
-//! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Other threads' work for a
-//! user, such as mapping memory, is charged to the user's share of the worker.
+//! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Work of other threads
+//! for a user, such as mapping memory, is charged to the user's share of the worker.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;

@@ -457,6 +457,50 @@ mod tests {
     }
 
     #[test]
+    fn a_channel_without_a_rate_counts_as_fast_as_the_others() {
+        let mut p = BalancePolicy::new(areas());
+        arrive(&mut p, 1, 0, 4 * MIB);
+        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        ended(&mut p, 0, fragments[0], 100);
+        p.ended(1, &fragments[1], Duration::from_micros(100), false);
+        assert_eq!(p.rate(1, Direction::ToHost), None, "a fragment that failed says nothing");
+        arrive(&mut p, 2, 0, 4 * MIB);
+        assert_eq!([next(&mut p, 0, 200).unwrap().len, next(&mut p, 1, 200).unwrap().len], [2 * MIB, 2 * MIB]);
+    }
+
+    #[test]
+    fn one_long_fragment_runs_and_one_follows() {
+        let mut p = BalancePolicy::only(&[0]);
+        (0..3).for_each(|i| arrive(&mut p, i, i * MIB, MIB));
+        let first = next(&mut p, 0, 0).unwrap();
+        assert!(next(&mut p, 0, 0).is_some() && next(&mut p, 0, 0).is_none());
+        ended(&mut p, 0, first, 100);
+        assert!(next(&mut p, 0, 100).is_some());
+    }
+
+    #[test]
+    fn much_work_is_cut_until_it_is_handed_out() {
+        let mut p = BalancePolicy::only(&[0]);
+        arrive(&mut p, 1, 0, 16 * MIB);
+        let take = |p: &mut BalancePolicy| {
+            let fragment = next(p, 0, 0).unwrap();
+            ended(p, 0, fragment, 0);
+            fragment.len
+        };
+        assert_eq!([take(&mut p), take(&mut p), take(&mut p)], [LARGEST; 3]);
+        // A little more does not make it little work.
+        arrive(&mut p, 2, 0, 1);
+        assert_eq!([take(&mut p), take(&mut p)], [LARGEST, 1]);
+        arrive(&mut p, 3, 0, 6 * MIB);
+        assert_eq!(take(&mut p), 6 * MIB);
+        // What is forgotten does not wait any more.
+        arrive(&mut p, 4, 0, 16 * MIB);
+        p.forget(4);
+        arrive(&mut p, 5, 0, 6 * MIB);
+        assert_eq!(take(&mut p), 6 * MIB);
+    }
+
+    #[test]
     fn an_old_rate_is_forgotten() {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
