@@ -380,7 +380,7 @@ fn list_slash(root: &Path) -> Vec<Listed> {
             kind: "slash",
             supported: access.is_ok(),
             about: match access {
-                Ok(()) => "an AMD V80 of the driver SLASH".to_owned(),
+                Ok(()) => "an AMD V80 of the driver SLASH: ddr 32 GiB, hbm 32 GiB, 2 channels".to_owned(),
                 Err(e) => format!("an AMD V80 of the driver SLASH, whose node cannot be used: {e}"),
             },
             memories: Vec::new(),

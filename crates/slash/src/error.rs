@@ -106,7 +106,7 @@ fn opening(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOENT) => "; is the module loaded (modprobe slash) and the card there (lspci -d 10ee:)?",
         Some(libc::EACCES | libc::EPERM) => {
-            "; the node belongs to root: run as root, or give a group access by a udev rule (docs/how-to/v80.md)"
+            "; the node is closed to this user: run as root, or open the node (docs/how-to/v80.md#permissions)"
         }
         Some(libc::ENODEV) => "; the driver is removing the card",
         _ => "",

@@ -103,6 +103,8 @@ pub struct Counts {
     pub buffers: (u64, u64),
     /// Accesses to the BAR that began and ended.
     pub accesses: u64,
+    /// Sizes of the rings, to the card, from it and for completions, of each queue pair that was added.
+    pub rings: Vec<[u32; 3]>,
 }
 
 /// A model of the driver. Clones are the same one.
@@ -627,6 +629,7 @@ impl State {
         let qid = (0..PAIRS).find(|qid| !self.pairs.contains_key(qid)).ok_or(EBUSY)?;
         let channel = if channel == 0 { (qid & 1) + 1 } else { channel };
         self.pairs.insert(qid, PairState { directions, channel, running: false });
+        self.counts.rings.push([h2c, c2h, cmpt]);
         put(bytes, abi::ADD_QID, qid);
         Ok(Answer::Number(0))
     }

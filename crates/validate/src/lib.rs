@@ -54,7 +54,7 @@ pub enum Allocation {
     /// Those that the address policy says.
     Auto,
     /// Buffers at even positions take one channel and lie in one region, those at odd positions take the other channel
-    /// and lie [`ValidateSettings::region_stride`] above.
+    /// and lie in a second region above.
     Paired,
 }
 

@@ -52,6 +52,7 @@ fn every_help_has_an_example_and_the_exit_status() {
             assert!(help.status.success() && help.stderr.is_empty());
             assert!(stdout(&help).contains(&format!("Examples:\n  dmalane {name}")), "{}", stdout(&help));
             assert!(stdout(&help).lines().all(|l| l.chars().count() <= 100), "wrapped");
+            assert!(!stdout(&help).contains("[`"), "a link for rustdoc: {}", stdout(&help));
         }
     }
     assert!(stdout(&general).contains("Examples:\n  dmalane load --sample 1GiB --verify -v"));

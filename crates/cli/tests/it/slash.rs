@@ -47,6 +47,17 @@ fn assert_there(model: &DriverModel, first: u64, len: u64, what: &str) {
     }
 }
 
+#[test]
+fn the_program_has_no_privileges() {
+    let model = DriverModel::new(Version::KNOWN).unwrap();
+    let output = supervisor::run(&model, Command::new("cat").arg("/proc/self/status"));
+    let Some(output) = output else { return };
+    let status = String::from_utf8(output.stdout).unwrap();
+    let line = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+    println!("user {}, capabilities {}", line("Uid:"), line("CapEff:"));
+    assert!(!line("Uid:").starts_with("0\t") && line("CapEff:") == "0000000000000000", "{status}");
+}
+
 fn dmalane(model: &DriverModel, args: &[&str]) -> Option<Output> {
     supervisor::run(model, Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args))
 }
@@ -55,15 +66,24 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// A folder that all users may use, as whom the program runs.
+fn open_folder() -> tempfile::TempDir {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    folder
+}
+
 /// The card of a vrtd that listens in a folder of its own, and the folder.
 fn lent(model: &DriverModel) -> (Vrtd, String, tempfile::TempDir) {
-    let (vrtd, folder) = (Vrtd::new(model).unwrap(), tempfile::tempdir().unwrap());
+    let (vrtd, folder) = (Vrtd::new(model).unwrap(), open_folder());
     let socket = folder.path().join("vrtd.sock");
     vrtd.listen(&socket).unwrap();
     (vrtd, format!("vrtd:{}#0", socket.display()), folder)
 }
 
-/// Loads a raw file to each placement, and checks bytes and counts.
+/// Loads a raw file to each placement, and checks bytes and counts: by the node without io_uring, which counts what is
+/// read to where, and through vrtd as it is.
 fn load_everywhere(name: &str, len: u64) {
     let path = file(name, len);
     // Its start on the card, or none for across the border of the halves; and the channels that the placement names.
@@ -79,7 +99,18 @@ fn load_everywhere(name: &str, len: u64) {
         let (vrtd, lent, _folder) = lent(&model);
         let device = if lends { &lent } else { "slash:0" };
         let args = ["load", path.to_str().unwrap(), "-d", device, "--placement", placement, "--json"];
-        let Some(output) = dmalane(&model, &args) else { return };
+        let mut program = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        program.args(args);
+        let output = match lends {
+            true => supervisor::run(&model, &mut program),
+            false => supervisor::run_counted(&model, &mut program).map(|(output, reads)| {
+                // The driver's buffers take the whole file from the kernel, and nothing else takes any of it.
+                println!("{reads:?}");
+                assert!(reads.buffers == len && reads.elsewhere < 64 << 10, "{placement}: {reads:?} of {len} bytes");
+                output
+            }),
+        };
+        let Some(output) = output else { return };
         assert!(output.status.success(), "{placement}: {}", text(&output));
         let json: Value = serde_json::from_slice(&output.stdout).unwrap();
         let at = json["files"][0]["tensors"][0]["device_va"].as_u64().unwrap();
@@ -89,8 +120,7 @@ fn load_everywhere(name: &str, len: u64) {
         let Counts { calls, channels: moved, small, buffers, .. } = model.counts();
         let (transfers, all): (u64, u64) = (calls[Request::Transfer.name()], calls.values().sum());
         println!("{placement}: {all} calls, {transfers} transfers, {moved:?} bytes, {buffers:?} buffers");
-        // Each byte went to the card once, out of the buffers into which the file was read, and none through a page of
-        // the queues, which is where the program would copy it to.
+        // Each byte went to the card once, and none through a page of the queues.
         assert_eq!((moved.values().sum::<u64>(), small), (len, 0), "{placement}");
         // The policy moves work to the channel that the supervisor happens to serve first.
         assert!(channels.iter().all(|c| moved.get(c).is_some_and(|bytes| *bytes >= MIB)), "{placement}: {moved:?}");
@@ -116,7 +146,7 @@ fn a_gibibyte_is_loaded_to_each_memory_without_a_copy() {
 
 /// The counts of system calls of a load under strace, by name.
 fn traced(model: &DriverModel, len: u64) -> Option<BTreeMap<String, u64>> {
-    let (folder, path) = (tempfile::tempdir().unwrap(), file(&format!("slash-traced-{len}"), len));
+    let (folder, path) = (open_folder(), file(&format!("slash-traced-{len}"), len));
     let counts = folder.path().join("counts");
     let mut strace = Command::new("strace");
     strace.args(["-f", "-c", "-o"]).arg(&counts).arg(env!("CARGO_BIN_EXE_dmalane")).arg("load").arg(&path);
@@ -197,9 +227,10 @@ fn read_and_validate_use_both_channels() {
     assert!(output.status.success(), "{}", text(&output));
     assert_there(&model, DDR.0, len, "read");
     let model = DriverModel::new(Version::KNOWN).unwrap();
-    let args = ["validate", "-d", "slash:0", "--buffer-size", "1MiB", "--iterations", "2", "--ring-size-index", "3"];
-    let output = dmalane(&model, &args).unwrap();
+    let args = "validate -d slash:0 --buffer-size 1MiB --iterations 2 --ring-size-index 3 -v";
+    let output = dmalane(&model, &args.split(' ').collect::<Vec<_>>()).unwrap();
     assert!(output.status.success(), "{}", text(&output));
+    assert_eq!(model.counts().rings, [[3; 3]; 2]);
     let moved = model.counts().channels;
     assert!(moved.len() == 2 && model.pairs() == 0, "{moved:?}");
     // The same of a lent card, within the memory that was granted.

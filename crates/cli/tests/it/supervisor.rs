@@ -1,7 +1,8 @@
 //! Runs a program under a seccomp filter that asks this process: openings of a V80's node and ioctls of its driver are
 //! answered by a model of the driver, everything else by the kernel.
 //!
-//! The program needs no privileges and is not changed. `unsafe` is for the calls of seccomp, which no library has.
+//! The program is not changed and has no privileges: where this process is root's, it runs as the user nobody.
+//! `unsafe` is for the calls of seccomp, which no library has.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -9,9 +10,10 @@ use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::thread;
 
@@ -21,6 +23,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
+
+/// The user that has no rights, and its group.
+const NOBODY: u32 = 65534;
 
 /// The node that the program finds.
 pub const NODE: &str = "/dev/slash_qdma_ctl0";
@@ -35,32 +40,78 @@ const RECV: u32 = 3 << 30 | (size_of::<libc::seccomp_notif>() as u32) << 16 | (b
 const SEND: u32 = 3 << 30 | (size_of::<libc::seccomp_notif_resp>() as u32) << 16 | (b'!' as u32) << 8 | 1;
 const ADDFD: u32 = 1 << 30 | (size_of::<libc::seccomp_notif_addfd>() as u32) << 16 | (b'!' as u32) << 8 | 3;
 
-/// Asks this process about `openat` and about ioctls whose type is 'v'; all else is allowed.
-fn filter() -> [libc::sock_filter; 11] {
+/// Bytes that a program has asked `pread64` for, by what they are read into.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Reads {
+    /// Buffers of the driver.
+    pub buffers: u64,
+    /// All other memory.
+    pub elsewhere: u64,
+}
+
+/// Asks this process about `openat` and about ioctls whose type is 'v'; all else is allowed. To count reads, asks about
+/// `pread64` too, and refuses io_uring, whose reads no filter sees.
+fn filter(counts: bool) -> Vec<libc::sock_filter> {
     let op = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
     let (load, equal) = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K);
-    let end = libc::BPF_RET | libc::BPF_K;
+    let end = |answer| op(libc::BPF_RET | libc::BPF_K, answer, 0, 0);
     // The low half of the second argument, the ioctl's number.
     let second = if cfg!(target_endian = "little") { 24 } else { 28 };
-    [
+    let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let mut program = vec![
         op(load, 4, 0, 0),
-        op(equal, ARCH, 0, 7),
+        op(equal, ARCH, 1, 0),
+        end(libc::SECCOMP_RET_ALLOW),
         op(load, 0, 0, 0),
-        op(equal, libc::SYS_openat as u32, 4, 0),
-        op(equal, libc::SYS_ioctl as u32, 0, 4),
+        op(equal, libc::SYS_openat as u32, 0, 1),
+        end(libc::SECCOMP_RET_USER_NOTIF),
+    ];
+    if counts {
+        program.extend([
+            op(equal, libc::SYS_pread64 as u32, 0, 1),
+            end(libc::SECCOMP_RET_USER_NOTIF),
+            op(equal, libc::SYS_io_uring_setup as u32, 0, 1),
+            end(refused),
+        ]);
+    }
+    program.extend([
+        op(equal, libc::SYS_ioctl as u32, 0, 3),
         op(load, second, 0, 0),
         op(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, 0xff00, 0, 0),
-        op(equal, u32::from(b'v') << 8, 0, 1),
-        op(end, libc::SECCOMP_RET_USER_NOTIF, 0, 0),
-        op(end, libc::SECCOMP_RET_ALLOW, 0, 0),
-        op(end, libc::SECCOMP_RET_ALLOW, 0, 0),
-    ]
+        op(equal, u32::from(b'v') << 8, 1, 0),
+        end(libc::SECCOMP_RET_ALLOW),
+        end(libc::SECCOMP_RET_USER_NOTIF),
+    ]);
+    program
+}
+
+/// Has a program run as a user without rights, where this process is root's and all users may execute what lies beside
+/// it.
+fn drop_privileges(command: &mut Command) {
+    let ours = std::env::current_exe().unwrap();
+    let closed = |place: &&Path| place.metadata().is_ok_and(|place| place.mode() & 1 == 0);
+    match ours.ancestors().find(closed) {
+        _ if !rustix::process::geteuid().is_root() => {}
+        None => drop(command.uid(NOBODY).gid(NOBODY)),
+        Some(closed) => println!("as root, because {} is closed to other users", closed.display()),
+    }
 }
 
 /// Runs a program to its end. `None`, with the reason printed, where the kernel refuses such filters.
 pub fn run(model: &DriverModel, command: &mut Command) -> Option<Output> {
+    supervise(model, command, false).map(|(output, _)| output)
+}
+
+/// The same with a program that gets no io_uring, and reads files by `pread64`, which is counted.
+#[allow(dead_code)] // not all that include this file
+pub fn run_counted(model: &DriverModel, command: &mut Command) -> Option<(Output, Reads)> {
+    supervise(model, command, true)
+}
+
+fn supervise(model: &DriverModel, command: &mut Command, counts: bool) -> Option<(Output, Reads)> {
+    drop_privileges(command);
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let mut program = filter();
+    let mut program = filter(counts);
     let socket = theirs.as_raw_fd();
     let install = move || {
         let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
@@ -106,8 +157,7 @@ pub fn run(model: &DriverModel, command: &mut Command) -> Option<Output> {
     let model = model.clone();
     let server = thread::spawn(move || serve(&listener, &model));
     let output = child.wait_with_output().unwrap();
-    server.join().expect("the supervisor");
-    Some(output)
+    Some((output, server.join().expect("the supervisor")))
 }
 
 /// Makes a request of the listener.
@@ -119,7 +169,8 @@ fn ioctl<T>(listener: &OwnedFd, request: u32, argument: &mut T) -> io::Result<i3
 }
 
 /// Answers until no process has the filter any more.
-fn serve(listener: &OwnedFd, model: &DriverModel) {
+fn serve(listener: &OwnedFd, model: &DriverModel) -> Reads {
+    let mut reads = Reads::default();
     loop {
         let mut ready = [PollFd::new(listener, PollFlags::IN)];
         match poll(&mut ready, None) {
@@ -127,7 +178,7 @@ fn serve(listener: &OwnedFd, model: &DriverModel) {
             result => drop(result.unwrap()),
         }
         if !ready[0].revents().contains(PollFlags::IN) {
-            return;
+            return reads;
         }
         // SAFETY: a structure of integers, which may be zero; the kernel demands that it is.
         let mut asked: libc::seccomp_notif = unsafe { std::mem::zeroed() };
@@ -137,6 +188,12 @@ fn serve(listener: &OwnedFd, model: &DriverModel) {
         }
         let reply = match i64::from(asked.data.nr) {
             libc::SYS_openat => opened(model, &asked),
+            libc::SYS_pread64 => {
+                let [_, address, len, ..] = asked.data.args;
+                let (buffer, rest) = in_a_buffer(asked.pid, address, len);
+                (reads.buffers, reads.elsewhere) = (reads.buffers + buffer, reads.elsewhere + rest);
+                Reply::Kernel
+            }
             _ => called(model, &asked),
         };
         let mut answer = libc::seccomp_notif_resp { id: asked.id, val: 0, error: 0, flags: 0 };
@@ -173,6 +230,19 @@ enum Reply {
 /// The memory of the thread that asks.
 fn memory(asked: &libc::seccomp_notif) -> io::Result<File> {
     File::options().read(true).write(true).open(format!("/proc/{}/mem", asked.pid))
+}
+
+/// How many of these bytes of a process lie in a mapped buffer of the driver, and how many do not.
+fn in_a_buffer(pid: u32, address: u64, len: u64) -> (u64, u64) {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let overlap = |line: &str| {
+        let range = line.split_once(" rw-s ").filter(|(_, rest)| rest.contains("/memfd:slash-buf-"))?.0;
+        let (first, end) = range.split_once('-')?;
+        let (first, end) = (u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
+        Some(end.min(address + len).saturating_sub(first.max(address)))
+    };
+    let inside = maps.lines().filter_map(overlap).sum();
+    (inside, len - inside)
 }
 
 fn opened(model: &DriverModel, asked: &libc::seccomp_notif) -> Reply {

@@ -1,9 +1,11 @@
 //! A V80 over the model of its driver: loads to each memory, checked on the card.
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::path::Path;
 
 use dmalane::device::Placement;
 use dmalane::load::{DriveOptions, write_sample};
+use dmalane::registry::{KINDS, Listed};
 use dmalane::slash::model::{DriverModel, Version, Vrtd};
 use dmalane::slash::{HBM, SlashDevice, SlashOptions};
 use dmalane::{FileOptions, OpenDevice, open_file};
@@ -31,7 +33,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
         let loaded = device.load(&mut inputs, &placement, &mut |_| {}).unwrap();
         // By its own queues, and then behind their back.
         device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
-        let file = std::fs::read(&path).unwrap();
+        let file = fs::read(&path).unwrap();
         for tensor in loaded.files[0].tensors() {
             // An empty tensor has no address.
             let Some(va) = tensor.va else { continue };
@@ -56,4 +58,44 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
         drop((device, inputs));
         assert_eq!((model.violations(), model.pairs(), model.counts().buffers.0), (Vec::new(), 0, 0));
     }
+}
+
+/// What is listed of the machine whose `/` is given.
+fn listed(root: &Path, kind: &str) -> Vec<Listed> {
+    (KINDS.iter().find(|k| k.name == kind).unwrap().list)(root)
+}
+
+#[test]
+fn cards_are_listed_with_their_address_or_with_why_not() {
+    let root = tempfile::tempdir().unwrap();
+    let place = |path: &str| root.path().join(path);
+    assert!(listed(root.path(), "slash").is_empty() && listed(root.path(), "vrtd").is_empty());
+    let class = place("sys/class/slash/slash_qdma_ctl_0000:61:00.1");
+    for folder in [&class, &place("dev"), &place("run")] {
+        fs::create_dir_all(folder).unwrap();
+    }
+    fs::write(class.join("uevent"), "DEVNAME=slash_qdma_ctl1\n").unwrap();
+    fs::write(place("dev/slash_qdma_ctl1"), "").unwrap();
+    // Its target is missing, so that root cannot use it either.
+    std::os::unix::fs::symlink("nothing", place("dev/slash_qdma_ctl4")).unwrap();
+    let [good, closed] = listed(root.path(), "slash").try_into().unwrap();
+    assert_eq!((good.name.as_str(), good.supported), ("slash:1", true));
+    assert_eq!(good.facts, [("pci", Some("0000:61:00.1".to_owned()))]);
+    assert_eq!((closed.name.as_str(), closed.supported), ("slash:4", false));
+    assert!(closed.about.contains("cannot be used: No such file"), "{}", closed.about);
+
+    let socket = place("run/vrtd.sock");
+    fs::write(&socket, "").unwrap();
+    let [nobody] = listed(root.path(), "vrtd").try_into().unwrap();
+    assert!(!nobody.supported && nobody.about.contains("is it running"), "{}", nobody.about);
+    fs::remove_file(&socket).unwrap();
+    let model = DriverModel::new(Version::KNOWN).unwrap();
+    let vrtd = Vrtd::new(&model).unwrap();
+    vrtd.listen(&socket).unwrap();
+    let [card] = listed(root.path(), "vrtd").try_into().unwrap();
+    assert_eq!((card.name.as_str(), card.supported), ("vrtd:/run/vrtd.sock#0", true));
+    assert_eq!(card.facts, [("pci", Some("0000:61:00.0".to_owned()))]);
+    vrtd.deny("query");
+    let [denied] = listed(root.path(), "vrtd").try_into().unwrap();
+    assert!(!denied.supported && denied.about.contains("query-devices = yes"), "{}", denied.about);
 }

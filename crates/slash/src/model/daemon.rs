@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -120,6 +121,8 @@ impl Vrtd {
     pub fn listen(&self, path: &Path) -> io::Result<()> {
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         bind(&socket, &SocketAddrUnix::new(path)?)?;
+        // As SLASH's unit vrtd.socket has it: roles decide what a user may do.
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         listen(&socket, 16)?;
         let this = self.clone();
         let serve = move || {
