@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
@@ -87,12 +88,16 @@ pub struct SlashOptions {
     /// The size of the descriptor rings, as a number from 0 to 15 of the driver's table (0: 2049 descriptors, 15:
     /// 16385).
     pub ring: u32,
+    /// How long the threads of queues, and those that wait for queues, poll before they sleep. Whatever comes meanwhile
+    /// reaches the driver without waking a thread, which takes microseconds; but each of them takes a processor.
+    /// `None`: 50 us, and those that wait do not poll. A process that may use one processor only never polls.
+    pub polls: Option<Duration>,
 }
 
 impl Default for SlashOptions {
     /// The largest rings, which SLASH's daemon uses too.
     fn default() -> Self {
-        Self { ring: abi::RING_SIZES - 1 }
+        Self { ring: abi::RING_SIZES - 1, polls: None }
     }
 }
 
@@ -194,7 +199,7 @@ impl SlashDevice {
                 1 => "a thread each waits in TRANSFER".to_owned(),
                 more => format!("each with {more} io_uring commands in flight"),
             };
-            let queue = SlashQueue::new(number, pair, calls, plans, pages, registrar.clone())?;
+            let queue = SlashQueue::new(number, pair, calls, plans, pages, registrar.clone(), options.polls)?;
             counters.push(queue.counters().clone());
             queues.push(Box::new(queue));
         }

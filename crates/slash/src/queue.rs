@@ -52,8 +52,9 @@ impl SlashQueue {
         plans: Planner,
         pages: Vec<Vec<dmalane_dma::BufferSlice>>,
         registrar: Arc<OwnBuffers>,
+        polls: Option<Duration>,
     ) -> Result<Self, Error> {
-        let (shared, pair) = (Arc::new(Shared::default()), Arc::new(pair));
+        let (shared, pair) = (Arc::new(Shared::polling(polls)), Arc::new(pair));
         let counters = Arc::new(Counters::default());
         let blocks = calls.depth() == 1;
         let worker = Worker::new(shared.clone(), counters.clone(), pair.clone(), plans, calls, pages);

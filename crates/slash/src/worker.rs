@@ -31,7 +31,7 @@ pub(crate) const MAX_LEN: u64 = 1 << 29;
 /// Time for the driver to end calls of a queue pair that was stopped.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the thread polls for work after its last, where it has a processor besides its submitter's.
+/// How long the thread polls for work after its last, unless it is said.
 const POLLS: Duration = Duration::from_micros(50);
 
 /// The state that a queue shares with its thread.
@@ -44,6 +44,12 @@ pub(crate) struct Shared {
     work: Condvar,
     /// Something has ended.
     ended: Condvar,
+    /// The same for one that polls; set with the lock held.
+    ends: AtomicBool,
+    /// How long the thread polls for news before it sleeps.
+    work_polls: Duration,
+    /// How long one that waits for an end does.
+    end_polls: Duration,
 }
 
 /// Counters of a queue, which outlive it.
@@ -73,6 +79,14 @@ pub(crate) struct State {
 }
 
 impl Shared {
+    /// With threads that poll for so long before they sleep.
+    pub(crate) fn polling(polls: Option<Duration>) -> Self {
+        // One processor is needed by the thread that is waited for.
+        let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
+        let polls = if alone { Some(Duration::ZERO) } else { polls };
+        Self { work_polls: polls.unwrap_or(POLLS), end_polls: polls.unwrap_or_default(), ..Self::default() }
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -87,10 +101,10 @@ impl Shared {
         }
     }
 
-    /// Waits for news: polls for so long, and then sleeps.
-    fn await_news(&self, polls: Duration) {
+    /// Waits for news: polls at first, and then sleeps.
+    fn await_news(&self) {
         let begun = Instant::now();
-        while begun.elapsed() < polls {
+        while begun.elapsed() < self.work_polls {
             if self.news.swap(false, Ordering::Acquire) {
                 return;
             }
@@ -107,7 +121,17 @@ impl Shared {
     /// Waits until something has ended, nothing is left or the time is over.
     pub(crate) fn wait(&self, timeout: Duration) {
         let works = |s: &State| s.busy > 0 && !s.stuck || s.halted.is_none() && !s.todo.is_empty();
-        drop(self.wait_while(self.lock(), timeout, |s| s.ended.is_empty() && works(s)));
+        let goes_on = |s: &mut State| s.ended.is_empty() && works(s);
+        let (begun, mut looks) = (Instant::now(), true);
+        while begun.elapsed() < self.end_polls.min(timeout) {
+            // Not at each turn: the lock would be missing where ends come from.
+            if looks && !goes_on(&mut self.lock()) {
+                return;
+            }
+            std::hint::spin_loop();
+            looks = self.ends.swap(false, Ordering::Acquire);
+        }
+        drop(self.wait_while(self.lock(), timeout.saturating_sub(begun.elapsed()), goes_on));
     }
 
     fn wait_while<'a>(
@@ -125,7 +149,9 @@ impl Shared {
 
     /// Wakes the one who waits if something has ended, once the lock is free.
     fn tell_end(&self, state: MutexGuard<'_, State>) {
-        let waits = state.waits && !state.ended.is_empty();
+        let ends = !state.ended.is_empty();
+        self.ends.fetch_or(ends, Ordering::Release);
+        let waits = state.waits && ends;
         drop(state);
         if waits {
             self.ended.notify_all();
@@ -288,15 +314,13 @@ impl Worker {
     /// Runs until it is told to end.
     pub(crate) fn run(mut self) {
         let shared = self.shared.clone();
-        let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
-        let polls = if alone { Duration::ZERO } else { POLLS };
         loop {
             let quit = self.turn();
             if self.flights.is_empty() {
                 if quit {
                     return;
                 }
-                shared.await_news(polls);
+                shared.await_news();
                 continue;
             }
             let end = self.calls.end(None);
@@ -346,6 +370,7 @@ impl Worker {
                     state.busy -= call.operations.len();
                     give_back(&mut state, call, &result);
                 }
+                shared.ends.store(true, Ordering::Release);
                 shared.ended.notify_all();
                 Some(self)
             }
@@ -359,6 +384,7 @@ impl Worker {
                     keep(page, bytes);
                 });
                 keep(self.calls, 0);
+                shared.ends.store(true, Ordering::Release);
                 shared.ended.notify_all();
                 None
             }

@@ -436,7 +436,7 @@ impl Validate {
             card_hbm: self.card_hbm.map(Size::bytes),
             workers: self.workers.then_some(Workers::PerChannel),
             file: takes("file").then_some(file),
-            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into() }),
+            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into(), ..SlashOptions::default() }),
             ..OpenOptions::default()
         }
     }

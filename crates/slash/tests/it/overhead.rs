@@ -116,16 +116,17 @@ fn rounds() -> usize {
 #[test]
 #[ignore = "a measurement: DMALANE_ROUNDS=N, and valgrind --tool=callgrind for instructions"]
 fn from_the_submission_to_the_drivers_call() {
-    measure("a call that a thread makes", false, Duration::ZERO);
-    measure("the same 1 ms after the last", false, Duration::from_millis(1));
-    measure("an io_uring command", true, Duration::ZERO);
+    let polls = SlashOptions { polls: Some(Duration::from_millis(10)), ..SlashOptions::default() };
+    measure("a call that a thread makes", false, Duration::ZERO, SlashOptions::default());
+    measure("the same 1 ms after the last", false, Duration::from_millis(1), SlashOptions::default());
+    measure("the same 1 ms after the last, polling for 10 ms", false, Duration::from_millis(1), polls);
+    measure("an io_uring command", true, Duration::ZERO, SlashOptions::default());
 }
 
 /// Submits one operation at a time, each so long after the last.
-fn measure(what: &str, commands: bool, after: Duration) {
+fn measure(what: &str, commands: bool, after: Duration, options: SlashOptions) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, commands, Duration::ZERO);
-    let options = SlashOptions::default();
     let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     let buf = registrar.heap(None).allocate(2 << 20).unwrap().share();
@@ -150,24 +151,30 @@ fn measure(what: &str, commands: bool, after: Duration) {
 #[test]
 #[ignore = "a measurement: DMALANE_ROUNDS=N"]
 fn from_the_end_of_a_call_to_the_next() {
-    between("from the end of a call to the next, while the submitter polls", |queue, done| {
+    let default = SlashOptions::default();
+    between("from the end of a call to the next, while the submitter polls", default, |queue, done| {
         while queue.in_flight() > 0 {
             queue.poll(done);
             std::hint::spin_loop();
         }
     });
-    between("the same while it waits, and is woken by each end", |queue, done| {
-        while queue.in_flight() > 0 {
-            queue.wait(done, LONG);
-        }
-    });
+    let polls = SlashOptions { polls: Some(Duration::from_millis(10)), ..default };
+    for (what, options) in [
+        ("the same while it waits, and is woken by each end", default),
+        ("the same while it waits, polling for 10 ms", polls),
+    ] {
+        between(what, options, |queue, done| {
+            while queue.in_flight() > 0 {
+                queue.wait(done, LONG);
+            }
+        });
+    }
 }
 
 /// Submits operations that take a call each, and collects them as given.
-fn between(what: &str, collect: impl Fn(&mut DeviceQueue, &mut Vec<Completion>)) {
+fn between(what: &str, options: SlashOptions, collect: impl Fn(&mut DeviceQueue, &mut Vec<Completion>)) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, false, Duration::from_micros(20));
-    let options = SlashOptions::default();
     let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     let mut gaps = Vec::new();
@@ -192,9 +199,16 @@ fn between(what: &str, collect: impl Fn(&mut DeviceQueue, &mut Vec<Completion>))
 
 #[test]
 fn a_thread_without_work_sleeps_and_is_woken() {
+    sleeps_and_is_woken(None);
+    sleeps_and_is_woken(Some(Duration::ZERO));
+    sleeps_and_is_woken(Some(Duration::from_millis(3)));
+}
+
+fn sleeps_and_is_woken(polls: Option<Duration>) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, false, Duration::ZERO);
-    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), SlashOptions::default()).unwrap();
+    let options = SlashOptions { polls, ..SlashOptions::default() };
+    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     for _ in 0..3 {
         let buf = registrar.heap(None).allocate(4096).unwrap().share();
@@ -208,4 +222,34 @@ fn a_thread_without_work_sleeps_and_is_woken() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
+}
+
+#[test]
+fn threads_poll_as_long_as_the_options_say() {
+    if std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
+        println!("SKIPPED: nothing polls on one processor");
+        return;
+    }
+    let model = DriverModel::new(Version::KNOWN).unwrap();
+    let kernel = Instantly::new(&model, false, Duration::from_millis(2));
+    let options = SlashOptions { polls: Some(LONG), ..SlashOptions::default() };
+    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
+    let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
+    let submitter = Path::new("/proc").join(std::fs::read_link("/proc/thread-self").unwrap());
+    let sleeps = || {
+        let status = std::fs::read_to_string(submitter.join("status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse::<u64>().unwrap()
+    };
+    let before = sleeps();
+    for _ in 0..40 {
+        let buf = registrar.heap(None).allocate(4096).unwrap().share();
+        let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
+        let at = DeviceAddr::Card(CardAddr::new(DDR.0));
+        run(&mut *queue, Operation::write((buf.into_slice(), via), at), LONG).unwrap();
+    }
+    // A lock that the other holds for a moment may cost one here and there.
+    assert!(sleeps() - before < 20, "it has slept in each wait: {}", sleeps() - before);
+    let stat = std::fs::read_to_string(kernel.thread.get().unwrap().join("stat")).unwrap();
+    assert!(stat.contains(") R "), "the thread of the queue sleeps: {stat}");
 }
