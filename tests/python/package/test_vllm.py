@@ -212,7 +212,8 @@ def engine(script, model, load_format, ranks=1, one_process=True, extra=None):
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process)), "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
+        # Or it refuses more ranks than the machine has nodes of memory.
+        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip
     words = [sys.executable, script, model, load_format, str(ranks), json.dumps(extra or {})]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2400, check=False)

@@ -170,13 +170,15 @@ impl Compare {
         }
         all.retain(|loader| self.only.is_empty() || self.only.contains(&loader.name));
         let timeout = Duration::from_secs(self.timeout);
+        // What a loader needs, and the page cache behind its back; or half of the memory that is there.
+        let touch = dmalane::dma::room().map_or(0, |room| room.bytes / 2).min(bytes.saturating_mul(2));
         let steps = Steps::new("compare", !(self.quiet || self.json || self.csv));
         steps.more(all.len() * (1 + 2 * self.rounds as usize));
         let want = worker::digest(&files).map_err(|e| Failure::because("cannot read the files", &e))?;
         let mut loaders: Vec<Compared> = Vec::new();
         for loader in &all {
             steps.step(format!("{}: hash", loader.name));
-            let first = loader.run(&files, true, timeout);
+            let first = loader.run(&files, true, 0, timeout);
             let right = first.as_ref().is_ok_and(|sample| sample.sha256.as_deref() == Some(&*want));
             let name = loader.name.clone();
             loaders.push(Compared { name, first, right, cold: Vec::new(), not_cold: 0, warm: Vec::new() });
@@ -190,12 +192,11 @@ impl Compare {
                     if loaders[i].first.is_err() {
                         continue;
                     }
-                    touch_memory(bytes);
                     let mut stray = false;
                     for path in &files {
                         stray |= !prepare(path, cold)?;
                     }
-                    match (all[i].run(&files, false, timeout), cold) {
+                    match (all[i].run(&files, false, touch, timeout), cold) {
                         (Ok(sample), true) => {
                             loaders[i].cold.push(sample);
                             loaders[i].not_cold += u32::from(stray);
@@ -228,15 +229,4 @@ fn prepare(path: &PathBuf, cold: bool) -> Result<bool, Failure> {
     }
     let share = residency(&file, 0, len).map_or(f64::from(u8::from(!cold)), |cached| cached.share());
     Ok(if cold { share <= STRAY } else { share >= 1.0 - STRAY })
-}
-
-/// Touches as much memory as a loader is going to need: a virtual machine's host may have taken it away, and would be
-/// slow to give it back during the next run.
-fn touch_memory(bytes: u64) {
-    let Ok(len) = usize::try_from(bytes) else { return };
-    let mut memory: Vec<u8> = Vec::new();
-    if dmalane::dma::room().is_none_or(|room| room.bytes / 2 > bytes) && memory.try_reserve_exact(len).is_ok() {
-        memory.resize(len, 1);
-        std::hint::black_box(&memory);
-    }
 }

@@ -112,6 +112,16 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
     );
     assert!(text.contains("cat: nothing is kept, which is not DMA-ready"), "{text}");
     assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    // Loaders are told how much memory to touch before their clock starts: what they need, and as much page cache.
+    script(
+        &folder,
+        "told",
+        r#"rest='"cpu_s":0,"peak_rss_bytes":1,"memory":"","dma_ready":true'
+echo "{\"seconds\":$((DMALANE_COMPARE_TOUCH + 1)),$rest}""#,
+    );
+    let told = json(&dmalane(&folder, "compare model.safetensors --rounds 1 --only told --with told=./told --json"));
+    let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();
+    assert_eq!(loader(&told, "told")["warm"]["median_s"].as_f64(), Some(2.0 * size as f64 + 1.0));
     let csv = dmalane(&folder, "compare model.safetensors --rounds 1 --only plain-read --csv");
     assert_eq!(String::from_utf8_lossy(&csv.stdout).lines().count(), 3);
     for wrong in ["compare model.safetensors --only nobody", "compare", "compare model.safetensors --with x"] {

@@ -101,11 +101,12 @@ pub fn custom(text: &str) -> Result<Loader, String> {
 }
 
 impl Loader {
-    /// Runs it once; else says why it does not.
-    pub fn run(&self, files: &[PathBuf], hash: bool, timeout: Duration) -> Result<Sample, String> {
+    /// Runs it once, with `touch` bytes of memory touched before; else says why it does not.
+    pub fn run(&self, files: &[PathBuf], hash: bool, touch: u64, timeout: Duration) -> Result<Sample, String> {
         let mut command = Command::new(&self.program);
         command.args(if hash { &self.hashing } else { &self.timed }).args(files);
         command.env("DMALANE_COMPARE_HASH", if hash { "1" } else { "0" });
+        command.env("DMALANE_COMPARE_TOUCH", touch.to_string());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let program = self.program.to_string_lossy();
         let mut child = command.spawn().map_err(|e| format!("cannot run {program}: {e}{}", self.hint))?;

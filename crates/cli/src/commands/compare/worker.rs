@@ -1,13 +1,13 @@
 //! One load by a loader of this program, in the process of its own that `dmalane compare` has started.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use dmalane::dma::{Heap, Needs, PageKind, pick};
+use dmalane::dma::{AnonHeap, Heap, Needs, PageKind, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::FilledBuf;
 use dmalane::{Read as ReadFiles, ReadOptions};
@@ -33,6 +33,7 @@ enum Loaded {
 
 /// Loads `files` by a loader, and prints what it took.
 pub fn run(name: &str, hash: bool, files: &[PathBuf]) -> Result<ExitCode, Failure> {
+    touch_memory();
     let (before, start) = (cpu_seconds()?, Instant::now());
     let (loaded, memory) = match name {
         "dmalane" => with_engine(files, Mode::Auto, false)?,
@@ -40,7 +41,7 @@ pub fn run(name: &str, hash: bool, files: &[PathBuf]) -> Result<ExitCode, Failur
         "dmalane-direct" => with_engine(files, Mode::Direct, false)?,
         "dmalane-buffered" => with_engine(files, Mode::Buffered, false)?,
         "plain-read" => {
-            let read = files.iter().map(std::fs::read).collect::<io::Result<_>>()?;
+            let read = files.iter().map(fs::read).collect::<io::Result<_>>()?;
             (Loaded::Plain(read), "private memory".to_owned())
         }
         "cat" => {
@@ -60,6 +61,18 @@ pub fn run(name: &str, hash: bool, files: &[PathBuf]) -> Result<ExitCode, Failur
     let sample = Sample { version, seconds, cpu_s, peak_rss_bytes: peak()?, memory, dma_ready, sha256 };
     output::print(&format!("{}\n", serde_json::to_string(&sample)?))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Touches and frees memory, so that the load finds pages that a virtual machine's host has given: it takes back what a
+/// guest leaves free for two seconds, and each GB costs a second or more when it is used again.
+fn touch_memory() {
+    let bytes = std::env::var("DMALANE_COMPARE_TOUCH").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    // The peak of this process is counted from here on, where the kernel can do that.
+    let reset = || fs::write("/proc/self/clear_refs", "5");
+    if bytes > 0 && reset().is_ok() {
+        let _ = AnonHeap::starting_at(PageKind::Transparent).allocate(bytes).map(drop);
+        let _ = reset();
+    }
 }
 
 fn with_engine(files: &[PathBuf], mode: Mode, shareable: bool) -> Result<(Loaded, String), Failure> {
@@ -138,7 +151,7 @@ fn hex(hash: Sha256) -> String {
 
 /// Processor time of this process, to a tick of 10 ms.
 fn cpu_seconds() -> io::Result<f64> {
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    let stat = fs::read_to_string("/proc/self/stat")?;
     // The program's name is in parentheses; user and system time are the 12th and 13th field behind it.
     let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
@@ -147,7 +160,7 @@ fn cpu_seconds() -> io::Result<f64> {
 
 /// The most memory that this process had: resident pages, and huge pages, which are not counted among them.
 fn peak() -> io::Result<u64> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
+    let status = fs::read_to_string("/proc/self/status")?;
     let field = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
         line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
