@@ -126,7 +126,76 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         report.note(name, "allocate and free / what dynamic dispatch costs", (take + give) / (dynamic - fixed));
         report.note(name, "cached allocate and free / map and unmap", (take_cached + give_cached) / mapped);
     }
+    unaligned_holes(&mut report, options.rounds)?;
+    many_lengths(&mut report, options.rounds)?;
     Ok(report)
+}
+
+/// Ranges of 2 MiB at multiples of that, beside holes as long that begin elsewhere.
+fn unaligned_holes(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
+    const LEN: u64 = 2 << 20;
+    for holes in [1_000, 10_000, 100_000] {
+        let space = Span::new(Iova::new(0), LEN * (2 * holes + STEPS as u64 + 2)).ok_or("a space")?;
+        let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+        iovas.allocate(PAGE, PageSize::SIZE_4K)?; // so that all behind it begins beside a multiple of 2 MiB
+        let mut taken = Vec::new();
+        for _ in 0..2 * holes {
+            taken.push(iovas.allocate(LEN, PageSize::SIZE_4K)?);
+        }
+        for &span in taken.iter().step_by(2) {
+            iovas.free(span)?;
+        }
+        let mut samples = [Vec::new(), Vec::new()];
+        for _ in 0..rounds {
+            let mut taken = Vec::with_capacity(STEPS);
+            let take = time(|| taken.extend((0..STEPS).map(|_| iovas.allocate(LEN, PageSize::SIZE_2M))));
+            let taken: Vec<Span<Iova>> = taken.into_iter().collect::<Result<_, _>>()?;
+            let give = time(|| taken.iter().for_each(|&span| iovas.free(span).expect("taken before")));
+            for (samples, seconds) in samples.iter_mut().zip([take, give]) {
+                samples.push(seconds / STEPS as f64);
+            }
+        }
+        let found = iovas.free_ranges().count() as u64;
+        let case = format!("2M at 2M, {holes} unaligned holes");
+        let details = Details { items: Some(1), steps: Some(found), ..Details::default() };
+        let take =
+            report.detailed_row(&case, "ours: RangeAllocator, allocate (steps: holes)", LEN, &samples[0], details);
+        let give = report.detailed_row(&case, "ours: RangeAllocator, free", LEN, &samples[1], details);
+        for (what, seconds) in [("allocate", take), ("free", give)] {
+            report.at_most_in(&format!("{case}: {what}"), 2.0, 1e6 * seconds, "us, at most");
+        }
+    }
+    Ok(())
+}
+
+/// Ranges of so many lengths in turn, from a cache.
+fn many_lengths(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
+    const CALLS: u64 = 4096;
+    let mut medians = Vec::new();
+    for lengths in [16, 64] {
+        let mut cache = RangeCache::new(used()?);
+        let mut samples = Vec::new();
+        for _ in 0..rounds {
+            let mut failed = 0;
+            let seconds = time(|| {
+                for n in 0..CALLS {
+                    match cache.allocate(PAGE * (1 + n % lengths), PageSize::SIZE_4K) {
+                        Ok(lease) => cache.free(lease),
+                        Err(_) => failed += 1,
+                    }
+                }
+            });
+            if failed > 0 {
+                return Err(format!("{failed} allocations failed").into());
+            }
+            samples.push(seconds / CALLS as f64);
+        }
+        let details = Details { items: Some(1), ..Details::default() };
+        let case = format!("{lengths} lengths in turn");
+        medians.push(report.detailed_row(&case, "ours: RangeCache, allocate and free", PAGE, &samples, details));
+    }
+    report.at_most("RangeCache: 64 lengths in turn / 16", 2.0, medians[1] / medians[0]);
+    Ok(())
 }
 
 /// No two ranges share an address.

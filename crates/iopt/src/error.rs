@@ -101,7 +101,7 @@ pub enum Error {
         /// The lowest address of the hole, in the space of that table.
         at: NamedAddr,
     },
-    /// The table that was to be mapped through permits less than what was asked for.
+    /// The table that was to be mapped through permits less than what was asked for, or is another kind of memory.
     #[error("{at} permits {permitted}, not {access}")]
     Denied {
         /// The lowest such address, in the space of that table.

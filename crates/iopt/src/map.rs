@@ -181,14 +181,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return false;
         }
         let Some(table) = self.last_table(at.bits()) else { return false };
-        let Some(template) = self.page_template(access) else { return false };
-        let (kind, i) = (Kind::single(F::LEVELS - 1), index::<F>(at.bits(), F::LEVELS - 1));
-        let entry = template | encode_output::<F>(kind, to.bits());
-        // One access to the table, and not a load and a store.
-        let free = |old| if old == 0 { Some(entry) } else { None };
-        let mapped = slots::update::<F, T>(&mut self.tables, table, i..i + 1, free) == 1;
-        self.count(kind, mapped.into());
-        mapped
+        let i = index::<F>(at.bits(), F::LEVELS - 1);
+        self.load(table, i) == 0 && self.put_page(table, i, to, access)
     }
 
     /// Maps a page where the caller knows that nothing is mapped. Both addresses are whole pages within the limits of

@@ -15,9 +15,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// This goes through the source leaf by leaf, whatever its format: 32 GiB in leaves of 1 GiB are 32 steps. The
     /// leaves made here are as large as alignment allows, and may be larger or smaller than those of the source.
     ///
+    /// An access that names no kind of memory takes that of the source's first leaf, if the format has bits for it:
+    /// registers of a device are not cached here either.
+    ///
     /// # Errors
     /// [`Error::NotMapped`] at the first hole of the source; [`Error::Denied`] where it does not
-    /// [permit](Access::permits) `access`; otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
+    /// [permit](Access::permits) `access`, or is another kind of memory than its first leaf, if that kind is taken;
+    /// otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
     pub fn map_through<G: Format, M: Address, U: Tables>(
         &mut self,
         at: I,
@@ -25,12 +29,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         span: Span<M>,
         access: Access,
     ) -> Result<u64, Error> {
+        let kinds = Access::MMIO | Access::UNCACHED;
+        let kind = source.runs(span).next().map_or(Access::empty(), |run| run.access & kinds);
+        let takes_kind = !access.intersects(kinds) && F::supports(access | kind);
+        let access = if takes_kind { access | kind } else { access };
         let denied = Cell::new(None);
         let mut runs = source.runs(span);
         let mut due = span.first().bits();
         let mut next = || {
             let run = runs.next().filter(|run| run.at.bits() == due)?;
-            if !run.access.permits(access) {
+            if !run.access.permits(access) || takes_kind && run.access & kinds != kind {
                 denied.set(Some(run.access));
                 return None;
             }

@@ -204,6 +204,33 @@ fn map_through<F: Format, G: Format>() {
     assert_eq!(extents(&table), [(block, 0, UNIT)]);
 }
 
+/// From `G` to `F`: registers of a device stay what they are, unless the caller says otherwise.
+fn map_through_registers<F: Format, G: Format>() {
+    const UNIT: u64 = 1 << 16;
+    let (mmio, uncached) = (Access::READ | Access::MMIO, Access::READ | Access::UNCACHED);
+    if !G::supports(mmio) {
+        return;
+    }
+    let mut source = Table::<G, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    source.map(Iova::new(0), PhysAddr::new(UNIT), UNIT, mmio).unwrap();
+    source.map(Iova::new(UNIT), PhysAddr::new(4 * UNIT), UNIT, Access::READ).unwrap();
+    let map = |first: u64, len: u64, access: Access| {
+        let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+        let mapped = table.map_through(Iova::new(first), &source, span(first, len), access);
+        mapped.map(|_| table.lookup(Iova::new(first)).unwrap().access)
+    };
+    let as_source = F::supports(mmio);
+    assert_eq!(map(0, UNIT, Access::READ), Ok(if as_source { mmio } else { Access::READ }));
+    assert_eq!(map(UNIT, UNIT, Access::READ), Ok(Access::READ));
+    if F::supports(uncached) {
+        assert_eq!(map(0, 2 * UNIT, uncached), Ok(uncached), "as the caller says");
+    }
+    if as_source {
+        let at = NamedAddr::of(Iova::new(UNIT));
+        assert_eq!(map(0, 2 * UNIT, Access::READ), Err(Error::Denied { at, access: mmio, permitted: Access::READ }));
+    }
+}
+
 /// A large leaf is cut everywhere and merged again; the device sees the old leaf, a fault, or the new ones.
 fn cut_and_merge<F: Format>() {
     let Sizes { page, block, large, top, .. } = sizes::<F>();
@@ -646,6 +673,12 @@ macro_rules! operations {
                 super::map_through::<F, super::X86_64_4Level>();
                 super::map_through::<F, super::Arm64S1_16k>();
                 super::map_through::<F, F>();
+            }
+
+            #[test]
+            fn map_through_registers() {
+                super::map_through_registers::<F, super::X86_64_4Level>();
+                super::map_through_registers::<F, F>();
             }
 
             #[test]
