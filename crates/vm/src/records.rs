@@ -435,7 +435,7 @@ impl<F: Format> Records<F> {
     /// An empty node below the root, with memory for entries `i` to `j`; what that holds is to be written if not
     /// `zeroed`. Such that there is still memory for `keep` whole nodes.
     fn take(&mut self, i: usize, j: usize, keep: u64, zeroed: bool) -> Result<u32, Full> {
-        let (class, groups) = Self::piece(Node::<F>::groups_of(i, j));
+        let (class, groups) = Self::block(Node::<F>::groups_of(i, j));
         self.keep_numbers(keep.saturating_add(1))?;
         let at = self.words.take(class, keep, zeroed)?;
         let node = Node::new(at, 1 << (Node::<F>::GROUP + class), if groups == Self::GROUPS { ALL } else { groups });
@@ -451,8 +451,8 @@ impl<F: Format> Records<F> {
         })
     }
 
-    /// The class of the smallest piece of memory for these groups, and all groups that it has memory for then.
-    fn piece(mut groups: u64) -> (u32, u64) {
+    /// The class of the smallest block of memory for these groups, and all groups that it has memory for then.
+    fn block(mut groups: u64) -> (u32, u64) {
         let class = Words::class(groups.count_ones());
         while groups.count_ones() < 1 << class {
             // One next to those that are there.
@@ -510,7 +510,7 @@ impl<F: Format> Records<F> {
         let new = (old | need | more) & Self::GROUPS;
         let all = 2 * new.count_ones() > Self::GROUPS.count_ones();
         let groups = if all { Self::GROUPS } else { new };
-        let (class, groups) = Self::piece(groups);
+        let (class, groups) = Self::block(groups);
         let (from, mut at) = (node.range(), node.at);
         let to = self.words.take(class, self.splits, true)?;
         let mut next = to;
