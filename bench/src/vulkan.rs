@@ -1,18 +1,28 @@
 //! A GPU through Vulkan: copies by a queue and binds by an address space, beside the same work written by hand.
 //!
 //! Both take turns. Destinations are scattered, so that no two regions can be merged. What is read back is compared.
+//! Loads are compared with a program whose one thread reads into imported buffers while another copies them to the GPU.
 
 use std::error::Error;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex};
-use dmalane::device::{Bounce, Device, Placement};
+use dmalane::addr::{Access, CardAddr, DeviceVa, FileOffset, SgIndex};
+use dmalane::device::{Bounce, Device, DeviceMemory, Placement};
 use dmalane::dma::{BufferSlice, Heap};
-use dmalane::queue::{Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Refusal, Registered};
+use dmalane::file::{FileQueue, Mode};
+use dmalane::load::{DriveOptions, write_sample};
+use dmalane::queue::{
+    Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Queue, Refusal, Registered,
+};
 use dmalane::vm::{BindRequest, Bo};
 use dmalane::vulkan::{VulkanDevice, VulkanOptions};
-use dmalane_vulkan::by_hand::ByHand;
+use dmalane::{FileOptions, OpenDevice, OpenOptions, open_file};
+use dmalane_vulkan::by_hand::{ByHand, Imported};
 
 use crate::report::{Details, Report};
 
@@ -29,6 +39,18 @@ pub struct Options {
     /// Rounds of each case of binds: some drivers take 100 us a bind
     #[arg(long, default_value_t = 3)]
     bind_rounds: usize,
+
+    /// Rounds of each case of loads; none with 0
+    #[arg(long, default_value_t = 5)]
+    load_rounds: usize,
+
+    /// Bytes of the file that is loaded
+    #[arg(long, default_value_t = 1 << 30)]
+    size: u64,
+
+    /// Where the file is made; it must be on a disk
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/target"))]
+    folder: PathBuf,
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -50,6 +72,9 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
             false => {
                 report.say(format!("{}: {}", device.gpu(), device.info().notes.join("; ")));
                 copies(&mut device, options.rounds, &mut report)?;
+                if options.load_rounds > 0 {
+                    loads(&device, options, &mut report)?;
+                }
             }
             true if device.sparse_pages().is_some() => binds(&mut device, options.bind_rounds, &mut report)?,
             true => report.say("SKIPPED: no binds: the driver has no sparse binding".to_owned()),
@@ -160,6 +185,180 @@ fn by_queue(
     let mut slices: Vec<_> = done.into_iter().filter_map(|c| c.operation.into_slice()).collect();
     slices.sort_by_key(BufferSlice::offset);
     Ok(slices)
+}
+
+/// Files onto the GPU, cached and not. Both sides allocate the GPU's memory for each load, and neither hashes.
+fn loads(device: &VulkanDevice, options: &Options, report: &mut Report) -> Result<(), Box<dyn Error>> {
+    std::fs::create_dir_all(&options.folder)?;
+    let mut file = tempfile::Builder::new().suffix(".safetensors").tempfile_in(&options.folder)?;
+    write_sample(file.as_file_mut(), options.size, 1)?;
+    file.as_file().sync_all()?;
+    let mut memory = device.memory();
+    let mut by_hand = [(8, 2 << 20), (4, 16 << 20)]
+        .into_iter()
+        .map(|(count, len)| Loader::new(device, options.size, count, len))
+        .collect::<Result<Vec<_>, _>>()?;
+    let drive = DriveOptions { checksum: false, ..DriveOptions::default() };
+    let how = OpenOptions { drive, flat: true, ..OpenOptions::default() };
+    let mut ours = how.open(&format!("vulkan:{}", options.gpu).parse()?)?;
+    for (case, mode) in [("load, not cached", Mode::Direct), ("load, cached", Mode::Buffered)] {
+        let mut samples: [Vec<f64>; 3] = Default::default();
+        // The first round makes buffers present.
+        for round in 0..=options.load_rounds {
+            let last = round == options.load_rounds;
+            for (i, samples) in samples.iter_mut().enumerate() {
+                match mode {
+                    Mode::Direct => rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?,
+                    _ => drop(std::io::copy(&mut File::open(file.path())?, &mut std::io::sink())?),
+                }
+                let took = match by_hand.get_mut(i) {
+                    Some(by_hand) => by_hand.load(device, &mut memory, file.path(), mode, last)?,
+                    None => load_by_device(&mut ours, file.path(), mode, last)?,
+                };
+                if round > 0 {
+                    samples.push(took);
+                }
+            }
+        }
+        let mut fastest = f64::INFINITY;
+        for (by_hand, samples) in by_hand.iter().zip(&samples) {
+            let variant = format!("by hand: {} buffers of {} MiB", by_hand.slots.len(), by_hand.len >> 20);
+            fastest = fastest.min(report.row(case, &variant, options.size, samples));
+        }
+        let ours = report.row(case, "ours: load", options.size, &samples[2]);
+        report.at_least(&format!("{case}: rate beside the faster by hand"), 0.9, fastest / ours);
+    }
+    Ok(())
+}
+
+/// The whole path, from opening the file on. `verify` compares every byte afterwards.
+fn load_by_device(device: &mut OpenDevice, path: &Path, mode: Mode, verify: bool) -> Result<f64, Box<dyn Error>> {
+    let begun = Instant::now();
+    let mut inputs = [open_file(path, FileOptions::for_mode(mode))?];
+    let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {})?;
+    let seconds = begun.elapsed().as_secs_f64();
+    if verify {
+        device.verify(&loaded, &mut inputs, &mut |_| {})?;
+    }
+    device.unload(loaded)?;
+    Ok(seconds)
+}
+
+/// A loader written by hand: a thread reads into a few buffers, which are copied by a command buffer each.
+struct Loader {
+    by_hand: ByHand,
+    size: u64,
+    len: u64,
+    imported: Vec<Imported>,
+    slots: Vec<Slot>,
+}
+
+/// A buffer, and its place in `imported`.
+struct Slot(usize, BufferSlice);
+
+impl Loader {
+    fn new(device: &VulkanDevice, size: u64, count: usize, len: u64) -> Result<Self, Box<dyn Error>> {
+        let (by_hand, heap) = (ByHand::new(device)?, device.registrar().heap(None));
+        let (imported, slots) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        let mut this = Self { by_hand, size, len, imported, slots };
+        for i in 0..count {
+            let buffer = heap.allocate(usize::try_from(len)?)?.share();
+            this.imported.push(this.by_hand.import(&buffer.reference())?);
+            this.slots.push(Slot(i, buffer.into_slice()));
+        }
+        Ok(this)
+    }
+
+    /// Loads, from the allocation of the GPU's memory on. `compare` compares every byte afterwards.
+    fn load(
+        &mut self,
+        device: &VulkanDevice,
+        memory: &mut DeviceMemory,
+        path: &Path,
+        mode: Mode,
+        compare: bool,
+    ) -> Result<f64, Box<dyn Error>> {
+        let begun = Instant::now();
+        let (size, len) = (self.size, self.len);
+        let table = memory.allocate(size, &Placement::Default)?;
+        let first =
+            table.segments().next().filter(|s| s.len >= size).ok_or("no memory in one piece: a smaller --size")?;
+        let to = first.addr;
+        let (free, emptied) = sync_channel(self.slots.len());
+        let (filled, ready) = sync_channel(self.slots.len());
+        self.slots.drain(..).try_for_each(|slot| free.send(slot))?;
+        self.slots = std::thread::scope(|scope| -> Result<_, Box<dyn Error>> {
+            // Dropped before the scope waits for the reader, which may wait for them.
+            let (free, ready) = (free, ready);
+            let reader = scope.spawn(move || {
+                let read = read(path, mode, size, len, &emptied, &filled);
+                read.map(|()| emptied).map_err(|e| e.to_string())
+            });
+            while let Ok((slot, at)) = ready.recv() {
+                let region = std::iter::once((0, at, len.min(size - at)));
+                self.by_hand.copy(device, Direction::FromHost, &self.imported[slot.0], to, region)?;
+                free.send(slot)?;
+            }
+            Ok(reader.join().map_err(|_| "the reader panicked")??.try_iter().collect())
+        })?;
+        let seconds = begun.elapsed().as_secs_f64();
+        if compare {
+            let (file, Slot(i, slice)) = (File::open(path)?, self.slots.first().ok_or("no buffer")?);
+            let (mut got, mut want) = (vec![0; len as usize], vec![0; len as usize]);
+            for at in (0..size).step_by(len as usize) {
+                let n = len.min(size - at);
+                let region = std::iter::once((0, at, n));
+                self.by_hand.copy(device, Direction::ToHost, &self.imported[*i], to, region)?;
+                slice.read(0, &mut got[..n as usize]).ok_or("a short buffer")?;
+                file.read_exact_at(&mut want[..n as usize], at)?;
+                if got[..n as usize] != want[..n as usize] {
+                    return Err(format!("the GPU's bytes from {at} on are not the file's").into());
+                }
+            }
+        }
+        memory.free(table.segments())?;
+        Ok(seconds)
+    }
+}
+
+/// Reads a file into the buffers that arrive, as many at a time as there are, and hands them on in any order.
+fn read(
+    path: &Path,
+    mode: Mode,
+    size: u64,
+    len: u64,
+    emptied: &Receiver<Slot>,
+    filled: &SyncSender<(Slot, u64)>,
+) -> Result<(), Box<dyn Error>> {
+    let mut queue = FileQueue::open(path, FileOptions::for_mode(mode))?;
+    let (mut at, mut done, mut reading) = (0, Vec::new(), Vec::new());
+    while at < size || !reading.is_empty() {
+        while at < size {
+            let slot = if reading.is_empty() { Some(emptied.recv()?) } else { emptied.try_recv().ok() };
+            let Some(Slot(i, slice)) = slot else { break };
+            let (part, rest) = slice.split_at(len.min(size - at) as usize).map_err(|_| "a short buffer")?;
+            let mut operation = Operation::read(part, FileOffset::new(at));
+            let ticket = loop {
+                operation = match queue.submit(operation) {
+                    Ok(ticket) => break ticket,
+                    Err(full) if full.reason == Refusal::Full => full.operation,
+                    Err(refused) => return Err(refused.reason.into()),
+                };
+                queue.wait(&mut done, LONG);
+            };
+            reading.push((ticket, i, rest, at));
+            at += len;
+        }
+        queue.wait(&mut done, LONG);
+        for c in done.drain(..) {
+            c.result?;
+            let k = reading.iter().position(|r| r.0 == c.ticket).ok_or("an unknown ticket")?;
+            let (_, i, rest, at) = reading.swap_remove(k);
+            let part = c.operation.into_slice().ok_or("a read")?;
+            filled.send((Slot(i, part.join(rest).map_err(|_| "parts of two buffers")?), at))?;
+        }
+    }
+    Ok(())
 }
 
 fn binds(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Result<(), Box<dyn Error>> {
