@@ -28,7 +28,8 @@
 #![no_std]
 
 extern crate alloc;
-#[cfg(feature = "trace")]
+#[cfg(any(test, feature = "trace"))]
+#[cfg_attr(not(feature = "trace"), allow(unused_imports))]
 #[macro_use]
 extern crate std;
 

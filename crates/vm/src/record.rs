@@ -81,4 +81,10 @@ impl Record {
     pub(crate) fn advance(self, pages: u64) -> Self {
         Self(self.0 + pages * self.step())
     }
+
+    /// The record so many pages further down in the same binding.
+    #[inline]
+    pub(crate) fn back(self, pages: u64) -> Self {
+        Self(self.0 - pages * self.step())
+    }
 }

@@ -796,7 +796,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// The binding at an address, with all that continues it. The first call after a change examines what has changed
-    /// since; otherwise the time does not depend on how many pages the binding was made of.
+    /// since; otherwise the time grows with the logarithm of the number of tables that the binding was made of, beside
+    /// one pass over the tables at its two ends.
     pub fn binding_at(&self, va: DeviceVa) -> Option<Binding> {
         let page = va.bits() >> F::GRANULE.log2();
         let end = F::INPUT_BITS - u32::from(F::GRANULE.log2());
