@@ -44,7 +44,7 @@ pub(crate) struct Shared {
     work: Condvar,
     /// Something has ended.
     ended: Condvar,
-    /// The same for one that polls; set with the lock held.
+    /// The same for one that polls; set after the end was stored.
     ends: AtomicBool,
     /// How long the thread polls for news before it sleeps.
     work_polls: Duration,
@@ -150,9 +150,12 @@ impl Shared {
     /// Wakes the one who waits if something has ended, once the lock is free.
     fn tell_end(&self, state: MutexGuard<'_, State>) {
         let ends = !state.ended.is_empty();
-        self.ends.fetch_or(ends, Ordering::Release);
         let waits = state.waits && ends;
         drop(state);
+        // With the lock held, one that polls would sleep for it.
+        if ends {
+            self.ends.store(true, Ordering::Release);
+        }
         if waits {
             self.ended.notify_all();
         }
@@ -511,4 +514,38 @@ fn give_back(state: &mut State, call: Call, result: &Result<(), OpError>) {
 fn keep_operation(operation: Operation) {
     let bytes = operation.bytes();
     keep(operation, bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn those_that_wait_poll_as_long_as_the_options_say() {
+        if thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
+            println!("SKIPPED: nothing polls on one processor");
+            return;
+        }
+        for polls in [Duration::ZERO, TIMEOUT] {
+            let shared = Shared::polling(Some(polls));
+            shared.lock().busy = 1;
+            thread::scope(|scope| {
+                let waiter = scope.spawn(|| shared.wait(TIMEOUT));
+                let begun = Instant::now();
+                // One that sleeps says so with the lock held.
+                while !shared.lock().waits && (polls.is_zero() || begun.elapsed() < Duration::from_millis(50)) {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                let mut state = shared.lock();
+                assert_eq!(state.waits, polls.is_zero());
+                state.busy = 0;
+                drop(state);
+                shared.ends.store(true, Ordering::Release);
+                shared.ended.notify_all();
+                waiter.join().unwrap();
+            });
+        }
+    }
 }

