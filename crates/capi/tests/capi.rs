@@ -111,7 +111,7 @@ fn a_program_in_c_on_a_v80() {
     vrtd.listen(&socket).unwrap();
     for device in ["slash:0", &format!("vrtd:{}#0", socket.display())] {
         let before = model.counts().channels;
-        let Some(ran) = supervisor::run(&model, Command::new(&program).arg(device)) else { return };
+        let Some(ran) = supervisor::run(&model, Command::new(&program).arg(device), None) else { return };
         let (said, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
         assert!(ran.status.success() && said.is_empty(), "{device}: {}\n{said}{errors}", ran.status);
         let moved = model.counts().channels;

@@ -32,12 +32,12 @@ const LOADS: usize = 8;
 const TIMEOUTS: [Duration; 2] = [Duration::from_secs(60), Duration::from_millis(40)];
 
 /// Calls of a kind left until one fails.
-struct Fuse {
+struct Countdown {
     name: &'static str,
     left: AtomicI64,
 }
 
-impl Fuse {
+impl Countdown {
     const fn new(name: &'static str) -> Self {
         Self { name, left: AtomicI64::new(i64::MAX) }
     }
@@ -51,45 +51,45 @@ impl Fuse {
     }
 
     /// True for the call that fails.
-    fn blows(&self) -> bool {
-        let blows = self.left.fetch_sub(1, Ordering::SeqCst) == 0;
-        if blows {
+    fn fires(&self) -> bool {
+        let fires = self.left.fetch_sub(1, Ordering::SeqCst) == 0;
+        if fires {
             injected(self.name);
         }
-        blows
+        fires
     }
 }
 
 /// Faults of the device and of memory.
-struct Weather {
+struct Faults {
     /// A heap has no memory.
-    allocate: Fuse,
+    allocate: Countdown,
     /// The pin limit is reached.
-    pin: Fuse,
+    pin: Countdown,
     /// There are no IOVAs.
-    map: Fuse,
+    map: Countdown,
     /// The card is reset, instead of the doorbell.
-    reset: Fuse,
+    reset: Countdown,
     /// The doorbell gets lost.
-    doorbell: Fuse,
+    doorbell: Countdown,
     /// A register reads as ones, as those of a device that is gone.
-    ones: Fuse,
+    ones: Countdown,
     /// A register cannot be read.
-    register: Fuse,
+    register: Countdown,
 }
 
-static WEATHER: Weather = Weather {
-    allocate: Fuse::new("no memory"),
-    pin: Fuse::new("pin limit"),
-    map: Fuse::new("no IOVAs"),
-    reset: Fuse::new("device reset"),
-    doorbell: Fuse::new("doorbell lost, time-out"),
-    ones: Fuse::new("register reads as ones"),
-    register: Fuse::new("register cannot be read"),
+static FAULTS: Faults = Faults {
+    allocate: Countdown::new("no memory"),
+    pin: Countdown::new("pin limit"),
+    map: Countdown::new("no IOVAs"),
+    reset: Countdown::new("device reset"),
+    doorbell: Countdown::new("doorbell lost, time-out"),
+    ones: Countdown::new("register reads as ones"),
+    register: Countdown::new("register cannot be read"),
 };
 
-impl Weather {
-    fn fuses(&self) -> [&Fuse; 7] {
+impl Faults {
+    fn all(&self) -> [&Countdown; 7] {
         [&self.allocate, &self.pin, &self.map, &self.reset, &self.doorbell, &self.ones, &self.register]
     }
 }
@@ -104,16 +104,16 @@ fn injections() -> u64 {
     INJECTED.lock().unwrap().values().sum()
 }
 
-struct StormHeap(Box<dyn Heap>);
+struct FailingHeap(Box<dyn Heap>);
 
-impl StormHeap {
+impl FailingHeap {
     fn fails(&self, len: usize) -> Result<(), Error> {
         let source = || std::io::Error::from_raw_os_error(12);
-        if WEATHER.allocate.blows() { Err(Error::Allocate { len, kind: "storm", source: source() }) } else { Ok(()) }
+        if FAULTS.allocate.fires() { Err(Error::Allocate { len, kind: "storm", source: source() }) } else { Ok(()) }
     }
 }
 
-impl Heap for StormHeap {
+impl Heap for FailingHeap {
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
         self.fails(len).and_then(|()| self.0.allocate(len))
     }
@@ -135,18 +135,18 @@ impl Heap for StormHeap {
     }
 }
 
-struct StormBus(SoftBus);
+struct FailingBus(SoftBus);
 
-impl Registrar for StormBus {
+impl Registrar for FailingBus {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        match WEATHER.pin.blows() {
+        match FAULTS.pin.fires() {
             true => Err(Error::PinLimit { wanted: range.len() as u64, pinned: 0, limit: 0 }),
             false => self.0.pin_range(buffer, range),
         }
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
-        match WEATHER.map.blows() {
+        match FAULTS.map.fires() {
             true => Err(Error::OutOfFrames { wanted: 1, limit: 0 }),
             false => self.0.map_list(pinned, access),
         }
@@ -161,11 +161,11 @@ impl Registrar for StormBus {
     }
 }
 
-impl Mmio for StormBus {
+impl Mmio for FailingBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
         match () {
-            () if WEATHER.ones.blows() => Ok(u32::MAX),
-            () if WEATHER.register.blows() => Err(Error::NoRegister { bar, offset, bytes: 4 }),
+            () if FAULTS.ones.fires() => Ok(u32::MAX),
+            () if FAULTS.register.fires() => Err(Error::NoRegister { bar, offset, bytes: 4 }),
             () => self.0.read32(bar, offset),
         }
     }
@@ -174,8 +174,8 @@ impl Mmio for StormBus {
         let channel = offset >= regs::CHANNEL_BASE;
         let doorbell = (offset.wrapping_sub(regs::CHANNEL_BASE)) % regs::CHANNEL_STRIDE == regs::CH_DOORBELL;
         match bar == BAR_REGISTERS && channel && doorbell {
-            true if WEATHER.reset.blows() => self.0.write32(bar, regs::CONTROL, 1),
-            true if WEATHER.doorbell.blows() => Ok(()),
+            true if FAULTS.reset.fires() => self.0.write32(bar, regs::CONTROL, 1),
+            true if FAULTS.doorbell.fires() => Ok(()),
             _ => self.0.write32(bar, offset, value),
         }
     }
@@ -252,11 +252,11 @@ fn card(seed: u64, sources: &[Source], ended: &mut Ended) {
         true => Box::new(AnonHeap::starting_at(PageKind::Base)),
         false => Box::new(MemfdHeap::starting_at(PageKind::Base)),
     };
-    let heap = Arc::new(StormHeap(heap));
+    let heap = Arc::new(FailingHeap(heap));
     let workers = if random.below(3) == 0 { Workers::PerChannel } else { Workers::Inline };
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let config = CardConfig { ddr: 8 << 20, hbm: 8 << 20, channels: 1 + random.below(3) as u32, workers };
-    let bus = Arc::new(StormBus(SoftBus::new(host.clone(), config).unwrap()));
+    let bus = Arc::new(FailingBus(SoftBus::new(host.clone(), config).unwrap()));
     let how = CardUse { concurrent: workers == Workers::PerChannel, ..CardUse::default() };
     let stalls = random.below(10) == 0;
     let timeout = TIMEOUTS[usize::from(stalls)];
@@ -310,13 +310,13 @@ fn load(
             };
             faults[file].push((random.below(files[file].bytes.len() as u64), fault));
         }
-        3 => WEATHER.allocate.arm(random.below(3)),
-        4 => WEATHER.pin.arm(random.below(3)),
-        5 => WEATHER.map.arm(random.below(3)),
-        6 | 9 if stalls => WEATHER.doorbell.arm(random.below(4)),
-        6 => WEATHER.reset.arm(random.below(4)),
-        7 => WEATHER.ones.arm(random.below(12)),
-        8 => WEATHER.register.arm(random.below(12)),
+        3 => FAULTS.allocate.arm(random.below(3)),
+        4 => FAULTS.pin.arm(random.below(3)),
+        5 => FAULTS.map.arm(random.below(3)),
+        6 | 9 if stalls => FAULTS.doorbell.arm(random.below(4)),
+        6 => FAULTS.reset.arm(random.below(4)),
+        7 => FAULTS.ones.arm(random.below(12)),
+        8 => FAULTS.register.arm(random.below(12)),
         _ => {}
     }
     let mut inputs: Vec<Input<Script>> = files
@@ -331,7 +331,7 @@ fn load(
     let placement = [Placement::DDR, Placement::HBM][random.below(2) as usize].clone();
     let mut progress = 0;
     let result = device.load(&mut inputs, &placement, &mut |n| progress += n);
-    WEATHER.fuses().into_iter().for_each(Fuse::disarm);
+    FAULTS.all().into_iter().for_each(Countdown::disarm);
     // A file is read to its end, or until it fails.
     for (_, fault) in faults.iter().flatten().filter(|_| result.is_err()) {
         injected(match fault {

@@ -443,11 +443,17 @@ mod tests {
         assert_eq!(next(&mut p, 1, 0).unwrap().len, 4 * MIB, "HBM goes to its own channel");
     }
 
-    #[test]
-    fn little_work_is_split_by_the_rates() {
+    /// A policy whose two channels have a fragment of DDR each.
+    fn both_busy() -> (BalancePolicy, [Fragment; 2]) {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
-        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        let fragments = [0, 1].map(|channel| next(&mut p, channel, 0).unwrap());
+        (p, fragments)
+    }
+
+    #[test]
+    fn little_work_is_split_by_the_rates() {
+        let (mut p, fragments) = both_busy();
         ended(&mut p, 0, fragments[0], 100);
         ended(&mut p, 1, fragments[1], 300);
         assert!(p.rate(0, Direction::ToHost).unwrap() > 2.9 * p.rate(1, Direction::ToHost).unwrap());
@@ -458,9 +464,7 @@ mod tests {
 
     #[test]
     fn a_channel_without_a_rate_counts_as_fast_as_the_others() {
-        let mut p = BalancePolicy::new(areas());
-        arrive(&mut p, 1, 0, 4 * MIB);
-        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        let (mut p, fragments) = both_busy();
         ended(&mut p, 0, fragments[0], 100);
         p.ended(1, &fragments[1], Duration::from_micros(100), false);
         assert_eq!(p.rate(1, Direction::ToHost), None, "a fragment that failed says nothing");

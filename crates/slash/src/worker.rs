@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
@@ -91,6 +91,15 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// `None` while another thread has the lock.
+    fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     /// Tells the thread that the state has changed.
     pub(crate) fn tell(&self, state: MutexGuard<'_, State>) {
         self.news.store(true, Ordering::Release);
@@ -124,12 +133,15 @@ impl Shared {
         let goes_on = |s: &mut State| s.ended.is_empty() && works(s);
         let (begun, mut looks) = (Instant::now(), true);
         while begun.elapsed() < self.end_polls.min(timeout) {
-            // Not at each turn: the lock would be missing where ends come from.
-            if looks && !goes_on(&mut self.lock()) {
-                return;
+            // Not at each turn, and never asleep: the lock would be missing where ends come from, and is soon free.
+            if looks && let Some(mut state) = self.try_lock() {
+                if !goes_on(&mut state) {
+                    return;
+                }
+                looks = false;
             }
             std::hint::spin_loop();
-            looks = self.ends.swap(false, Ordering::Acquire);
+            looks |= self.ends.swap(false, Ordering::Acquire);
         }
         drop(self.wait_while(self.lock(), timeout.saturating_sub(begun.elapsed()), goes_on));
     }

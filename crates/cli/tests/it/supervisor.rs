@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::thread;
 
@@ -85,33 +85,25 @@ fn filter(counts: bool) -> Vec<libc::sock_filter> {
     program
 }
 
-/// Has a program run as a user without rights, where this process is root's and all users may execute what lies beside
-/// it.
-fn drop_privileges(command: &mut Command) {
+/// The directory that keeps others from this program and what lies beside it, where this process is root's.
+pub fn closed_to_others() -> Option<PathBuf> {
     let ours = std::env::current_exe().unwrap();
     let closed = |place: &&Path| place.metadata().is_ok_and(|place| place.mode() & 1 == 0);
-    match ours.ancestors().find(closed) {
-        _ if !rustix::process::geteuid().is_root() => {}
-        None => drop(command.uid(NOBODY).gid(NOBODY)),
+    ours.ancestors().find(closed).filter(|_| rustix::process::geteuid().is_root()).map(Path::to_owned)
+}
+
+/// Runs a program to its end, as a user without rights unless that one cannot reach it. `None`, with the reason
+/// printed, where the kernel refuses such filters.
+///
+/// With `reads`, the program gets no io_uring, and what it reads by `pread64` is counted.
+pub fn run(model: &DriverModel, command: &mut Command, reads: Option<&mut Reads>) -> Option<Output> {
+    match closed_to_others() {
+        None if rustix::process::geteuid().is_root() => drop(command.uid(NOBODY).gid(NOBODY)),
+        None => {}
         Some(closed) => println!("as root, because {} is closed to other users", closed.display()),
     }
-}
-
-/// Runs a program to its end. `None`, with the reason printed, where the kernel refuses such filters.
-pub fn run(model: &DriverModel, command: &mut Command) -> Option<Output> {
-    supervise(model, command, false).map(|(output, _)| output)
-}
-
-/// The same with a program that gets no io_uring, and reads files by `pread64`, which is counted.
-#[allow(dead_code)] // not all that include this file
-pub fn run_counted(model: &DriverModel, command: &mut Command) -> Option<(Output, Reads)> {
-    supervise(model, command, true)
-}
-
-fn supervise(model: &DriverModel, command: &mut Command, counts: bool) -> Option<(Output, Reads)> {
-    drop_privileges(command);
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let mut program = filter(counts);
+    let mut program = filter(reads.is_some());
     let socket = theirs.as_raw_fd();
     let install = move || {
         let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
@@ -157,7 +149,11 @@ fn supervise(model: &DriverModel, command: &mut Command, counts: bool) -> Option
     let model = model.clone();
     let server = thread::spawn(move || serve(&listener, &model));
     let output = child.wait_with_output().unwrap();
-    Some((output, server.join().expect("the supervisor")))
+    let read = server.join().expect("the supervisor");
+    if let Some(reads) = reads {
+        *reads = read;
+    }
+    Some(output)
 }
 
 /// Makes a request of the listener.

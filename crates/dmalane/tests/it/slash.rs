@@ -60,7 +60,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
     }
 }
 
-/// What is listed of the machine whose `/` is given.
+/// Lists the devices of a kind on a machine whose file system is `root`.
 fn listed(root: &Path, kind: &str) -> Vec<Listed> {
     (KINDS.iter().find(|k| k.name == kind).unwrap().list)(root)
 }
