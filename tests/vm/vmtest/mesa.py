@@ -89,8 +89,8 @@ def main(arguments):
         verb, *rest = arguments
         programs = {"fetch": [], "run": [rest] if rest else []}.get(verb)
         if programs is None:
-            # The features of part "test" of scripts/check, so that nothing is built again.
-            options = ["--lib", "--test", "it", "--package", "dmalane-vulkan", "--all-features"]
+            # What part "test" of scripts/check builds, so that nothing is built again.
+            options = ["--tests", "--workspace", "--all-features"]
             programs = [[path, *rest] for path in test_binaries(*TESTS, options=options)]
         status = 0
         for program in programs:

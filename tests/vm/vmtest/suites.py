@@ -52,24 +52,26 @@ def suite_programs(arch, target):
     """The test binaries that the suites run, and the program that one of them runs; for another architecture
     cross-built and linked statically, without the program. `target`: where cargo builds."""
     if arch is None:
-        # The features of part "test" of scripts/check, so that nothing is built again.
-        options, env = ["--workspace", "--all-features"], {}
+        # What part "test" of scripts/check builds, so that nothing is built again: not --lib, which takes libraries
+        # without tests too.
+        options, units, env = ["--workspace", "--all-features"], "--tests", {}
     else:
-        options = ["--package", "dmalane-vfio", "--package", "dmalane-dma", "--target", ARM64]
+        options, units = ["--package", "dmalane-vfio", "--package", "dmalane-dma", "--target", ARM64], "--lib"
         env = {
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER": "rust-lld",
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUSTFLAGS": "-C strip=debuginfo",
         }
-    targets = {
-        "kernel": ("dmalane-vfio", "kernel"),
+    kernels, targets = {"kernel": ("dmalane-vfio", "kernel")}, {
         "unit": ("dmalane-vfio", "dmalane_vfio"),
         "mem": ("dmalane-dma", "dmalane_dma"),
     }
     if arch is None:
-        targets["slash"] = ("dmalane-slash", "kernel")
+        kernels["slash"] = ("dmalane-slash", "kernel")
         targets["bar"] = ("dmalane-slash", "dmalane_slash")
-    paths = test_binaries(*targets.values(), options=["--lib", "--test", "kernel", *options], env=env)
-    programs = dict(zip(targets, paths, strict=True))
+    programs = {}
+    for found, selection in ((kernels, ["--test", "kernel"]), (targets, [units])):
+        paths = test_binaries(*found.values(), options=[*selection, *options], env=env)
+        programs |= zip(found, paths, strict=True)
     if arch is None:
         # With the examples, dependencies get the features that the tests need: nothing is built again.
         cargo("build", "--locked", *options, "--examples", "--bin", "dmalane")
