@@ -126,7 +126,7 @@ fn stopped_by_the_watch_and_by_the_clock() {
         assert_eq!(heap.stats().live, 0);
         let past = FillOptions { deadline: Some(Instant::now() - Duration::from_secs(1)), ..options };
         let late = fill(Stays::of(&heap), Sink::Memory, &job, &mut workers, &past, &mut |_| ControlFlow::Continue(()));
-        assert!(matches!(late, Err(FillError::Deadline { of: 200_000, .. })), "{late:?}");
+        assert!(matches!(late, Err(FillError::Deadline { of: Some(200_000), .. })), "{late:?}");
         assert_eq!(heap.stats().live, 0);
     }
 }

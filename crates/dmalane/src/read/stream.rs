@@ -28,11 +28,16 @@ pub(super) fn to_end(
     let start = Instant::now();
     let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
     let deadline = options.timeout.and_then(|timeout| start.checked_add(timeout));
+    let late = |done: usize| ReadError::Fill(FillError::Deadline { done: done as u64, of: None });
     let mut queue = StreamQueue::new(source.file, 1);
     let (mut chunks, mut len) = (VecDeque::new(), 0);
     loop {
         let at = skip + len as u64;
         let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
+        // A source that never makes the queue wait (/dev/zero) never makes it time out.
+        if left.is_zero() {
+            return Err(late(len));
+        }
         let chunk = heap.reserve(CHUNK).and_then(Reserved::populate).map_err(memory)?.into_slice();
         let failed = |error| ReadError::Read { path: source.path.clone(), error };
         let protocol = |what: &str| OpError::Stopped(StopReason::Protocol(what.into()));
@@ -43,9 +48,7 @@ pub(super) fn to_end(
                 (operation, n, true)
             }
             Err(RunError::Failed(_, error)) => return Err(failed(error)),
-            Err(RunError::TimedOut(_)) => {
-                return Err(ReadError::Fill(FillError::Deadline { done: len as u64, of: len as u64 }));
-            }
+            Err(RunError::TimedOut(_)) => return Err(late(len)),
             Err(error) => return Err(failed(protocol(&error.to_string()))),
         };
         let slice = operation.into_slice().ok_or_else(|| failed(protocol("a buffer is lost")))?;

@@ -412,6 +412,10 @@ fn pipes_and_sockets() {
     assert!(bytes(&read).iter().all(|b| *b == 0));
     let read = heap.alloc_and_read(&File::open("/dev/null").unwrap(), .., &small()).unwrap();
     assert!(read.buffer.is_empty());
+    // No end, and never a wait for more.
+    let options = ReadOptions { timeout: Some(Duration::from_millis(20)), ..small() };
+    let endless = heap.alloc_and_read(&File::open("/dev/zero").unwrap(), .., &options);
+    assert!(matches!(endless, Err(ReadError::Fill(FillError::Deadline { of: None, .. }))));
 }
 
 #[test]

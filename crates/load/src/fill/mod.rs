@@ -203,12 +203,12 @@ pub enum FillError {
         of: u64,
     },
     /// Time was up.
-    #[error("not done in time: {done} of {of} bytes had arrived")]
+    #[error("not done in time: {done} bytes had arrived{}", of.map_or(String::new(), |of| format!(", of {of}")))]
     Deadline {
         /// Bytes that had arrived.
         done: u64,
-        /// Bytes of the job.
-        of: u64,
+        /// Bytes of the job; `None` for a source whose length nobody knows.
+        of: Option<u64>,
     },
 }
 

@@ -284,7 +284,7 @@ impl<'a, 'w> State<'a, 'w> {
                 (progress.done, progress.away)
             };
             if done < self.total || away > 0 {
-                self.fail((usize::MAX, 0), FillError::Deadline { done, of: self.total });
+                self.fail((usize::MAX, 0), FillError::Deadline { done, of: Some(self.total) });
             }
         }
         self.stop.load(Ordering::Relaxed)
