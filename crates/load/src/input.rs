@@ -11,7 +11,7 @@ use crate::{Container, Error, Model};
 
 /// A file to load.
 pub struct Input<S> {
-    /// Its name in messages; the extension tells a safetensors file.
+    /// Its name in messages; the extension may tell its kind.
     pub path: PathBuf,
     /// For its header, its size, and comparisons.
     pub file: File,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 
 use super::safetensors::{MAX_HEADER, MAX_PAIRS};
-use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use super::{Container, ContainerFile, FormatError, Model, Tensor, has_extension};
 use crate::Error;
 
 /// The first bytes of every GGUF file.
@@ -61,9 +61,10 @@ const TYPES: &[(u32, &str, u64, u64)] = &[
     (41, "Q1_0", 128, 18),
 ];
 
-/// True for files that start with the format's magic number.
-pub(super) fn detect(_path: &Path, head: &[u8]) -> bool {
-    head.starts_with(MAGIC)
+/// True for files that start with the format's magic number, and for those that are called so: one without the magic
+/// number is damaged.
+pub(super) fn detect(path: &Path, head: &[u8]) -> bool {
+    head.starts_with(MAGIC) || has_extension(path, "gguf")
 }
 
 /// The tensors of a file.
@@ -428,6 +429,9 @@ mod tests {
         let pairs = [("general.alignment", "64"), ("general.name", "tiny")].map(|(k, v)| (k.to_owned(), v.to_owned()));
         assert_eq!((model.metadata.as_deref(), model.container), (Some(&pairs[..]), Container::Gguf));
         assert_eq!(Container::detect(Path::new("x.bin"), &file[..16]), Container::Gguf);
+        // A web page that was saved under the file's name is damage, not a model of one run of bytes.
+        assert_eq!(Container::detect(Path::new("x.GGUF"), b"<!DOCTYPE html>"), Container::Gguf);
+        assert!(parsed(b"<!DOCTYPE html>").is_err());
         // Version 2 has the same layout.
         let empty = Writer::new(2, 0, 0).file(32, 0);
         assert_eq!(parsed(&empty).unwrap().tensors, []);

@@ -74,6 +74,11 @@ containers! {
 /// Bytes by which a kind may be recognized.
 pub const HEAD: usize = 16;
 
+/// True for a file whose name ends so, in capitals or not.
+fn has_extension(path: &Path, wanted: &str) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case(wanted))
+}
+
 /// A file to parse.
 pub(crate) struct ContainerFile<'a> {
     pub(crate) path: &'a Path,

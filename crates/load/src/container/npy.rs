@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use super::{Container, ContainerFile, FormatError, Model, Tensor, has_extension};
 use crate::Error;
 
 /// The first bytes of every file.
@@ -16,9 +16,10 @@ const MAGIC: &[u8] = b"\x93NUMPY";
 /// The most bytes of a header; NumPy itself reads 10000.
 const MAX_HEADER: u64 = 64 << 10;
 
-/// True for files that start with the format's magic number.
-pub(super) fn detect(_path: &Path, head: &[u8]) -> bool {
-    head.starts_with(MAGIC)
+/// True for files that start with the format's magic number, and for those that are called so: one without the magic
+/// number is damaged.
+pub(super) fn detect(path: &Path, head: &[u8]) -> bool {
+    head.starts_with(MAGIC) || has_extension(path, "npy")
 }
 
 /// The array of a file, with the file's name without its extension.
@@ -120,6 +121,14 @@ mod tests {
 
     fn parsed(bytes: &[u8]) -> Result<Model, String> {
         parse_header(bytes, bytes.len() as u64, "weights").map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_file_that_is_only_called_so_is_damaged() {
+        for head in [&b""[..], b"PK\x03\x04"] {
+            assert_eq!(Container::detect(Path::new("weights.npy"), head), Container::Npy);
+            assert!(parsed(head).unwrap_err().contains("no magic number"));
+        }
     }
 
     #[test]

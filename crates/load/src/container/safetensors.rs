@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use super::{Container, ContainerFile, FormatError, Model, Tensor, has_extension};
 use crate::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
@@ -26,7 +26,7 @@ const PREFIX: u64 = 8;
 
 /// True for files named `*.safetensors`: the format has no magic number.
 pub(super) fn detect(path: &Path, _head: &[u8]) -> bool {
-    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"))
+    has_extension(path, "safetensors")
 }
 
 /// The tensors of a file.
