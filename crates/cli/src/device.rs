@@ -1,10 +1,13 @@
 //! Devices by name, and how they are opened.
 
 use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Command};
-use dmalane::device::MemoryError;
+use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
 use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
@@ -79,8 +82,10 @@ pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Fail
 pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
     let (spec, source) = match error {
         OpenError::Option { option, .. } => return Failure::usage(format!("--{option}: {error}")),
-        OpenError::Drive(load::Error::NoQueue { .. }) => {
-            return Failure::usage(error.to_string()).hint("--mm-channel auto uses all channels");
+        // The option calls queues channels, as v80-smi does.
+        OpenError::Drive(load::Error::NoQueue { wanted, has }) => {
+            let message = format!("the device has no channel {wanted}, it has {has}, numbered from 0");
+            return Failure::usage(message).hint("--mm-channel auto uses all channels");
         }
         OpenError::Device { spec, source } => (spec, &**source),
         _ => return Failure::because("cannot open the device", error),
@@ -100,6 +105,24 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         _ => return failure,
     };
     failure.hint(hint)
+}
+
+/// Refuses an input that is the device's memory, which would be overwritten while it is read.
+pub fn check_inputs<'a>(
+    spec: &DeviceSpec,
+    device: Option<BackingFiles>,
+    inputs: impl IntoIterator<Item = (&'a Path, &'a File)>,
+) -> Result<(), Failure> {
+    let Some(device) = device else { return Ok(()) };
+    let identity = |file: &File| file.metadata().map(|meta| (meta.dev(), meta.ino()));
+    let memory = identity(&device.written)?;
+    for (path, file) in inputs {
+        if identity(file)? == memory {
+            let message = format!("{} is the memory of {spec}, and would be overwritten", path.display());
+            return Err(Failure::new(message).hint("name another file to read, or another device"));
+        }
+    }
+    Ok(())
 }
 
 /// Adds what helps when device memory was refused because a file holds data there.

@@ -35,7 +35,7 @@ fn columns() -> usize {
 }
 
 /// `text` in lines that fit the terminal, each but the first indented by `indent` columns. A word that does not fit a
-/// line is not divided.
+/// line is not divided, nor is an [`unbroken`] text.
 pub fn wrap(text: &str, indent: usize) -> String {
     wrap_to(text, indent, columns())
 }
@@ -46,9 +46,18 @@ fn wrap_to(text: &str, indent: usize, columns: usize) -> String {
         .subsequent_indent(&indent)
         .break_words(false)
         .word_splitter(textwrap::WordSplitter::NoHyphenation);
-    let mut text = textwrap::fill(text, options);
+    let mut text = textwrap::fill(text, options).replace(GLUE, " ");
     text.push('\n');
     text
+}
+
+/// A space at which [`wrap`] does not divide a line: a control character, which [`plain`](crate::output::plain) keeps
+/// out of names.
+const GLUE: char = '\u{1}';
+
+/// `text` for [`wrap`], which keeps it on one line: a command to be copied.
+pub fn unbroken(text: &str) -> String {
+    text.replace(' ', &GLUE.to_string())
 }
 
 /// `name` whole where it is read by a program, else its last characters, which tell long names of a model apart.
@@ -132,6 +141,7 @@ mod tests {
     fn sentences_are_wrapped_and_words_are_not() {
         assert_eq!(wrap_to("one two three", 2, 9), "one two\n  three\n");
         assert_eq!(wrap_to("a /a/long/path", 1, 6), "a\n /a/long/path\n");
+        assert_eq!(wrap_to(&format!("with: {}", unbroken("echo 1 | tee x")), 2, 9), "with:\n  echo 1 | tee x\n");
         assert!(wrap(&"word ".repeat(99), 4).lines().all(|line| line.len() <= WIDEST));
     }
 

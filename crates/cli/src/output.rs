@@ -145,9 +145,7 @@ impl Replace {
 pub fn refused(what: impl Into<String>, error: &Error) -> Failure {
     let failure = Failure::because(what, error);
     match error {
-        Error::File { source, .. } if source.kind() == ErrorKind::AlreadyExists => {
-            failure.hint("--force replaces it; a name that is free keeps it")
-        }
+        Error::File { source, .. } if source.kind() == ErrorKind::AlreadyExists => failure.hint("--force replaces it"),
         _ => failure,
     }
 }

@@ -24,7 +24,8 @@ impl FromStr for Range {
             text => text.parse::<Size>().map(|size| Some(size.bytes())).map_err(|e| format!("{text}: {e}")),
         };
         match (bound(start)?.unwrap_or(0), bound(end)?) {
-            (start, Some(end)) if start >= end => Err("it ends before it starts".to_owned()),
+            (start, Some(end)) if start == end => Err("it is empty: END is not included".to_owned()),
+            (start, Some(end)) if start > end => Err("it ends before it starts".to_owned()),
             (start, end) => Ok(Self { start, end }),
         }
     }
@@ -52,5 +53,6 @@ mod tests {
         for bad in ["", "5", "5..5", "6..5", "x..", "..16M", "-1.."] {
             assert!(range(bad).is_err(), "{bad}");
         }
+        assert!(range("5..5").unwrap_err().contains("empty") && range("6..5").unwrap_err().contains("before"));
     }
 }

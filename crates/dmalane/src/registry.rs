@@ -139,7 +139,12 @@ fn soft(_: &str, options: &OpenOptions) -> Opened {
     // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
     let workers = card.workers;
     let used = used("software card", workers == Workers::PerChannel, options);
-    let how = CardUse { threads: Some(format!("{workers:?} workers")), ..used };
+    let threads = match workers {
+        Workers::Inline => "the card works in the threads that poll",
+        Workers::One => "one thread for the card",
+        Workers::PerChannel => "a thread for each channel of the card",
+    };
+    let how = CardUse { threads: Some(threads.to_owned()), ..used };
     Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || soft_counters(&bus))))
 }
 
@@ -297,10 +302,13 @@ fn list_vulkan(root: &Path) -> Vec<Listed> {
         };
         let pages = opened.as_ref().ok().and_then(VulkanDevice::sparse_pages).map(|size| format!("{size} pages"));
         let limits = format!(
-            "{} an allocation, {} a buffer, {} allocations",
+            "{} an allocation, {} a buffer, {}",
             crate::size::binary(gpu.max_allocation),
             crate::size::binary(gpu.max_buffer),
-            gpu.max_allocations
+            match gpu.max_allocations {
+                u32::MAX => "any number of allocations".to_owned(),
+                most => format!("{most} allocations"),
+            }
         );
         Listed {
             name: format!("vulkan:{}", gpu.index),

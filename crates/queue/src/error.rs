@@ -124,7 +124,7 @@ pub enum Refusal {
     #[error("the registration does not permit this direction")]
     NotPermitted,
     /// The queue does not have these abilities.
-    #[error("the queue does not support {0:?}")]
+    #[error("the queue does not support {}", .0.iter_names().map(|(name, _)| name).collect::<Vec<_>>().join(" | "))]
     Unsupported(Abilities),
     /// The device moves whole blocks only (direct I/O): address, length and host memory must be multiples of this.
     #[error("addresses, lengths and memory must be multiples of {align} bytes here")]
@@ -162,4 +162,15 @@ pub enum StopReason {
     /// A call of the operating system or of the device's driver failed.
     #[error("{0}")]
     Driver(Arc<str>),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_names_the_abilities_that_are_missing() {
+        let refusal = Refusal::Unsupported(Abilities::FENCE | Abilities::FILL);
+        assert_eq!(refusal.to_string(), "the queue does not support FILL | FENCE");
+    }
 }

@@ -292,7 +292,7 @@ pub enum ValidateError {
     #[error("the device has no {0}")]
     NoMemory(Phase),
     /// The buffers do not fit.
-    #[error("{memory} has {have} bytes, and the buffers with the offset need {needed}")]
+    #[error("{memory} has {have} bytes; the buffers need {needed}, the starting offset included")]
     TooSmall {
         /// Which memory.
         memory: &'static str,

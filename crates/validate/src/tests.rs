@@ -153,7 +153,7 @@ fn settings_that_make_no_sense_are_refused() {
         (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
         (ValidateSettings { starting_offset: 1, ..quick() }, "a starting offset of 1 is not a multiple of 4 KiB"),
         (ValidateSettings { starting_offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
-        (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
+        (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the starting offset included"),
         (ValidateSettings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
         (ValidateSettings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
         (ValidateSettings { channels: Channels::only(2), ..quick() }, "no channel 2, it has 2"),

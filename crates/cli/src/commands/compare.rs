@@ -36,7 +36,7 @@ importing libraries are not counted. Only memory that a driver can pin is DMA-re
 listed as what they are. The bytes of every loader are hashed once and compared.
 A loader of --with gets the files as arguments, and prints one line of JSON: see docs/how-to/compare-loaders.md.
 
-Exit status: 0 compared, 1 a loader returned wrong bytes or the files cannot be read, 2 usage error.";
+Exit status: 0 compared, 1 a loader returned wrong bytes, none could run, or the files cannot be read, 2 usage error.";
 
 /// Compare loaders: the same files, cold and warm, each in its own process.
 #[derive(Args)]
@@ -154,6 +154,9 @@ impl Compare {
         let wrong = outcome.loaders.iter().filter(|loader| loader.first.is_ok() && !loader.right);
         let wrong: Vec<&str> = wrong.map(|loader| &*loader.name).collect();
         match wrong.is_empty() {
+            true if outcome.loaders.iter().all(|loader| loader.first.is_err()) => {
+                Err(Failure::new("no loader could run here"))
+            }
             true => Ok(ExitCode::SUCCESS),
             false => Err(Failure::new(format!("not the bytes of the files: {}", wrong.join(", ")))),
         }

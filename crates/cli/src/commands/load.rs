@@ -306,6 +306,8 @@ impl Load {
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let mut outputs = outputs.unlike(&inputs, device.backing_files())?;
+        let files = inputs.iter().map(|input| (&*input.path, &input.file));
+        device::check_inputs(&self.device, device.backing_files(), files)?;
         self.select(&mut inputs, &mut outputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);

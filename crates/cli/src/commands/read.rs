@@ -482,7 +482,12 @@ impl Read {
             ControlFlow::Continue(())
         };
         let mut target = match &self.device {
-            Some(spec) => Some(ReadTarget::open(spec, self.open_options(), &job.buffers)?),
+            Some(spec) => {
+                let target = ReadTarget::open(spec, self.open_options(), &job.buffers)?;
+                let files = sources.iter().map(|source| (&*source.path, &source.file));
+                opening::check_inputs(spec, target.device.backing_files(), files)?;
+                Some(target)
+            }
             None => None,
         };
         let registrar = target.as_ref().map(|target| target.device.registrar());
@@ -519,11 +524,8 @@ struct Done {
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
-    match Duration::try_from_secs_f64(seconds) {
-        Ok(time) if !time.is_zero() => Ok(time),
-        _ => Err("not a time".to_owned()),
-    }
+    let time = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.filter(|time| !time.is_zero()).ok_or("not a number of seconds above 0, such as 2.5".to_owned())
 }
 
 /// The same open file.

@@ -26,7 +26,7 @@ Examples:
 Shows load, read, verify, manifest, compare, validate and card serve of this user, in any terminal. Keys: q ends, \
 up and down choose a command or a daemon, Enter shows or hides its details.
 
-Exit status: 0 success, 1 no terminal, or a daemon that --once asked does not answer; 2 usage error; 128 and the \
+Exit status: 0 success, 1 no terminal, or a daemon that --once asked does not answer; 2 usage error; 128 plus the \
 number of the signal that ended it.";
 
 /// Show what running commands and daemons do, as it changes.
@@ -37,7 +37,7 @@ pub struct Top {
     #[arg(short, long, value_name = "DAEMON", value_parser = device::Name, hide_possible_values = true)]
     device: Vec<DeviceSpec>,
 
-    /// Time between two pictures, from 0.1 to 3600 seconds
+    /// Seconds between two updates, from 0.1 to 3600 seconds
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     interval: Duration,
 

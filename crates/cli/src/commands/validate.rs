@@ -393,7 +393,7 @@ impl Validate {
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         let takes = |option| self.device.kind().options.contains(&option);
         if let Some(option) = given(&card).filter(|_| !takes("ring") && !takes("slash")) {
-            return Err(Failure::usage(format!("{option} is for a card, and {} is none", self.device)));
+            return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
         if let Some(option) = given(&file).filter(|_| !takes("file")) {
             return Err(Failure::usage(format!("{option} is for a file: -d file:PATH")));
@@ -403,7 +403,7 @@ impl Validate {
             ("--ring-size-index", self.ring_size_index.is_some(), "slash", "a device with a table of ring sizes"),
         ];
         if let Some((option, .., what)) = sizes.iter().find(|(_, given, needs, _)| *given && !takes(needs)) {
-            let failure = Failure::usage(format!("{option} is for {what}, and {} is none", self.device));
+            let failure = Failure::usage(format!("{option} is for {what}, not for {}", self.device));
             return Err(match sizes.iter().find(|(.., needs, _)| takes(needs)) {
                 Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
                 None => failure,
@@ -580,10 +580,14 @@ impl Validate {
             E::TooSmall { needed, have, memory } => {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 let grow = match (self.device.kind().name, *memory) {
-                    ("file", _) => format!("a file of {needed} bytes"),
+                    ("file", _) => format!("a file of {}", Size::from(*needed)),
                     ("ram", _) => format!("ram:{}", Size::about(*needed)),
-                    ("soft", "DDR") => format!("--card-ddr {}", Size::about(*needed)),
-                    ("soft", _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
+                    ("soft", "DDR") if *needed <= device::CARD_MOST.bytes() => {
+                        format!("--card-ddr {}", Size::about(*needed))
+                    }
+                    ("soft", "HBM") if *needed <= device::CARD_MOST.bytes() / 2 => {
+                        format!("--card-hbm {}", Size::about(needed.saturating_mul(2)))
+                    }
                     ("daemon", _) => {
                         "a daemon that gives a client more (dmalaned --client-ddr, --client-hbm)".to_owned()
                     }

@@ -46,7 +46,10 @@ fn every_help_has_an_example_and_the_exit_status() {
     assert!(general.status.success());
     let commands = crate::examples::commands(stdout(&general));
     assert!(commands.len() > 10 && commands.contains(&"bar-map"), "{commands:?}");
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/cli.md");
+    let page = std::fs::read_to_string(page).unwrap();
     for name in commands {
+        assert!(page.contains(&format!("| `dmalane {name}")), "{name} has no row in cli.md");
         for flag in ["--help", "-h"] {
             let help = run(&[name, flag]);
             assert!(help.status.success() && help.stderr.is_empty());
@@ -361,7 +364,7 @@ fn a_sample_that_does_not_fit_is_not_written() {
         (["--sample", "3MiB", "--card-hbm", "4MiB", "--placement", "hbm-half"], "--card-hbm "),
     ] {
         let text = complains(&[&["load"], args.as_slice()].concat(), 1);
-        assert!(text.starts_with("dmalane: a sample of 3 MiB does not fit the card: "), "{text}");
+        assert!(text.starts_with("dmalane: a sample of 3 MiB does not fit: "), "{text}");
         // The amount that it names is enough.
         let enough = text.split(option).nth(1).unwrap().split(' ').next().unwrap();
         let mut args = args;

@@ -104,6 +104,11 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
         page.contains("<b>WRONG</b>") && page.contains("did not end within 3 s") && !page.contains("http"),
         "{page}"
     );
+    let none = dmalane(&folder, "compare model.safetensors --rounds 1 --only none --with none=false");
+    assert_eq!(none.status.code(), Some(1));
+    let (report, said) = (String::from_utf8_lossy(&none.stdout), String::from_utf8_lossy(&none.stderr));
+    assert!(report.contains(": none cold, none warm") && report.contains("fails (exit status: 1)\n"), "{report}");
+    assert!(said.contains("no loader could run here"), "{said}");
     let text = dmalane(&folder, "compare model.safetensors --rounds 1 --only plain-read --only cat");
     let text = String::from_utf8_lossy(&text.stdout);
     assert!(

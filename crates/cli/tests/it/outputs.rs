@@ -143,6 +143,21 @@ fn data_in_device_memory_are_not_overwritten_unasked() {
 }
 
 #[test]
+fn a_file_is_not_read_onto_itself() {
+    let place = Place::new("onto-itself");
+    fs::hard_link(place.at("card.img"), place.at("other-name")).unwrap();
+    for line in [
+        "load card.img -d file:card.img --overwrite",
+        "load boot.json card.img -d file:other-name --overwrite",
+        "read other-name -d file:card.img --overwrite",
+    ] {
+        let said = place.dmalane(line, 1);
+        assert!(said.contains(" is the memory of file:"), "{said}");
+        place.stays(line);
+    }
+}
+
+#[test]
 fn force_replaces_what_is_no_input() {
     let place = Place::new("forced");
     fs::write(place.at("old"), b"old").unwrap();

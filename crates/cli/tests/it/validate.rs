@@ -84,8 +84,8 @@ fn the_table_has_integrity_and_figures_for_each_memory() {
     );
     assert!(table.contains("GB/s of all threads together; ") && table.contains("a resolution of 1 %"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 100), "{table}");
-    assert!(table.contains("2 channels, Inline workers"), "-v: {table}");
-    assert!(!ok(&["--pages", "4k"]).contains("Inline workers"));
+    assert!(table.contains("2 channels, the card works in the threads that poll"), "-v: {table}");
+    assert!(!ok(&["--pages", "4k"]).contains("the threads that poll"));
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn every_option_does_what_it_says() {
         with(&["--ring-size", "16", "--workers"])["notes"][0]
             .as_str()
             .unwrap()
-            .contains("PerChannel workers, rings of 16")
+            .contains("a thread for each channel of the card, rings of 16")
     );
     let sweep = with(&["--sweep", "4KiB,64KiB,MUL4", "--read", "--ddr-only"]);
     let sizes: Vec<u64> = figures(&sweep).iter().map(|f| f["buffer_bytes"].as_u64().unwrap()).collect();
@@ -363,10 +363,7 @@ fn a_bad_command_line_is_explained() {
         (&["--offset", "32KiB"], "less than a buffer, so buffers would overlap"),
         (&["--starting-offset", "1"], "not a multiple of 4KiB"),
         (&["--channel-allocation", "paired", "--channel-region-stride", "0"], "not a multiple of 4 KiB above 0"),
-        (
-            &["--ring-size-index", "11"],
-            "--ring-size-index is for a device with a table of ring sizes, and soft is none",
-        ),
+        (&["--ring-size-index", "11"], "--ring-size-index is for a device with a table of ring sizes, not for soft"),
         (&["--ring-size-index", "16"], "not a whole number from 0 to 15"),
         (&["--bandwidth-iterations", "1", "--duration", "1"], "cannot be used with"),
         (&["--bandwidth-duration", "-1"], "not a number of seconds above 0"),
@@ -429,13 +426,15 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
         ),
         (&["--buffer-size", "4MiB", "--hbm-only"], "HBM has 8388608 bytes", hint),
         (&["--starting-offset", "8MiB", "--ddr-only"], "DDR has 8388608 bytes", "a smaller --starting-offset"),
+        // More than --card-ddr can be.
+        (&["--starting-offset", "1TiB", "--ddr-only"], "DDR has 8388608 bytes", "or a device with more memory"),
         (&["--offset", "4MiB", "--ddr-only"], "DDR has 8388608 bytes", "buffers lie at 2 x 2 positions"),
         (
             &["--channel-allocation", "paired", "--offset", "4MiB"],
             "the region of a channel has 4194304",
             "--channel-region-stride",
         ),
-        (&["-d", &device], "has 98304 bytes", "--buffer-size 24KiB, fewer threads (-j), or a file of 262144 bytes"),
+        (&["-d", &device], "has 98304 bytes", "--buffer-size 24KiB, fewer threads (-j), or a file of 256KiB"),
         (&["-d", &large, "--probe-at", "0"], "cannot probe at 0x0", "hint: for example --probe-at 1MiB"),
         (&["-d", &large, "--probe-at", "1MiB"], "the device ends at 0x100000", "hint: for example"),
         (&["-d", &missing], "No such file", "hint: make a file"),

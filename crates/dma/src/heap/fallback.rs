@@ -108,7 +108,11 @@ impl FallbackChain {
     fn attempt(&self, len: NonZeroUsize, kind: PageKind, populate: bool, map: Map<'_>) -> io::Result<Region> {
         let region = map(len, kind.into())?;
         if let Some(node) = self.node {
-            let refused = |e: io::Error| io::Error::new(e.kind(), format!("cannot bind it to NUMA node {node}: {e}"));
+            let refused = |e: io::Error| {
+                let online = std::fs::read_to_string("/sys/devices/system/node/online");
+                let online = online.map_or(String::new(), |nodes| format!("; nodes of this machine: {}", nodes.trim()));
+                io::Error::new(e.kind(), format!("cannot bind it to NUMA node {node}: {e}{online}"))
+            };
             region.bind_to_node(node).map_err(refused)?;
         }
         if populate {

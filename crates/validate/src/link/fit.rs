@@ -83,20 +83,18 @@ impl fmt::Display for Cause {
         let directions = |w: &Directions| match w {
             Directions::Read => "reading",
             Directions::Write => "writing",
-            Directions::Both => "reading and writing together",
+            Directions::Both => "reading and writing at once",
         };
         match self {
-            Self::Channel(w) => write!(f, "what each channel moves, {}", directions(w)),
-            Self::Half(m, w) => {
-                write!(f, "what each half of {} moves, {}", format!("{m:?}").to_uppercase(), directions(w))
-            }
-            Self::Memory(m, w) => write!(f, "what {} moves, {}", format!("{m:?}").to_uppercase(), directions(w)),
-            Self::Shared(w) => write!(f, "what all channels share, {}", directions(w)),
+            Self::Channel(w) => write!(f, "each channel, {}", directions(w)),
+            Self::Half(m, w) => write!(f, "each half of {}, {}", format!("{m:?}").to_uppercase(), directions(w)),
+            Self::Memory(m, w) => write!(f, "all of {}, {}", format!("{m:?}").to_uppercase(), directions(w)),
+            Self::Shared(w) => write!(f, "all channels together, {}", directions(w)),
         }
     }
 }
 
-/// A question that the seed left open.
+/// A question about the V80's rates (`docs/bench/policy.md`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Question {
     /// Why do reads and writes at once move little more than either alone?
@@ -129,9 +127,9 @@ impl fmt::Display for FitAnswer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotSo => f.write_str("not so here"),
-            Self::Because(causes) => f.write_str(&list(causes, " and ")),
+            Self::Because(causes) => write!(f, "limited by {}", list(causes, ", and by ")),
             Self::CannotTell(causes) if causes.is_empty() => f.write_str("cannot tell: not measured"),
-            Self::CannotTell(causes) => write!(f, "cannot tell: {}", list(causes, " or ")),
+            Self::CannotTell(causes) => write!(f, "cannot tell: {}", list(causes, "; or ")),
             Self::Unexplained => f.write_str("cannot tell: no limits explain the rates, which may be too noisy"),
         }
     }

@@ -147,6 +147,7 @@ impl Loader {
                 let said = said.lines().rfind(|line| !line.trim().is_empty()).unwrap_or_default();
                 Err(match (parsed, said) {
                     (Err(e), "") if status.success() => short(&format!("prints no result: {e}")),
+                    (_, "") => format!("fails ({status})"),
                     (_, said) => short(&format!("fails ({status}): {said}")),
                 })
             }

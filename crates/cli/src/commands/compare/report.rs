@@ -177,7 +177,7 @@ fn answer(o: &Outcome, loaders: &[Row]) -> String {
     let fastest = |of: fn(&Row) -> Option<&Runs>| {
         let runs = loaders.iter().filter(|l| l.dma_ready == Some(true) && l.bytes_right == Some(true));
         let runs = runs.filter_map(|l| Some((&l.name, of(l)?.median_s)));
-        runs.min_by(|a, b| a.1.total_cmp(&b.1)).map_or("nobody".to_owned(), |(name, _)| plain(name))
+        runs.min_by(|a, b| a.1.total_cmp(&b.1)).map_or("none".to_owned(), |(name, _)| plain(name))
     };
     format!(
         "Fastest into DMA-ready memory: {} cold, {} warm ({} in {}, median of {})",

@@ -227,7 +227,10 @@ pub fn cuda(probe: &Probe) -> Check {
     }
     let gpus = match dmalane::cuda::gpus(None) {
         Ok(gpus) => gpus,
-        Err(e) => return subject.missing(e.to_string(), e.fix().unwrap_or("see dmesg and nvidia-smi")),
+        Err(e) => {
+            let fix = e.fix().map_or("nvidia-smi".to_owned(), |fix| format!("nvidia-smi    # {fix}"));
+            return subject.missing(e.to_string(), fix);
+        }
     };
     let lacks = |gpu: &dmalane::cuda::Gpu| {
         let lacks = [

@@ -4,6 +4,7 @@ use dmalane::dma::NoPages;
 
 use super::host::HOST_BUFFERS;
 use super::{Check, Subject};
+use crate::layout::unbroken;
 use crate::probe::Probe;
 use crate::size::binary;
 
@@ -58,11 +59,11 @@ pub fn reserve(probe: &Probe, bytes: u64) -> Option<String> {
     Some(format!("echo {wanted} | sudo tee {POOLS}/hugepages-2048kB/nr_hugepages"))
 }
 
-/// Why buffers of so many bytes in all have no better pages, with what [`reserve`] says where it helps.
+/// Why buffers of so many bytes in all have no better pages, with what [`reserve`] says where it helps, to be wrapped.
 pub fn why_not(why: &NoPages, bytes: u64) -> String {
     match why {
         NoPages::NotReserved { .. } => match reserve(&Probe::machine(), bytes) {
-            Some(fix) => format!("too few are free; more with: {fix}"),
+            Some(fix) => format!("too few are free; more with: {}", unbroken(&fix)),
             None => "too few were free".to_owned(),
         },
         _ => why.to_string(),
@@ -70,7 +71,7 @@ pub fn why_not(why: &NoPages, bytes: u64) -> String {
 }
 
 pub fn reserved_1g(probe: &Probe) -> Check {
-    let subject = Subject::useful("hugepages_1g", "one page-table leaf per GiB; nothing here uses them yet");
+    let subject = Subject::useful("hugepages_1g", "one page-table leaf per GiB; used where --pages 1g asks for them");
     match pool(probe, 1 << 20) {
         Some(Pool { total: 1.., free, usable }) if usable > 0 => subject.ok(format!("{free} free")),
         Some(Pool { total, free, .. }) => subject.note(format!("{free} free of {total}")),

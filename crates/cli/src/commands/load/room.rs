@@ -42,8 +42,8 @@ impl<'a> LoadRoom<'a> {
     pub fn check_sample(&self, size: u64) -> Result<(), Failure> {
         let room = self.largest_file;
         if size > room {
-            let have = format!("the card has {} for it", binary(room));
-            let failure = Failure::new(format!("a sample of {} does not fit the card: {have}", binary(size)));
+            let have = format!("{} has {} for a file", self.spec, binary(room));
+            let failure = Failure::new(format!("a sample of {} does not fit: {have}", binary(size)));
             return Err(failure.hint(self.hint(&[size])));
         }
         let folder = std::env::temp_dir();

@@ -47,7 +47,7 @@ impl ReadTarget {
                 MemoryError::Full { .. } => {
                     Failure::new(format!("the device has no {} left for a file", binary(*len))).hint(&hint)
                 }
-                e => device::with_overwrite_hint(Failure::because("the device has no room for a file", &e), &e),
+                e => device::with_overwrite_hint(Failure::because(format!("cannot write to {spec}"), &e), &e),
             })?;
             to.push(DeviceAddr::Card(place.first()));
         }
