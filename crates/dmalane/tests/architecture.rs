@@ -404,6 +404,35 @@ fn pages_name_the_oldest_rust_that_works() {
     }
 }
 
+/// The steps of `CONTRIBUTING.md` for a container that no compiler checks.
+#[test]
+fn every_container_is_fuzzed_and_documented() {
+    let module = root().join("crates/load/src/container/mod.rs");
+    let list = read(&module);
+    let list = list.split("\ncontainers! {").nth(1).and_then(|rest| rest.split('}').next()).unwrap();
+    let names: Vec<_> = list.lines().filter_map(|line| line.trim().strip_suffix(',')?.split(" in ").nth(1)).collect();
+    assert!(names.len() >= 4 && names.contains(&"raw"), "{names:?}");
+    let mut wrong = Vec::new();
+    for name in names.into_iter().filter(|name| *name != "raw") {
+        if !root().join(format!("fuzz/src/targets/{name}.rs")).exists() {
+            wrong.push(format!("{name}: no fuzz/src/targets/{name}.rs"));
+        }
+        for path in [
+            "SECURITY.md",
+            "docs/formats/json.md",
+            "docs/formats/manifest.md",
+            "docs/how-to/load.md",
+            "docs/how-to/python.md",
+            "fuzz/src/targets/header_cost.rs",
+        ] {
+            if !read(&root().join(path)).to_lowercase().contains(name) {
+                wrong.push(format!("{name}: not in {path}"));
+            }
+        }
+    }
+    report(&wrong);
+}
+
 /// Figures mean little without the program and the processor that they are of.
 #[test]
 fn pages_of_figures_name_a_commit_and_a_processor() {
