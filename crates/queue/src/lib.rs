@@ -11,6 +11,73 @@
 //! address ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads and tasks use
 //! one queue at the same time. [`run`] and [`drain`] wait.
 //!
+//! # A queue of your own
+//!
+//! [`QueueState`] checks, counts and names operations, and [`wait_with`] waits by polling. This queue copies into a
+//! buffer that stands for a device's memory; `PolledQueue` of `dmalane-device` makes a queue of a function. To test a
+//! queue, call `conformance::suite` (feature `conformance`).
+//!
+//! ```
+//! use std::time::Duration;
+//! use dmalane_addr::CardAddr;
+//! use dmalane_dma::{AnonHeap, CopyHint, Heap, SharedBuf};
+//! use dmalane_queue::{
+//!     Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket,
+//!     Waiting, Work, run, wait_with,
+//! };
+//!
+//! struct Memory { bytes: SharedBuf, state: QueueState, waiting: Waiting }
+//!
+//! impl Memory {
+//!     fn copy(&self, operation: &Operation) -> Result<(), OpError> {
+//!         let Work::Copy { direction, host, at: DeviceAddr::Card(at) } = &operation.work else {
+//!             return Err(OpError::Device { status: 1 }); // an address that this device does not have
+//!         };
+//!         let there = self.bytes.view().sub(at.bits() as usize, host.slice.len()).ok_or(OpError::NoCardMemory(*at))?;
+//!         match direction {
+//!             Direction::FromHost => there.copy_from(host.slice.view(), CopyHint::Keep),
+//!             Direction::ToHost => host.slice.view().copy_from(there, CopyHint::Keep),
+//!         }
+//!         Ok(())
+//!     }
+//! }
+//!
+//! impl Queue for Memory {
+//!     type Addr = DeviceAddr;
+//!     fn limits(&self) -> Limits { Limits { capacity: 64, max_len: 1 << 30 } }
+//!     fn abilities(&self) -> Abilities { Abilities::FROM_HOST | Abilities::TO_HOST }
+//!     fn in_flight(&self) -> usize { self.state.in_flight() }
+//!     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+//!         let (abilities, limits) = (self.abilities(), self.limits());
+//!         self.state.submit(operation, abilities, limits, |_| Ok(()), &mut self.waiting)
+//!     }
+//!     fn flush(&mut self) {}
+//!     fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+//!         let before = done.len();
+//!         while let Some((ticket, operation)) = self.waiting.pop_front() {
+//!             let result = self.copy(&operation);
+//!             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
+//!             let completion = Completion { ticket, operation, result, bytes };
+//!             self.state.ended(&completion);
+//!             done.push(completion);
+//!         }
+//!         done.len() - before
+//!     }
+//!     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
+//!         wait_with(self, done, timeout, |_, left| std::thread::sleep(left.min(Duration::from_millis(1))))
+//!     }
+//! }
+//!
+//! let heap = AnonHeap::new();
+//! let bytes = heap.allocate(1 << 20)?.share();
+//! let mut queue = Memory { bytes, state: QueueState::default(), waiting: Waiting::new() };
+//! let host = || heap.allocate(4096).unwrap().share().into_slice();
+//! let write = |at| Operation::write(host(), DeviceAddr::Card(CardAddr::new(at)));
+//! assert!(run(&mut queue, write(0x1000), Duration::from_secs(1)).is_ok());
+//! assert!(run(&mut queue, write(1 << 20), Duration::from_secs(1)).is_err(), "behind the end");
+//! # Ok::<(), dmalane_dma::Error>(())
+//! ```
+//!
 //! Memory in flight cannot be used:
 //!
 //! ```compile_fail,E0382
