@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::ops::Range;
 
-use crate::formats::{Failing, Geometry, Sizes, all_accesses, geometry, leaf_levels, shift, sizes};
+use crate::formats::{Failing, Geometry, MapList, Sizes, all_accesses, geometry, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
     Armv7, Entry, Error, FaultKind, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape, Tables, walk,
@@ -238,6 +238,7 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
             let estimated = estimate.map_sg(Iova::new(*at), list(segments));
             let (result, tables) = insist(table, model, |t| match segments[..] {
                 [(out, len)] => t.map(Iova::new(*at), PhysAddr::new(out), len, *access).map(|()| len),
+                // Here by its own name, with an iterator that makes segments as they are asked for.
                 _ => t.map_sg(Iova::new(*at), list(segments), *access),
             })?;
             let limit = 1 << F::INPUT_BITS;
@@ -406,8 +407,8 @@ fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
     for op in ops {
         match op {
             Op::Map { at, segments, access } => {
-                let a = slow.map_sg(Iova::new(*at), list(segments), *access);
-                prop_assert_eq!(a, fast.map_sg(Iova::new(*at), list(segments), *access));
+                let a = slow.map_list(Iova::new(*at), list(segments), *access);
+                prop_assert_eq!(a, fast.map_list(Iova::new(*at), list(segments), *access));
             }
             Op::Prune { at, len } => {
                 let (a, b) = (slow.prune(span(*at, *len)), fast.prune(span(*at, *len)));
@@ -472,7 +473,7 @@ fn refusals<F: Format>() {
     ];
     for &(at, bad, expected) in cases {
         let list = [(16 * page, page), bad];
-        let e = table.map_sg(Iova::new(at), self::list(&list), Access::READ).unwrap_err();
+        let e = table.map_list(Iova::new(at), self::list(&list), Access::READ).unwrap_err();
         assert!(expected(&e), "{at:#x} {bad:x?}: {e}");
         agree(&table, &model).unwrap();
     }
@@ -486,8 +487,8 @@ fn refusals<F: Format>() {
     for (at, len) in [(top, page), (top - page, 2 * page), (0, top + page), (high, page)] {
         assert!(input(&table.unmap(span(at, len)).unwrap_err()));
     }
-    assert_eq!(table.map_sg(Iova::new(0), [], Access::READ), Ok(0));
-    assert_eq!(table.map_sg(Iova::new(top), [], Access::READ), Ok(0));
+    assert_eq!(table.map_list(Iova::new(0), [], Access::READ), Ok(0));
+    assert_eq!(table.map_list(Iova::new(top), [], Access::READ), Ok(0));
     for at in [top, u64::MAX] {
         assert_eq!((table.lookup(Iova::new(at)), table.translate(Iova::new(at))), (None, None));
         assert_eq!(table.runs(span(at, 1)).count(), 0);
@@ -533,7 +534,7 @@ fn estimates<F: Format>() {
         estimate.map_sg(Iova::new(large), one).unwrap();
         estimate.unmap(span(large, large));
         table.tables_mut().calls = 0;
-        table.map_sg(Iova::new(large), one, Access::READ).unwrap();
+        table.map_list(Iova::new(large), one, Access::READ).unwrap();
         let flush = table.unmap(span(large, large)).unwrap();
         table.free_tables(flush);
         taken += table.tables().calls;

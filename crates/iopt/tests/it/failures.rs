@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::conformance::more;
-use crate::formats::{Failing, Sizes, sizes};
+use crate::formats::{Failing, MapList, Sizes, sizes};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{Entry, Error, Format, FormatId, HeapTables, PageTable, TableShape, with_format};
 
@@ -71,19 +71,19 @@ fn scenarios<F: Format>() -> Vec<Scenario<F>> {
         of("a page beside others", scattered::<F>, |t| map(t, sizes::<F>().top / 4, 0, sizes::<F>().page)),
         of("pages across two tables", nothing, |t| {
             let Sizes { page, block, .. } = sizes::<F>();
-            t.map_sg(Iova::new(block - page), discrete::<F>(2), RW).map(drop)
+            t.map_list(Iova::new(block - page), discrete::<F>(2), RW).map(drop)
         }),
         of("pages across the middle of the space", nothing, |t| {
             let Sizes { page, top, .. } = sizes::<F>();
-            t.map_sg(Iova::new(top / 2 - page), discrete::<F>(2), RW).map(drop)
+            t.map_list(Iova::new(top / 2 - page), discrete::<F>(2), RW).map(drop)
         }),
         of("pages in many tables", nothing, |t| {
             let Sizes { page, entries, block, .. } = sizes::<F>();
-            t.map_sg(Iova::new(2 * block - page), discrete::<F>(many::<F>() * entries + 2), RW).map(drop)
+            t.map_list(Iova::new(2 * block - page), discrete::<F>(many::<F>() * entries + 2), RW).map(drop)
         }),
         of("pages in many tables beside others", scattered::<F>, |t| {
             let Sizes { page, entries, block, .. } = sizes::<F>();
-            t.map_sg(Iova::new(6 * block - page), discrete::<F>(many::<F>() * entries + 2), RW).map(drop)
+            t.map_list(Iova::new(6 * block - page), discrete::<F>(many::<F>() * entries + 2), RW).map(drop)
         }),
         of("one range that no large leaf fits", nothing, |t| {
             let Sizes { page, block, .. } = sizes::<F>();
@@ -97,7 +97,7 @@ fn scenarios<F: Format>() -> Vec<Scenario<F>> {
             let Sizes { page, block, large, .. } = sizes::<F>();
             let list = [(2 * large - page, page), (2 * large, large), (0, block + page), (7 * page, page)];
             let list = list.map(|(addr, len)| Segment { addr: PhysAddr::new(addr), len });
-            t.map_sg(Iova::new(large - page), list, RW).map(drop)
+            t.map_list(Iova::new(large - page), list, RW).map(drop)
         }),
         of("single pages where a block would do", nothing, |t| {
             let Sizes { block, entries, .. } = sizes::<F>();
@@ -108,7 +108,7 @@ fn scenarios<F: Format>() -> Vec<Scenario<F>> {
             |t| map(t, (many::<F>() + 1) * sizes::<F>().block, 0, sizes::<F>().page).unwrap(),
             |t| {
                 let Sizes { page, entries, block, .. } = sizes::<F>();
-                match t.map_sg(Iova::new(2 * block - page), discrete::<F>(many::<F>() * entries), RW) {
+                match t.map_list(Iova::new(2 * block - page), discrete::<F>(many::<F>() * entries), RW) {
                     Err(Error::Overlap { .. }) => Ok(()),
                     other => other.map(drop),
                 }
@@ -117,7 +117,7 @@ fn scenarios<F: Format>() -> Vec<Scenario<F>> {
         of("a list whose end is bad", nothing, |t| {
             let Sizes { page, entries, block, .. } = sizes::<F>();
             let bad = Segment { addr: PhysAddr::new(1), len: page };
-            match t.map_sg(Iova::new(2 * block - page), discrete::<F>(many::<F>() * entries).chain([bad]), RW) {
+            match t.map_list(Iova::new(2 * block - page), discrete::<F>(many::<F>() * entries).chain([bad]), RW) {
                 Err(Error::Misaligned { .. }) => Ok(()),
                 other => other.map(drop),
             }

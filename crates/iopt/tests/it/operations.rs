@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::formats::{Failing, Sizes, leaf_levels, sizes};
+use crate::formats::{Failing, MapList, Sizes, leaf_levels, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
     Arm64S1, Arm64S1_4k, Arm64S1_16k, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape,
@@ -169,7 +169,7 @@ fn map_through<F: Format, G: Format>() {
         Segment { addr: PhysAddr::new(2 * block), len: block },
     ];
     let first = 2 * block - 4 * UNIT;
-    source.map_sg(Iova::new(first), list, Access::READ).unwrap();
+    source.map_list(Iova::new(first), list, Access::READ).unwrap();
     source.map(Iova::new(3 * block + UNIT), PhysAddr::new(0), UNIT, Access::READ).unwrap();
 
     let len = 4 * UNIT + block;
@@ -311,7 +311,7 @@ fn without_memory<F: Format>() {
     let mut source = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
     let scattered = (0..entries + 2).map(|i| Segment { addr: PhysAddr::new((2 * i + 1) * page), len: page });
     let at = Iova::new(large - 2 * page);
-    source.map_sg(at, scattered, Access::READ).unwrap();
+    source.map_list(at, scattered, Access::READ).unwrap();
     let pages = |t: &mut Table<F, Failing>| t.map_pages(at, PhysAddr::new(0), F::GRANULE, entries + 2, Access::READ);
     let through = |t: &mut Table<F, Failing>| {
         let span = Span::new(at, (entries + 2) * page).unwrap();
@@ -320,7 +320,7 @@ fn without_memory<F: Format>() {
     let list = |t: &mut Table<F, Failing>| {
         let segments = [(page, 3 * page), (0, large), (4 * large, 2 * page)];
         let segments = segments.map(|(to, len)| Segment { addr: PhysAddr::new(to), len });
-        t.map_sg(Iova::new(large - 3 * page), segments, Access::READ).map(drop)
+        t.map_list(Iova::new(large - 3 * page), segments, Access::READ).map(drop)
     };
     let calls: [Call<F>; 3] = [&pages, &through, &list];
     for call in calls {
@@ -352,7 +352,7 @@ fn clean<F: Format>() {
     let root = table.root();
     // A table full of pages that do not continue each other.
     let list = (0..entries).map(|i| Segment { addr: PhysAddr::new((2 * i + 1) * page), len: page });
-    table.map_sg(Iova::new(large), list, Access::READ).unwrap();
+    table.map_list(Iova::new(large), list, Access::READ).unwrap();
     assert!(memory.is_clean());
     assert_eq!(memory.0.lines.get(), lines_of_a_table::<F>() + F::LEVELS as usize - 1, "and one for each link");
     assert_eq!(memory.walk::<F>(root, large + 5 * page).map(|w| w.to), Ok(11 * page));
@@ -464,9 +464,9 @@ fn clear_and_prune<F: Format>() {
     let list = [(at, large), (0, page)].map(|(to, len)| Segment { addr: PhysAddr::new(to), len });
     table.map(Iova::new(at + large), PhysAddr::new(0), page, Access::READ).unwrap();
     let more = tables(&table);
-    table.map_sg(Iova::new(at), list, Access::READ).unwrap_err();
+    table.map_list(Iova::new(at), list, Access::READ).unwrap_err();
     assert_eq!((table.mapped_bytes(), tables(&table)), (page, more));
-    table.map_sg(Iova::new(at), list[..1].to_vec(), Access::READ).unwrap();
+    table.map_list(Iova::new(at), list[..1].to_vec(), Access::READ).unwrap();
     assert_eq!(tables(&table), more);
     let (size, count) = (table.lookup(Iova::new(at)).unwrap().size, table.runs(span(at, large)).count());
     assert!(size.bytes() < block || F::PAGE_SIZES.bits().count_ones() == 1);
@@ -513,7 +513,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
         let before = near(&table);
         for taken in (0..len).step_by(page as usize) {
             table.map(Iova::new(at + taken), PhysAddr::new(0), page, Access::READ).unwrap();
-            let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
+            let e = table.map_list(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
             assert_eq!(e, Error::Overlap { at: NamedAddr::of(Iova::new(at + taken)) });
             let flush = table.unmap(span(at + taken, page)).unwrap();
             assert_eq!((flush.bytes(), flush.tables().len()), (page, 0));
@@ -523,7 +523,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
             let good = list[bad];
             for (addr, len) in [(good.addr.bits() + 1, good.len), (good.addr.bits(), good.len - 1), (out_top, page)] {
                 list[bad] = Segment { addr: PhysAddr::new(addr), len };
-                let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
+                let e = table.map_list(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
                 let place = NamedAddr::of(PhysAddr::new(addr));
                 match e {
                     Error::Misaligned { at, .. } | Error::OutputRange { at, .. } => {
@@ -535,7 +535,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
             }
             list[bad] = good;
         }
-        assert_eq!(table.map_sg(Iova::new(at), list.iter().copied(), Access::READ), Ok(len));
+        assert_eq!(table.map_list(Iova::new(at), list.iter().copied(), Access::READ), Ok(len));
         let mut next = at;
         for s in &list {
             for offset in (0..s.len).step_by(page as usize) {
@@ -548,7 +548,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
         for count in 1..list.len() {
             let mut table = Table::<F, _>::new(tables()).unwrap();
             let part: u64 = list[..count].iter().map(|s| s.len).sum();
-            assert_eq!(table.map_sg(Iova::new(at), list[..count].iter().copied(), Access::READ), Ok(part));
+            assert_eq!(table.map_list(Iova::new(at), list[..count].iter().copied(), Access::READ), Ok(part));
             assert_eq!(table.mapped_bytes(), part);
             assert_eq!(table.lookup(Iova::new(at + part)), None);
         }
@@ -613,7 +613,7 @@ fn replace_pages<F: Format>() {
         let at = 2 * block + start * page;
         assert_eq!(table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ), (0, 0), "no table");
         let old = (0..entries).map(|n| Segment { addr: PhysAddr::new((2 * n + 1) * page), len: page });
-        table.map_sg(Iova::new(2 * block), old, Access::READ).unwrap();
+        table.map_list(Iova::new(2 * block), old, Access::READ).unwrap();
         for hole in [at + page, at + 2 * page] {
             assert!(table.clear_leaf(Iova::new(hole)));
         }
@@ -738,7 +738,7 @@ fn segments_below_a_granule() {
                 table.map(Iova::new(1 << 30), PhysAddr::new(0), 16 * K, Access::RW).unwrap();
             }
             let at = Iova::new((1 << 30) + 64 * K);
-            assert_eq!(table.map_sg(at, segments(), Access::RW), Ok(kib * K), "{list:?}");
+            assert_eq!(table.map_list(at, segments(), Access::RW), Ok(kib * K), "{list:?}");
             let mut next = at.bits();
             for s in segments() {
                 for offset in (0..s.len).step_by(K as usize) {
@@ -764,7 +764,7 @@ fn segments_below_a_granule() {
     ];
     for (list, at, len) in bad {
         let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
-        let e = table.map_sg(Iova::new(0), list.iter().map(|&(a, l)| segment(base + a, l)), Access::RW).unwrap_err();
+        let e = table.map_list(Iova::new(0), list.iter().map(|&(a, l)| segment(base + a, l)), Access::RW).unwrap_err();
         let at = NamedAddr::of(PhysAddr::new((base + at) * K));
         assert_eq!(e, Error::Misaligned { at, len: len * K, granule: PageSize::SIZE_16K }, "{list:?}");
         assert_eq!((table.mapped_bytes(), table.tables().in_use()), (0, 1));
@@ -807,7 +807,7 @@ fn lists_of_single_blocks() {
         };
         let new = || Table::<F, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
         let mut table = new();
-        assert_eq!(table.map_sg(start, list, Access::RW), Ok(len));
+        assert_eq!(table.map_list(start, list, Access::RW), Ok(len));
         check(&table);
         let large = table.leaf_counts().find(|(size, _)| size.bytes() == BLOCK).unwrap().1;
         assert_eq!(large, 9, "all but the one that is aligned to pages only, and the pages");
@@ -820,16 +820,16 @@ fn lists_of_single_blocks() {
         table.map(there, PhysAddr::new(0), 4096, Access::RW).unwrap();
         let flush = table.clear(Span::new(there, 4096).unwrap()).unwrap();
         assert_eq!(flush.tables().len(), 0);
-        assert_eq!(table.map_sg(start, list, Access::RW), Ok(len));
+        assert_eq!(table.map_list(start, list, Access::RW), Ok(len));
         check(&table);
 
         // A block in the way of the fourth, and a segment that cannot be mapped behind the second.
         let mut table = new();
         table.map(there, PhysAddr::new(0), BLOCK, Access::RW).unwrap();
-        let e = table.map_sg(start, list, Access::RW).unwrap_err();
+        let e = table.map_list(start, list, Access::RW).unwrap_err();
         assert_eq!(e, Error::Overlap { at: NamedAddr::of(there) });
         let bad = Segment { addr: PhysAddr::new(1 << 63), len: BLOCK };
-        let e = table.map_sg(start, [list[0], list[1], bad, list[3]], Access::RW).unwrap_err();
+        let e = table.map_list(start, [list[0], list[1], bad, list[3]], Access::RW).unwrap_err();
         assert_eq!(e, Error::OutputRange { at: NamedAddr::of(bad.addr), len: BLOCK, bits: F::OUTPUT_BITS });
         assert_eq!(table.mapped_bytes(), BLOCK);
     }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use crate::conformance::{check, more};
-use crate::formats::{Geometry, Sizes, accesses, geometry};
+use crate::formats::{Geometry, MapList, Sizes, accesses, geometry};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
 use dmalane_iopt::{Entry, FaultKind, Format, HeapTables, PageTable, walk, walk_privileged};
 use proptest::prelude::*;
@@ -532,7 +532,7 @@ fn images_agree<F: Format>(lists: &[List], probes: &[u64], flips: &[(Index, u32)
     let mut all: Vec<u64> = probes.to_vec();
     for (at, list, access) in lists {
         let segments = list.iter().map(|&(out, len)| Segment { addr: PhysAddr::new(out), len });
-        if let Ok(len) = table.map_sg(Iova::new(*at), segments, *access) {
+        if let Ok(len) = table.map_list(Iova::new(*at), segments, *access) {
             all.extend([*at, at + len - 1, at + len / 2, at + len, at.wrapping_sub(1)]);
         }
     }

@@ -1,8 +1,8 @@
 //! Sizes of a format, and table memory that fails: what the suites over all formats share.
 #![allow(dead_code)] // each suite uses a part
 
-use dmalane_addr::{Access, PhysAddr};
-use dmalane_iopt::{Format, HeapTables, TableShape, Tables};
+use dmalane_addr::{Access, Iova, PhysAddr, Segment};
+use dmalane_iopt::{Error, Format, HeapTables, PageTable, TableShape, Tables};
 
 /// The sizes that a format's cases are built from, and where the spaces end.
 pub struct Sizes {
@@ -107,4 +107,25 @@ impl Tables for Failing {
         self.heap.reserve(tables)
     }
     // No `update`: the heap's own is tested by every use of plain HeapTables, the default one here.
+}
+
+/// `PageTable::map_sg` with one type of iterator, since each type compiles the walk again, for every format.
+pub trait MapList {
+    fn map_list(
+        &mut self,
+        at: Iova,
+        segments: impl IntoIterator<Item = Segment<PhysAddr>>,
+        access: Access,
+    ) -> Result<u64, Error>;
+}
+
+impl<F: Format, T: Tables> MapList for PageTable<F, Iova, PhysAddr, T> {
+    fn map_list(
+        &mut self,
+        at: Iova,
+        segments: impl IntoIterator<Item = Segment<PhysAddr>>,
+        access: Access,
+    ) -> Result<u64, Error> {
+        self.map_sg(at, segments.into_iter().collect::<Vec<_>>(), access)
+    }
 }
