@@ -292,7 +292,7 @@ class Amd(Vtd):
 
 def vtd(name, start, bits):
     return Iommu(
-        name, start, machine_bits=39, address_bits=bits, tables=HIGH_TABLES,
+        name, start, machine_bits=39, address_bits=bits, cost=4, tables=HIGH_TABLES,
         program="qemu-system-x86_64", package="qemu-system-x86", ram=(HIGH + (256 << 20), HIGH + HIGH_BYTES),
         refusal=lambda _, kind, at: (kind, at >> 12 << 12),
     )  # fmt: skip

@@ -26,7 +26,7 @@ def iommu(request, dmalane):
 
 @BY_FORMAT
 def test_an_iommu_agrees(dmalane, tmp_path, iommu):
-    count = 3000 // iommu.cost
+    count = 1500 // iommu.cost  # scripts/oracle takes more
     tally = iopt_qemu.compare(dmalane, iommu, count, 1, tmp_path, per_image=count // 3)
     assert tally["DMAs"] > 3.3 * count and tally["images"] == 3
     assert count // 3 < tally["mapped"] < count * 5 // 6 and tally["read-only"] > count // 15
