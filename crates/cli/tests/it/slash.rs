@@ -135,7 +135,7 @@ fn load_everywhere(name: &str, len: u64) {
 
 #[test]
 fn a_file_is_loaded_to_each_memory_without_a_copy() {
-    load_everywhere("slash-small", 64 * MIB + 12_345);
+    load_everywhere("slash-small", 24 * MIB + 12_345);
 }
 
 #[test]

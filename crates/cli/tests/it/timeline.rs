@@ -155,15 +155,15 @@ fn reading_has_a_timeline_too() {
 }
 
 #[test]
-fn the_timeline_of_100_000_tensors_is_bounded() {
+fn the_timeline_of_many_tensors_is_bounded() {
     let folder = folder("trace-many");
-    tensors(&folder.join("many.safetensors"), 100_000);
+    tensors(&folder.join("many.safetensors"), 40_000);
     dmalane(&folder, &["load", "many.safetensors", "--trace", "trace.json", "--report", "report.html"]);
     let trace: Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
     let rows = spans(&trace);
     assert!(rows.values().all(|row| row.len() <= 1 << 14));
     let binds = trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["name"] == "bind");
-    assert_eq!(binds.map(|e| e["args"]["count"].as_u64().unwrap()).sum::<u64>(), 100_000);
+    assert_eq!(binds.map(|e| e["args"]["count"].as_u64().unwrap()).sum::<u64>(), 40_000);
     let page = fs::metadata(folder.join("report.html")).unwrap().len();
     assert!(page < 8 << 20, "{page} bytes");
 }
