@@ -7,6 +7,8 @@ use std::path::Path;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Command};
+use dmalane::daemon::ClientError;
+use dmalane::daemon::wire::Code;
 use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
@@ -96,6 +98,9 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
             "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time".to_owned()
         }
         Some(PciCardError::NotACard { .. }) => "`dmalane devices` lists what is bound to vfio-pci".to_owned(),
+        _ if matches!(source.downcast_ref(), Some(ClientError::Refused { code: Code::Quota, .. })) => {
+            "--card-ddr and --card-hbm ask for less; dmalaned gives more with --client-ddr and --client-hbm".to_owned()
+        }
         _ if spec.kind().name == "soft" && Failure::is_out_of_memory(source) => format!(
             "the card reserves address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
              --card-hbm, now {} and {}",

@@ -119,7 +119,8 @@ pub struct Load {
     #[arg(long)]
     direct: bool,
 
-    /// Chunk size, from 4KiB to 1GiB: bytes read and transferred together; at most four chunks are in host memory
+    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
+    /// in host memory
     #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true)]
     chunk: Size,
@@ -128,7 +129,7 @@ pub struct Load {
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
     mm_channel: QueueChoice,
 
-    /// The device memory that gets them: a region by its name, such as ddr; a group, such as hbm, to stripe over its
+    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
     /// regions; or hbm-half for one region of a group [default: the first region]
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
     placement: Placement,
@@ -150,8 +151,8 @@ pub struct Load {
     #[command(flatten)]
     timeline: timeline::TimelineOptions,
 
-    /// Bits of device virtual addresses, 32 to 47: of a trace for a format with shorter addresses, say
-    /// [default: 47]
+    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
+    /// addresses [default: 47]
     #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
     va_bits: Option<u8>,
 

@@ -128,11 +128,11 @@ pub struct Validate {
     #[arg(short = 'R', long)]
     no_reset: bool,
 
-    /// Transfers of each buffer per figure, instead of a duration
+    /// Transfers of each buffer per measurement, instead of a duration
     #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
     iterations: Option<u64>,
 
-    /// Seconds per figure
+    /// Seconds per measurement
     #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds)]
     duration: Duration,
 

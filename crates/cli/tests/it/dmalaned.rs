@@ -166,6 +166,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert!(text(&output.stderr).contains("(dmalaned --client-ddr)"), "{}", text(&output.stderr));
     let output = load(&["--sample", "1MiB", "--card-ddr", "128MiB"]);
     assert!(text(&output.stderr).contains("a client may have 67108864"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("hint: --card-ddr and --card-hbm ask for less"), "{}", text(&output.stderr));
     for option in [&["--workers"][..], &["--fragmentation", "0"]] {
         let output = load(&[&["--sample", "1MiB"], option].concat());
         assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));

@@ -46,7 +46,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m -d soft --overwrite", "--overwrite is for file, not for soft"),
             ("m --placement nowhere", "--placement nowhere"),
             ("m --placement -half", "--placement"),
-            ("m --mm-channel 9", "--mm-channel auto uses all channels"),
+            ("m --mm-channel 9", "the device has no channel 9, it has 2, numbered from 0"),
             ("m --mm-channel both", "both"),
             ("m --fragmentation 1.1", "not a number from 0 to 1"),
             ("m --va-bits 48", "not a whole number from 32 to 47"),

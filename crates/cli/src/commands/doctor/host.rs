@@ -138,7 +138,7 @@ pub fn memlock(probe: &Probe) -> Check {
     let show = |limit| if limit == u64::MAX { "unlimited".to_owned() } else { binary(limit) };
     let found = format!("soft {}, hard {}", show(soft), show(hard));
     if probe.capable(CAP_IPC_LOCK) {
-        subject.ok(format!("{found}, neither of which binds a process with CAP_IPC_LOCK"))
+        subject.ok(format!("{found}; this process has CAP_IPC_LOCK, so neither applies"))
     } else if soft >= HOST_BUFFERS {
         subject.ok(found)
     } else if hard == u64::MAX {

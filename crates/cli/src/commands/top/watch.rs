@@ -251,7 +251,8 @@ impl DaemonView {
 
     /// Bytes per second of all clients.
     pub fn rate(&self) -> f64 {
-        self.rates.iter().sum()
+        // The sum of no floating-point numbers is -0.0, and would be shown so.
+        self.rates.iter().fold(0.0, |sum, rate| sum + rate)
     }
 
     /// The daemon in a line.
@@ -428,6 +429,12 @@ mod tests {
             (json["jobs"].as_array().unwrap().len(), &json["daemons"][1]["error"]),
             (4, &"cannot connect".into())
         );
+    }
+
+    #[test]
+    fn a_daemon_without_clients_moves_nothing() {
+        let idle = DaemonView { socket: String::new(), status: Err(String::new()), rates: Vec::new() };
+        assert_eq!(per_second(idle.rate()), "0.00 GB/s");
     }
 
     #[test]
