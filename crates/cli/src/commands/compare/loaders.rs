@@ -72,10 +72,17 @@ struct Skipped {
 /// The loaders of this program.
 pub fn ours() -> Result<Vec<Loader>, Failure> {
     let program = std::env::current_exe().map_err(|e| Failure::because("cannot find this program", &e))?;
+    // In the Python package this process is an interpreter, whose first words say what it runs; and its own name, by
+    // which it finds its packages, is a link.
+    let mut words = std::env::args_os().take_while(|word| word != "compare");
+    let first = words.next();
+    let words: Vec<OsString> = words.collect();
+    let program = first.filter(|_| !words.is_empty()).unwrap_or_else(|| program.into_os_string());
     let loader = |name: &&str| {
-        let timed: Vec<OsString> = ["compare", "--worker", name].iter().map(OsString::from).collect();
+        let own = ["compare", "--worker", *name].map(OsString::from);
+        let timed: Vec<OsString> = words.iter().cloned().chain(own).collect();
         let hashing = timed.iter().cloned().chain(["--hash".into()]).collect();
-        Loader { name: (*name).to_owned(), program: program.clone().into(), hashing, timed, hint: "" }
+        Loader { name: (*name).to_owned(), program: program.clone(), hashing, timed, hint: "" }
     };
     Ok(worker::NAMES.iter().map(loader).collect())
 }
