@@ -28,13 +28,16 @@ class Run:
     def __init__(self, folder, seed):
         self.chance = random.Random(seed)
         self.tensors = random_tensors(seed)
+        self.limit = 32 << 20
         for n in range(self.chance.randint(1, 8)):
             dtype = self.chance.choice(list(TYPES))
-            shape = [self.chance.choice([0, 1, 2, 5, 33, 257]) for _ in range(self.chance.randint(1, 3))]
-            size = int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize
+            dims, size = self.chance.randint(1, 3), self.limit
+            # Several have to fit the limit.
+            while size > 1 << 20:
+                shape = [self.chance.choice([0, 1, 2, 5, 33, 257]) for _ in range(dims)]
+                size = int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize
             self.tensors[f"n{n}"] = (dtype, shape, self.chance.randbytes(size))
         self.path = write_model(folder / f"{seed}.safetensors", self.tensors, pad=self.chance.choice([8, 3]))
-        self.limit = 32 << 20
         self.file = self.open()
         self.live, self.streams, self.steps = [], [], 0
 
@@ -59,15 +62,17 @@ class Run:
         name = self.chance.choice([n for n, (t, shape, _) in self.tensors.items() if t in TYPES and shape])
         dtype, shape, data = self.tensors[name]
         whole = np.frombuffer(data, TYPES[dtype]).reshape(shape)
-        index = []
-        for dim in shape[: self.chance.randint(0, len(shape))]:
+        # Some of the first dimensions; behind an ellipsis, of the last ones.
+        index, given = [], self.chance.randint(0, len(shape))
+        last = self.chance.randint(0, given) if self.chance.random() < 0.3 else None
+        for dim in shape[:given] if last is None else shape[: given - last] + shape[len(shape) - last :]:
             if dim and self.chance.random() < 0.3:
                 index.append(self.chance.randrange(-dim, dim))
             else:
                 ends = [self.chance.choice([None, self.chance.randint(-dim - 2, dim + 2)]) for _ in range(2)]
                 index.append(slice(*ends))
-        if self.chance.random() < 0.3:
-            index.insert(self.chance.randint(0, len(index)), Ellipsis)
+        if last is not None:
+            index.insert(given - last, Ellipsis)
         want = whole[tuple(index)]
         got = self.file.get_slice(name)[tuple(index)]
         assert tuple(got.shape) == want.shape and got.tobytes() == want.tobytes(), (name, index)
