@@ -38,13 +38,16 @@ impl Source {
         Self::new(file, path.into(), mode, true, false)
     }
 
-    /// Takes a file that somebody else has opened. It is opened again, so that its flags, its advice and its position
-    /// stay as they are; where that is refused (a file that this user may not open), it is read as it is.
+    /// Takes a file that somebody else has opened. It is opened again where its flags or its advice would have to be
+    /// others; where that is refused (a file that this user may not open), it is read as it is.
     pub fn adopt(file: File, path: PathBuf, mode: Mode) -> Result<(Self, Option<String>), Error> {
         Self::check(&file, &path)?;
+        let given = rustix::fs::fcntl_getfl(&file).map_err(|e| Error::Open { path: path.clone(), source: e.into() })?;
+        if mode == Mode::Buffered && !given.intersects(OFlags::DIRECT | OFlags::NONBLOCK | OFlags::WRONLY) {
+            return Self::new(file, path, mode, false, false);
+        }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let again = rustix::fs::open(by_descriptor(&file), flags, Permissions::empty());
-        let given = rustix::fs::fcntl_getfl(&file).map_err(|e| Error::Open { path: path.clone(), source: e.into() })?;
         match again {
             Ok(fd) => Self::new(fd.into(), path, mode, true, false),
             Err(_) if given.contains(OFlags::DIRECT) => Err(Error::OnlyDirect { path }),
