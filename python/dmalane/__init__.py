@@ -78,7 +78,8 @@ def _watch(progress: Progress | bool | None) -> Progress | None:
 def last_report() -> dict[str, Any] | None:
     """Report of the last load of this thread (`load_file`, `load_into`, `alloc_and_read`, `plan.tensors`): bytes,
     stages with their times, and for each file how it was read and why. None before the first."""
-    return getattr(_last, "report", None)
+    report: Callable[[], dict[str, Any]] | None = getattr(_last, "report", None)
+    return report and report()
 
 
 def open(spec: str) -> Device:  # noqa: A001
@@ -118,12 +119,13 @@ def load_file(
         if framework != "numpy":
             raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors (dmalane.torch: tensors)")
         on = Device(device) if isinstance(device, str) else device
-        on_device, _last.report = on.load(_paths(path), manifest=_manifest(verify), progress=watch)
+        on_device, report = on.load(_paths(path), manifest=_manifest(verify), progress=watch)
+        _last.report = report.copy
         return {tensor.name: tensor for tensor in on_device}
     convert = _converter(framework)
     files = Files(_paths(path), parse_size(memory_limit), direct, _manifest(verify))
     tensors = files.load(align, watch)
-    _last.report = files.report()
+    _last.report = files.report
     return {tensor.name: convert(tensor) for tensor in tensors}
 
 
@@ -206,7 +208,7 @@ class safe_open:  # noqa: N801
         self.close()
 
     def close(self) -> None:
-        """Refuses further reads. Tensors that were lent keep their memory."""
+        """Refuses further reads, and ends those of other threads. Tensors that were lent keep their memory."""
         self._files.close()
 
     def keys(self) -> list[str]:
@@ -247,9 +249,16 @@ class safe_open:  # noqa: N801
             yield item
             del item
 
-    def report(self) -> dict[str, Any]:
-        """What was read so far: bytes, stages, and for each file how and why; memory in use and its limit."""
-        return self._files.report()
+    def report(self, *, reference: bool = False) -> dict[str, Any]:
+        """What was read so far: bytes, stages, and for each file how and why; memory in use and its limit.
+
+        With `reference`, also rates to compare the stages with, in bytes per second, which are measured now, with the
+        first 256 MiB at most: `read`, of the same files in the same way into memory that is there, and `first_touch`,
+        of making that memory."""
+        report = self._files.report()
+        if reference:
+            report["reference"] = self._files.references()
+        return report
 
 
 def _to_device(framework: str, device: str) -> Callable[[Any], Any]:
@@ -301,7 +310,7 @@ def load_into(
             if tensor.nbytes:
                 _copy(target, tensor, raw_bytes)
             del tensor
-        _last.report = f.report()
+        _last.report = f.report
 
 
 def _copy(target: Any, tensor: Tensor, raw_bytes: Callable[[Any], memoryview]) -> None:
@@ -405,7 +414,8 @@ def alloc_and_read(
     path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, direct: bool | None = None
 ) -> Buffer:
     """Reads bytes of a file, by default all, into a new buffer while that is still being allocated."""
-    buffer, _last.report = _alloc_and_read(os.fspath(path), start, stop, direct)
+    buffer, report = _alloc_and_read(os.fspath(path), start, stop, direct)
+    _last.report = report.copy
     return buffer
 
 

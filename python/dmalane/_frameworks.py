@@ -51,7 +51,7 @@ def _numpy() -> Callable[[Tensor], Any]:
             return tensor
         if tensor.nbytes == 0:
             return numpy.empty(tensor.shape, dtype)
-        return numpy.frombuffer(tensor, dtype).reshape(tensor.shape)
+        return numpy.ndarray(tensor.shape, dtype, tensor)
 
     return convert
 
@@ -79,7 +79,7 @@ def _torch() -> Callable[[Tensor], Any]:
         dtype, shape = found
         if tensor.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(tensor, dtype=torch.uint8).view(dtype).reshape(shape)
+        return torch.frombuffer(tensor, dtype=dtype).view(shape)
 
     return convert
 

@@ -11,12 +11,14 @@ import fnmatch
 import hashlib
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _last, _paths
+from . import Manifest, _last, _manifest, _paths
 from ._frameworks import torch_type
 from ._native import Buffer, Files
 
@@ -102,6 +104,8 @@ class _Share:
     at: int
     path: str
     nbytes: int
+    # The rank that reads all of it, to compare it with a manifest.
+    reader: int | None = None
 
     @property
     def outer(self) -> int:
@@ -117,11 +121,15 @@ class _Share:
 
     @property
     def kind(self) -> str:
-        """ "all": everybody needs everything. "own": each reads what it needs. "swap": the ranks read equal blocks of
-        it and exchange them."""
+        """ "all": everybody needs everything, and reads a part. "own": each reads what it needs. "swap": the ranks read
+        equal blocks of it, or one reads all of it, and they exchange them. "give": one reads what everybody needs."""
         whole = (0, self.size)
         if all(need == whole for need in self.needs):
-            return "all"
+            return "all" if self.reader is None else "give"
+        if self.reader is not None:
+            users = [rank for rank, need in enumerate(self.needs) if need and need[0] < need[1]]
+            alone = users == [self.reader] and self.needs[self.reader] == whole
+            return "own" if alone or not users else "swap"
         ranges = sorted(need for need in self.needs if need and need[0] < need[1])
         disjoint = all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:]))
         long = self.outer == 1 or all((stop - start) * self.inner >= _RUN for start, stop in ranges)
@@ -143,10 +151,14 @@ class _Share:
         """The runs of bytes that a rank needs."""
         start, stop = self.needs[rank] or (0, 0)
         step = self.size * self.inner
+        if (start, stop) == (0, self.size):
+            return [(0, self.nbytes)]
         return [(n * step + start * self.inner, n * step + stop * self.inner) for n in range(self.outer)]
 
     def block(self, rank: int) -> tuple[Range, Range]:
         """The block that a rank reads of a tensor to be exchanged: a range of the outer dimension and of this one."""
+        if self.reader is not None:
+            return (0, self.outer if rank == self.reader else 0), (0, self.size)
         if self.outer > 1:
             return chunks(self.outer, len(self.needs))[rank], (0, self.size)
         return (0, 1), chunks(self.size, len(self.needs))[rank]
@@ -179,6 +191,18 @@ def _share(name: str, shape: tuple[int, ...], nbytes: int, rule: Rule, world: in
     else:
         raise TypeError(f"tensor {name!r}: {rule!r} is none of Replicate, Only and Shard")
     return _Share(name, shape, dim, needs, at, path, nbytes)
+
+
+def _with_readers(shares: list[_Share], world: int) -> list[_Share]:
+    """Each tensor read by one rank: the one with the least to read so far, of those that need all of it if there are
+    any."""
+    load, found = [0] * world, []
+    for share in shares:
+        whole = [rank for rank in range(world) if share.needs[rank] == (0, share.size)]
+        reader = min(whole or range(world), key=lambda rank: load[rank])
+        load[reader] += share.nbytes
+        found.append(replace(share, reader=reader))
+    return found
 
 
 def _rules(plan: Plan, shapes: dict[str, tuple[int, ...]], world: int) -> dict[str, Rule]:
@@ -224,18 +248,21 @@ class _Batch:
             kind = share.kind
             if kind == "all":
                 continue
-            runs = share.runs(rank) if kind == "own" else []
+            runs = share.runs(rank) if kind == "own" or (kind, rank) == ("give", share.reader) else []
             self.places[share.name] = at = _place(at, share.at + (runs[0][0] if runs else 0), share.shape, share.nbytes)
             for start, stop in runs:
                 if start < stop:
                     self.parts.append((share.name, start, stop, at))
                 at += stop - start
-            if kind == "swap":
+            if not runs:
                 at += share.bytes_of(rank)
+            if kind == "swap":
                 (first, last), (low, high) = share.block(rank)
                 start = (first * share.size + low) * share.inner
                 stop = start + (last - first) * (high - low) * share.inner
-                self.block_places[share.name] = scratch = _place(scratch, share.at + start, (), 1)
+                if start < stop:
+                    scratch = _place(scratch, share.at + start, (), 1)
+                self.block_places[share.name] = scratch
                 if start < stop:
                     self.blocks.append((share.name, start, stop, scratch))
                 scratch += stop - start
@@ -273,12 +300,17 @@ def tensors(
     device: Any = "cpu",
     names: Iterable[str] | None = None,
     direct: bool | None = None,
+    verify: Manifest | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields what this rank needs of the tensors of files, with their names, in the order of the bytes.
 
     All ranks of `group` (by default of all processes) call it with the same files and the same plan, and take
     everything: each reads its share once, and the group's backend moves what others need. `device` is one that the
     backend works with ("cuda" for NCCL). `names` are those of the tensors to read. If a rank fails, all do.
+
+    With `verify`, a manifest, each tensor that is needed is read whole by one rank, which compares it as it arrives and
+    before anybody has a part of it; `IntegrityError` names the first one that differs, on the rank that read it. Slices
+    that ranks would otherwise read for themselves go through the group then.
     """
     import torch
     import torch.distributed as dist
@@ -286,36 +318,37 @@ def tensors(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise ValueError("this process is not in the group")
-    files = Files(_paths(paths), None, direct)
-    wanted = None if names is None else set(names)
-    types, shapes, described = {}, {}, {}
-    for name in files.keys():
-        if wanted is not None and name not in wanted:
-            continue
-        dtype, shape, nbytes, path, at = files.describe(name)
-        kind = torch_type(dtype, shape)
-        if kind is None:
-            raise TypeError(f"tensor {name!r}: PyTorch has no type {dtype!r} that could be handed round")
-        types[name], shapes[name] = kind
-        described[name] = nbytes, path, at
-    rules = _rules(plan, shapes, world)
-    shares = [_share(name, shapes[name], nbytes, rules[name], world, at, path)
-              for name, (nbytes, path, at) in described.items()]  # fmt: skip
-    seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, types[s.name]) for s in shares])
-    digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "little")
-    _agree(dist, torch.tensor([digest, -digest], device=device), group, "the ranks have other files or plans")
-    with ThreadPoolExecutor(1, thread_name_prefix="dmalane-plan") as pool:
+    types: dict[str, Any] = {}
+    shares: list[_Share] = []
+    failure: Exception | None = None
+    try:
+        files = Files(_paths(paths), None, direct, _manifest(verify))
+        types, shares = _shares(files, plan, world, None if names is None else set(names))
+    except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
+        failure = error
+    if verify is not None:
+        shares = _with_readers(shares, world)
+    seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, s.reader, types[s.name]) for s in shares])
+    digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "little") if failure is None else -1 - rank
+    seen_by_all = torch.tensor([digest, -digest], device=device)
+    _done(dist.all_reduce(seen_by_all, dist.ReduceOp.MAX, group=group, async_op=True))
+    if failure is not None:
+        raise failure
+    if seen_by_all[0] != -seen_by_all[1]:
+        raise ValueError("the ranks have other files or plans, or one of them could not open its files")
+    # Closed first, which ends a read that nobody waits for any more.
+    with ThreadPoolExecutor(1, thread_name_prefix="dmalane-plan") as pool, closing(files):
         batches = _batches(shares, rank, world)
         batch = next(batches, None)
         ahead = batch and pool.submit(batch.read, files)
         while batch is not None:
-            memory, failure = None, None
+            memory = None
             try:
                 memory = ahead.result()
             except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
                 failure = error
             failed = torch.tensor([int(failure is not None)], device=device)
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+            _done(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
             if failure is not None:
                 raise failure
             if failed.item():
@@ -324,15 +357,36 @@ def tensors(
             ahead = following and pool.submit(following.read, files)
             yield from _exchange(batch, memory, types, group, world, device)
             batch, memory = following, None
-    _last.report = files.report()
+    _last.report = files.report
 
 
-def _agree(dist: Any, value: Any, group: Any, message: str) -> None:
-    """Raises unless a number is the same on all ranks; `value` has it and its negative."""
-    most = value.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if most[0] != -most[1]:
-        raise ValueError(message)
+def _shares(
+    files: Files, plan: Plan, world: int, names: set[str] | None
+) -> tuple[dict[str, Any], list[_Share]]:
+    """PyTorch's types of the tensors, and what each rank needs of them."""
+    types, shapes, described = {}, {}, {}
+    for name in files.keys():
+        if names is not None and name not in names:
+            continue
+        dtype, shape, nbytes, path, at = files.describe(name)
+        kind = torch_type(dtype, shape)
+        if kind is None:
+            raise TypeError(f"tensor {name!r}: PyTorch has no type {dtype!r} that could be handed round")
+        types[name], shapes[name] = kind
+        described[name] = nbytes, path, at
+    rules = _rules(plan, shapes, world)
+    return types, [
+        _share(name, shapes[name], nbytes, rules[name], world, at, path)
+        for name, (nbytes, path, at) in described.items()
+    ]
+
+
+def _done(work: Any) -> None:
+    """Waits for the group. The backends' own waiting does not notice Ctrl-C."""
+    began = time.monotonic()
+    while not work.is_completed():
+        time.sleep(min(0.01, (time.monotonic() - began) / 10))
+    work.wait()
 
 
 def _exchange(
@@ -347,20 +401,25 @@ def _exchange(
         common = flat[: world * batch.span]
         # The name since PyTorch 2.13, and before.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(common, common[rank * batch.span :][: batch.span].clone(), group=group)
+        _done(gather(common, common[rank * batch.span :][: batch.span].clone(), group=group, async_op=True))
     for share in batch.shares:
         at, size = batch.places[share.name], share.bytes_of(rank)
         if share.name in batch.block_places and share.nbytes:
             outer, (low, high) = share.block(rank)[0], share.block(rank)[1]
+            if blocks is None:
+                blocks = torch.empty(0, dtype=torch.uint8, device=device)
             block = blocks[batch.block_places[share.name] :][: (outer[1] - outer[0]) * (high - low) * share.inner]
             block = block.view(outer[1] - outer[0], high - low, share.inner)
             ranges = [share.part(rank, other)[1] for other in range(world)]
             sent = [block[:, max(a - low, 0) : max(b - low, 0)].reshape(-1) for a, b in ranges]
             come = [share.part(other, rank) for other in range(world)]
             come_bytes = [count * (stop - start) * share.inner for count, (start, stop) in come]
-            dist.all_to_all_single(
-                flat[at : at + size], torch.cat(sent), come_bytes, [one.numel() for one in sent], group=group
-            )
+            sent_bytes = [one.numel() for one in sent]
+            into, sent_all = flat[at : at + size], torch.cat(sent)
+            _done(dist.all_to_all_single(into, sent_all, come_bytes, sent_bytes, group=group, async_op=True))
+        if share.kind == "give" and share.nbytes:
+            reader = dist.get_global_rank(group or dist.group.WORLD, share.reader)
+            _done(dist.broadcast(flat[at : at + size], reader, group=group, async_op=True))
         if (shape := share.shape_of(rank)) is not None:
             dtype = types[share.name]
             yield share.name, flat[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)

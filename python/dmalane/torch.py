@@ -5,29 +5,37 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from . import Manifest
 from . import load_file as _load_file
 from . import safe_open as _safe_open
 from . import save_file as _save_file
 
 
 def load_file(
-    filename: str | os.PathLike[str], device: str | int | Any = "cpu", *, plan: Any = None, group: Any = None
+    filename: str | os.PathLike[str],
+    device: str | int | Any = "cpu",
+    *,
+    plan: Any = None,
+    group: Any = None,
+    verify: Manifest | None = None,
 ) -> dict[str, Any]:
     """Loads a file into tensors of PyTorch, which own their memory. On another device than the CPU, each is moved there
     as soon as it has been read, so that host memory holds a few at a time.
 
     With `plan`, all ranks of `group` (a group of torch.distributed, by default all processes) call it together: each
-    gets what the plan says, reads an equal share once, and the group hands round the rest. See `dmalane.plan`."""
+    gets what the plan says, reads an equal share once, and the group hands round the rest. See `dmalane.plan`.
+
+    With `verify`, a manifest, every tensor is compared with it as it arrives."""
     import torch
 
     target = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
     if plan is not None:
         from .plan import tensors
 
-        return dict(tensors(filename, plan, group, device=target))
+        return dict(tensors(filename, plan, group, device=target, verify=verify))
     if target.type == "cpu":
-        return _load_file(filename, framework="pt")
-    with _safe_open(filename, framework="pt", device=str(target)) as f:
+        return _load_file(filename, framework="pt", verify=verify)
+    with _safe_open(filename, framework="pt", device=str(target), verify=verify) as f:
         return dict(f.tensors())
 
 

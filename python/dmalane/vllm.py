@@ -80,7 +80,7 @@ def _loader() -> type:
 
                     from . import plan
 
-                    if unused := set(options) - {"direct"}:
+                    if unused := set(options) - {"direct", "verify"}:
                         raise ValueError(f"distributed cannot be used together with {', '.join(sorted(unused))}")
                     tp = get_tp_group()
                     tensors = plan.tensors(files, {}, tp.device_group, device=tp.device, names=names, **options)

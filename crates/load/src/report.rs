@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dmalane_addr::PageSize;
 
-use crate::{ReferenceRates, Stage, StageTimeline};
+use crate::{Stage, StageTimeline};
 
 /// One stage of a load.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -56,8 +56,6 @@ pub struct Report {
     pub resident_before: u64,
     /// The timeline of the load, if [`DriveOptions::timeline`](crate::DriveOptions::timeline) asked for it.
     pub timeline: Option<StageTimeline>,
-    /// Rates that the machine reaches at best, where they were measured.
-    pub reference: Option<ReferenceRates>,
 }
 
 impl Report {

@@ -83,37 +83,41 @@ fn check_outside(file: &ManifestFile, source: &Source) -> Result<(), Failure> {
     refuse(outside.into_iter().zip(digests).filter_map(|(region, digest)| file.differs(region, digest)).collect())
 }
 
-/// The ranges to hash in the buffers of plans; `None` where nothing is expected.
-pub(crate) fn cuts(plans: &[(&Source, &Plan)]) -> Option<Arc<Cuts>> {
-    let expected = plans.iter().filter_map(|(source, _)| source.expected.as_ref());
+/// A tensor that has bytes, in a buffer: its file, its number there, and where it begins and ends.
+pub(crate) type Placed<'a> = (&'a Source, usize, u64, u64);
+
+/// The tensors of a plan that have bytes.
+pub(crate) fn placed<'a>(source: &'a Source, plan: &Plan) -> Vec<Placed<'a>> {
+    let all = plan.tensors.clone().zip(&plan.places);
+    let ends = all.map(|(n, place)| (source, n, *place, place + source.model.tensors[n].len));
+    ends.filter(|(_, _, at, end)| at < end).collect()
+}
+
+/// The ranges to hash in buffers, each of tensors in the order of their places; `None` where nothing is expected.
+pub(crate) fn cuts(buffers: &[Vec<Placed<'_>>]) -> Option<Arc<Cuts>> {
+    let expected = buffers.iter().flatten().filter_map(|(source, ..)| source.expected.as_ref());
     let sha256 = expected.clone().flat_map(|e| &e.file.regions).any(|region| region.digest.sha256.is_some());
     expected.clone().next()?;
     // Every other range is a tensor; those between are bytes that no tensor has.
-    let ends = |(source, plan): &(&Source, &Plan)| tensors(source, plan).flat_map(|(_, at, end)| [at, end]).collect();
-    Some(Arc::new(Cuts { ends: plans.iter().map(ends).collect(), sha256 }))
+    let ends = |tensors: &Vec<Placed<'_>>| tensors.iter().flat_map(|(_, _, at, end)| [*at, *end]).collect();
+    Some(Arc::new(Cuts { ends: buffers.iter().map(ends).collect(), sha256 }))
 }
 
-/// Compares the hashes of buffers, for each plan those of its [`cuts`].
+/// Compares the hashes of buffers, for each those of its [`cuts`].
 pub(crate) fn check<'d>(
-    plans: &[(&Source, &Plan)],
+    buffers: &[Vec<Placed<'_>>],
     digests: impl IntoIterator<Item = &'d [Digest]>,
 ) -> Result<(), Failure> {
     let mut differences = Vec::new();
-    for ((source, plan), digests) in plans.iter().zip(digests) {
-        let Some(Expected { file, regions }) = &source.expected else { continue };
-        let found = digests.iter().skip(1).step_by(2);
-        let pairs = tensors(source, plan).zip(found);
-        differences.extend(pairs.filter_map(|((n, ..), found)| file.differs(&file.regions[regions[n]], found)));
+    for (tensors, digests) in buffers.iter().zip(digests) {
+        for ((source, n, ..), found) in tensors.iter().zip(digests.iter().skip(1).step_by(2)) {
+            let Some(Expected { file, regions }) = &source.expected else { continue };
+            differences.extend(file.differs(&file.regions[regions[*n]], found));
+        }
     }
     refuse(differences)
 }
 
 fn refuse(differences: Vec<Difference>) -> Result<(), Failure> {
     if differences.is_empty() { Ok(()) } else { Err(LoadError::Differs { differences }.into()) }
-}
-
-/// The tensors of a plan that have bytes: their numbers in the file, and where they begin and end in the buffer.
-fn tensors<'a>(source: &'a Source, plan: &'a Plan) -> impl Iterator<Item = (usize, u64, u64)> + 'a {
-    let all = plan.tensors.clone().zip(&plan.places);
-    all.map(|(n, place)| (n, *place, place + source.model.tensors[n].len)).filter(|(_, at, end)| at < end)
 }

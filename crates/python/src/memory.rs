@@ -7,13 +7,13 @@
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLManagedTensor, DLManagedTensorVersioned};
 use dlpark::metadata::Dynamic;
 use dlpark::python::{DlpackExporter, ExportRequest, export_dlpack};
 use dlpark::{DlpackFlags, Managed, ManagedTensorBase};
-use dmalane::dma::{AnonHeap, BufferRef, Heap, PageKind, SharedBuf, VolatileSlice};
+use dmalane::dma::{AnonHeap, BufferRef, Heap, PageKind, Pool, SharedBuf, VolatileSlice};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -22,6 +22,16 @@ use pyo3::types::{PyBytes, PyTuple};
 use crate::failure::Failure;
 use crate::interrupt;
 use crate::stream::Charge;
+
+/// Bytes of freed blocks that are kept for the next ones, whose pages then need not be mapped, zeroed and unmapped.
+const KEPT: usize = 8 << 20;
+
+/// The heap that files are read into. What was in a block before is never seen: reads overwrite it or fail, and the
+/// engine zeroes what no read fills.
+pub(crate) fn heap() -> &'static Pool {
+    static HEAP: LazyLock<Pool> = LazyLock::new(|| Pool::new(AnonHeap::new(), KEPT));
+    &HEAP
+}
 
 /// An allocation that Python objects keep alive together.
 pub(crate) struct Block {

@@ -7,22 +7,23 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use dmalane::addr::FileOffset;
-use dmalane::dma::{AnonHeap, Heap};
+use dmalane::dma::{AnonHeap, Heap, Pool};
 use dmalane::file::Mode;
 use dmalane::load::container::model_files;
-use dmalane::load::fill::{Cuts, Extent, FilledBuf, Job};
+use dmalane::load::fill::{Extent, FilledBuf, Job};
 use dmalane::load::{Container, Error as LoadError, Input, Model};
 use dmalane::{Read, ReadFiles, ReadOptions, ReadSource};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::expected::{self, Expected, ManifestOf};
+use crate::expected::{self, Expected, ManifestOf, Placed};
 use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
-use crate::memory::{Block, Buffer, Tensor, bits};
+use crate::memory::{Block, Buffer, Tensor, bits, heap};
 use crate::report::Reads;
 use crate::stream::{Budget, Charge, Stream};
 
@@ -37,6 +38,9 @@ const DIRECT_RUN: u64 = 128 << 10;
 /// Bytes between two ranges that are rather read than skipped, and read at a time, at most.
 const GAP: u64 = 64 << 10;
 const GATHER: u64 = 8 << 20;
+/// Bytes that reference rates are measured with, at most; and a huge page, so that a pool keeps all of its memory.
+const REFERENCE: u64 = 256 << 20;
+const HUGE: usize = 2 << 20;
 
 /// A file of the model. It is opened for each read, so that a model of 1000 files needs no 1000 descriptors.
 pub(crate) struct Source {
@@ -165,25 +169,43 @@ impl Inner {
         files.iter().map(|(_, plan)| self.budget.take(plan.memory())).collect()
     }
 
-    /// Runs a job, if it has anything to read, and notes how the files were read.
+    /// Runs a job, if it has anything to read, and notes how the files were read. `tensors` are those of each buffer
+    /// that are compared with the manifest.
     fn run(
         &self,
         files: &[&Source],
         job: Job,
-        cuts: Option<Arc<Cuts>>,
+        tensors: &[Vec<Placed<'_>>],
         progress: &Progress,
     ) -> Result<Vec<FilledBuf>, Failure> {
         if job.buffers.is_empty() {
             return Ok(Vec::new());
         }
-        let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
-        let watch = |event| progress.watch(&event);
-        let options = ReadOptions { mode: self.mode, cuts, ..ReadOptions::default() };
-        let read = Read::sources(sources).options(options).job(job).watch(watch);
-        let ReadFiles { filled, methods } = read.into_memory(&AnonHeap::new())?;
+        let ReadFiles { filled, methods } = self.fill(heap(), files, job, tensors, progress)?;
+        expected::check(tensors, filled.buffers.iter().map(FilledBuf::digests))?;
         let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
         reads.add(filled.report, files.iter().map(|file| file.name()).zip(methods));
         Ok(filled.buffers)
+    }
+
+    fn fill(
+        &self,
+        heap: &Pool,
+        files: &[&Source],
+        job: Job,
+        tensors: &[Vec<Placed<'_>>],
+        progress: &Progress,
+    ) -> Result<ReadFiles, Failure> {
+        let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
+        let watch = |event| {
+            if self.closed.load(Ordering::Relaxed) {
+                progress.cancel();
+            }
+            progress.watch(&event)
+        };
+        let options = ReadOptions { mode: self.mode, cuts: expected::cuts(tensors), ..ReadOptions::default() };
+        let read = Read::sources(sources).options(options).job(job).watch(watch);
+        Ok(read.into_memory(heap)?)
     }
 
     /// Refuses to read a part of a tensor whose hash is to be checked.
@@ -210,13 +232,12 @@ impl Inner {
                 job.extents.extend(plan.extents.iter().map(|e| Extent { source: buffer, buffer, ..*e }));
             }
             let sources: Vec<&Source> = plans.iter().map(|(source, _)| *source).collect();
-            let buffers = self.run(&sources, job, expected::cuts(&plans), progress)?;
-            expected::check(&plans, buffers.iter().map(|buffer| buffer.digests()))?;
-            let mut buffers = buffers.into_iter();
+            let tensors: Vec<_> = plans.iter().map(|(source, plan)| expected::placed(source, plan)).collect();
+            let mut buffers = self.run(&sources, job, &tensors, progress)?.into_iter();
             for (_, plan) in files {
                 let buf = match plan.len {
                     // A tensor of no bytes has memory too: no address is special.
-                    0 => AnonHeap::new().allocate(PAGE as usize)?.share(),
+                    0 => heap().allocate(PAGE as usize)?.share(),
                     _ => buffers.next().ok_or_else(|| Failure::new("Error", "a buffer is missing"))?.into_shared(),
                 };
                 blocks.push(Block::new(buf, charges.next()));
@@ -392,15 +413,19 @@ impl Files {
     }
 
     /// Reads bytes `start..stop` of tensors to their places in a new buffer of `len` bytes, for each part
-    /// `(name, start, stop, place)`. The other bytes are zero.
+    /// `(name, start, stop, place)`. The other bytes are zero. Whole tensors are compared with the manifest.
     fn read(&self, py: Python<'_>, parts: Vec<(String, u64, u64, u64)>, len: u64) -> PyResult<Buffer> {
         self.inner.open()?;
         let inner = &*self.inner;
-        let (mut files, mut extents, mut total) = (Vec::new(), Vec::new(), 0u64);
+        let (mut files, mut extents, mut tensors, mut total) = (Vec::new(), Vec::new(), Vec::new(), 0u64);
         for (name, start, stop, to) in parts {
             let (file, index) = inner.find(&name)?;
-            inner.unchecked(file)?;
             let tensor = &inner.files[file].model.tensors[index];
+            match (start, stop) == (0, tensor.len) {
+                true if tensor.len == 0 => {}
+                true => tensors.push((&inner.files[file], index, to, to.saturating_add(tensor.len))),
+                false => inner.unchecked(file)?,
+            }
             if start > stop || stop > tensor.len {
                 let message = format!("{start}..{stop} does not lie within the {} bytes of {name:?}", tensor.len);
                 return Err(PyValueError::new_err(message));
@@ -414,11 +439,12 @@ impl Files {
             total = total.saturating_add(len);
         }
         let len = len.max(1);
+        tensors.sort_by_key(|(_, _, at, _)| *at);
         let job = Job { buffers: vec![len], extents };
         let files: Vec<&Source> = files.into_iter().map(|file| &inner.files[file]).collect();
         let read = interrupt::run(py, total, None, |progress| match total {
-            0 => AnonHeap::new().allocate(len as usize).map(|buf| Some(buf.share())).map_err(Failure::from),
-            _ => Ok(inner.run(&files, job, None, progress)?.pop().map(|buffer| buffer.into_shared())),
+            0 => heap().allocate(len as usize).map(|buf| Some(buf.share())).map_err(Failure::from),
+            _ => Ok(inner.run(&files, job, &[tensors], progress)?.pop().map(|buffer| buffer.into_shared())),
         })??;
         let buf = read.ok_or_else(|| Failure::new("Error", "a buffer is missing"))?;
         Ok(Buffer::from_shared(buf, len as usize))
@@ -432,6 +458,44 @@ impl Files {
         Ok(Stream::new(self.inner.clone(), names))
     }
 
+    /// Measures what the machine reaches at best with these files: bytes per second of reading the first 256 MiB of
+    /// them, as they are read now, into memory that is there; and of making such memory. Empty where the limit leaves
+    /// no memory for that.
+    fn references<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.inner.open()?;
+        let inner = &*self.inner;
+        let (used, limit) = inner.budget.used();
+        let most = REFERENCE.min(limit.saturating_sub(used) & !(PAGE - 1));
+        let mut job = Job { buffers: vec![0], extents: Vec::new() };
+        for (source, file) in inner.files.iter().take(FILES_AT_ONCE).enumerate() {
+            let (to, len) = (job.buffers[0], file.model.len.min(most.saturating_sub(job.buffers[0])));
+            job.extents.push(Extent { source, at: FileOffset::new(0), len, buffer: 0, to });
+            job.buffers[0] = (to + len).next_multiple_of(PAGE);
+        }
+        let total = job.bytes();
+        let dict = PyDict::new(py);
+        if total == 0 {
+            return Ok(dict);
+        }
+        let memory = inner.budget.take(job.buffers[0])?;
+        let files: Vec<&Source> = inner.files.iter().take(FILES_AT_ONCE).collect();
+        let (touched, read) = interrupt::run(py, total, None, |progress| {
+            let len = job.buffers[0] as usize;
+            let heap = Pool::new(AnonHeap::new(), len.next_multiple_of(HUGE));
+            // A virtual machine's host may have to find memory for the first touch: that is not measured.
+            drop(AnonHeap::new().allocate(len)?);
+            let begin = Instant::now();
+            drop(heap.reserve(len)?.populate()?);
+            let touched = begin.elapsed();
+            Ok::<_, Failure>((touched, inner.fill(&heap, &files, job, &[], progress)?.filled.report.wall))
+        })??;
+        drop(memory);
+        dict.set_item("bytes", total)?;
+        dict.set_item("read", total as f64 / read.as_secs_f64())?;
+        dict.set_item("first_touch", total as f64 / touched.as_secs_f64())?;
+        Ok(dict)
+    }
+
     /// Returns a report of the reads so far.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let reads = self.inner.reads.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -442,7 +506,7 @@ impl Files {
         Ok(dict)
     }
 
-    /// Refuses everything from now on. Tensors keep their memory.
+    /// Refuses everything from now on, and ends reads in flight. Tensors keep their memory.
     fn close(&self) {
         self.inner.closed.store(true, Ordering::Relaxed);
     }
@@ -471,7 +535,7 @@ pub(crate) fn alloc_and_read<'py>(
     let options = ReadOptions { mode: mode(direct), ..ReadOptions::default() };
     let read = interrupt::run(py, len, None, |progress| {
         let watch = |event| progress.watch(&event);
-        Read::sources(vec![source]).options(options).job(job).watch(watch).into_memory(&AnonHeap::new())
+        Read::sources(vec![source]).options(options).job(job).watch(watch).into_memory(heap())
     })?;
     let ReadFiles { mut filled, methods } = read.map_err(Failure::from)?;
     let buffer = filled.buffers.pop().ok_or_else(|| Failure::new("Error", "a buffer is missing"))?;
@@ -543,7 +607,7 @@ fn gather(
     let total = runs.len() as u64 * run;
     let charge = inner.budget.take(total.next_multiple_of(PAGE))?;
     let source = inner.files[file].open()?;
-    let buf = AnonHeap::new().allocate(total as usize)?.share();
+    let buf = heap().allocate(total as usize)?.share();
     let mut scratch = Vec::new();
     let (mut first, mut to) = (0, 0);
     while first < runs.len() {

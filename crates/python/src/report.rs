@@ -88,13 +88,6 @@ pub(crate) fn of_load<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("staging_buffers", report.staging.0)?;
     dict.set_item("staging_bytes", report.staging.1)?;
     dict.set_item("transfers", report.transfers)?;
-    if let Some(rates) = report.reference {
-        let reference = PyDict::new(py);
-        reference.set_item("read", rates.read)?;
-        reference.set_item("copy", rates.copy)?;
-        reference.set_item("first_touch", rates.first_touch)?;
-        dict.set_item("reference", reference)?;
-    }
     Ok(dict)
 }
 

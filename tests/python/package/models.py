@@ -1,6 +1,7 @@
 """Model files for the tests of the package."""
 
 import json
+import os
 import random
 import struct
 from pathlib import Path
@@ -45,3 +46,13 @@ def random_tensors(seed=1):
                 data = bytes(byte & 1 for byte in data)
             tensors[f"{dtype}.{kind}"] = (dtype, shape, data)
     return tensors
+
+
+def sparse_model(path, size):
+    """A file of one tensor of zeroes, "t", which takes no space on the disk."""
+    write_model(path, {"t": ("U8", [size], b"")})
+    text = path.read_bytes()[8:].replace(b'"data_offsets": [0, 0]', b'"data_offsets": [0, %d]' % size)
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + size)
+    return str(path)

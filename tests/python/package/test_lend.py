@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
-from package.models import DTYPES, write_model
+from package.models import DTYPES, sparse_model, write_model
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 
@@ -232,13 +232,7 @@ def test_a_file_that_was_replaced_is_refused(tmp_path):
 
 def test_ctrl_c_ends_a_load(tmp_path):
     """The file is sparse and large, so that the load takes seconds."""
-    path = tmp_path / "sparse.safetensors"
-    size = 3 << 30
-    write_model(path, {"t": ("U8", [size], b"")})
-    text = path.read_bytes()[8:].replace(b'"data_offsets": [0, 0]', b'"data_offsets": [0, %d]' % size)
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + size)
+    path = sparse_model(tmp_path / "sparse.safetensors", 3 << 30)
     program = """
         import sys, threading, time, dmalane
         print("ready", flush=True)
@@ -264,6 +258,52 @@ def test_ctrl_c_ends_a_load(tmp_path):
             assert process.wait(20) == 0
         # 200 ms on a machine with little else to do; the bound here only tells apart one that waits for the load.
         assert ended - sent < 2, call
+
+
+def test_closing_ends_the_reads_of_other_threads(tmp_path):
+    f = dmalane.safe_open(sparse_model(tmp_path / "sparse.safetensors", 3 << 30), "bytes", direct=False)
+    failures = []
+
+    def read():
+        try:
+            f._files.read([("t", 0, 1 << 30, 0)], 1 << 30)
+            f._files.read([("t", 0, 1 << 30, 0)], 1 << 30)
+        except dmalane.Error as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    time.sleep(0.1)
+    f.close()
+    thread.join()
+    assert [type(error) for error in failures] in ([dmalane.CancelledError], [dmalane.ClosedError])
+
+
+def test_memory_that_is_used_again_shows_nothing_of_before(tmp_path):
+    size = 500_001
+    path = write_model(tmp_path / "ones.safetensors", {"t": ("U8", [size], b"\xff" * size)})
+    with dmalane.safe_open(path, "bytes") as f:
+        recycled = 0
+        for _ in range(20):
+            assert bytes(f.get_tensor("t")) == b"\xff" * size
+            buffer = bytes(f._files.read([("t", 0, 100, 4096), ("t", 7, 9, 9000)], size))
+            assert buffer.count(0) == size - 102 and buffer[4096:4196] + buffer[9000:9002] == b"\xff" * 102
+            assert bytes(f._files.read([], size)) == bytes(size)
+            recycled = f.report()["recycled"]
+        assert recycled, "nothing was used again"
+
+
+def test_a_report_has_reference_rates(model, large):
+    for path, limit in ((large, None), (model[0], None), (large, "6MiB")):
+        with dmalane.safe_open(path, "bytes", memory_limit=limit) as f:
+            f.get_tensor(next(iter(f)))
+            assert "reference" not in f.report()
+            reference = f.report(reference=True)["reference"]
+            size = os.path.getsize(path)
+            assert reference["bytes"] == (size if limit is None else 6 << 20) and f.report()["memory_used"] == 0
+            assert reference["read"] > 0 and reference["first_touch"] > 0
+    with dmalane.safe_open(large, "bytes", memory_limit=1) as f:
+        assert f.report(reference=True)["reference"] == {}
 
 
 def test_64_threads_share_an_open_model(model):
