@@ -27,6 +27,15 @@ impl fmt::Display for NamedAddr {
     }
 }
 
+/// A length in a message; nothing where the start alone is wrong.
+struct Length(u64);
+
+impl fmt::Display for Length {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == 0 { Ok(()) } else { write!(f, ", length {:#x}", self.0) }
+    }
+}
+
 /// Why a page table refused. The table is as it was before the call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -38,7 +47,7 @@ pub enum Error {
         at: NamedAddr,
     },
     /// A start or a length that is not a multiple of the format's granule.
-    #[error("{at}, length {len:#x}: not a multiple of {granule}")]
+    #[error("{at}{}: not a multiple of {granule}", Length(*len))]
     Misaligned {
         /// Where the range starts, input or output.
         at: NamedAddr,
@@ -48,7 +57,7 @@ pub enum Error {
         granule: PageSize,
     },
     /// Input addresses beyond [`Format::INPUT_BITS`](crate::Format::INPUT_BITS).
-    #[error("{at}, length {len:#x}: beyond {bits} bits of input address")]
+    #[error("{at}{}: beyond {bits} bits of input address", Length(*len))]
     InputRange {
         /// Where the range starts, or where the call had come to.
         at: NamedAddr,
@@ -131,4 +140,18 @@ pub enum Error {
         /// The table's address.
         at: NamedAddr,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dmalane_addr::Iova;
+
+    #[test]
+    fn a_start_that_is_wrong_has_no_length() {
+        let at = NamedAddr::of(Iova::new(0x1001));
+        let said = |len| alloc::format!("{}", Error::Misaligned { at, len, granule: PageSize::SIZE_4K });
+        assert!(said(0).contains("0x1001: not a multiple of 4 KiB"), "{}", said(0));
+        assert!(said(0x2000).contains("0x1001, length 0x2000: not"), "{}", said(0x2000));
+    }
 }

@@ -345,7 +345,7 @@ fn every_error_and_operation_is_documented() {
     }
 }
 
-/// A batch as long as the seed's, and of several faults the first.
+/// A batch as long as the longest of the posted patch, and of several faults the first.
 #[test]
 fn long_batches_and_their_first_fault() {
     const BINDS: u64 = 99_999;
