@@ -193,7 +193,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Panics
     /// With debug assertions, when one of this does not hold.
-    #[inline]
+    #[inline(always)] // as `map_page`
     pub fn map_free(&mut self, at: I, to: O, access: Access) -> bool {
         debug_assert!(at.bits() < input_len::<F>() && at.is_aligned(F::GRANULE) && to.bits() & not_a_page::<F>() == 0);
         let Some(table) = self.last_table(at.bits()) else { return false };
@@ -297,8 +297,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline]
     pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {
         let level = F::LEVELS - 1;
-        let known = !T::SHARED && self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
-        if known || self.seek(at) { Some(self.cursor.path[level as usize]) } else { None }
+        let there = !T::SHARED && self.cursor.level == level;
+        let found = if there && same_table::<F>(at, self.cursor.at, level) {
+            true
+        } else if there && same_table::<F>(at, self.cursor.at, level - 1) {
+            // Near by nothing need be counted at run time, and no call is made.
+            (self.cursor.at, self.cursor.level) = (at, level - 1);
+            self.descend(at, level - 1)
+        } else {
+            self.seek(at)
+        };
+        if found { Some(self.cursor.path[level as usize]) } else { None }
     }
 
     /// True when the cursor has come to the last level.
@@ -307,11 +316,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let last = F::LEVELS - 1;
         if T::SHARED {
             self.cursor.forget(); // another handle may have unlinked what it knows
-        } else if self.cursor.level == last && same_table::<F>(at, self.cursor.at, last - 1) {
-            // Near by, where nothing need be counted at run time.
-            self.cursor.at = at;
-            self.cursor.level = last - 1;
-            return self.descend(at, last - 1);
         }
         self.cursor.level = self.cursor.common_level::<F>(at);
         self.cursor.at = at;
@@ -963,9 +967,8 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
             let Ok(extent) = checked::<F, O>(segment) else { break Some(segment) };
             let i = end - entries.len();
             let count = (extent.len >> shift::<F>(page.level)) as usize;
-            let simple = count <= entries.len().min(LONG)
-                && !may_start_group::<F>(i, extent.out)
-                && run_of_pages::<F>(i, extent) == count;
+            let simple =
+                count <= entries.len() && !may_start_group::<F>(i, extent.out) && run_of_pages::<F>(i, extent) == count;
             if !simple || write_pages::<F>(&mut entries[..count], extent.out, template, BLANK).is_err() {
                 break Some(segment);
             }

@@ -353,13 +353,6 @@ macro_rules! words_of_pool {
             pool.zero_words_but(table, written);
         }
 
-        #[inline]
-        fn load(&self, table: A, index: usize) -> u64 {
-            let $tables = self;
-            let pool: &TablePool<'_, A> = $pool;
-            pool.load(table, index)
-        }
-
         #[inline(always)]
         fn loader(&self) -> impl Fn(A, usize) -> u64 {
             let $tables = self;
@@ -415,6 +408,14 @@ impl<A: Address> Tables for &mut TablePool<'_, A> {
     type Addr = A;
 
     words_of_pool!(|pool| &**pool);
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn load(&self, table: A, index: usize) -> u64 {
+        // Relaxed: nobody else writes tables. Behind an acquire load the compiler would read base and words again.
+        self.words[self.position(table, index)].load(Ordering::Relaxed)
+    }
 
     fn prepare(&mut self, shape: TableShape) -> bool {
         (&**self).prepare(shape)
@@ -530,6 +531,11 @@ impl<A: Address> Tables for Stock<'_, A> {
     }
 
     words_of_pool!(|stock| stock.pool);
+
+    #[inline]
+    fn load(&self, table: A, index: usize) -> u64 {
+        self.pool.load(table, index)
+    }
 
     fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64> {
         self.pool.install(table, index, entry)

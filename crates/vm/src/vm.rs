@@ -143,7 +143,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     ///
     /// # Errors
     /// As of [`plan`](Self::plan). The VM is then as it was.
-    #[inline]
+    #[inline(always)] // the short way: its caller keeps in registers what it gives
     pub fn bind(
         &mut self,
         va: DeviceVa,

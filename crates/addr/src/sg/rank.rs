@@ -130,7 +130,7 @@ impl<D: Delta> Rank<D> {
     }
 
     /// The address of the byte at `offset`, which lies within the buffer.
-    #[inline]
+    #[inline(always)] // a few instructions for each page that is bound
     pub(super) fn address(&self, offset: u64, shift: u32) -> Option<u64> {
         let page = (offset >> shift) as u32;
         let block = self.blocks.get((page / 64) as usize)?;
