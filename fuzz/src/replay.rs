@@ -1,5 +1,5 @@
-//! Runs the seeds of a fuzz target, then seeds with random changes until the time is over: `replay TARGET SECONDS`, in
-//! the root of the repository. The input that runs lies in `fuzz/artifacts/TARGET/running` and stays there after a
+//! Runs the seeds of a fuzz target, then seeds with random changes for so long: `replay TARGET SECONDS`, in the root of
+//! the repository. The input that runs lies in `fuzz/artifacts/TARGET/running` and stays there after a
 //! panic. Without coverage it explores less than `scripts/fuzz`, and needs no special build.
 
 use std::fs::{self, File};
@@ -31,13 +31,14 @@ fn main() -> ExitCode {
         target(input);
     };
 
-    let deadline = Instant::now() + Duration::from_secs(seconds);
     let seeds = fs::read_dir(Path::new("fuzz/seeds").join(name)).expect("a folder of seeds");
     let mut seeds: Vec<_> = seeds.map(|entry| entry.expect("an entry").path()).collect();
     seeds.sort();
     let seeds: Vec<Vec<u8>> = seeds.iter().map(|path| fs::read(path).expect("a seed")).collect();
     assert!(!seeds.is_empty(), "no seeds of {name}");
     seeds.iter().for_each(|seed| run(seed));
+    // From here on: seeds may take as long.
+    let deadline = Instant::now() + Duration::from_secs(seconds);
     let mut random = Random(1);
     let mut changed = 0u64;
     while Instant::now() < deadline {
