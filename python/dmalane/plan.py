@@ -421,8 +421,8 @@ def _exchange(
             reader = dist.get_global_rank(group or dist.group.WORLD, share.reader)
             _done(dist.broadcast(flat[at : at + size], reader, group=group, async_op=True))
         if (shape := share.shape_of(rank)) is not None:
-            dtype = types[share.name]
-            yield share.name, flat[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            part = flat[at : at + size] if size else torch.empty(0, dtype=torch.uint8, device=device)
+            yield share.name, part.view(types[share.name]).view(shape)
 
 
 __all__ = ["Only", "Replicate", "Shard", "chunks", "tensor_parallel", "tensors"]

@@ -74,6 +74,15 @@ def test_numpy_types_are_those_of_safetensors_numpy(tmp_path):
         ours[name][...] = array
 
 
+def test_a_real_model_is_that_of_safetensors_numpy(minilm):
+    from safetensors.numpy import load_file
+
+    theirs, ours = load_file(minilm), dmalane.load_file(minilm)
+    assert theirs.keys() == ours.keys() and len(ours) > 100
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype and np.array_equal(ours[name], array), name
+
+
 def test_ml_dtypes_are_used_where_they_are(model):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     path, tensors = model

@@ -121,7 +121,24 @@ path, rank, world, store, mode, verify = *sys.argv[1:6], sys.argv[6] or None
 rank, world = int(rank), int(world)
 if rank == 1 and mode.endswith("-manifest"):
     verify = None if mode == "no-manifest" else "lost"
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+backend = "gloo"
+if mode == "backend":
+    # Another name, and what NCCL would refuse: tensors that are elsewhere than the plan's device, or in pieces.
+    backend = "mine"
+    group = lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout)
+    dist.Backend.register_backend(backend, group, devices=["cpu"])
+    class Strict(torch.overrides.TorchFunctionMode):
+        made = moved = 0
+        def __torch_function__(self, of, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if of in (torch.tensor, torch.empty, torch.zeros, torch.ones):
+                assert str(kwargs.get("device")) == "cpu", (of, args, kwargs)
+                self.made += 1
+            if getattr(of, "__module__", "") == "torch.distributed.distributed_c10d":
+                assert all(one.is_contiguous() for one in args if isinstance(one, torch.Tensor))
+                self.moved += 1
+            return of(*args, **kwargs)
+dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
 whole = dmalane.torch.load_file(path)
 same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous() and (
     a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)))
@@ -145,7 +162,12 @@ try:
         "only.1": Only(world - 1), "pair.*": Only(0, world - 1), "odd.*": Shard(1), "F4.matrix": Shard(1),
         "overlap": Shard(0, tuple((max(0, 10 * r - 3), 10 * r + 10) for r in range(world))),
     }
-    mine = dmalane.torch.load_file(path, plan=plan, verify=verify)
+    if mode == "backend":
+        with Strict() as strict:
+            mine = dmalane.torch.load_file(path, plan=plan, verify=verify)
+        assert strict.made > 3 and strict.moved > 3, (strict.made, strict.moved)
+    else:
+        mine = dmalane.torch.load_file(path, plan=plan, verify=verify)
 except (OSError, RuntimeError, ValueError, dmalane.Error) as error:
     print(json.dumps({"error": str(error)}))
     sys.exit()
@@ -179,7 +201,7 @@ dist.destroy_process_group()
 
 
 def run_ranks(path, world, tmp_path, mode, verify=""):
-    store = tmp_path / f"store-{mode}-{world}"
+    store = tmp_path / f"store-{mode}-{world}-{bool(verify)}"
     words = [str(path), None, str(world), str(store), mode, str(verify)]
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, words[0], str(rank), *words[2:]],
@@ -222,6 +244,13 @@ def test_slices_are_those_of_the_whole_tensors_and_bytes_are_read_once(sharded, 
     assert read <= 1.02 * size, (read, size)
     # Every rank reads a fair part.
     assert max(report["read"] for report in reports) <= 1.3 * read / world
+
+
+def test_a_backend_of_another_name_does_the_same(sharded, tmp_path):
+    manifest = tmp_path / "manifest"
+    manifest.write_text(json.dumps(dmalane.manifest(sharded)))
+    for verify in ("", manifest):
+        run_ranks(sharded, 2, tmp_path, "backend", verify)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -68,3 +68,29 @@ def test_shared_memory_is_not_saved_twice(tmp_path):
         dmalane.torch.save_file({"a": tensor, "b": tensor}, tmp_path / "m")
     with pytest.raises(ValueError, match="contiguous"):
         dmalane.torch.save_file({"a": torch.zeros(4, 5).T}, tmp_path / "m")
+
+
+def test_a_real_model_gives_the_embeddings_that_it_gives_with_safetensors(minilm):
+    """And the line of the guide by which transformers takes our tensors."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from safetensors.torch import load_file
+
+    config = transformers.BertConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522,
+    )  # fmt: skip
+    words = torch.arange(2000, 2096).reshape(4, 24)
+
+    def embeddings(weights, seed):
+        # What the weights leave out would be random, and differ.
+        torch.manual_seed(seed)
+        model = transformers.BertModel.from_pretrained(None, config=config, state_dict=weights).eval()
+        with torch.no_grad():
+            return torch.nn.functional.normalize(model(words).last_hidden_state.mean(1))
+
+    ours, theirs = dmalane.torch.load_file(minilm), load_file(minilm)
+    assert ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in theirs)
+    found = embeddings(ours, 1)
+    assert torch.equal(found, embeddings(theirs, 2)) and torch.allclose(found.norm(dim=1), torch.ones(4))
+    name = "encoder.layer.3.output.dense.weight"
+    ours[name] = ours[name].flip(0)
+    assert not torch.equal(found, embeddings(ours, 3)), "the embeddings depend on the weights"
