@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_card::{Card, CardQueue, CompletionEntry, Error, regs};
+use dmalane_card::{Card, CardDevice, CardQueue, CardUse, CompletionEntry, Error, regs};
+use dmalane_device::Device;
 use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Queue, Refusal, Registered, drain};
 use dmalane_sim::fuzzing::{fuzz_driver, fuzz_ring};
@@ -145,6 +146,21 @@ fn the_driver_believes_no_impossible_register() {
         assert!(matches!(lie(&lies), Some(Error::BadCapability { .. })), "{lies:x?}");
     }
     assert!(matches!(lie(&[(regs::CONTROL, 1)]), Some(Error::Timeout { .. })), "never done with its reset");
+}
+
+/// A card whose longest memory is what page tables need at least has no room for anything else.
+#[test]
+fn a_card_too_small_for_page_tables_is_refused() {
+    let opened = |ddr: u32| {
+        let bus = Liar::new();
+        let half = (regs::HBM_HALF, 4096);
+        bus.lies.lock().unwrap().extend([(regs::DDR_LEN, ddr), (regs::HBM_LEN, 8192), half]);
+        CardDevice::open(bus, CardUse::default()).map(|device| device.regions()[0].span.len())
+    };
+    for ddr in [64 << 10, 128 << 10] {
+        assert!(matches!(opened(ddr), Err(Error::TooSmall { needed: 0x2_0000 })), "{ddr}");
+    }
+    assert_eq!(opened(132 << 10).unwrap(), 4096);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod card;
 mod conformance;
+mod device;
 mod hostile;
 mod queue;
 mod raw;
