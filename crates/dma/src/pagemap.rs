@@ -107,6 +107,15 @@ mod tests {
     use crate::{AnonHeap, Heap, PageKind};
 
     #[test]
+    fn an_entry_says_where_its_page_is() {
+        let of = |bits| (PageEntry(bits).is_present(), PageEntry(bits).is_swapped(), PageEntry(bits).frame());
+        assert_eq!(of(0), (false, false, None));
+        assert_eq!(of(1 << 63), (true, false, None), "without CAP_SYS_ADMIN");
+        assert_eq!(of(1 << 63 | 1 << 61 | 1 << 55 | 5), (true, false, Some(PhysAddr::new(5 * page()))));
+        assert_eq!(of(1 << 62 | 5), (false, true, None));
+    }
+
+    #[test]
     fn finds_the_physical_runs_of_a_buffer() {
         let buf = AnonHeap::starting_at(PageKind::Transparent).allocate(4 << 20).unwrap().share();
         match physical_runs(&buf) {

@@ -177,6 +177,19 @@ mod tests {
     }
 
     #[test]
+    fn bytes_are_copied_within_a_slice_only() {
+        let (first, mut second) = AnonHeap::new().allocate(4096).unwrap().share().into_slice().split_at(4000).unwrap();
+        assert_eq!(second.write(90, b"within"), Some(()));
+        let mut bytes = [0; 6];
+        assert_eq!((second.read(90, &mut bytes), &bytes), (Some(()), b"within"));
+        assert_eq!((second.read(91, &mut bytes), second.write(91, b"beyond")), (None, None));
+        let whole = first.join(second).unwrap();
+        assert_eq!((whole.read(4090, &mut bytes), &bytes), (Some(()), b"within"));
+        let (empty, rest) = whole.split_at(0).unwrap();
+        assert_eq!((empty.is_empty(), rest.is_empty()), (true, false));
+    }
+
+    #[test]
     fn bytes_are_borrowed_only_while_no_device_can_write() {
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         let reference = buf.reference();
