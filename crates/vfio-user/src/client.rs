@@ -547,6 +547,31 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_answers_in_drops_times_out() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let device = std::thread::spawn(move || {
+            let Some(request) = receive(&mut theirs).unwrap() else { return };
+            let mut answer = Vec::new();
+            for half in [request.id, request.command] {
+                answer.extend(half.to_le_bytes());
+            }
+            for word in [16 + 4, REPLY, 0, 0] {
+                answer.extend(word.to_le_bytes());
+            }
+            // Each in time, all of them not.
+            for byte in answer {
+                std::thread::sleep(SHORT / 4);
+                if std::io::Write::write_all(&mut theirs, &[byte]).is_err() {
+                    return;
+                }
+            }
+        });
+        let error = Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err();
+        assert!(matches!(error, Error::Unanswered { .. }), "{error}");
+        device.join().unwrap();
+    }
+
+    #[test]
     fn a_device_that_answers_late_loses_its_mappings() {
         use dmalane_dma::{Heap, MemfdHeap, PageKind};
         let (ours, theirs) = UnixStream::pair().unwrap();

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Instant;
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -118,11 +119,22 @@ fn malformed(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// Receives the next message; `None` when the other side has closed the socket between two messages.
+/// An error where a message that comes in pieces has taken longer since `began` than the stream may be read. The kernel
+/// knows a timeout for each piece only.
+fn in_time(stream: &UnixStream, began: Instant) -> io::Result<()> {
+    match stream.read_timeout()? {
+        Some(timeout) if began.elapsed() > timeout => Err(io::ErrorKind::TimedOut.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Receives the next message; `None` when the other side has closed the socket between two messages. Waits for at most
+/// twice the read timeout of the stream.
 ///
 /// # Errors
-/// `InvalidData` for a malformed message; the socket's.
+/// `InvalidData` for a malformed message; `TimedOut` for one in pieces that takes too long; the socket's.
 pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
+    let began = Instant::now();
     let mut header = [0; HEADER];
     let mut fds = Vec::new();
     let mut received = 0;
@@ -149,8 +161,10 @@ pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
         match n {
             0 if received == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            n if received + n == HEADER => break,
             n => received += n,
         }
+        in_time(stream, began)?;
     }
     let fields = &mut Fields(&header);
     let truncated = || malformed("truncated header");
@@ -162,7 +176,17 @@ pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
         return Err(malformed("message length out of range"));
     }
     let mut body = vec![0; len - HEADER];
-    stream.read_exact(&mut body)?;
+    let mut rest = &mut body[..];
+    while !rest.is_empty() {
+        match stream.read(rest) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) if n == rest.len() => break,
+            Ok(n) => rest = &mut rest[n..],
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+        in_time(stream, began)?;
+    }
     Ok(Some(Message { id, command, flags, error, body, fds }))
 }
 

@@ -84,11 +84,14 @@ impl Device<'_> {
             if self.stream.read_exact(&mut body).is_err() {
                 return;
             }
-            self.answer(half(0), half(2), &body);
+            if !self.answer(half(0), half(2), &body) {
+                return;
+            }
         }
     }
 
-    fn answer(&mut self, id: u16, command: u16, request: &[u8]) {
+    /// False for an answer after which the client would wait for more, until it gives up after ten seconds.
+    fn answer(&mut self, id: u16, command: u16, request: &[u8]) -> bool {
         let Self { input, stream, files } = self;
         let how = input.u8();
         let words = |list: &[u32]| list.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>();
@@ -145,5 +148,6 @@ impl Device<'_> {
         message.extend(words(&[if how == 0xff { input.u32() } else { len }, flags, error]));
         message.extend(body);
         send(&*stream, &message, &fds);
+        how != 0xff
     }
 }
