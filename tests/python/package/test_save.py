@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +117,11 @@ def test_stubs_name_what_there_is():
             own = {member for member in vars(getattr(native, name)) if not member.startswith("__")}
             assert own == {member for member in members if not member.startswith("__")}, name
     assert all(hasattr(dmalane, name) for name in dmalane.__all__)
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this interpreter has its lock")
+def test_the_module_leaves_the_interpreter_without_its_lock():
+    """Python takes the lock back when it imports a module that does not say that it needs none, and warns."""
+    program = "import sys, dmalane; assert 'numpy' not in sys.modules; print(sys._is_gil_enabled())"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n", done.stderr
