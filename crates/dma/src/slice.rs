@@ -187,6 +187,8 @@ mod tests {
         assert_eq!((whole.read(4090, &mut bytes), &bytes), (Some(()), b"within"));
         let (empty, rest) = whole.split_at(0).unwrap();
         assert_eq!((empty.is_empty(), rest.is_empty()), (true, false));
+        let (all, nothing) = rest.split_at(4096).unwrap();
+        assert_eq!((all.len(), nothing.len()), (4096, 0));
     }
 
     #[test]

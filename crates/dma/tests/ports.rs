@@ -1,14 +1,15 @@
 //! What the ports give to those who implement and use them: registrations, register files, memory seen by a device.
 
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{
-    AnonHeap, BufferRef, BufferSlice, CopyHint, DeviceMem, DmaFault, Error, FaultReason, Heap, HeldMem, Mapping,
-    MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf, Undo, VolatileSlice,
+    AnonHeap, BufferRef, BufferSlice, CopyHint, DeviceMem, DmaFault, Error, FaultReason, FileMapping, Heap, HeldMem,
+    Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf, Undo, VolatileSlice,
 };
 
 const PAGE: usize = 4096;
@@ -97,6 +98,11 @@ fn accesses_of_a_device_are_made_of_stretches() {
         assert_eq!(memory.hold().compare(at(30), with).unwrap(), Some(differs));
         byte.write(&[expected[differs]]);
     }
+    // Of more bytes than are compared at a time.
+    let long = (buffer(3 * PAGE), buffer(3 * PAGE));
+    assert_eq!(long.0.view().first_difference(long.1.view()), None);
+    long.0.view().sub(2 * PAGE + 9, 1).unwrap().write(&[255]);
+    assert_eq!(long.0.view().first_difference(long.1.view()), Some(2 * PAGE + 9));
     // Writes, of bytes and of memory; what is beside them stays.
     let written: Vec<u8> = (0..350).map(|i| !(i as u8)).collect();
     let all = |memory: &Stretches| {
@@ -234,6 +240,18 @@ fn a_reference_says_where_the_memory_is() {
         let refused = reference.check_pages(&range, PAGE);
         assert!(matches!(refused, Err(Error::BadRange { len: 8192, .. })), "{range:?}");
     }
+}
+
+#[test]
+fn a_mapping_of_a_file_goes_with_its_value() {
+    let name = format!("ports-{}", std::process::id());
+    let file = rustix::fs::memfd_create(&name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 8192).unwrap();
+    let mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains(&name);
+    let mapping = FileMapping::new(file.as_fd(), 0..8192).unwrap();
+    assert!(mapped());
+    drop(mapping);
+    assert!(!mapped());
 }
 
 #[test]
