@@ -98,11 +98,15 @@ fn accesses_of_a_device_are_made_of_stretches() {
         assert_eq!(memory.hold().compare(at(30), with).unwrap(), Some(differs));
         byte.write(&[expected[differs]]);
     }
-    // Of more bytes than are compared at a time.
-    let long = (buffer(3 * PAGE), buffer(3 * PAGE));
-    assert_eq!(long.0.view().first_difference(long.1.view()), None);
-    long.0.view().sub(2 * PAGE + 9, 1).unwrap().write(&[255]);
-    assert_eq!(long.0.view().first_difference(long.1.view()), Some(2 * PAGE + 9));
+    // Of more bytes than are compared at a time, and no multiple of these.
+    let long = [buffer(3 * PAGE), buffer(3 * PAGE)];
+    let difference = || {
+        let [one, two] = [0, 1].map(|i: usize| long[i].view().sub(0, 2 * PAGE + 10).unwrap());
+        one.first_difference(two)
+    };
+    assert_eq!(difference(), None);
+    long[0].view().sub(2 * PAGE + 9, 1).unwrap().write(&[255]);
+    assert_eq!(difference(), Some(2 * PAGE + 9));
     // Writes, of bytes and of memory; what is beside them stays.
     let written: Vec<u8> = (0..350).map(|i| !(i as u8)).collect();
     let all = |memory: &Stretches| {
@@ -257,14 +261,15 @@ fn a_mapping_of_a_file_goes_with_its_value() {
 #[test]
 fn mappings_say_where_slices_are_and_undo_themselves() {
     let bus = Bus::new();
-    let (one, two) = (buffer(3 * PAGE), buffer(2 * PAGE));
-    let list = vec![bus.pin_range(&one.reference(), PAGE..3 * PAGE).unwrap(), bus.pin(&two.reference()).unwrap()];
+    let (one, two, three) = (buffer(3 * PAGE), buffer(2 * PAGE), buffer(PAGE));
+    let pinned = |buf: &SharedBuf| bus.pin(&buf.reference()).unwrap();
+    let list = vec![bus.pin_range(&one.reference(), PAGE..3 * PAGE).unwrap(), pinned(&two), pinned(&three)];
     assert_eq!((list[0].range(), list[1].range()), (PAGE..3 * PAGE, 0..2 * PAGE));
     assert_eq!(list[0].pages().unwrap().segments().map(|s| s.len).sum::<u64>(), 2 * PAGE as u64);
     assert!(list[0].reference().same_memory(&one.reference()));
     let mapping = bus.map_list(list, Access::RW).unwrap();
     assert!(bus.owns(&mapping) && !Bus::new().owns(&mapping));
-    assert_eq!((mapping.span().len(), mapping.access()), (4 * PAGE as u64, Access::RW));
+    assert_eq!((mapping.span().len(), mapping.access()), (5 * PAGE as u64, Access::RW));
     let base = mapping.span().first().bits();
     let place = |slice: &BufferSlice| mapping.iova_of(slice).map(|span| (span.first().bits() - base, span.len()));
     // Of the first buffer all but a page.
@@ -278,11 +283,12 @@ fn mappings_say_where_slices_are_and_undo_themselves() {
     let (third, mut fourth) = two.into_slice().split_at(PAGE).unwrap();
     assert_eq!(place(&third), Some((2 * PAGE as u64, PAGE as u64)));
     assert_eq!(place(&fourth), Some((3 * PAGE as u64, PAGE as u64)));
+    assert_eq!(place(&three.into_slice()), Some((4 * PAGE as u64, PAGE as u64)));
     assert_eq!(place(&buffer(PAGE).into_slice()), None);
     assert_eq!(bus.counts(), (0, 0));
     assert!(fourth.with_bytes(|_| ()).is_none(), "the device may write");
     drop(mapping);
-    assert_eq!(bus.counts(), (4 * PAGE as u64, 4 * PAGE as u64));
+    assert_eq!(bus.counts(), (5 * PAGE as u64, 5 * PAGE as u64));
     assert!(fourth.with_bytes(|_| ()).is_some());
 }
 
