@@ -77,6 +77,12 @@ pub trait Format: Copy + Debug + 'static {
     /// 0 when there is none. Counting entries is faster with it.
     const VALID: u64 = 0;
 
+    /// Bits, below the size of a table, in which everything that may stand at the place of a table entry differs from
+    /// one: leaves, nothing, and a table entry that a device has marked. What may differ is the entry less
+    /// [`encode_table`](Self::encode_table) of address 0, which leaves the address of the table and 0 in these and the
+    /// lowest three bits. 0 when it is not that simple. Walks are faster with it.
+    const TABLE_BITS: u64 = 0;
+
     /// True when a leaf can express exactly this access, attributes included. An access that is not
     /// [consistent](Access::is_consistent) is not supported.
     fn supports(access: Access) -> bool;
@@ -246,6 +252,23 @@ pub(crate) fn next_table<F: Format>(level: u32, entry: u64) -> Option<u64> {
         Entry::Table(next) => Some(next),
         _ => None,
     }
+}
+
+/// The same as an offset for [`Tables::loader`](crate::Tables::loader), where `origin` is the base of the tables plus
+/// what an entry of the root has beside an address. A multiple of 8 for an entry that [`Format::encode_table`] gave;
+/// `None` or something else for a leaf and for no entry.
+#[inline(always)]
+pub(crate) fn table_offset<F: Format>(level: u32, entry: u64, origin: u64) -> Option<u64> {
+    let (bits, highest) = (F::encode_table(level, 0), 1 << F::OUTPUT_BITS >> 1);
+    let origin = origin.wrapping_sub(F::encode_table(0, 0));
+    let plain = F::TABLE_BITS != 0 && F::encode_table(level, highest) == highest | bits;
+    if !plain {
+        return Some(next_table::<F>(level, entry)?.wrapping_sub(origin));
+    }
+    let offset = entry.wrapping_sub(origin).wrapping_sub(bits);
+    // The lowest three bits are the business of the loader.
+    let other = F::TABLE_BITS & !7 != 0 && offset & F::TABLE_BITS != 0;
+    if other { None } else { Some(offset) }
 }
 
 /// The size of the smallest leaf but one, or of the table that holds the smallest.

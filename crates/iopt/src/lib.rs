@@ -56,6 +56,7 @@ mod tables;
 mod through;
 mod unmap;
 mod walk;
+mod words;
 
 pub use any::AnyTable;
 pub use error::{Error, NamedAddr};

@@ -14,7 +14,7 @@ use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 
 use crate::format::{
     Kind, MAX_LEVELS, encode_output, encode_template, entries, group_bits, has_groups, index, input_len, leaf_kind,
-    next_table, page_size, same_table, second_size, shift,
+    next_table, page_size, same_table, second_size, shift, table_offset,
 };
 use crate::unmap::{Detach, count_pages};
 use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
@@ -33,23 +33,35 @@ pub(crate) struct Cursor<A> {
     level: u32,
     /// The address that `path` leads to.
     at: u64,
+    /// An address that the last level but one was asked for; `u64::MAX` for none.
+    near: u64,
+    /// The offset of the table there, as [`Tables::loader`] counts. With only two levels it is the root.
+    above: u64,
+    /// An address that the last level was asked for; `u64::MAX` for none.
+    here: u64,
+    /// The table there.
+    last: A,
 }
 
 impl<A: Copy> Cursor<A> {
-    /// Knows nothing but the root, which never changes.
-    pub(crate) fn new(root: A) -> Self {
-        Self { path: [root; MAX_LEVELS], level: 0, at: 0 }
+    /// Knows nothing but the root, which never changes, and its offset.
+    pub(crate) fn new(root: A, offset: u64) -> Self {
+        Self { path: [root; MAX_LEVELS], level: 0, at: 0, near: u64::MAX, above: offset, here: u64::MAX, last: root }
     }
 
     /// Back to that.
     pub(crate) fn forget(&mut self) {
-        self.level = 0;
+        (self.level, self.near, self.here) = (0, u64::MAX, u64::MAX);
     }
 
     /// Forgets the table at `level` that translates `at`, and those below.
     pub(crate) fn leave<F: Format>(&mut self, at: u64, level: u32) {
         if self.level >= level && same_table::<F>(at, self.at, level) {
             self.level = level - 1;
+        }
+        self.here = u64::MAX;
+        if level + 1 < F::LEVELS {
+            self.near = u64::MAX;
         }
     }
 
@@ -180,9 +192,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if at.bits() & beyond != 0 || to.bits() & not_a_page::<F>() != 0 {
             return false;
         }
-        let Some(table) = self.last_table(at.bits()) else { return false };
-        let i = index::<F>(at.bits(), F::LEVELS - 1);
-        self.load(table, i) == 0 && self.put_page(table, i, to, access)
+        let Some(template) = self.page_template(access) else { return false };
+        let Some((table, i, 0)) = self.last_entry(at.bits()) else { return false };
+        self.put_page(table, i, to, template);
+        true
     }
 
     /// Maps a page where the caller knows that nothing is mapped. Both addresses are whole pages within the limits of
@@ -196,21 +209,20 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(always)] // as `map_page`
     pub fn map_free(&mut self, at: I, to: O, access: Access) -> bool {
         debug_assert!(at.bits() < input_len::<F>() && at.is_aligned(F::GRANULE) && to.bits() & not_a_page::<F>() == 0);
+        let Some(template) = self.page_template(access) else { return false };
         let Some(table) = self.last_table(at.bits()) else { return false };
         let i = index::<F>(at.bits(), F::LEVELS - 1);
         debug_assert!(self.load(table, i) == 0, "{at} is mapped");
-        self.put_page(table, i, to, access)
+        self.put_page(table, i, to, template);
+        true
     }
 
-    /// Writes and counts the entry of a page, in a table of the last level; false for an access that the format does
-    /// not support.
+    /// Writes and counts the entry of a page, in a table of the last level.
     #[inline(always)]
-    fn put_page(&mut self, table: T::Addr, i: usize, to: O, access: Access) -> bool {
+    fn put_page(&mut self, table: T::Addr, i: usize, to: O, template: u64) {
         let kind = Kind::single(F::LEVELS - 1);
-        let Some(template) = self.page_template(access) else { return false };
         self.store(table, i, template | encode_output::<F>(kind, to.bits()));
         self.count(kind, 1);
-        true
     }
 
     /// The entry of a page but for its output address; that of the last access asked for is at hand. `None` for an
@@ -293,42 +305,62 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (done, old)
     }
 
-    /// The table of the last level that translates `at`, if there is one. The cursor goes there.
+    /// The table of the last level that translates `at`, if there is one. It is remembered from call to call.
     #[inline]
     pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {
-        let level = F::LEVELS - 1;
-        let there = !T::SHARED && self.cursor.level == level;
-        let found = if there && same_table::<F>(at, self.cursor.at, level) {
-            true
-        } else if there && same_table::<F>(at, self.cursor.at, level - 1) {
-            // Near by nothing need be counted at run time, and no call is made.
-            (self.cursor.at, self.cursor.level) = (at, level - 1);
-            self.descend(at, level - 1)
-        } else {
-            self.seek(at)
-        };
-        if found { Some(self.cursor.path[level as usize]) } else { None }
+        if !T::SHARED && same_table::<F>(at, self.cursor.here, F::LEVELS - 1) {
+            return Some(self.cursor.last);
+        }
+        let table = self.last_offset(at).filter(|table| table.is_multiple_of(8))?;
+        (self.cursor.here, self.cursor.last) = (at, self.table_at(table));
+        Some(self.cursor.last)
     }
 
-    /// True when the cursor has come to the last level.
+    /// The same with the entry for `at`: its index, and what stands there. The table is not remembered: in random order
+    /// nobody can foresee whether it is the same.
+    #[inline(always)]
+    pub(crate) fn last_entry(&mut self, at: u64) -> Option<(T::Addr, usize, u64)> {
+        let (table, i) = (self.last_offset(at)?, index::<F>(at, F::LEVELS - 1));
+        let entry = slots::load_by::<F>(self.tables.loader(), table, i)?;
+        Some((self.table_at(table), i, entry))
+    }
+
+    /// The offset of the table of the last level that translates `at`. Where there is none, this is `None`, or an
+    /// offset that [`Tables::loader`] refuses.
+    /// Of the table above it is remembered where it was the last time.
+    #[inline(always)]
+    fn last_offset(&mut self, at: u64) -> Option<u64> {
+        let level = F::LEVELS - 2;
+        if (T::SHARED || !same_table::<F>(at, self.cursor.near, level)) && !self.seek(at) {
+            return None;
+        }
+        let entry = slots::load_by::<F>(self.tables.loader(), self.cursor.above, index::<F>(at, level))?;
+        table_offset::<F>(level, entry, self.origin).or_else(|| self.marked_table(level, entry))
+    }
+
+    /// Where an entry leads to that is not one that this page table has written. A device may have marked it.
+    #[cold]
+    #[inline(never)]
+    fn marked_table(&self, level: u32, entry: u64) -> Option<u64> {
+        Some(next_table::<F>(level, entry)?.wrapping_sub(self.tables.base()))
+    }
+
+    #[inline]
+    fn table_at(&self, offset: u64) -> T::Addr {
+        T::Addr::new(self.tables.base().wrapping_add(offset))
+    }
+
+    /// Finds the table of the last level but one that translates `at`. False when there is none.
     #[inline(never)]
     fn seek(&mut self, at: u64) -> bool {
-        let last = F::LEVELS - 1;
-        if T::SHARED {
-            self.cursor.forget(); // another handle may have unlinked what it knows
+        let mut table = self.root;
+        for level in 0..F::LEVELS - 2 {
+            match next_table::<F>(level, self.load(table, index::<F>(at, level))) {
+                Some(next) => table = T::Addr::new(next),
+                None => return false,
+            }
         }
-        self.cursor.level = self.cursor.common_level::<F>(at);
-        self.cursor.at = at;
-        (self.cursor.level..last).all(|level| self.descend(at, level))
-    }
-
-    /// Moves the cursor from the table at `level` to the next one, if there is one.
-    #[inline]
-    fn descend(&mut self, at: u64, level: u32) -> bool {
-        let entry = self.load(self.cursor.path[level as usize], index::<F>(at, level));
-        let Some(next) = next_table::<F>(level, entry) else { return false };
-        self.cursor.level = level + 1;
-        self.cursor.path[level as usize + 1] = T::Addr::new(next);
+        (self.cursor.near, self.cursor.above) = (at, table.bits().wrapping_sub(self.tables.base()));
         true
     }
 

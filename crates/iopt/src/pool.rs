@@ -7,6 +7,7 @@ use core::ops::Range;
 use dmalane_addr::Address;
 
 use crate::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::words::word_at;
 use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
@@ -99,14 +100,14 @@ impl<'m, A: Address> TablePool<'m, A> {
     /// The position of one word.
     #[inline]
     fn position(&self, table: A, index: usize) -> usize {
-        position(self.base, table, index)
+        word_at(table.bits().wrapping_sub(self.base.bits()), index)
     }
 
-    /// [`Tables::loader`]. Base and words are copied: behind an acquire load the compiler would read them again.
+    /// [`Tables::loader`]. The words are copied: behind an acquire load the compiler would read them again.
     #[inline(always)]
-    fn load_words(&self) -> impl Fn(A, usize) -> u64 + use<'m, A> {
-        let (base, words) = (self.base, self.words);
-        move |table, index| words[position(base, table, index)].load(Ordering::Acquire)
+    fn load_words(&self, order: Ordering) -> impl Fn(u64, usize) -> Option<u64> + use<'m, A> {
+        let words = self.words;
+        move |table, index| Some(words.get(word_at(table, index))?.load(order))
     }
 
     /// The address of `count` slots that follow each other and are in use from now on.
@@ -188,13 +189,6 @@ impl<'m, A: Address> TablePool<'m, A> {
     }
 }
 
-/// The position of one word, as of heap tables: a walk waits for the address of the table.
-#[inline]
-fn position<A: Address>(base: A, table: A, index: usize) -> usize {
-    let offset = (8 * index as u64).wrapping_sub(base.bits());
-    (table.bits().wrapping_add(offset) / 8) as usize
-}
-
 impl<A: Address> fmt::Debug for TablePool<'_, A> {
     /// Where and how many; not the entries.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -252,9 +246,14 @@ impl<A: Address> Tables for &TablePool<'_, A> {
         self.words[self.position(table, index)].load(Ordering::Acquire)
     }
 
+    #[inline]
+    fn base(&self) -> u64 {
+        self.base.bits()
+    }
+
     #[inline(always)]
-    fn loader(&self) -> impl Fn(A, usize) -> u64 {
-        self.load_words()
+    fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
+        self.load_words(Ordering::Acquire)
     }
 
     /// # Panics
@@ -353,11 +352,16 @@ macro_rules! words_of_pool {
             pool.zero_words_but(table, written);
         }
 
-        #[inline(always)]
-        fn loader(&self) -> impl Fn(A, usize) -> u64 {
+        #[inline]
+        fn base(&self) -> u64 {
             let $tables = self;
-            let pool: &TablePool<'_, A> = $pool;
-            pool.load_words()
+            $pool.base.bits()
+        }
+
+        #[inline(always)]
+        fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
+            let $tables = self;
+            $pool.load_words(if Self::SHARED { Ordering::Acquire } else { Ordering::Relaxed })
         }
 
         #[inline]

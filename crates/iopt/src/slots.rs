@@ -15,17 +15,21 @@ const fn half(index: usize) -> (usize, u32) {
 
 #[inline]
 pub(crate) fn load<F: Format, T: Tables>(tables: &T, table: T::Addr, index: usize) -> u64 {
-    load_by::<F, _>(|table, index| tables.load(table, index), table, index)
+    if F::ENTRY_BYTES == 8 {
+        return tables.load(table, index);
+    }
+    let (word, shift) = half(index);
+    tables.load(table, word) >> shift & u64::from(u32::MAX)
 }
 
 /// The same by a [`Tables::loader`].
 #[inline(always)]
-pub(crate) fn load_by<F: Format, A>(words: impl Fn(A, usize) -> u64, table: A, index: usize) -> u64 {
+pub(crate) fn load_by<F: Format>(words: impl Fn(u64, usize) -> Option<u64>, table: u64, index: usize) -> Option<u64> {
     if F::ENTRY_BYTES == 8 {
         return words(table, index);
     }
     let (word, shift) = half(index);
-    words(table, word) >> shift & u64::from(u32::MAX)
+    Some(words(table, word)? >> shift & u64::from(u32::MAX))
 }
 
 #[inline]

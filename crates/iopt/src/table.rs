@@ -6,7 +6,8 @@ use core::marker::PhantomData;
 use dmalane_addr::{Access, Address, PageSize, Span};
 
 use crate::format::{
-    Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, top_leaf_level,
+    Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, table_offset,
+    top_leaf_level,
 };
 use crate::map::Cursor;
 use crate::{Entry, Error, FlushList, Format, NamedAddr, Register, Runs, TableShape, Tables, slots};
@@ -24,6 +25,8 @@ use crate::{Entry, Error, FlushList, Format, NamedAddr, Register, Runs, TableSha
 pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) tables: T,
     pub(crate) root: T::Addr,
+    /// What is taken off an entry of the root to get the offset of a table, as [`Tables::loader`] counts.
+    pub(crate) origin: u64,
     /// Live leaves, by [`Kind::slot`].
     pub(crate) leaves: [u64; Kind::COUNT],
     /// Tables below the root that were linked, less those that were detached.
@@ -96,11 +99,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     fn at_root(tables: T, root: T::Addr) -> Self {
-        let (cursor, made) = (Cursor::new(root), Vec::new());
+        let offset = root.bits().wrapping_sub(tables.base());
+        let (cursor, made) = (Cursor::new(root, offset), Vec::new());
+        let origin = tables.base().wrapping_add(F::encode_table(0, 0));
         let (witnesses, template) = ([0; 64], (u16::MAX, 0));
         Self {
             tables,
             root,
+            origin,
             leaves: [0; Kind::COUNT],
             linked: 0,
             cursor,
@@ -146,8 +152,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// tables. The list must come from this page table.
     #[inline]
     pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
-        if !list.tables.is_empty() {
-            self.free_detached(list.tables);
+        let FlushList { tables, .. } = list;
+        if !tables.is_empty() {
+            self.free_detached(tables);
         }
     }
 
@@ -186,18 +193,28 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return None;
         }
         let words = self.tables.loader();
-        let load = |table, index| slots::load_by::<F, _>(&words, table, index);
-        let mut table = self.root;
-        // On the way down nothing but the next table is asked for.
+        let load = |table, level| slots::load_by::<F>(&words, table, index::<F>(bits, level));
+        let mut entry = load(table_offset::<F>(0, F::encode_table(0, self.root.bits()), self.origin)?, 0)?;
         for level in 0..F::LEVELS - 1 {
-            let entry = load(table, index::<F>(bits, level));
-            match next_table::<F>(level, entry) {
-                Some(next) => table = T::Addr::new(next),
-                None => return ask(level, entry),
-            }
+            // Most entries lead to the next table: whether this one does is not asked apart from where that is.
+            entry = match table_offset::<F>(level, entry, self.origin).and_then(|table| load(table, level + 1)) {
+                Some(entry) => entry,
+                None => match ask(level, entry) {
+                    None => self.entry_below(level, entry, bits)?,
+                    found => return found,
+                },
+            };
         }
-        let level = F::LEVELS - 1;
-        ask(level, load(table, index::<F>(bits, level)))
+        ask(F::LEVELS - 1, entry)
+    }
+
+    /// The entry for `at` in the table that this one links, if it links one: it is not what this page table wrote, but
+    /// a device may have marked it.
+    #[cold]
+    #[inline(never)]
+    fn entry_below(&self, level: u32, entry: u64, at: u64) -> Option<u64> {
+        let table = T::Addr::new(next_table::<F>(level, entry)?);
+        Some(self.load(table, index::<F>(at, level + 1)))
     }
 
     /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf

@@ -9,6 +9,7 @@ use dmalane_addr::{Address, PageSize};
 use crate::Format;
 use crate::chunks::in_chunks;
 use crate::format::entries;
+use crate::words::word_at;
 
 /// The sizes of a format's tables. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -91,11 +92,20 @@ pub trait Tables {
     /// The 64-bit word at `index`. (An entry of a format is a word, or half of one.)
     fn load(&self, table: Self::Addr, index: usize) -> u64;
 
-    /// [`load`](Self::load), with all that it needs at hand: for a walk, which loads one word after another. An
-    /// implementation overrides it to copy what it would otherwise read again for each word.
+    /// The address that [`loader`](Self::loader) counts from, which never changes.
+    #[inline]
+    fn base(&self) -> u64 {
+        0
+    }
+
+    /// [`load`](Self::load) for a walk, which loads one word after another, from the table at [`base`](Self::base) plus
+    /// an offset, modulo 2^64. It gives `None` for an offset that is not a multiple of 8: so a walk may take what
+    /// follows from an entry for an offset before it knows that the entry points to a table.
+    ///
+    /// An implementation overrides it to copy what it would otherwise read again for each word.
     #[inline(always)]
-    fn loader(&self) -> impl Fn(Self::Addr, usize) -> u64 {
-        |table, index| self.load(table, index)
+    fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
+        |table, index| table.is_multiple_of(8).then(|| self.load(Self::Addr::new(table), index))
     }
 
     /// Replaces the word at `index`; a device sees one 64-bit write.
@@ -225,12 +235,10 @@ impl<A: Address> HeapTables<A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
-    /// The position of one word. The terms that do not need the address of the table are added first, since a walk
-    /// waits for that address at each level.
+    /// The position of one word.
     #[inline]
     fn position(&self, table: A, index: usize) -> usize {
-        let offset = (8 * index as u64).wrapping_sub(self.base.bits());
-        (table.bits().wrapping_add(offset) / 8) as usize
+        word_at(table.bits().wrapping_sub(self.base.bits()), index)
     }
 
     /// Words of a table.
@@ -378,6 +386,16 @@ impl<A: Address> Tables for HeapTables<A> {
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
         self.words[self.position(table, index)]
+    }
+
+    #[inline]
+    fn base(&self) -> u64 {
+        self.base.bits()
+    }
+
+    #[inline(always)]
+    fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
+        |table, index| self.words.get(word_at(table, index)).copied()
     }
 
     /// # Panics

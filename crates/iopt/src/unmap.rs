@@ -249,39 +249,39 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if at & !(input_len::<F>() - F::GRANULE.bytes()) != 0 {
             return false;
         }
-        let Some(table) = self.last_table(at) else { return false };
-        let i = index::<F>(at, level);
-        let entry = self.load(table, i);
-        let valid = if F::VALID != 0 { entry & F::VALID != 0 } else { F::decode(level, entry) != Entry::Invalid };
-        if !valid || Kind::of::<F>(level, entry).group {
+        let Some((table, i, entry)) = self.last_entry(at) else { return false };
+        if !is_page::<F>(entry) || Kind::of::<F>(level, entry).group {
             return false;
         }
         if detach == Detach::Emptied && !T::SHARED && !self.has_another(table, i) {
-            return false;
+            return self.clear_unless_last(table, i);
         }
         self.store(table, i, 0);
         self.uncount(level, 1, 0);
         true
     }
 
-    /// True when a table of the last level has a valid entry other than the one at `i`. The entry that answered this
-    /// for one of the last tables is asked again: which one that is does not depend on `i`, so that a processor
-    /// foresees the answer in whatever order pages go.
+    /// True when a table of the last level is known to have a valid entry other than the one at `i`. The entry that
+    /// answered this for one of the last tables is asked again: which one that is does not depend on `i`, so that a
+    /// processor foresees the answer in whatever order pages go.
     #[inline(always)]
-    fn has_another(&mut self, table: T::Addr, i: usize) -> bool {
+    fn has_another(&self, table: T::Addr, i: usize) -> bool {
         let known = usize::from(self.witnesses[self.witness_slot(table)]);
-        known != i && !self.is_invalid(table, F::LEVELS - 1, known) || self.find_another(table, i)
+        known != i && is_page::<F>(self.load(table, known))
     }
 
-    /// The same by a search, from both ends of the table: what is found there goes last when pages go in order.
+    /// Clears the page at `i` of a table of the last level if another one is mapped there. The search for that is from
+    /// both ends of the table: what is found there goes last when pages go in order.
     #[inline(never)]
-    fn find_another(&mut self, table: T::Addr, i: usize) -> bool {
+    fn clear_unless_last(&mut self, table: T::Addr, i: usize) -> bool {
         let level = F::LEVELS - 1;
         let above = || self.find_valid(table, level, i + 1..entries::<F>(level), true);
         let found = self.find_valid(table, level, 0..i, false).or_else(above);
         if let Some(found) = found {
             let slot = self.witness_slot(table);
             self.witnesses[slot] = found as u16; // below 2^13
+            self.store(table, i, 0);
+            self.uncount(level, 1, 0);
         }
         found.is_some()
     }
@@ -634,6 +634,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
         F::decode(level, self.load(table, i)) == Entry::Invalid
     }
+}
+
+/// True for a valid entry of the last level.
+#[inline]
+fn is_page<F: Format>(entry: u64) -> bool {
+    if F::VALID != 0 { entry & F::VALID != 0 } else { F::decode(F::LEVELS - 1, entry) != Entry::Invalid }
 }
 
 /// The number of entries of the last level that are valid, and of members of groups among them.

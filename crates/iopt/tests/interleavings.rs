@@ -24,6 +24,8 @@ use loom::thread;
 
 #[path = "../src/pool.rs"]
 mod pool;
+#[path = "../src/words.rs"]
+mod words;
 
 use pool::{Stock, TablePool};
 

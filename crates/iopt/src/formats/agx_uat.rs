@@ -51,6 +51,7 @@ impl Format for AgxUat {
     const INPUT_BITS: u32 = 39;
     const OUTPUT_BITS: u32 = 48;
     const VALID: u64 = 1;
+    const TABLE_BITS: u64 = TABLE_OR_PAGE;
     const PAGE_SIZES: PageSizes = PageSizes::from_bits(0).with(PageSize::SIZE_16K);
 
     fn supports(access: Access) -> bool {

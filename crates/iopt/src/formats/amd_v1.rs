@@ -88,6 +88,7 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
         bits
     };
     const DIRTY: u64 = 1 << 6;
+    const TABLE_BITS: u64 = NEXT_LEVEL | 1 << 5; // and A, which a device may set in any entry
 
     fn supports(access: Access) -> bool {
         !access.is_empty() && Access::RW.contains(access)

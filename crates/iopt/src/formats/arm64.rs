@@ -94,6 +94,7 @@ impl<S: ArmStage, const G: u32, const I: u32, const C: bool, const O: u32, const
     const INPUT_BITS: u32 = I;
     const OUTPUT_BITS: u32 = O;
     const VALID: u64 = 1;
+    const TABLE_BITS: u64 = TABLE_OR_PAGE;
     const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
     const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
     const DIRTY: u64 = if D { S::DIRTY } else { 0 };

@@ -62,6 +62,7 @@ impl<const L: u32> Format for VtdSecond<L> {
     const PAGE_SIZES: PageSizes =
         PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
     const DIRTY: u64 = 1 << 9;
+    const TABLE_BITS: u64 = LARGE | 1 << 8; // and A, which a device may set in any entry
 
     fn supports(access: Access) -> bool {
         !access.is_empty() && Access::RW.contains(access)

@@ -76,6 +76,7 @@ impl<const L: u32> Format for X86_64<L> {
     const INPUT_BITS: u32 = 12 + 9 * L;
     const OUTPUT_BITS: u32 = 52;
     const VALID: u64 = 1;
+    const TABLE_BITS: u64 = LARGE;
     const PAGE_SIZES: PageSizes =
         PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
     const DIRTY: u64 = DIRTY;

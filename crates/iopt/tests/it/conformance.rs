@@ -625,7 +625,20 @@ fn round_trip<F: Format>(out: u64, access: Access) -> Result<(), TestCaseError> 
         }
         if level + 1 < F::LEVELS {
             let next = out & !(TableShape::of::<F>().table.bytes() - 1);
-            prop_assert_eq!(F::decode(level, F::encode_table(level, next)), Entry::Table(next));
+            let entry = F::encode_table(level, next);
+            prop_assert_eq!(F::decode(level, entry), Entry::Table(next));
+            if F::TABLE_BITS != 0 && F::OUTPUT_BITS <= 52 {
+                prop_assert!(F::TABLE_BITS < TableShape::of::<F>().table.bytes());
+                let base = F::encode_table(level, 0);
+                let differs = |entry: u64| entry.wrapping_sub(base) & (F::TABLE_BITS | 7) != 0;
+                prop_assert!(!differs(entry) || entry.wrapping_sub(base) != next, "{}", F::NAME);
+                prop_assert!(differs(0));
+                let leaf = F::PAGE_SIZES.contains(size).then(|| F::encode_leaf(level, out, access));
+                let member = (bits > 0).then(|| F::encode_member(level, out, access));
+                for leaf in [leaf, member].into_iter().flatten() {
+                    prop_assert!(differs(leaf | F::DIRTY) && differs(leaf & !F::DIRTY), "{} {leaf:#x}", F::NAME);
+                }
+            }
         }
     }
     Ok(())

@@ -8,8 +8,8 @@ use std::rc::Rc;
 use crate::formats::{Failing, MapList, Sizes, leaf_levels, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1, Arm64S1_4k, Arm64S1_16k, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate, TableShape,
-    Tables, WalkFault, Walked, X86_64_4Level, walk,
+    AmdV1, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate,
+    TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64_4Level, walk,
 };
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
@@ -836,4 +836,38 @@ fn lists_of_single_blocks() {
     blocks::<X86_64_4Level>();
     blocks::<Arm64S1_4k>();
     blocks::<Arm64S1<12, 48, true>>();
+}
+
+/// A device marks every entry that it walks through, those of tables too.
+fn marks_in_table_entries<F: Format>(mark: u64) {
+    let (at, to) = (Iova::new(0x12_3456_7000), PhysAddr::new(0x9_8000));
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
+    table.map(at, to, 4096, Access::RW).unwrap();
+    let mut next = table.root();
+    for level in 0..F::LEVELS - 1 {
+        let shift = 12 + 9 * (F::LEVELS - 1 - level);
+        let index = (at.bits() >> shift) as usize & 511;
+        let entry = table.tables().load(next, index);
+        let Entry::Table(below) = F::decode(level, entry) else { panic!("{entry:#x}") };
+        assert_eq!(F::decode(level, entry | mark), Entry::Table(below));
+        table.tables_mut().store(next, index, entry | mark);
+        next = PhysAddr::new(below);
+    }
+    assert_eq!(table.translate(at), Some(to));
+    let beside = Iova::new(at.bits() + 0x20_000); // where entries would be that are off by the mark
+    assert_eq!(table.translate(beside), None);
+    table.map(beside, to, 4096, Access::RW).unwrap();
+    assert_eq!((table.translate(beside), table.linked_tables()), (Some(to), F::LEVELS as usize - 1));
+    for page in [at, beside] {
+        let flush = table.unmap(span(page.bits(), 4096)).unwrap();
+        assert_eq!((flush.bytes(), table.translate(page)), (4096, None));
+        table.free_tables(flush);
+    }
+    assert_eq!(table.tables().in_use(), 1);
+}
+
+#[test]
+fn marked_tables() {
+    marks_in_table_entries::<VtdSecond48>(1 << 8);
+    marks_in_table_entries::<AmdV1<4, false>>(1 << 5);
 }
