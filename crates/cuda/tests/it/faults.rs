@@ -37,7 +37,7 @@ const FORGIVEN: &[&str] = &[
     "cuStreamSynchronize",
 ];
 
-/// What is written.
+/// The bytes that `everything` writes and compares.
 static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| (0..600_000u32).map(|i| (i * 7 + i / 251) as u8).collect());
 
 /// Everything that the crate does, once.
