@@ -140,7 +140,7 @@ mod tests {
         let mut handles = Handles::new();
         let one = bo(1);
         let all: BTreeSet<u32> = (0..1 << SLOT_BITS).map(|_| handles.insert(one.clone()).unwrap()).collect();
-        assert_eq!(all.len(), 1 << SLOT_BITS);
+        assert_eq!((all.len(), handles.len()), (1 << SLOT_BITS, 1 << SLOT_BITS));
         assert_eq!(handles.insert(one.clone()), None);
         handles.remove(*all.first().unwrap()).unwrap();
         assert!(!all.contains(&handles.insert(one).unwrap()));

@@ -240,7 +240,7 @@ impl Slots {
             }
             self.slots.try_reserve(1)?;
             let slots = self.slots.len() + 1;
-            self.idle.try_reserve(slots - self.idle.len())?; // so that a commit need not ask for memory
+            self.idle.try_reserve(slots)?; // so that a commit need not ask for memory
             self.slots.push(slot);
             (slots - 1) as u32
         };

@@ -134,16 +134,12 @@ impl<F: Format> Records<F> {
         let (mut had, mut run, mut slot) = (0, 0, 0);
         for old in words.iter().filter_map(|&word| Record::from_word(word)) {
             if old.slot() != slot {
-                if run > 0 {
-                    gone(slot, run);
-                }
+                gone(slot, run); // at first no pages of null ranges
                 (had, run, slot) = (had + run, 0, old.slot());
             }
             run += 1;
         }
-        if run > 0 {
-            gone(slot, run);
-        }
+        gone(slot, run);
         had + run
     }
 

@@ -118,10 +118,7 @@ impl<F: Format> Records<F> {
         let mask = |from: u32, count: u32| if count == 0 { 0 } else { ALL >> (64 - count) << from };
         let (below, above) = ((3 * below).min(64 - high), (3 * above).min(low));
         let more = mask(high, below) | mask(low - above, above);
-        let new = (old | need | more) & Self::GROUPS;
-        let all = 2 * new.count_ones() > Self::GROUPS.count_ones();
-        let groups = if all { Self::GROUPS } else { new };
-        let (class, groups) = Self::block(groups);
+        let (class, groups) = Self::block((old | need | more) & Self::GROUPS);
         let (from, mut at) = (node.range(), node.at);
         let to = self.words.take(class, self.splits, true)?;
         let mut next = to;

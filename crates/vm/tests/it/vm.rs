@@ -666,6 +666,61 @@ fn a_batch_that_binds_unbinds_and_binds_again() {
     assert_eq!(vm.page_table().tables().heap.in_use(), 1);
 }
 
+/// Unbinds of single pages, which are planned as one, empty a table, which stays for the next.
+#[test]
+fn a_batch_that_empties_a_table_page_by_page_and_binds_again() {
+    let bos = buffers();
+    let mut vm = new_vm::<X86_64_4Level>();
+    let committed = run(&mut vm, (0..512).map(|page| bind(FIRST + page, &bos[1], page, 1, Access::RW)));
+    vm.invalidated(committed);
+    (vm.tables_mut().reserved, vm.tables_mut().allow) = (0, 0);
+    let unbinds = (0..512).map(|page| BindRequest::Unbind(span(FIRST + page, 1)));
+    let committed = run(&mut vm, unbinds.chain([bind(FIRST + 7, &bos[1], 0, 1, Access::RW)]));
+    vm.invalidated(committed);
+    assert_eq!(bindings(&vm), [(FIRST + 7, 1, 1, 0, Access::RW)]);
+}
+
+/// Pages bound one by one are checked as others are, also where nothing else has to be planned for them.
+#[test]
+fn single_pages_are_refused_as_others_are() {
+    let bos = buffers();
+    let mut vm = new_vm::<X86_64_4Level>();
+    for page in 0..4 {
+        let committed = vm.bind(va(FIRST + page), &bos[0], page * PAGE, PAGE, Access::RW).unwrap();
+        vm.invalidated(committed);
+    }
+    let mut refused =
+        |at, offset| vm.bind(DeviceVa::new((FIRST + 4) * PAGE + at), &bos[0], offset, PAGE, Access::RW).unwrap_err();
+    assert!(matches!(refused(8, 0), Error::Misaligned { .. }));
+    assert!(matches!(refused(0, 8), Error::MisalignedOffset { .. }));
+    assert!(matches!(refused(8, 8), Error::Misaligned { .. }));
+    // Page after page of a buffer that ends within one.
+    let odd = [Segment { addr: CardAddr::new(1 << 30), len: 2 * PAGE + 512 }];
+    let odd = Arc::new(Bo::of_segments(1, odd).unwrap());
+    let pages = (0..3).map(|page| bind(FIRST + 10 + page, &odd, page, 1, Access::RW));
+    let e = vm.plan([bind(FIRST + 20, &odd, 0, 1, Access::RW)].into_iter().chain(pages)).unwrap_err();
+    assert!(e.index == 3 && matches!(e.error, Error::BeyondBo { .. }), "{e:?}");
+}
+
+/// A request to repeat a page is one also where a bind would continue the last.
+#[test]
+fn a_page_that_repeats_once_is_one_that_repeats() {
+    let (bos, mut vm) = (buffers(), new_vm::<X86_64_4Level>());
+    let repeat = BindRequest::Repeat {
+        va: va(FIRST + 1),
+        bo: bos[0].clone(),
+        offset: PAGE,
+        page: PAGE,
+        len: PAGE,
+        access: Access::RW,
+    };
+    let rw = Access::RW;
+    let committed = run(&mut vm, [bind(FIRST + 9, &bos[0], 0, 1, rw), bind(FIRST, &bos[0], 0, 1, rw), repeat]);
+    vm.invalidated(committed);
+    let to = vm.binding_at(va(FIRST + 1)).unwrap().to;
+    assert!(matches!(to, BindingTarget::Repeat { offset: PAGE, page: PAGE, .. }), "{to:?}");
+}
+
 #[test]
 fn an_empty_batch_is_fine() {
     let mut vm = new_vm::<X86_64_4Level>();
