@@ -327,6 +327,9 @@ fn tensor(load: u64, name: Option<&str>, index: u64) -> Result<(DmlTensor, Strin
     })
 }
 
+/// Bytes that a configuration has at most, in later versions too: a size that was never set is mostly above it.
+const LONGEST_CONFIG: usize = 4096;
+
 /// Reads a configuration of the caller's size.
 ///
 /// # Safety
@@ -341,6 +344,9 @@ unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     let size = usize::try_from(size).map_err(|_| fault(format_args!("a configuration of {size} bytes")))?;
     if size < known {
         return Err(refused(Errno::Inval, format_args!("a configuration of {size} bytes, below {known}")));
+    }
+    if size > LONGEST_CONFIG {
+        return Err(refused(Errno::TooBig, format_args!("a configuration of {size} bytes, above {LONGEST_CONFIG}")));
     }
     // SAFETY: of the caller: as many bytes as it says.
     let all = unsafe { bytes(at.cast(), size)? };

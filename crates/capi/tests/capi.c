@@ -284,8 +284,10 @@ static void refused(void)
 	CHECK(dml_vm_create(device, &config.config, &vm) == -E2BIG);
 	config.config.size = 8;
 	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL);
+	config.config.size = 4097;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -E2BIG && says("E2BIG", "4097 bytes, above 4096"));
 	config.config.size = UINT64_MAX;
-	CHECK(dml_vm_create(device, &config.config, &vm) == -EFAULT);
+	CHECK(dml_vm_create(device, &config.config, &vm) == -E2BIG);
 	config.config.size = sizeof config.config;
 	config.config.format = NULL;
 	CHECK(dml_vm_create(device, &config.config, &vm) == -EFAULT);

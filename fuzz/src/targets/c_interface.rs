@@ -55,6 +55,13 @@ extern "C" fn told(user: *mut c_void, va: u64, len: u64) {
     assert!(!user.is_null() && va.checked_add(len).is_some());
 }
 
+/// A configuration of a later version of the header.
+#[repr(C)]
+struct Longer {
+    config: DmlVmConfig,
+    more: [u64; 2],
+}
+
 /// What the calls of an input have made. The first of each list names nothing.
 struct Made {
     device: u64,
@@ -160,7 +167,11 @@ impl Made {
         let wild = input.u8();
         let number = |input: &mut FuzzInput<'_>, usual| if wild & 0xf == 1 { input.number() } else { usual };
         let config = DmlVmConfig {
-            size: if wild & 0xf0 == 0x10 { input.number() % 96 } else { size_of::<DmlVmConfig>() as u64 },
+            size: match wild >> 4 {
+                1 => input.number() % (size_of::<Longer>() as u64 + 1),
+                2 => input.number() | 4097,
+                _ => size_of::<DmlVmConfig>() as u64,
+            },
             format: if wild == 0 { null() } else { format.as_ptr() },
             va: number(input, BASE),
             len: number(input, LEN),
@@ -171,8 +182,10 @@ impl Made {
             prefetch: (wild & 4 == 0).then_some(told),
             user: std::ptr::without_provenance_mut(1),
         };
+        // A caller that knows more fields; sizes above those bytes are too long for any configuration.
+        let longer = Longer { config, more: [u64::from(wild == 0x11), 0] };
         let mut vm = u64::MAX;
-        match c!(dml_vm_create(self.device, &config, &mut vm)) {
+        match c!(dml_vm_create(self.device, (&raw const longer).cast(), &mut vm)) {
             0 => self.vms.push(vm),
             _ => assert_eq!(vm, 0),
         }
