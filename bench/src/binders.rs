@@ -125,11 +125,11 @@ pub fn make(name: &str, segments: &[Segment<CardAddr>], pages: u64) -> Option<Bo
         LEAN => Box::new(EachPage(Driver::new(LEAN, BinarySearch::new(segments), false))),
         BTREE => Box::new(EachPage(Map { sg: index()?, bo: Arc::new(1), map: BTreeMap::new(), table: Plain::new() })),
         RANGEMAP => Box::new(EachPage(Ranges { sg: index()?, map: RangeMap::new(), table: Plain::new() })),
-        OURS => Box::new(EachPage(Ours::new(OURS, index()?, 1)?)),
-        RESERVED => Box::new(EachPage(Ours::new(RESERVED, index()?, 1)?)),
-        TWO => Box::new(EachPage(Ours::new(TWO, index()?, 2)?)),
-        SIXTEEN => Box::new(EachPage(Ours::new(SIXTEEN, index()?, 16)?)),
-        BATCH => Box::new(Batch(Ours::new(BATCH, index()?, 1)?)),
+        OURS => Box::new(EachPage(Ours::<1>::new(OURS, index()?)?)),
+        RESERVED => Box::new(EachPage(Ours::<1>::new(RESERVED, index()?)?)),
+        TWO => Box::new(EachPage(Ours::<2>::new(TWO, index()?)?)),
+        SIXTEEN => Box::new(EachPage(Ours::<16>::new(SIXTEEN, index()?)?)),
+        BATCH => Box::new(Batch(Ours::new(BATCH, index()?)?)),
         ARRAY => Box::new(Array::new(index()?)?),
         LIMIT => Box::new(EachPage(Limit { sg: index()?, words: (0..pages).map(|_| AtomicU64::new(0)).collect() })),
         _ => return None,
@@ -359,8 +359,8 @@ impl Pages for Ranges {
     }
 }
 
-/// The bind manager through its public interface, one call for each request.
-struct Ours {
+/// The bind manager through its public interface, one call for each request, with so many buffers.
+struct Ours<const BUFFERS: u64> {
     name: &'static str,
     vm: Vm<AgxUat, HeapTables<CardAddr>>,
     /// Each has as many bytes of the memory, so that a bind is of any of them.
@@ -369,8 +369,8 @@ struct Ours {
     shift: u32,
 }
 
-impl Ours {
-    fn new(name: &'static str, sg: SgIndex<CardAddr>, buffers: u64) -> Option<Self> {
+impl<const BUFFERS: u64> Ours<BUFFERS> {
+    fn new(name: &'static str, sg: SgIndex<CardAddr>) -> Option<Self> {
         let range = Span::new(DeviceVa::new(0), 1 << AgxUat::INPUT_BITS)?;
         let tables = HeapTables::new(CardAddr::new(TABLES_AT));
         // Asahi's driver keeps the last 32 GiB for itself.
@@ -380,7 +380,7 @@ impl Ours {
         } else {
             Vm::new(range, tables)
         };
-        let (len, mut bos) = ((sg.len() / buffers).next_power_of_two(), Vec::new());
+        let (len, mut bos) = ((sg.len() / BUFFERS).next_power_of_two(), Vec::new());
         for start in (0..sg.len()).step_by(len as usize) {
             let segments = sg.runs(start..sg.len().min(start + len))?;
             bos.push(Arc::new(Bo::of_segments(start / len + 1, segments).ok()?));
@@ -403,15 +403,16 @@ impl Ours {
     }
 }
 
-impl Pages for Ours {
+impl<const BUFFERS: u64> Pages for Ours<BUFFERS> {
     fn name(&self) -> &'static str {
         self.name
     }
 
     #[inline]
     fn bind(&mut self, va: u64, offset: u64) {
-        let bo = &self.bos[(offset >> self.shift) as usize];
-        let offset = offset & ((1 << self.shift) - 1);
+        // A single buffer is at hand, as it is for the limit.
+        let bo = &self.bos[if BUFFERS == 1 { 0 } else { (offset >> self.shift) as usize }];
+        let offset = if BUFFERS == 1 { offset } else { offset & ((1 << self.shift) - 1) };
         let bound = self.vm.bind(DeviceVa::new(va), bo, offset, PAGE, Access::RW);
         self.vm.invalidated(bound.expect("a sound request"));
     }
@@ -438,17 +439,17 @@ impl Pages for Ours {
 }
 
 /// The same with all requests in one plan.
-struct Batch(Ours);
+struct Batch(Ours<1>);
 
 #[inline(never)]
-fn timed_binds_of_a_batch(ours: &mut Ours, jobs: &[Job]) {
+fn timed_binds_of_a_batch(ours: &mut Ours<1>, jobs: &[Job]) {
     let bo = ours.bos[0].clone();
-    ours.commit(jobs.iter().map(|&job| Ours::request(job, &bo)));
+    ours.commit(jobs.iter().map(|&job| Ours::<1>::request(job, &bo)));
 }
 
 #[inline(never)]
-fn timed_unbinds_of_a_batch(ours: &mut Ours, jobs: &[Job]) {
-    ours.commit(jobs.iter().map(|&(va, _)| Ours::unbind_request(va, PAGE)));
+fn timed_unbinds_of_a_batch(ours: &mut Ours<1>, jobs: &[Job]) {
+    ours.commit(jobs.iter().map(|&(va, _)| Ours::<1>::unbind_request(va, PAGE)));
 }
 
 impl Binder for Batch {
@@ -475,7 +476,7 @@ impl Binder for Batch {
 /// The same as one array of bytes, as the original program gives it to the kernel, which writes it before it looks at
 /// the clock.
 struct Array {
-    ours: Ours,
+    ours: Ours<1>,
     handles: Handles,
     handle: u32,
     binds: Vec<ArrayOperation>,
@@ -484,7 +485,7 @@ struct Array {
 
 impl Array {
     fn new(sg: SgIndex<CardAddr>) -> Option<Self> {
-        let ours = Ours::new(ARRAY, sg, 1)?;
+        let ours = Ours::new(ARRAY, sg)?;
         let mut handles = Handles::new();
         let handle = handles.insert(ours.bos[0].clone())?;
         Some(Self { ours, handles, handle, binds: Vec::new(), unbinds: Vec::new() })

@@ -258,7 +258,7 @@ impl<A: Address> Tables for &TablePool<'_, A> {
 
     /// # Panics
     /// When the address is not that of a table.
-    #[inline]
+    #[inline(always)]
     fn store(&mut self, table: A, index: usize, entry: u64) {
         self.words[self.position(table, index)].store(entry, Ordering::Release);
     }
@@ -364,7 +364,7 @@ macro_rules! words_of_pool {
             $pool.load_words(if Self::SHARED { Ordering::Acquire } else { Ordering::Relaxed })
         }
 
-        #[inline]
+        #[inline(always)]
         fn store(&mut self, table: A, index: usize, entry: u64) {
             let $tables = self;
             let mut pool: &TablePool<'_, A> = $pool;

@@ -32,7 +32,7 @@ pub(crate) fn load_by<F: Format>(words: impl Fn(u64, usize) -> Option<u64>, tabl
     Some(words(table, word)? >> shift & u64::from(u32::MAX))
 }
 
-#[inline]
+#[inline(always)]
 pub(crate) fn store<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entry: u64) {
     write::<F, T>(tables, table, index, entry);
     clean::<F, T>(tables, table, index..index + 1);
@@ -81,7 +81,7 @@ pub(crate) fn clear_bits<F: Format, T: Tables>(tables: &mut T, table: T::Addr, i
 }
 
 /// Stores an entry that will be cleaned together with its neighbours.
-#[inline]
+#[inline(always)]
 pub(crate) fn write<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entry: u64) {
     if F::ENTRY_BYTES == 8 {
         return tables.store(table, index, entry);

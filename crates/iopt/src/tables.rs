@@ -400,7 +400,7 @@ impl<A: Address> Tables for HeapTables<A> {
 
     /// # Panics
     /// When the address is not that of a table.
-    #[inline]
+    #[inline(always)]
     fn store(&mut self, table: A, index: usize, entry: u64) {
         let position = self.position(table, index);
         self.words[position] = entry;
