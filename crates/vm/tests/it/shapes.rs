@@ -128,8 +128,8 @@ fn only_the_driver_reaches_the_reserved_part() {
     assert!(matches!(whole.plan_reserved([bind(0, &bo, 0, 1)]).unwrap_err().error, Error::NoReserved { .. }));
 }
 
-/// Pages that are bound one by one take short ways, which end where others do: none leads into the reserved part, out of
-/// it, or out of the VM.
+/// Pages that are bound one by one take short ways, which end where others do: none leads into the reserved part, out
+/// of it, or out of the VM.
 #[test]
 fn single_pages_end_where_their_part_of_the_vm_does() {
     let (first, reserved, end) = (TABLE / 2, TABLE + TABLE / 2, 3 * TABLE - 9);
