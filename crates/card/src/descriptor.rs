@@ -435,6 +435,12 @@ mod tests {
             words[word] = value;
             assert_eq!(Descriptor::decode(&bytes(words)).unwrap_err().status, status, "word {word} = {value:#x}");
         }
+        // A range may end with the last address.
+        for word in [1, 2] {
+            let mut words = good;
+            words[word] = u64::MAX - 4095;
+            assert!(Descriptor::decode(&bytes(words)).is_ok(), "word {word}");
+        }
     }
 
     proptest! {

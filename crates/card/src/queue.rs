@@ -295,14 +295,12 @@ impl<B: Mmio> CardQueue<B> {
 
     /// The fast path: collects the operations of one descriptor that have ended well, up to the first other one.
     fn collect_plain(&mut self, done: &mut Vec<Completion>) {
-        let Self { rings: Some(rings), flying, long, head, submitted, state, .. } = self else { return };
-        let special =
-            self.collected != 0 || self.failed.is_some() || !self.cancels.is_empty() || !self.taken_back.is_empty();
-        if special || !state.is_running() {
+        let Self { rings: Some(rings), flying, long, head, state, .. } = self else { return };
+        if !self.cancels.is_empty() || !self.taken_back.is_empty() || !state.is_running() {
             return;
         }
+        // None where the oldest is of more than one descriptor, some of which may have been collected.
         let plain = long.front().map_or(flying.len() as u64, |(number, _)| number - flying.oldest());
-        let most = plain.min(*submitted - *head);
         let ring = rings.completions.view();
         let mask = (1usize << rings.log2) - 1;
         let ended = |number: &u64| {
@@ -310,7 +308,7 @@ impl<B: Mmio> CardQueue<B> {
             let good = Entry { cookie, status: Status::Ok.code(), sequence: Entry::sequence_of(cookie) }.word();
             ring.load_u64((*number as usize & mask) * Entry::BYTES + 8) == Some(good)
         };
-        let n = (*head..*head + most).take_while(ended).count();
+        let n = (*head..*head + plain).take_while(ended).count();
         flying.pop_into(n, done, |completion| state.ended(completion));
         *head += n as u64;
     }
@@ -380,7 +378,6 @@ impl<B: Mmio> CardQueue<B> {
         // A failed read yields an unknown status.
         let status = self.device().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
         match self.state.stopped() {
-            _ if self.released => {}
             None if status == regs::STATUS_RUNNING => {}
             None => {
                 // Operations that it completed before the halt count as completed.

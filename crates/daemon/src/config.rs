@@ -441,4 +441,15 @@ mod tests {
         config.gids.push(9);
         assert!(config.admits(1, &[1, 9]) && !config.admits(1, &[1]));
     }
+
+    #[test]
+    fn administrators_are_root_the_daemons_user_and_who_is_listed() {
+        let me = rustix::process::geteuid().as_raw();
+        let config = Config { admins: vec![7], admin_gids: vec![9], ..Config::default() };
+        assert!([0, me, 7].iter().all(|uid| config.is_admin(*uid, &[])) && config.is_admin(me + 8, &[1, 9]));
+        assert!(!config.is_admin(me + 8, &[7]));
+        // A peer's groups are read where one of them may matter.
+        let (users, admins) = (Config { gids: vec![9], ..Config::default() }, config);
+        assert!(users.names_groups() && admins.names_groups() && !Config::default().names_groups());
+    }
 }

@@ -17,7 +17,7 @@ use dmalane_addr::Access;
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::Code;
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, Listener, Server};
-use dmalane_dma::{BufferSlice, Heap, MemfdHeap, SharedBuf};
+use dmalane_dma::{BufferSlice, Heap, MemfdHeap, Mmio, Registrar, SharedBuf};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{
     Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal, Registered,
@@ -409,6 +409,35 @@ fn completions_wake_a_waiter() {
     daemon.end_empty();
 }
 
+/// A mapping is of as many segments and buffers as fit a message: of so many each, not one less.
+#[test]
+fn a_mapping_is_of_as_many_buffers_as_fit_a_message() {
+    let daemon = Daemon::start(Config::default());
+    let client = daemon.connect();
+    let buffer = || MemfdHeap::new().allocate(4096).unwrap().share();
+    let pin = |buf: &SharedBuf| client.pin_range(&buf.reference(), 0..4096).unwrap();
+    let one = buffer();
+    for (buffers, segments, fits) in [(64, 64, true), (65, 65, false), (1, 128, true), (1, 129, false)] {
+        let list = if buffers > 1 { (0..buffers).map(|_| pin(&buffer())).collect() } else { vec![] };
+        let again = (list.len()..segments).map(|_| pin(&one));
+        let list: Vec<_> = list.into_iter().chain(again).collect();
+        let mapping = client.map_list(list, Access::RW);
+        assert_eq!(mapping.map(|m| m.span().len()).ok(), fits.then_some(segments as u64 * 4096), "{segments}");
+    }
+    drop((client, one));
+    daemon.end_empty();
+}
+
+#[test]
+fn a_wait_for_the_card_says_whether_something_came() {
+    let mut daemon = Daemon::start(Config::default());
+    let client = daemon.connect();
+    assert!(!client.wait(Duration::ZERO));
+    daemon.stop();
+    assert!(client.wait(LONG), "the end of the connection");
+    assert!(!client.wait(LONG), "nothing comes after it");
+}
+
 #[test]
 fn limits_are_enforced() {
     let limits = ClientLimits { ddr: 64 << 20, hbm: 64 << 20, queues: 2, buffers: 8, bytes: 16 << 20 };
@@ -424,7 +453,7 @@ fn limits_are_enforced() {
     assert!(refused(ClientOptions { queues: 3, ..daemon.options() }).contains("queues"));
     assert!(refused(ClientOptions { hbm: 5, ..daemon.options() }).contains("must be a multiple of 4 MiB"));
     let first = daemon.connect();
-    assert_eq!(first.limits(), limits);
+    assert_eq!((first.limits(), first.pin_limit()), (limits, Some(limits.bytes)));
     let second = Client::connect(ClientOptions { hbm: 4 << 20, queues: 1, ..daemon.options() }).unwrap();
     assert_eq!(second.queues(), 1);
     let report = daemon.status();

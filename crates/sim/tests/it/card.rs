@@ -9,8 +9,8 @@ use dmalane_card::{Card, CardQueue, CardTables, Descriptor, Error, Task};
 use dmalane_dma::{AnonHeap, FaultReason, Heap, Mmio, SharedBuf};
 use dmalane_iopt::{Format, PageTable, Tables, X86_64_4Level};
 use dmalane_queue::{
-    AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Split,
-    StopReason, drain, run,
+    AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Shape,
+    Split, StopReason, drain, run,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -233,6 +233,85 @@ fn a_halted_channel_stops_and_a_new_one_works() {
     }
 }
 
+/// Also who only polls learns of a halt.
+#[test]
+fn a_halt_is_seen_by_polling() {
+    let bus = bus(false);
+    let mut channel = card(&bus, 16).queue(0).unwrap();
+    bus.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), 1000).unwrap();
+    while bus.progress() {}
+    let (buf, via) = buffer(&bus, 4096, Access::RW);
+    let _ticket = channel.submit(to_card(buf, &via, at(0))).unwrap();
+    let mut done = Vec::new();
+    for _ in 0..1000 {
+        channel.poll(&mut done);
+    }
+    let results: Vec<_> = done.iter().map(|c| &c.result).collect();
+    assert!(matches!(results[..], [Err(OpError::Stopped(StopReason::Device(_)))]), "{results:?}");
+}
+
+/// What is in flight when a channel is stopped ends as stopped, though the card may have done it by then, and is not
+/// lost by a restart that comes too early.
+#[test]
+fn what_is_in_flight_at_a_stop_ends_as_stopped() {
+    let bus = bus(false);
+    let mut channel = card(&bus, 16).queue(0).unwrap();
+    for _ in 0..3 {
+        let (buf, via) = buffer(&bus, 4096, Access::RW);
+        let _ticket = channel.submit(to_card(buf, &via, at(0))).unwrap();
+    }
+    channel.flush();
+    while bus.progress() {}
+    let reason = StopReason::Requested("enough".into());
+    channel.stop(reason.clone());
+    assert!(!channel.restart(), "three have not been collected");
+    let done = drain(&mut channel, SECOND);
+    assert_eq!(done.len(), 3);
+    assert!(done.iter().all(|c| c.result == Err(OpError::Stopped(reason.clone()))), "{done:?}");
+    assert!(channel.restart());
+    copy(&mut channel, &bus, Direction::FromHost, at(0)).unwrap();
+}
+
+/// A list takes a place of the ring for each fragment: all of them at most.
+#[test]
+fn a_list_takes_a_place_for_each_fragment() {
+    let bus = bus(false);
+    let mut channel = card(&bus, 4).queue(0).unwrap();
+    let list = |fragments: u64| {
+        let (buf, via) = buffer(&bus, 4096, Access::RW);
+        let len = |i| if i == 0 { 4096 - 100 * (fragments - 1) } else { 100 };
+        let device = (0..fragments).map(|i| (at(8192 * i), len(i))).collect();
+        Operation::gather(Direction::FromHost, vec![(buf.into_slice(), via).into()], device)
+    };
+    assert_eq!(channel.submit(list(5)).unwrap_err().reason, Refusal::TooLong { len: 5, max: 4 });
+    for fragments in [2, 4] {
+        let _ticket = channel.submit(list(fragments)).unwrap();
+        assert_eq!(channel.room() as u64, 4 - fragments);
+        assert_eq!(channel.submit(list(5 - fragments)).unwrap_err().reason, Refusal::Full);
+        assert_eq!(drain(&mut channel, SECOND)[0].result, Ok(()));
+    }
+}
+
+/// Where rows follow each other, a fault says how much was done before; where they overlap, nobody knows.
+#[test]
+fn a_fault_within_rows_says_what_is_known_to_be_done() {
+    let bus = bus(false);
+    let card = card(&bus, 16);
+    let mut channel = card.queue(0).unwrap();
+    let mut mmu = Mmu::new(card.tables(Span::new(CardAddr::new(7 * MIB), MIB).unwrap()).unwrap()).unwrap();
+    card.set_mmu_root(mmu.root()).unwrap();
+    let va = 0x7000_0000;
+    mmu.map(DeviceVa::new(va), CardAddr::new(MIB), 8192, Access::RW).unwrap();
+    for (device_pitch, bytes) in [(8192, 8192), (4096, 0)] {
+        let shape = Shape { row: 8192, rows: 3, host_pitch: 0, device_pitch };
+        let fill = Operation::fill(DeviceAddr::Va(DeviceVa::new(va)), 3 * 8192, 7).shaped(shape);
+        let _ticket = channel.submit(fill).unwrap();
+        let done = drain(&mut channel, SECOND);
+        let fault = Err(OpError::MmuFault(DeviceVa::new(va + 8192)));
+        assert_eq!((&done[0].result, done[0].bytes), (&fault, bytes), "pitch {device_pitch}");
+    }
+}
+
 #[test]
 fn the_mmu_walks_what_the_page_table_wrote() {
     for workers in [false, true] {
@@ -317,14 +396,19 @@ fn table_memory_ends_and_comes_back() {
     for bad in [span(8 * MIB - 4096, 8192), span(16 * MIB, 4096), span(1, 8190)] {
         assert!(matches!(card.tables(bad), Err(Error::NoTables(_))), "{bad}");
     }
+    bus.memory().write(CardAddr::new(4096), &[0xff; 3 * 4096]).unwrap();
     let mut tables = card.tables(span(4096, 3 * 4096)).unwrap();
+    assert!(tables.reserve(2));
+    let mut there = [0; 3 * 4096];
+    bus.memory().read(CardAddr::new(4096), &mut there).unwrap();
+    assert!(there[..8192] == [0; 8192] && there[8192..] == [0xff; 4096], "two are on the card");
     assert!(tables.reserve(3) && !tables.reserve(4));
     let all: Vec<_> = std::iter::from_fn(|| tables.allocate()).collect();
     assert_eq!((all.len(), tables.in_use(), tables.limit()), (3, 3, 3));
     tables.store(all[1], 511, 0x1234);
-    assert_eq!(tables.update(all[1], 2..5, |old| Some(old + 9)), 3);
+    assert_eq!(tables.update(all[1], 1..5, |old| Some(old + 9)), 4);
     let word = |a: CardAddr, i: u64| bus.read32(BAR_MEMORY, a.bits() + 8 * i).unwrap();
-    assert_eq!((word(all[1], 511), word(all[1], 1), word(all[1], 4), word(all[1], 5)), (0x1234, 0, 9, 0));
+    assert_eq!((word(all[1], 511), word(all[1], 0), word(all[1], 4), word(all[1], 5)), (0x1234, 0, 9, 0));
     assert_eq!((tables.load(all[1], 511), tables.load(all[1], 4)), (0x1234, 9));
     tables.free(all[1]);
     assert!(tables.reserve(1) && !tables.reserve(2));

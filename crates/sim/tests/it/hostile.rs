@@ -6,10 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_card::{Card, CardDevice, CardQueue, CardUse, CompletionEntry, Error, regs};
+use dmalane_card::{Card, CardDevice, CardQueue, CardUse, CompletionEntry, Error, Status, regs};
 use dmalane_device::Device;
-use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar};
-use dmalane_queue::{DeviceAddr, OpError, Operation, Queue, Refusal, Registered, drain};
+use dmalane_dma::{
+    self as mem, AnonHeap, BufferRef, DeviceMem, DmaFault, FaultReason, Heap, Mapping, Mmio, Pinned, Registrar,
+};
+use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, drain};
 use dmalane_sim::fuzzing::{fuzz_driver, fuzz_ring};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use proptest::prelude::*;
@@ -114,10 +116,16 @@ impl Mmio for Liar {
 }
 
 fn submit(bus: &Arc<Liar>, channel: &mut CardQueue<Liar>) -> Result<(), Refusal> {
-    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    submit_read(bus, channel, 4096).map(drop)
+}
+
+/// Submits a read of so many bytes; gives where in host memory they go.
+fn submit_read(bus: &Arc<Liar>, channel: &mut CardQueue<Liar>, len: usize) -> Result<Iova, Refusal> {
+    let buf = AnonHeap::new().allocate(len).unwrap().share();
     let via = Registered::new(&**bus, &buf, Access::RW).unwrap();
+    let to = via.mapping().span().first();
     let read = Operation::read((buf.into_slice(), via), DeviceAddr::Card(CardAddr::new(0)));
-    channel.submit(read).map(drop).map_err(|refused| refused.reason)
+    channel.submit(read).map(|_| to).map_err(|refused| refused.reason)
 }
 
 #[test]
@@ -187,6 +195,43 @@ fn a_completion_that_was_not_asked_for_stops_the_channel() {
         assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
     }
     assert_eq!(card.quarantined(), 0);
+}
+
+#[test]
+fn an_operation_is_as_long_as_the_card_takes_at_most() {
+    let bus = Liar::new();
+    bus.lies.lock().unwrap().insert(regs::LEN_MAX, 4096);
+    let card = bus.open().unwrap();
+    let mut channel = card.queue(0).unwrap();
+    assert_eq!(submit_read(&bus, &mut channel, 8192), Err(Refusal::TooLong { len: 8192, max: 4096 }));
+    submit(&bus, &mut channel).unwrap();
+    assert_eq!(drain(&mut channel, Duration::from_secs(5))[0].result, Ok(()));
+}
+
+/// The card says where the IOMMU stopped it, and so how much was done before.
+#[test]
+fn a_fault_of_the_iommu_says_where_and_why() {
+    let bus = Liar::new();
+    let card = bus.open().unwrap();
+    let mut port = bus.bus.host().port();
+    let mut channel = card.queue(0).unwrap();
+    bus.dead.store(true, Ordering::Relaxed);
+    let ring = bus.completions.load(Ordering::Relaxed);
+    let cases =
+        [(Status::HostNotMapped, FaultReason::NotMapped), (Status::HostNotPermitted, FaultReason::NotPermitted)];
+    for (number, (status, reason)) in (0..).zip(cases) {
+        let to = submit_read(&bus, &mut channel, 4096).unwrap();
+        let at = Iova::new(to.bits() + 512);
+        let entry = Iova::new(ring + u64::from(number) * CompletionEntry::BYTES as u64);
+        let sequence = CompletionEntry::sequence_of(number);
+        let word = CompletionEntry { cookie: number, status: status.code(), sequence }.word();
+        port.write_word(entry, at.bits()).unwrap();
+        port.write_word(Iova::new(entry.bits() + 8), word).unwrap();
+        let done = drain(&mut channel, Duration::from_secs(5));
+        let fault = DmaFault { at, wanted: Direction::ToHost.host_access(), reason, done: 512 };
+        assert_eq!((&done[0].result, done[0].bytes), (&Err(OpError::Fault(fault)), 512));
+    }
+    bus.dead.store(false, Ordering::Relaxed);
 }
 
 #[test]

@@ -30,6 +30,8 @@ struct Faulty {
     /// The completion of the descriptor with this number is undone, once.
     lose: AtomicU64,
     completions: AtomicU64,
+    /// How often somebody slept for the card.
+    naps: AtomicU64,
     port: Mutex<dmalane_sim::DevicePort>,
 }
 
@@ -41,8 +43,8 @@ impl Faulty {
         let config = CardConfig { ddr: 128 * MIB, hbm: 4 * MIB, channels: 2, workers };
         let port = Mutex::new(host.port());
         let bus = SoftBus::new(host, config).unwrap();
-        let (lose, completions) = (AtomicU64::new(NONE), AtomicU64::new(0));
-        Arc::new(Self { bus, stalled: AtomicBool::new(false), lose, completions, port })
+        let (lose, completions, naps) = (AtomicU64::new(NONE), AtomicU64::new(0), AtomicU64::new(0));
+        Arc::new(Self { bus, stalled: AtomicBool::new(false), lose, completions, naps, port })
     }
 }
 
@@ -89,6 +91,7 @@ impl Mmio for Faulty {
         self.bus.works_alone()
     }
     fn wait(&self, timeout: Duration) -> bool {
+        self.naps.fetch_add(1, Ordering::Relaxed);
         self.bus.wait(timeout)
     }
     fn event(&self, channel: usize) -> Option<std::os::fd::BorrowedFd<'_>> {
@@ -347,6 +350,49 @@ fn a_stalled_channel_keeps_its_memory_until_it_has_stopped() {
     assert!(queue.restart());
     drop(queue);
     bench.assert_clean();
+}
+
+/// Who waits for a card that does nothing lets others have the processor.
+#[test]
+fn a_long_wait_sleeps() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    bench.bus.stalled.store(true, Ordering::Relaxed);
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
+    let naps = || bench.bus.naps.load(Ordering::Relaxed);
+    // More than once, since another process may have had the processor for all of the time.
+    for _ in 0..200 {
+        assert_eq!(queue.wait(&mut Vec::new(), Duration::from_millis(5)), 0);
+        if naps() > 0 {
+            break;
+        }
+    }
+    assert!(naps() > 0);
+    bench.bus.stalled.store(false, Ordering::Relaxed);
+    queue.stop(StopReason::Requested("it never heard of the operation".into()));
+    assert!(matches!(drain(&mut queue)[0].result, Err(OpError::Stopped(_))));
+}
+
+/// A wait ends with the first operation that does, and says how many have.
+#[test]
+fn a_wait_is_for_one_operation() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    for _ in 0..2 {
+        let _ticket = queue.submit(bench.copy(32 << 20)).unwrap();
+    }
+    let mut ended = Vec::new();
+    assert_eq!((queue.wait(&mut ended, LONG), queue.in_flight()), (1, 1));
+    assert_eq!((queue.wait(&mut ended, LONG), queue.in_flight()), (1, 0));
+    // With no time to wait it is a poll.
+    let mut count = 0;
+    for len in [4096, 32 << 20, 4096] {
+        let _ticket = queue.submit(bench.copy(len)).unwrap();
+    }
+    while queue.in_flight() > 0 {
+        count += queue.wait(&mut ended, Duration::ZERO);
+    }
+    assert_eq!((count, ended.len()), (3, 5));
 }
 
 #[test]
