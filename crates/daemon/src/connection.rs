@@ -486,3 +486,30 @@ fn key_of(fd: &OwnedFd) -> Result<Key, Refused> {
 fn no_register(bar: u8, offset: u64) -> Refused {
     Refused(Code::NoSuchThing, format!("no 4-byte register at offset {offset:#x} of BAR {bar}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What may take the kernel long is not for the thread that answers everybody. Work is charged to the user.
+    #[test]
+    fn first_touch_of_card_memory_is_long() {
+        let config = Config::default();
+        let shared = (&Arc::new(Budget::new(&config)), &Arc::new(Account::new(u64::MAX, u64::MAX)));
+        let function = Function::new(&config.limits, 4 << 20, 4 << 20, 1, 7, shared).ok().unwrap().0;
+        assert_eq!(function.user(), 7);
+        let mut connection = Connection::new(1, Peer { pid: 1, uid: 7, user: 7, allowed: true, admin: false });
+        connection.function = Some(Arc::new(function));
+        let is_long = |bar| {
+            [
+                ClientRequest::Read { bar, offset: 0 },
+                ClientRequest::Write { bar, offset: 0, value: 1 },
+                ClientRequest::WriteBytes { bar, offset: 0, bytes: &[1; 8] },
+            ]
+            .map(|request| connection.is_long(&request.encode(1)))
+        };
+        assert_eq!((is_long(BAR_REGISTERS), is_long(BAR_MEMORY)), ([false; 3], [true; 3]));
+        connection.function().ok().unwrap().card().memory().write(CardAddr::new(0), &[1]).unwrap();
+        assert_eq!(is_long(BAR_MEMORY), [false; 3], "it was touched");
+    }
+}

@@ -89,3 +89,14 @@ impl Users {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_accepted_where_few_descriptors_wait() {
+        let waiting = DeferredClose::default();
+        assert!(!waiting.is_full() && !waiting.is_full_of(0));
+    }
+}

@@ -127,6 +127,11 @@ mod tests {
             assert_eq!(set_mode(path, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
         }
         assert_eq!(mode(), before);
+        // Not even one to a socket.
+        let (socket, link) = (folder.path().join("socket"), folder.path().join("to-socket"));
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        std::os::unix::fs::symlink(&socket, &link).unwrap();
+        assert_eq!(set_mode(&link, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
     }
 
     #[test]

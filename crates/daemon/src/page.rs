@@ -89,3 +89,16 @@ impl Page {
         self.swap(ASLEEP, asleep.into());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_queue_has_its_own_wake_up_request() {
+        let page = Page::new().unwrap();
+        assert_eq!(page.swap_wakeup_wanted(1, 1), 0);
+        assert_eq!([0, 1, 15].map(|queue| page.wakeup_wanted(queue)), [0, 1, 0]);
+        assert_eq!((page.swap_wakeup_wanted(0, 0), page.swap_wakeup_wanted(1, 0)), (0, 1));
+    }
+}

@@ -62,3 +62,15 @@ fn supplementary(socket: impl AsFd) -> Result<Vec<u32>, Errno> {
     }
     Ok(groups)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_groups_are_those_of_the_process_that_connected() {
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let own: Vec<u32> = rustix::process::getgroups().unwrap().into_iter().map(|group| group.as_raw()).collect();
+        assert_eq!(supplementary(&socket), Ok(own));
+    }
+}

@@ -643,6 +643,7 @@ impl Drop for Server {
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixStream;
+    use std::sync::Mutex;
 
     use dmalane_card::Card;
     use dmalane_dma::MemfdHeap;
@@ -677,7 +678,9 @@ mod tests {
         let listener = Listener::bind(&path, 0o600).unwrap();
         let config = Config { stop_timeout: Duration::from_millis(50), ..Config::default() };
         let limits = config.limits;
-        let server = Server::new(config, |_| {}).unwrap();
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let log = events.clone();
+        let server = Server::new(config, move |event| log.lock().unwrap().push(event.to_string())).unwrap();
         let run_queue = server.state.run_queue.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
@@ -710,6 +713,11 @@ mod tests {
         drop(stop);
         let totals = daemon.join().unwrap();
         assert_eq!((totals.served, totals.released, totals.quarantined), (1, 1, 1));
+        let all = format!("{} bytes of card memory", limits.ddr + limits.hbm);
+        for said in ["still allocated: 4 buffers", "released 4 buffers"] {
+            let named = |event: &String| event.contains(said) && event.contains(&all);
+            assert!(events.lock().unwrap().iter().any(named), "{said}: {:?}", events.lock().unwrap());
+        }
         drop((queue, card, client));
     }
 }

@@ -395,6 +395,14 @@ fn memfds_with_more_seals_than_needed() {
     let good = sealed(SealFlags::SHRINK | SealFlags::SEAL);
     let said = ringed.raw.map(3, &all, &[good.as_fd()]);
     assert_eq!(said.code(), None);
+    // A mapping has all its memory, of a file that had none: later, the lack of it would end the daemon.
+    let empty = rustix::fs::memfd_create("dmalane-empty", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&empty, 8192).unwrap();
+    rustix::fs::fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
+    let populated = ringed.raw.map(3, &all, &[empty.as_fd()]);
+    assert_eq!((populated.code(), rustix::fs::fstat(&empty).unwrap().st_blocks), (None, 16));
+    assert_eq!(ringed.raw.ask(&ClientRequest::Unmap { iova: populated.word(0) }, &[]).code(), None);
+    drop((populated, empty));
     // The card writes through it.
     start(&mut ringed.raw, &ringed.iovas);
     for (i, word) in [2, said.word(0), 0, 8192].into_iter().enumerate() {

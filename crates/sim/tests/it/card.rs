@@ -287,6 +287,7 @@ fn a_list_takes_a_place_for_each_fragment() {
     for fragments in [2, 4] {
         let _ticket = channel.submit(list(fragments)).unwrap();
         assert_eq!(channel.room() as u64, 4 - fragments);
+        assert!(format!("{channel:?}").contains("in_flight: 1"), "{channel:?}");
         assert_eq!(channel.submit(list(5 - fragments)).unwrap_err().reason, Refusal::Full);
         assert_eq!(drain(&mut channel, SECOND)[0].result, Ok(()));
     }
