@@ -253,6 +253,7 @@ mod tests {
         let slice = buf.into_slice();
         let view = slice.view();
         assert!(view.sub(4096, 0).is_some() && view.sub(4096, 1).is_none() && view.sub(usize::MAX, 2).is_none());
+        assert_eq!(format!("{view:?}"), "VolatileSlice(4096 bytes)");
         assert_eq!(view.load_u64(4), None, "unaligned");
         assert_eq!(view.load_u64(4092), None, "beyond the end");
         assert_eq!(view.store_u32(4096, 1), None);

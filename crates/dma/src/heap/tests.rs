@@ -426,6 +426,39 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     assert!(last.iter().all(|b| *b == 4));
 }
 
+/// Memory that a pool keeps is given back where the heap below has none left.
+#[test]
+fn a_pool_that_runs_out_frees_what_it_keeps() {
+    struct Refuses(AnonHeap, std::sync::atomic::AtomicBool);
+    impl Heap for Refuses {
+        fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+            self.0.allocate(len)
+        }
+        fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+            // Once.
+            let refuses = self.1.swap(false, std::sync::atomic::Ordering::Relaxed);
+            if refuses { Err(Error::BadLength(len)) } else { self.0.reserve(len) }
+        }
+        fn abilities(&self) -> HeapAbilities {
+            self.0.abilities()
+        }
+        fn stats(&self) -> HeapStats {
+            self.0.stats()
+        }
+        fn name(&self) -> &'static str {
+            "refuses"
+        }
+    }
+    let below = std::sync::Arc::new(Refuses(AnonHeap::new(), false.into()));
+    let pool = Pool::new(below.clone(), 16 << 20);
+    drop(pool.allocate(2 << 20).unwrap());
+    assert!(pool.pool_stats().kept > 0);
+    below.1.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert_eq!((pool.reserve(4 << 20).unwrap().len(), pool.pool_stats().kept), (4 << 20, 0));
+    below.1.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert!(matches!(pool.reserve(8 << 20), Err(Error::BadLength(_))), "nothing is left to free");
+}
+
 #[test]
 fn a_pool_respects_its_limit_and_splits_only_private_memory() {
     let tight = Pool::new(AnonHeap::new(), 2 << 20);
