@@ -33,7 +33,7 @@ fn use_it(stream: UnixStream) {
         for area in bus.mapped_areas(region).to_vec() {
             assert!(area.start < area.end && area.end <= len, "{area:?} of a region of {len} bytes");
             let mut bytes = [0; 16];
-            let _ = bus.read_region(region, area.end - 16, &mut bytes);
+            let _ = bus.read_region(region, area.end.saturating_sub(16), &mut bytes);
             let _ = bus.write_region(region, area.start, &bytes);
         }
         let mut bytes = [0; 64];
