@@ -224,13 +224,19 @@ fn a_bad_mapping_is_named() {
         (json!({"va": 8192, "pa": "0x1000000000000", "len": 4096, "access": "r"}), "beyond 48 bits of output address"),
         (json!({"va": 8192, "pa": 0, "len": 0, "access": "r"}), "mappings[1].len: 0: "),
         (json!({"va": 8192, "pa": 0, "len": 4096}), "mappings[1].access is missing"),
-        (json!({"va": "0x40000000", "pa": 4096, "len": "0x10000000000", "access": "r"}), "the tables outgrow 256 MiB"),
     ] {
         let place = Place::mappings(json!([good, bad]));
         let text = place.complains(line, 1);
         assert!(text.starts_with("dmalane: spec.json: mappings[1]") && text.contains(says), "{text}");
         assert!(!place.path("image.bin").exists(), "a refused specification left an image");
     }
+    // A table of 64 KiB for each page.
+    let pages: Vec<_> = (0..4096u64).map(|i| json!({"va": i << 29, "pa": 0, "len": 65536, "access": "r"})).collect();
+    let place = Place::mappings(json!(pages));
+    let text = place.complains("build spec.json -f arm64-s1-64k -o image.bin", 1);
+    assert!(text.starts_with("dmalane: spec.json: mappings[409"), "{text}");
+    assert!(text.contains("the tables outgrow 256 MiB"), "{text}");
+    assert!(!place.path("image.bin").exists());
     assert!(Place::new("{").complains(line, 1).contains("spec.json: not JSON: "));
     assert!(
         Place::new("{").complains("build other.json -f arm64-s1-4k -o image.bin", 1).contains("cannot read other.json")
