@@ -31,7 +31,8 @@ const LARGEST: u64 = 4 << 20;
 const SMALLEST: u64 = 256 << 10;
 /// The largest fragment while several areas have work: channels that swap areas overlap for the time of a fragment.
 const SPREAD: u64 = 512 << 10;
-/// So many times more must be left in another area before channels swap areas, at most.
+/// So many times more must be left in another area, and so many times slower must its channel be, before channels swap
+/// areas.
 const BEHIND: f64 = 1.1;
 /// The part of what a channel deficit that one fragment may be.
 const FRACTION: f64 = 6.0;
@@ -263,7 +264,6 @@ impl Backlog {
                 && home != channel
                 && company == 0
                 && self.channels[home].flights.is_empty()
-                && self.reaches(rules, home, area, now)
                 && !self.all_declined()
             {
                 continue; // its own channel is idle and will be asked
@@ -277,20 +277,18 @@ impl Backlog {
             }
         }
         let ((alone, _, stays, ..), area) = best?;
-        if alone && stays {
-            let mine = self.channels[channel].rate(area, now);
-            let exchange = (0..self.channels.len()).find_map(|other| {
-                let there = place(other).filter(|&there| other != channel && there != area && self.left[there] > 0)?;
-                let (mine, its) = (mine?, self.channels[other].rate(there, now)?);
-                let both_end =
-                    self.left[there] as f64 >= self.left[area] as f64 * (mine / its).min(BEHIND) + SPREAD as f64;
+        let exchange = || {
+            let mine = self.channels[channel].rate(area, now)?;
+            (0..self.channels.len()).find_map(|other| {
+                let there = place(other)?;
+                let its = self.channels[other].rate(there, now)?;
+                let both_end = self.left[there] as f64 >= self.left[area] as f64 * BEHIND + SPREAD as f64;
                 let apart = rules.areas.get(there).is_some_and(|a| a.route != Route::Shared);
-                let worth_it = apart && mine > 1.1 * its && both_end && self.reaches(rules, channel, there, now);
+                let worth_it = apart && mine > BEHIND * its && both_end && self.reaches(rules, channel, there, now);
                 (worth_it && others(there).count() == 1).then_some(there)
-            });
-            return Some(exchange.unwrap_or(area));
-        }
-        Some(area)
+            })
+        };
+        if alone && stays { exchange().or(Some(area)) } else { Some(area) }
     }
 
     /// Bytes, of `len`, that a channel takes; `None` when another channel should.
@@ -347,7 +345,7 @@ impl Backlog {
 impl Policy for BalancePolicy {
     fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
         let Self { rules: Rules { areas, .. }, backlogs, .. } = self;
-        if backlogs[0].channels.len() < channels || backlogs[0].queues.is_empty() {
+        if backlogs[0].channels.len() < channels.max(1) {
             backlogs.iter_mut().for_each(|backlog| backlog.fit(areas.len() + 1, channels));
         }
         let backlog = &mut backlogs[index_of(direction)];
@@ -429,6 +427,70 @@ mod tests {
     }
 
     #[test]
+    fn rates_are_averaged_and_expire() {
+        let mut backlog = Backlog::default();
+        backlog.fit(2, 1);
+        let load = &mut backlog.channels[0];
+        let values = |load: &Load| load.rates.iter().map(|r| r.map(|r| r.value)).collect::<Vec<_>>();
+        load.measure(0, 4.0, 10);
+        load.measure(1, 8.0, 20);
+        assert_eq!(values(load), [Some(4.0), Some(8.0), Some(6.0)], "the last one for both");
+        assert_eq!((load.rate(0, FORGET + 9), load.explored(0, FORGET + 9)), (Some(4.0), true));
+        assert_eq!((load.rate(0, FORGET + 10), load.explored(0, FORGET + 10)), (Some(6.0), false));
+        assert_eq!((load.rate(0, FORGET + 20), load.explored(0, 10)), (None, true));
+        load.measure(0, 2.0, FORGET + 10);
+        assert_eq!(values(load), [Some(2.0), Some(8.0), Some(4.0)], "what has expired does not count");
+    }
+
+    #[test]
+    fn what_is_unmoved_is_told_from_the_rate() {
+        let flight = |len, since| Flight { fragment: Fragment { transfer: 1, offset: 0, len }, area: 0, since };
+        let mut load = Load { bytes: 1500, idle_since: 200, ..Load::default() };
+        load.flights = [flight(1000, 100), flight(500, 100)].into();
+        assert_eq!([None, Some(2.0)].map(|rate| load.unmoved(rate, 300)), [1500.0, 1300.0]);
+        assert_eq!(load.unmoved(Some(2.0), 10_000), 500.0, "no more than the first, whose end was not told");
+        load.flights[0].since = 250;
+        assert_eq!(load.unmoved(Some(2.0), 300), 1400.0);
+        assert_eq!(Load::default().unmoved(Some(2.0), 300), 0.0);
+        // Two, and more as long as they are short.
+        let room = |bytes, n| Load { bytes, flights: vec![flight(1, 0); n].into(), ..Load::default() }.has_room();
+        assert_eq!([room(SHORT, 1), room(SHORT, 2), room(SHORT - 1, 2), room(SHORT - 1, 9)], [true, false, true, true]);
+    }
+
+    #[test]
+    fn the_rate_is_in_bytes_per_second() {
+        let (mut p, fragments) = both_busy();
+        ended(&mut p, 0, fragments[0], 100);
+        let rate = p.rate(0, Direction::ToHost).unwrap();
+        assert!((rate - 2.0 * MIB as f64 / 100e-6).abs() < 1.0, "{rate}");
+        // Too short a fragment says nothing, nor does one that took no time.
+        for (len, took) in [(TELLING - 1, 1000), (MIB, 0)] {
+            let mut p = BalancePolicy::only(&[0]);
+            arrive(&mut p, 1, 0, len);
+            let fragment = next(&mut p, 0, 100).unwrap();
+            ended(&mut p, 0, fragment, 100 + took);
+            assert_eq!(p.rate(0, Direction::ToHost), None);
+        }
+        let mut p = BalancePolicy::only(&[0]);
+        arrive(&mut p, 1, 0, TELLING);
+        let fragment = next(&mut p, 0, 100).unwrap();
+        ended(&mut p, 0, fragment, 200);
+        assert!(p.rate(0, Direction::ToHost).is_some());
+    }
+
+    #[test]
+    fn channels_that_do_not_exist_are_passed_over() {
+        let uses = |only: &[usize]| [0, 1].map(|channel| BalancePolicy::only(only).uses(channel, 2));
+        assert_eq!([uses(&[]), uses(&[2]), uses(&[9])], [[true; 2]; 3]);
+        assert_eq!([uses(&[0]), uses(&[1, 9])], [[true, false], [false, true]]);
+        // An area of one that does not exist is the last one's.
+        let span = Span::new(CardAddr::new(0), 256 * MIB).unwrap();
+        let mut p = BalancePolicy::new(vec![Area { span, route: Route::Channel(7) }]);
+        arrive(&mut p, 1, 0, MIB);
+        assert!(next(&mut p, 0, 0).is_none() && next(&mut p, 1, 0).is_some());
+    }
+
+    #[test]
     fn before_there_are_rates_the_address_decides() {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
@@ -479,6 +541,7 @@ mod tests {
         let first = next(&mut p, 0, 0).unwrap();
         assert!(next(&mut p, 0, 0).is_some() && next(&mut p, 0, 0).is_none());
         ended(&mut p, 0, first, 100);
+        assert_eq!(p.backlogs[0].channels[0].bytes, MIB);
         assert!(next(&mut p, 0, 100).is_some());
     }
 
@@ -537,6 +600,186 @@ mod tests {
             given[c] += 1;
         }
         assert_eq!(given, [32, 32]);
+    }
+
+    /// A direction whose channels work on these areas (`None`: idle) at these rates; so many MiB are left in each area.
+    fn at_work(left: [u64; 4], places: &[Option<usize>], rates: &[f64]) -> Backlog {
+        let mut backlog = Backlog { bulk: true, ..Backlog::default() };
+        backlog.fit(left.len(), places.len());
+        backlog.left = left.map(|mib| mib * MIB).into();
+        let fragment = Fragment { transfer: 0, offset: 0, len: MIB };
+        for (c, (load, place)) in backlog.channels.iter_mut().zip(places).enumerate() {
+            load.flights.extend(place.map(|area| Flight { fragment, area, since: 0 }));
+            if let (Some(area), Some(rate)) = (place, rates.get(c)) {
+                load.measure(*area, *rate, 0);
+            }
+        }
+        backlog
+    }
+
+    /// The area that a channel is to work on, then.
+    fn chosen(backlog: &Backlog, channel: usize) -> Option<usize> {
+        backlog.choose(&BalancePolicy::new(areas()).rules, channel, 1)
+    }
+
+    #[test]
+    fn channels_spread_over_the_areas() {
+        let choose = |left, places: &[_], channel| chosen(&at_work(left, places, &[]), channel);
+        assert_eq!(choose([0; 4], &[None, None], 0), None);
+        // An area without company, though another one has more left.
+        assert_eq!(choose([0, 30, 10, 0], &[Some(1), None], 1), Some(2));
+        // Shared ones come last, those without work not at all.
+        assert_eq!([0, 1].map(|c| choose([30, 10, 10, 30], &[None, None], c)), [Some(1), Some(2)]);
+        assert_eq!(choose([30, 0, 0, 20], &[None, None], 0), Some(0));
+        assert_eq!(choose([0, 0, 10, 0], &[Some(1), Some(0)], 0), Some(2));
+        // A channel stays, or takes where most is left per head, or its own, or the first.
+        assert_eq!(choose([0, 10, 20, 0], &[Some(1), Some(0)], 0), Some(1));
+        assert_eq!(choose([0, 10, 20, 0], &[Some(2), Some(0)], 0), Some(2));
+        let four = [None, Some(1), Some(2), Some(2)];
+        assert_eq!([10, 12].map(|left| choose([0, left, 16, 0], &four, 0)), [Some(2), Some(1)]);
+        let busy = [Some(0), Some(0), None];
+        assert_eq!([0, 1, 2].map(|c| choose([0, 10, 10, 0], &busy, c)), [Some(1), Some(2), Some(1)]);
+    }
+
+    #[test]
+    fn an_area_is_left_to_its_own_channel_while_that_is_idle() {
+        let choose = |places: &[_], channel| chosen(&at_work([0, 10, 0, 0], places, &[]), channel);
+        assert_eq!([0, 1].map(|channel| choose(&[None, None], channel)), [Some(1), None]);
+        assert_eq!(choose(&[Some(0), None], 1), Some(1), "it is busy elsewhere");
+        assert_eq!(choose(&[None, None, Some(1)], 1), Some(1), "another one is there already");
+        let mut declined = at_work([0, 10, 0, 0], &[None, None], &[]);
+        declined.declined = 1;
+        assert_eq!(chosen(&declined, 1), Some(1), "it was asked in vain");
+        // With little work it is, unless the channel is known to reach the area.
+        let mut little = at_work([0, 10, 0, 0], &[Some(1), None], &[]);
+        little.bulk = false;
+        assert_eq!(chosen(&little, 1), None);
+        little.channels[1].measure(1, 1.0, 0);
+        assert_eq!(chosen(&little, 1), Some(1));
+    }
+
+    #[test]
+    fn a_fast_channel_swaps_areas_with_a_slow_one_that_would_end_later() {
+        let choose = |left, places: &[_], rates: &[f64]| chosen(&at_work(left, places, rates), 0);
+        let apart = [Some(1), Some(2)];
+        assert_eq!([11, 12].map(|left| choose([0, 10, left, 0], &apart, &[3.0, 2.0])), [Some(1), Some(2)]);
+        // Not for a channel as fast, nor for one of which nothing is known.
+        assert_eq!(choose([0, 10, 12, 0], &apart, &[2.0, 2.0]), Some(1));
+        assert_eq!(choose([0, 10, 12, 0], &apart, &[BEHIND, 1.0]), Some(1));
+        assert_eq!([&[][..], &[3.0]].map(|rates| choose([0, 10, 12, 0], &apart, rates)), [Some(1); 2]);
+        // Not with a shared area, nor where several work, nor before the channel is at work itself.
+        assert_eq!(choose([12, 10, 0, 0], &[Some(1), Some(0)], &[3.0, 2.0]), Some(1));
+        assert_eq!(choose([0, 10, 12, 0], &[Some(1), Some(2), Some(2)], &[3.0, 2.0, 2.0]), Some(1));
+        assert_eq!(choose([0, 10, 12, 0], &[Some(1), Some(1), Some(2)], &[3.0, 3.0, 2.0]), Some(1));
+        let mut idle = at_work([0, 10, 12, 0], &apart, &[3.0, 2.0]);
+        idle.channels[0].flights.clear();
+        assert_eq!(chosen(&idle, 0), Some(1));
+        // Not where the channel does not reach.
+        let mut little = at_work([0, 10, 12, 0], &apart, &[3.0, 2.0]);
+        little.bulk = false;
+        assert_eq!(chosen(&little, 0), Some(1));
+    }
+
+    /// A policy that knows the rates (bytes per nanosecond) of its channels for shared memory.
+    fn with_rates(rates: &[Option<f64>]) -> BalancePolicy {
+        let mut p = BalancePolicy::new(areas());
+        p.arrive(0, Direction::ToHost, None, 1, rates.len());
+        p.forget(0);
+        for (load, rate) in p.backlogs[0].channels.iter_mut().zip(rates) {
+            rate.iter().for_each(|rate| load.measure(0, *rate, 0));
+        }
+        p
+    }
+
+    /// Bytes of the next fragment of a channel, of a transfer to shared memory that has just arrived.
+    fn first(rates: &[Option<f64>], len: u64, channel: usize) -> Option<u64> {
+        let mut p = with_rates(rates);
+        p.arrive(1, Direction::ToHost, Some(CardAddr::new(0)), len, rates.len());
+        next(&mut p, channel, 0).map(|f| f.len)
+    }
+
+    #[test]
+    fn little_work_is_divided_so_that_all_end_together() {
+        let three = [Some(3.0), Some(1.0), None];
+        assert_eq!([0, 1, 2].map(|c| first(&three, 6 * MIB, c)), [Some(3 * MIB), Some(MIB), Some(2 * MIB)]);
+        // What is in flight counts, less what has been moved of it.
+        let mut p = with_rates(&[Some(3.0), Some(1.0)]);
+        arrive(&mut p, 1, 0, 4 * MIB);
+        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        assert_eq!(fragments.map(|f| f.len), [3 * MIB, MIB]);
+        let half = Duration::from_nanos(MIB / 2);
+        p.ended(1, &fragments[1], half, false);
+        arrive(&mut p, 2, 0, 4 * MIB);
+        // Together 5.5 MiB are left, a quarter of them for the slow one.
+        assert_eq!(p.next(1, half).unwrap().len, 11 * MIB / 8);
+        assert_eq!(p.next(0, half).unwrap().len, 21 * MIB / 8);
+    }
+
+    #[test]
+    fn fragments_are_not_too_short() {
+        const KIB: u64 = 1 << 10;
+        let two = |fast| [Some(fast), Some(1.0)];
+        // Short transfers go whole, to the channel that is most behind.
+        assert_eq!([0, 1].map(|c| first(&two(1.0), WHOLE_BELOW - 1, c)), [Some(WHOLE_BELOW - 1), None]);
+        assert_eq!([0, 1].map(|c| first(&two(1.0), WHOLE_BELOW, c)), [Some(64 * KIB); 2]);
+        // A share of half a fragment is rounded up, less is left to the other one; a short rest goes along.
+        assert_eq!([0, 1].map(|c| first(&two(3.0), 256 * KIB, c)), [Some(192 * KIB), Some(64 * KIB)]);
+        assert_eq!([0, 1].map(|c| first(&two(7.0), 256 * KIB, c)), [Some(256 * KIB), Some(64 * KIB)]);
+        assert_eq!([0, 1].map(|c| first(&two(15.0), 256 * KIB, c)), [Some(256 * KIB), None]);
+        // The one that was idle for longest comes first.
+        let mut p = with_rates(&two(1.0));
+        p.backlogs[0].channels[0].idle_since = 1;
+        arrive(&mut p, 1, 0, 4096);
+        assert_eq!([0, 1].map(|c| next(&mut p, c, 0).is_some()), [false, true]);
+    }
+
+    #[test]
+    fn work_that_all_left_to_others_is_taken() {
+        let mut p = with_rates(&[Some(2.0), Some(1.0)]);
+        for transfer in 1..3 {
+            arrive(&mut p, transfer, 0, 4096);
+            assert_eq!([(); 2].map(|()| next(&mut p, 1, 0).is_some()), [false, true]);
+            let fragment = Fragment { transfer, offset: 0, len: 4096 };
+            p.ended(1, &fragment, Duration::ZERO, true);
+        }
+        // Who is asked while there is no work, or another channel has some, does not decline.
+        assert_eq!([(); 3].map(|()| next(&mut p, 1, 0)), [None; 3]);
+        arrive(&mut p, 3, 0, 4096);
+        assert_eq!(next(&mut p, 1, 0), None);
+        let mut p = with_rates(&[Some(2.0), Some(1.0)]);
+        arrive(&mut p, 1, 0, 4096);
+        assert!(next(&mut p, 0, 0).is_some());
+        arrive(&mut p, 2, 0, 65536);
+        assert_eq!([(); 3].map(|()| next(&mut p, 1, 0)), [None; 3], "the other one is at work");
+    }
+
+    #[test]
+    fn much_work_is_cut_to_a_part_of_the_share() {
+        let two = [Some(1.0), Some(1.0)];
+        assert_eq!([24, 64].map(|mib| first(&two, mib * MIB, 0)), [Some(2 * MIB), Some(LARGEST)]);
+        assert_eq!(first(&[None, None], 64 * MIB, 0), Some(SMALLEST), "its rate is not known yet");
+        // While several areas have work, fragments are short.
+        let mut p = with_rates(&two);
+        arrive(&mut p, 1, 0, 64 * MIB);
+        arrive(&mut p, 2, 1 << 30, 4096);
+        assert_eq!(next(&mut p, 1, 0).unwrap().len, SPREAD);
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_left_over() {
+        let mut p = with_rates(&[None, None]);
+        (1..3).for_each(|i| arrive(&mut p, i, 255 * MIB, i * 6 * MIB));
+        p.forget(2);
+        let backlog = &p.backlogs[0];
+        assert_eq!((backlog.waiting, &backlog.left, backlog.bulk), (6 * MIB, &vec![MIB, 0, 0, 5 * MIB], true));
+    }
+
+    #[test]
+    fn a_channel_may_be_added() {
+        let mut p = with_rates(&[None, None]);
+        assert!(next(&mut p, 2, 0).is_none());
+        p.arrive(1, Direction::ToHost, Some(CardAddr::new(0)), 6 * MIB, 3);
+        assert_eq!([0, 1, 2].map(|c| next(&mut p, c, 0).map(|f| f.len)), [Some(2 * MIB); 3]);
     }
 
     proptest! {

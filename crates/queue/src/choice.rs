@@ -57,6 +57,8 @@ mod tests {
         assert_eq!("auto".parse(), Ok(QueueChoice::Auto));
         assert_eq!("1".parse(), Ok(QueueChoice::Only(1)));
         assert_eq!("1,0".parse(), Ok(QueueChoice::List(vec![1, 0])));
+        let lists = ["auto", "1", "1,0"].map(|text| text.parse::<QueueChoice>().unwrap().list().to_vec());
+        assert_eq!(lists, [vec![], vec![1], vec![1, 0]]);
         for bad in ["", "all", "0,", "-1", "0;1"] {
             let error = bad.parse::<QueueChoice>().unwrap_err();
             assert_eq!(error, BadQueueChoice(bad.to_owned()), "{error}");

@@ -145,10 +145,10 @@ impl AddressPolicy {
             return;
         }
         // Cut at 4 KiB so that no page is split between channels.
-        let step = (fragment.len / channels as u64).next_multiple_of(4096);
+        let step = fragment.len.div_ceil(channels as u64).next_multiple_of(4096);
         let mut left = fragment;
-        for (channel, queue) in queues.iter_mut().enumerate() {
-            let len = if channel + 1 == channels { left.len } else { step.min(left.len) };
+        for queue in queues {
+            let len = step.min(left.len);
             if len > 0 {
                 queue.push_back(Fragment { len, ..left });
                 left = Fragment { offset: left.offset + len, len: left.len - len, ..left };
@@ -234,6 +234,36 @@ mod tests {
         let small: Vec<_> = (0..3).map(|_| lengths(&mut p, 0, 4096)[0].0).collect();
         assert!(small[0] != small[1] && small[0] == small[2], "small transfers take turns: {small:?}");
         assert_eq!(lengths(&mut AddressPolicy::only(1), 0, 8 * MIB), [(1, 8 * MIB)]);
+    }
+
+    #[test]
+    fn short_transfers_and_short_rests_are_not_cut() {
+        let mut p = policy();
+        assert_eq!(lengths(&mut p, 0, WHOLE_BELOW - 1), [(0, WHOLE_BELOW - 1)]);
+        assert_eq!(lengths(&mut p, 0, WHOLE_BELOW), [(0, 64 << 10), (1, 64 << 10)]);
+        assert_eq!(lengths(&mut p, 0, WHOLE_BELOW + 1), [(0, 68 << 10), (1, (60 << 10) + 1)]);
+        // Nothing is left for the last of many channels.
+        p.arrive(1, Direction::ToHost, Some(CardAddr::new(0)), WHOLE_BELOW, 40);
+        let given = (0..40).map(|c| p.next(c, Duration::ZERO).map(|f| (f.offset, f.len)));
+        assert!(given.enumerate().all(|(c, got)| got == (c < 32).then_some((c as u64 * 4096, 4096))));
+        // A channel that does not exist stands for the last.
+        assert_eq!(lengths(&mut AddressPolicy::only(7), 0, 8 * MIB), [(1, 8 * MIB)]);
+    }
+
+    #[test]
+    fn a_box_is_the_policy_in_it() {
+        fn check<P: Policy>(mut boxed: P) -> P {
+            assert_eq!([0, 1].map(|channel| boxed.uses(channel, 2)), [false, true]);
+            (1..3).for_each(|n| boxed.arrive(n, Direction::ToHost, None, MIB, 2));
+            boxed.forget(1);
+            let fragment = Fragment { transfer: 2, offset: 0, len: MIB };
+            let at = Duration::from_secs(1);
+            assert_eq!([0, 1, 1].map(|channel| boxed.next(channel, at)), [None, Some(fragment), None]);
+            boxed.ended(1, &fragment, 2 * at, true);
+            boxed
+        }
+        let boxed = check(Box::new(crate::BalancePolicy::only(&[1])));
+        assert!(boxed.rate(1, Direction::ToHost).is_some(), "it has learned");
     }
 
     #[test]

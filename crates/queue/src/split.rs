@@ -451,7 +451,7 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             let busy = |i: &usize| this.queues[*i].in_flight() > 0;
             let Some(i) = (0..n).map(|k| (this.nap + k) % n).find(busy) else { return };
             let alone = (0..n).filter(busy).count() == 1;
-            this.nap = (i + 1) % n;
+            this.nap = i + 1;
             this.queues[i].wait(&mut this.scratch, if alone { left } else { left.min(NAP) });
             this.absorb(i);
         })
@@ -529,6 +529,16 @@ mod tests {
         fn ended(&mut self, _: usize, _: &Fragment, _: Duration, _: bool) {}
 
         fn forget(&mut self, _: u64) {}
+    }
+
+    #[test]
+    fn a_split_uses_all_of_its_queues() {
+        let split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
+        assert_eq!([0, 1].map(|queue| split.policy().uses(queue, 2)), [true; 2], "unless the policy says otherwise");
+        assert_eq!(split.queues().len(), 2);
+        let before = split.clock.now();
+        std::thread::sleep(Duration::from_millis(1));
+        assert!(split.clock.now() >= before + Duration::from_millis(1));
     }
 
     #[test]

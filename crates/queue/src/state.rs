@@ -242,14 +242,15 @@ mod tests {
         assert!(matches!(state.cancel(tickets[1], &mut waiting), Cancelled::TooLate), "others are in flight");
         assert!(matches!(state.cancel(Ticket::new(3), &mut waiting), Cancelled::Unknown), "never submitted");
         // More of them: the sums differ from one.
-        let results = [Ok(()), Err(OpError::Cancelled), Ok(()), Ok(()), Err(OpError::Device { status: 1 })];
-        for (result, bytes) in results.into_iter().zip([10, 1, 20, 30, 2]) {
+        let device = |status| Err(OpError::Device { status });
+        let results = [Ok(()), Err(OpError::Cancelled), Ok(()), Ok(()), device(1), device(2)];
+        for (result, bytes) in results.into_iter().zip([10, 1, 20, 30, 2, 4]) {
             let ended = waiting.pop_front();
             let (ticket, operation) = ended.unwrap_or_else(|| (state.accept(), Operation::fence()));
             state.ended(&Completion { ticket, operation, result, bytes });
         }
         assert!(matches!(state.cancel(tickets[0], &mut waiting), Cancelled::Unknown), "nothing is in flight");
-        let mut expected = Stats { submitted: 6, ok: 3, failed: 2, cancelled: 2, bytes: 63, ..Stats::default() };
+        let mut expected = Stats { submitted: 7, ok: 3, failed: 3, cancelled: 2, bytes: 67, ..Stats::default() };
         (expected.full, expected.doorbells) = (1, 1);
         expected.latency = state.stats().latency.clone();
         assert_eq!((state.stats(), state.in_flight(), expected.latency.count()), (&expected, 0, 1));
@@ -298,6 +299,9 @@ mod tests {
         let timeout = Duration::from_millis(2);
         state.set_timeout(Some(timeout));
         assert_eq!(state.timed_out(), None, "nothing is in flight");
+        state.set_timeout(Some(Duration::ZERO));
+        assert_eq!(state.timed_out(), None, "nor is there then");
+        state.set_timeout(Some(timeout));
         let _ticket = state.accept();
         assert_eq!((state.nap(Duration::MAX), state.timed_out()), (NAP, None));
         std::thread::sleep(2 * timeout);

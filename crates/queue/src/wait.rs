@@ -270,6 +270,41 @@ mod tests {
     }
 
     #[test]
+    fn an_operation_is_run_on_a_queue_of_its_own() {
+        let mut queue = Fake { ends: true, ..Fake::default() };
+        // What has ended in the last moment is not lost.
+        assert_eq!(run(&mut queue, operation(), Duration::ZERO).unwrap().bytes(), 8192);
+        queue.ends = false;
+        let timeout = Duration::from_millis(1);
+        assert!(matches!(run(&mut queue, operation(), timeout), Err(RunError::TimedOut(t)) if t == timeout));
+        assert!(matches!(run(&mut queue, operation(), LONG), Err(RunError::Busy)) && queue.in_flight() == 1);
+        assert!(drain(&mut queue, timeout).is_empty(), "it does not end");
+    }
+
+    #[test]
+    fn a_wait_sleeps_until_something_has_ended() {
+        let mut queue = Fake::default();
+        let mut done = Vec::new();
+        assert_eq!(wait_with(&mut queue, &mut done, LONG, |_, _| panic!("nothing is in flight")), 0);
+        let _only = queue.submit(operation()).unwrap();
+        assert_eq!(wait_with(&mut queue, &mut done, Duration::ZERO, |_, _| panic!("no time is left")), 0);
+        let mut naps = 0;
+        let ended = wait_with(&mut queue, &mut done, LONG, |queue, left| {
+            assert!(left <= LONG && left > LONG / 2);
+            naps += 1;
+            queue.ends = naps == 2;
+        });
+        assert_eq!((ended, naps, done.len()), (1, 2, 1));
+    }
+
+    #[test]
+    fn a_stall_is_noticed_by_the_clock() {
+        let mut watch = StallWatch::default();
+        assert_eq!(watch.lost(LONG), None);
+        assert_eq!(watch.lost(Duration::ZERO), Some(StopReason::Timeout(Duration::ZERO)));
+    }
+
+    #[test]
     fn time_without_checks_does_not_count() {
         let (mut watch, start) = (StallWatch::default(), Instant::now());
         let at = |s: f64| start + Duration::from_secs_f64(s);

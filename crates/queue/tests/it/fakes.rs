@@ -104,6 +104,9 @@ pub struct Orders {
     /// All further ones are refused with this.
     pub refuse: Option<Refusal>,
     pub flushed: usize,
+    /// The timeouts of the waits so far, and the number of the wait in which everything ends.
+    pub waits: Vec<Duration>,
+    pub last_wait: usize,
     pub armed: bool,
 }
 
@@ -180,7 +183,13 @@ impl Queue for Device {
         n
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion>, _: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
+        let mut orders = self.orders.lock().unwrap();
+        orders.waits.push(timeout);
+        if orders.waits.len() == orders.last_wait {
+            orders.end = usize::MAX;
+        }
+        drop(orders);
         self.poll(done)
     }
 

@@ -2,6 +2,7 @@
 
 mod fakes;
 mod operation;
+mod queue;
 mod registry;
 mod shared;
 mod split;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_queue::{
-    Abilities, AddressPolicy, Cancelled, DeviceAddr, Direction, Fragment, OpError, Operation, Policy, Queue, Refusal,
-    Split, StopReason, Ticket, Work, drain,
+    Abilities, AddressPolicy, BalancePolicy, Cancelled, DeviceAddr, Direction, Fragment, Limits, OpError, Operation,
+    Policy, Queue, Refusal, Refused, Split, StopReason, Ticket, Work, drain,
 };
 
 use crate::fakes::{Device, Orders, number, slice};
@@ -87,6 +87,9 @@ fn operations_that_are_not_copies_go_whole_to_the_queue_with_the_fewest() {
     ended.sort_by_key(|(ticket, ..)| *ticket);
     assert_eq!(ended, tickets.iter().map(|ticket| (*ticket, Ok(()), 64)).collect::<Vec<_>>());
     assert_eq!(split.in_flight(), 0);
+    assert_eq!(both(3, None).0.limits(), Limits { capacity: 6, max_len: 1 << 16 });
+    let splits = Split::new(vec![both(1, None).0, both(1, None).0], Cut::default());
+    assert!(splits.abilities().contains(Abilities::FENCE), "as those it is made of");
     // A policy that leaves one queue alone is obeyed.
     let (mut split, orders) = both(2, Some(1));
     for i in 0..2 {
@@ -123,6 +126,13 @@ fn what_is_behind_a_fence_waits_for_what_is_before_it() {
     end(&orders, 9);
     let ended = drain(&mut split, LONG);
     assert_eq!((ended.len(), ended.last().map(|end| end.ticket)), (3, Some(second)));
+    // Also for what is no copy.
+    end(&orders, 0);
+    let (before, fence) = (split.submit(fill(0)).unwrap(), split.submit(Operation::fence()).unwrap());
+    assert!(results(&mut split).is_empty());
+    end(&orders, 1);
+    assert_eq!(results(&mut split), [(before, Ok(()), 64), (fence, Ok(()), 0)]);
+    end(&orders, 9);
     // A refusal behind a fence is a failure.
     let _fence = split.submit(Operation::fence()).unwrap();
     let late = split.submit(fill(1)).unwrap();
@@ -143,7 +153,11 @@ fn fences_of_queues_that_have_stopped_end_too() {
     assert_eq!(ended.iter().map(|end| end.ticket).collect::<Vec<_>>(), tickets);
     assert!(ended.iter().all(|end| end.result == stopped), "{ended:?}");
     assert_eq!(split.submit(Operation::fence()).unwrap_err().reason, Refusal::Stopped(why));
-    assert!(split.restart() && split.submit(Operation::fence()).is_ok());
+    assert!(split.restart() && !split.restart(), "it runs");
+    let fence = split.submit(Operation::fence()).unwrap();
+    split.flush();
+    assert!(matches!(split.cancel(fence), Cancelled::TooLate), "it has ended");
+    assert!(matches!(split.cancel(Ticket::new(fence.number() + 1)), Cancelled::Unknown));
     assert_eq!(drain(&mut split, LONG)[0].result, Ok(()));
 }
 
@@ -190,4 +204,113 @@ fn whole_operations_and_those_behind_a_fence_are_taken_back() {
     end(&orders, 1);
     assert_eq!(results(&mut split), [(tickets[0], Ok(()), 64)]);
     assert_eq!(split.in_flight(), 0);
+}
+
+#[test]
+fn fragments_begin_where_there_is_room() {
+    let (mut split, orders) = both(2, Some(0));
+    let whole = [1000, 2000].map(|i| split.submit(fill(i)).unwrap());
+    let copy = split.submit(read(0, 256)).unwrap();
+    split.flush();
+    assert_eq!(got(&orders), [[1000, 2000], [64, 192]], "one half first");
+    end(&orders, 2);
+    assert_eq!(results(&mut split), whole.map(|ticket| (ticket, Ok(()), 64)));
+    assert_eq!(got(&orders), [vec![1000, 2000, 0, 128], vec![64, 192]]);
+    end(&orders, 2);
+    let mut done = Vec::new();
+    split.poll(&mut done);
+    assert_eq!((done[0].ticket, &done[0].result, done[0].operation.bytes()), (copy, &Ok(()), 256));
+    // What a full queue could be given stays free for another one.
+    let ((a, a_orders), (b, b_orders)) = (Device::new(1), Device::new(1));
+    let mut split = Split::new(vec![a, b], BalancePolicy::new(Vec::new()));
+    let _both = [fill(1000), read(0, 64)].map(|operation| split.submit(operation).unwrap());
+    (0..2).for_each(|_| split.flush());
+    assert_eq!(got(&[a_orders, b_orders]), [[1000], [0]]);
+}
+
+#[test]
+fn a_copy_is_refused_with_its_first_fragment() {
+    let (mut split, orders) = both(2, None);
+    let refuse = |reason| orders[0].lock().unwrap().refuse = reason;
+    refuse(Some(Refusal::NotPermitted));
+    let Refused { operation, reason } = split.submit(read(0, 256)).unwrap_err();
+    assert_eq!((reason, operation.bytes(), split.in_flight()), (Refusal::NotPermitted, 256, 0));
+    refuse(None);
+    let copy = split.submit(operation).unwrap();
+    assert_eq!(got(&orders), [vec![0], vec![]], "the others are given to the queues with what else comes");
+    // A queue that has less room than it says holds up no other one.
+    refuse(Some(Refusal::Full));
+    split.flush();
+    assert_eq!(got(&orders), [vec![0], vec![64, 192]]);
+    // What is refused later is a failure at its place.
+    refuse(Some(Refusal::NotPermitted));
+    end(&orders, 2);
+    assert_eq!(results(&mut split), [(copy, Err(OpError::Refused(Refusal::NotPermitted)), 128)]);
+    assert_eq!(split.in_flight(), 0);
+}
+
+#[test]
+fn a_copy_ends_with_the_failure_that_lies_first() {
+    let refused = Err(OpError::Refused(Refusal::NotPermitted));
+    let refuse = |orders: &[Arc<Mutex<Orders>>; 2]| {
+        orders[0].lock().unwrap().refuse = Some(Refusal::NotPermitted);
+        orders[1].lock().unwrap().refuse = Some(Refusal::NotRegistered);
+    };
+    for turns in [[0, 1], [1, 0]] {
+        let (mut split, orders) = both(1, None);
+        let copy = split.submit(read(0, 256)).unwrap();
+        split.flush();
+        refuse(&orders);
+        let ended = turns.map(|turn| {
+            orders[turn].lock().unwrap().end = 1;
+            results(&mut split)
+        });
+        assert_eq!(ended, [vec![], vec![(copy, refused.clone(), 128)]]);
+    }
+    // Of two at the same byte, with the one that was told first.
+    let (mut split, orders) = both(1, None);
+    let copy = split.submit(read(0, 128)).unwrap();
+    refuse(&orders);
+    split.stop(StopReason::Requested("for a test".into()));
+    assert_eq!(results(&mut split), [(copy, Err(OpError::Refused(Refusal::NotRegistered)), 64)]);
+}
+
+#[test]
+fn only_the_copy_that_is_cancelled_is_taken_back() {
+    let (mut split, orders) = both(2, None);
+    let [first, second] = [0, 1000].map(|number| split.submit(read(number, 64)).unwrap());
+    split.flush();
+    assert_eq!(got(&orders), [vec![0, 1000], vec![]]);
+    assert!(matches!(split.cancel(first), Cancelled::Asked), "the device is at work on it");
+    end(&orders, 2);
+    assert_eq!(results(&mut split), [first, second].map(|ticket| (ticket, Ok(()), 64)));
+    // Also when a queue did not take it yet.
+    let first = split.submit(read(0, 64)).unwrap();
+    orders[0].lock().unwrap().refuse = Some(Refusal::Full);
+    let second = split.submit(read(1000, 64)).unwrap();
+    assert!(matches!(split.cancel(first), Cancelled::Asked));
+    assert!(matches!(split.cancel(second), Cancelled::TakenBack(o) if number(&o) == 1000));
+    end(&orders, 1);
+    assert_eq!(results(&mut split), [(first, Ok(()), 64)]);
+}
+
+#[test]
+fn a_wait_sleeps_on_each_queue_in_turn_and_long_on_the_last() {
+    let (mut split, orders) = both(1, None);
+    let copy = split.submit(read(0, 128)).unwrap();
+    orders[0].lock().unwrap().last_wait = 2;
+    orders[1].lock().unwrap().last_wait = 3;
+    let mut done = Vec::new();
+    assert_eq!((split.wait(&mut done, LONG), done[0].ticket), (1, copy));
+    let waits = [0, 1].map(|i| orders[i].lock().unwrap().waits.clone());
+    let short = waits[0][0];
+    assert!(short < LONG / 1000, "{waits:?}");
+    assert_eq!((&waits[0], waits[1].len(), waits[1][0]), (&vec![short; 2], 3, short));
+    assert!(waits[1][1..].iter().all(|long| *long > LONG / 100), "{waits:?}");
+    // A queue at rest is passed over.
+    let (mut split, orders) = both(1, Some(1));
+    let only = split.submit(fill(0)).unwrap();
+    orders[1].lock().unwrap().last_wait = 1;
+    assert_eq!((split.wait(&mut done, LONG), done[1].ticket), (1, only));
+    assert_eq!([0, 1].map(|i| orders[i].lock().unwrap().waits.len()), [0, 1]);
 }

@@ -1,0 +1,86 @@
+//! The port itself: its addresses, and a queue that has nothing but what it must have.
+
+use std::time::Duration;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
+use dmalane_queue::{
+    Abilities, Cancelled, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, QueueAddr,
+    QueueState, Refused, StopReason, Ticket, Waiting,
+};
+
+use crate::fakes::numbered;
+
+/// Ends everything at the next poll.
+#[derive(Default)]
+struct Plain {
+    state: QueueState,
+    waiting: Waiting,
+}
+
+impl Queue for Plain {
+    type Addr = DeviceAddr;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: 2, max_len: 100 }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::TO_HOST
+    }
+
+    fn in_flight(&self) -> usize {
+        self.state.in_flight()
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let (abilities, limits) = (self.abilities(), self.limits());
+        self.state.submit(operation, abilities, limits, |_| Ok(()), &mut self.waiting)
+    }
+
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        let before = done.len();
+        while let Some((ticket, operation)) = self.waiting.pop_front() {
+            let completion = Completion { ticket, bytes: operation.bytes(), operation, result: Ok(()) };
+            self.state.ended(&completion);
+            done.push(completion);
+        }
+        done.len() - before
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, _: Duration) -> usize {
+        self.poll(done)
+    }
+}
+
+#[test]
+fn a_queue_without_other_abilities_says_so() {
+    let mut boxed: Box<DeviceQueue> = Box::<Plain>::default();
+    let ticket = boxed.submit(numbered(0)).unwrap();
+    boxed.stop(StopReason::Requested("ignored".into()));
+    assert_eq!((boxed.halted(), boxed.restart()), (None, false));
+    assert!(matches!(boxed.cancel(ticket), Cancelled::TooLate) && boxed.in_flight() == 1);
+    assert!(!boxed.set_timeout(Some(Duration::ZERO)) && !boxed.arm());
+    assert!(boxed.stats().is_none() && boxed.event().is_none());
+    let mut done = Vec::new();
+    assert_eq!((boxed.poll(&mut done), done[0].ticket, boxed.in_flight()), (1, ticket, 0));
+}
+
+#[test]
+fn the_device_writes_what_goes_to_the_host() {
+    assert_eq!([Direction::ToHost, Direction::FromHost].map(Direction::host_access), [Access::WRITE, Access::READ]);
+}
+
+#[test]
+fn addresses_advance_within_their_space() {
+    fn check<A: QueueAddr>(of: impl Fn(u64) -> A, card: bool) {
+        let moved = of(4096).advance(100).unwrap();
+        assert_eq!((of(4096).bits(), moved.bits()), (4096, 4196));
+        assert!(of(u64::MAX).advance(1).is_none() && of(u64::MAX - 1).advance(1).is_some());
+        assert_eq!(moved.card_addr(), card.then_some(CardAddr::new(4196)));
+    }
+    check(FileOffset::new, false);
+    check(|at| DeviceAddr::from(DeviceVa::new(at)), false);
+    check(|at| DeviceAddr::from(CardAddr::new(at)), true);
+}
