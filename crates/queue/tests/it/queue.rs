@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, QueueAddr,
-    QueueState, Refused, StopReason, Ticket, Waiting,
+    Abilities, Cancelled, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, QueueAddr,
+    QueueState, Refused, SharedOptions, SharedQueue, StopReason, Ticket, Waiting,
 };
 
 use crate::fakes::numbered;
@@ -63,6 +63,8 @@ fn a_queue_without_other_abilities_says_so() {
     assert!(matches!(boxed.cancel(ticket), Cancelled::TooLate) && boxed.in_flight() == 1);
     assert!(!boxed.set_timeout(Some(Duration::ZERO)) && !boxed.arm());
     assert!(boxed.stats().is_none() && boxed.event().is_none());
+    let shared = SharedQueue::new(Plain::default(), SharedOptions::default());
+    assert!(!shared.handle(Class::Normal).set_timeout(None), "nor does a handle");
     let mut done = Vec::new();
     assert_eq!((boxed.poll(&mut done), done[0].ticket, boxed.in_flight()), (1, ticket, 0));
 }

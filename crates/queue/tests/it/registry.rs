@@ -121,6 +121,18 @@ fn what_is_forgotten_is_unmapped_and_nothing_else() {
 }
 
 #[test]
+fn an_eviction_leaves_the_other_ranges_of_a_memory() {
+    let (mut registry, _) = registry(64 * PAGE, 2);
+    let memory = pages(2).reference();
+    registry.get(&memory, 0..4096, Access::READ).unwrap();
+    registry.get(&memory, 4096..8192, Access::READ).unwrap();
+    registry.get(&pages(1).reference(), 0..4096, Access::READ).unwrap();
+    registry.get(&memory, 4096..8192, Access::READ).unwrap();
+    assert_eq!((registry.stats().evictions, registry.stats().hits), (1, 1));
+    assert!(format!("{registry:?}").starts_with("Registry { limits: RegistryLimits { bytes: 262144, entries: 2 }"));
+}
+
+#[test]
 fn a_full_bus_gets_room_as_long_as_there_is_any() {
     let bus = Arc::new(Bus::new(3 * PAGE, true));
     let mut registry = Registry::new(bus.clone(), RegistryLimits { bytes: 64 * PAGE, entries: 16 });

@@ -174,12 +174,18 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
     let mut handle = shared.handle(Class::Normal);
+    let _ = handle.submit(numbered(0)).unwrap();
+    orders.lock().unwrap().end = 1;
+    handle.detach();
+    assert_eq!((shared.in_flight(), shared.poll(), shared.in_flight()), (1, 1, 0), "it did not even poll");
+
+    let mut handle = shared.handle(Class::Normal);
     for i in 0..3 {
         let _ = handle.submit(numbered(i)).unwrap();
     }
     orders.lock().unwrap().end = 3;
     drop(handle);
-    assert_eq!((shared.in_flight(), orders.lock().unwrap().got.len()), (0, 3), "it waited");
+    assert_eq!((shared.in_flight(), orders.lock().unwrap().got.len()), (0, 4), "it waited");
 
     let mut handle = shared.handle(Class::Normal);
     let _ = handle.submit(numbered(3)).unwrap();
@@ -190,9 +196,7 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
 
     let mut handle = shared.handle(Class::Normal);
     let _ = handle.submit(numbered(4)).unwrap();
-    let began = Instant::now();
     handle.detach();
-    assert!(began.elapsed() < Duration::from_millis(150));
     // Its place is not given to another handle before its operation has ended.
     let mut next = shared.handle(Class::Normal);
     let _ = next.submit(numbered(5)).unwrap();

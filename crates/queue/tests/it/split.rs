@@ -307,10 +307,12 @@ fn a_wait_sleeps_on_each_queue_in_turn_and_long_on_the_last() {
     assert!(short < LONG / 1000, "{waits:?}");
     assert_eq!((&waits[0], waits[1].len(), waits[1][0]), (&vec![short; 2], 3, short));
     assert!(waits[1][1..].iter().all(|long| *long > LONG / 100), "{waits:?}");
-    // A queue at rest is passed over.
-    let (mut split, orders) = both(1, Some(1));
-    let only = split.submit(fill(0)).unwrap();
+    // It does not wait for all, nor for a queue at rest.
+    let (mut split, orders) = both(2, Some(1));
+    let _both = [0, 1].map(|number| split.submit(fill(number)).unwrap());
+    let waits = || [0, 1].map(|i| orders[i].lock().unwrap().waits.len());
+    end(&orders, 1);
     orders[1].lock().unwrap().last_wait = 1;
-    assert_eq!((split.wait(&mut done, LONG), done[1].ticket), (1, only));
-    assert_eq!([0, 1].map(|i| orders[i].lock().unwrap().waits.len()), [0, 1]);
+    assert_eq!((split.wait(&mut done, LONG), done.len(), waits()), (1, 2, [0, 0]));
+    assert_eq!((split.wait(&mut done, LONG), done.len(), waits()), (1, 3, [0, 1]));
 }
