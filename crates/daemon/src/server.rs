@@ -341,7 +341,7 @@ impl Server {
     }
 
     fn accept(&mut self, listener: &OwnedFd) -> Result<(), Errno> {
-        let socket = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        let socket = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(socket) => socket,
             // The peer has already disconnected.
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
@@ -642,11 +642,14 @@ impl Drop for Server {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
 
     use dmalane_card::Card;
     use dmalane_dma::MemfdHeap;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
     use super::*;
     use crate::{Client, ClientOptions, status};
@@ -669,6 +672,59 @@ mod tests {
         // Time without messages is no credit for more.
         turns.charge(7, later(1000), BURST);
         assert_eq!(turns.waits(7, later(1000)), Some(later(1000) + BURST));
+    }
+
+    #[test]
+    fn a_daemon_whose_worker_has_ended_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = Listener::bind(&folder.path().join("socket"), 0o600).unwrap();
+        let server = Server::new(Config::default(), |_| {}).unwrap();
+        server.state.run_queue.quit();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()));
+        let start = Instant::now();
+        while !daemon.is_finished() && start.elapsed() < Duration::from_secs(20) {
+            thread::sleep(STOP_POLL_INTERVAL);
+        }
+        drop(stop);
+        assert!(matches!(daemon.join().unwrap(), Err(ServerError::WorkerDied)));
+    }
+
+    /// As before Linux 6.16, where a socket takes descriptors with any message.
+    #[test]
+    fn a_refused_connection_with_a_descriptor_does_not_block_the_daemon() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let mut listener = Listener::bind(&path, 0o600).unwrap();
+        socket::pass_rights(listener.socket.as_ref().unwrap(), true);
+        listener.rights_off = false;
+        let connect = |_| {
+            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            socket
+        };
+        // More than the limit, and with the last one a socket whose close takes minutes: its peer reads nothing.
+        let clients: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS + 1).map(connect).collect();
+        let (refused, served) = clients.split_last().unwrap();
+        let peer = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut lingering = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
+        lingering.set_nonblocking(true).unwrap();
+        while lingering.write(&[0; 1 << 16]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&lingering, Some(Duration::from_secs(600))).unwrap();
+        socket::send(refused, b"never read", &[lingering.as_fd()], false).unwrap();
+        drop(lingering);
+        let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let answered = |socket: &OwnedFd| {
+            let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+            poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout)) == Ok(1)
+        };
+        assert!(answered(refused), "it is told why");
+        socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
+        assert!(answered(&served[0]), "the daemon goes on");
+        drop((peer, stop));
+        assert_eq!(daemon.join().unwrap().refused, 1);
     }
 
     #[test]

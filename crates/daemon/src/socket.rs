@@ -114,6 +114,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_bounded_number_of_calls_is_read_at_once() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (client, daemon) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        (0..70).for_each(|_| call(&daemon));
+        drain(&client);
+        let left = || rustix::net::recv(&client, &mut [0u8; 8], RecvFlags::empty());
+        let left: Vec<usize> = std::iter::from_fn(|| left().ok()).map(|(n, _)| n).collect();
+        assert_eq!(left, [8; 6]);
+    }
+
+    #[test]
     fn the_last_message_arrives_before_the_reset() {
         let (client, daemon) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();

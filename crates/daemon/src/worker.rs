@@ -147,6 +147,10 @@ impl RunQueue {
         let mut users: Vec<UserTurn> = Vec::new();
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
+        let mut asleep = false;
+        let set_asleep = |users: &[UserTurn], asleep| {
+            users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
+        };
         while !self.quit.load(Ordering::SeqCst) {
             if self.changes.load(Ordering::SeqCst) != seen {
                 seen = self.refresh(&mut users);
@@ -162,23 +166,20 @@ impl RunQueue {
             }
             if users.iter_mut().fold(false, |did, user| user.serve(&Instant::now) | did) {
                 idle = None;
-                continue;
-            }
-            let since = *idle.get_or_insert_with(Instant::now);
-            if since.elapsed() < spin {
+            } else if idle.get_or_insert_with(Instant::now).elapsed() < spin {
                 std::hint::spin_loop();
+            } else if !asleep {
+                // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
+                asleep = true;
+                set_asleep(&users, true);
                 continue;
-            }
-            // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
-            let set_asleep = |users: &[UserTurn], asleep| {
-                users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
-            };
-            set_asleep(&users, true);
-            if !users.iter_mut().fold(false, |did, user| user.serve(&Instant::now) | did) {
+            } else {
                 self.sleep();
+                idle = None;
             }
-            set_asleep(&users, false);
-            idle = None;
+            if std::mem::take(&mut asleep) {
+                set_asleep(&users, false);
+            }
         }
     }
 
@@ -401,6 +402,15 @@ mod tests {
         }
     }
 
+    /// A user with the functions of these.
+    fn user_of(backlogs: &[Backlog]) -> UserTurn {
+        let turn = |backlog: &Backlog| {
+            let function = backlog.turn.turns[0].function.clone();
+            Turn { function, deficit: 0, next: 0, continues: false }
+        };
+        UserTurn { user: 1, deficit: 0, turns: backlogs.iter().map(turn).collect(), next: 0 }
+    }
+
     #[test]
     fn busy_clients_get_equal_shares() {
         let budget = Arc::new(Budget::new(&Config::default()));
@@ -533,20 +543,11 @@ mod tests {
         let budget = Arc::new(Budget::new(&Config::default()));
         let mut many = (0..5).map(|_| Backlog::new(256 << 10, 1, &budget)).collect::<Vec<_>>();
         let mut one = Backlog::new(256 << 10, 1, &budget);
-        let mut user = UserTurn { user: 1, deficit: 0, turns: Vec::new(), next: 0 };
-        user.turns.extend(many.iter_mut().flat_map(|backlog| backlog.turn.turns.drain(..)));
-        let lent = |backlog: &mut Backlog, user: &mut UserTurn, i: usize| {
-            std::mem::swap(&mut backlog.turn.turns, &mut user.turns);
-            backlog.turn.turns.swap(0, i);
-            let moved = backlog.refill();
-            backlog.turn.turns.swap(0, i);
-            std::mem::swap(&mut backlog.turn.turns, &mut user.turns);
-            moved
-        };
+        let mut user = user_of(&many);
         let (mut theirs, mut copied, now) = ([0; 5], 0, Instant::now());
         for _ in 0..60 {
-            for (i, backlog) in many.iter_mut().enumerate() {
-                theirs[i] = lent(backlog, &mut user, i);
+            for (backlog, moved) in many.iter_mut().zip(&mut theirs) {
+                *moved = backlog.refill();
             }
             copied = one.refill();
             user.serve(&|| now);
@@ -555,6 +556,28 @@ mod tests {
         let all: u64 = theirs.iter().sum();
         assert!(copied * 10 >= all * 9 && all * 10 >= copied * 9, "{theirs:?} {copied}");
         assert!(theirs.iter().all(|moved| moved * 5 * 10 >= all * 8), "{theirs:?}");
+    }
+
+    #[test]
+    fn functions_of_a_user_share_by_bytes_where_the_time_of_each_step_ends_a_round() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut two = [64 << 10, 1 << 20].map(|len| Backlog::new(len, 1, &budget));
+        let mut user = user_of(&two);
+        let (start, calls) = (Instant::now(), std::cell::Cell::new(0));
+        // 100 us at 16 bytes in a nanosecond: more than a round.
+        let clock = || {
+            calls.set(calls.get() + 1);
+            start + Duration::from_micros(100) * calls.get()
+        };
+        let mut moved = [0; 2];
+        for _ in 0..1000 {
+            for (backlog, moved) in two.iter_mut().zip(&mut moved) {
+                *moved = backlog.refill();
+            }
+            user.serve(&clock);
+        }
+        // Sixteen short copies in a row, then a long one.
+        assert!(moved[0].abs_diff(moved[1]) <= 2 << 20 && moved[0] > 16 << 20, "{moved:?}");
     }
 
     #[test]

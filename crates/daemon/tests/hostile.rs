@@ -458,6 +458,15 @@ fn idle_connections_time_out() {
     asking.seqno = 0;
     drop((silent, asking, late));
     end(daemon, bystander, before);
+    // Who has not greeted gets no longer where the time to open a function is long.
+    let daemon = Daemon::start(Config { hello_timeout, open_timeout: Duration::from_secs(3600), ..Config::default() });
+    let silent = Raw::new(&daemon.path);
+    let timeout = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
+    let mut fds = [rustix::event::PollFd::new(&silent.socket, rustix::event::PollFlags::IN)];
+    assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the connection ends");
+    assert!(silent.receive().is_none());
+    drop(silent);
+    daemon.end_empty();
 }
 
 #[test]
@@ -603,6 +612,29 @@ fn random_descriptors() {
     assert!(completed > 1000 && halts > 0);
     bystander.check();
     ringed.untouched();
+    drop(ringed);
+    end(daemon, bystander, before);
+}
+
+#[test]
+fn a_ring_that_faults_counts_no_bytes() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let mut ringed = Ringed::new(&daemon.path);
+    // An address beyond 4 GiB, whose upper half the card shows next to its counts of bytes.
+    let unmapped = 0x12_3456_7000;
+    start(&mut ringed.raw, &[unmapped, ringed.iovas[1], 0, 0]);
+    ringed.doorbell(1);
+    let begun = Instant::now();
+    while ringed.raw.read(0x1004) != 2 {
+        assert!(begun.elapsed() < LONG);
+    }
+    assert_eq!([0x1030, 0x1034].map(|register| ringed.raw.read(register)), [0x3456_7000, 0x12]);
+    let rows = daemon.status().clients;
+    let moved = rows.iter().filter(|c| c.client != bystander.client.number()).map(|c| c.moved);
+    assert_eq!(moved.max(), Some(0));
+    bystander.check();
     drop(ringed);
     end(daemon, bystander, before);
 }
