@@ -240,6 +240,17 @@ mod tests {
         assert_eq!(gather.bytes(), 9);
     }
 
+    #[test]
+    fn the_nearest_of_too_many_ranges_are_joined() {
+        let mut gather = Gather::new();
+        let sixteen: Vec<(u64, u64)> = (0..16).map(|k| (0x100 * k, 0x100 * k + 0xf)).collect();
+        sixteen.iter().for_each(|&(first, last)| gather.add(list(first, last)).unwrap());
+        assert_eq!(ranges(&gather), sixteen);
+        gather.add(list(0x712, 0x720)).unwrap();
+        let joined = ranges(&gather);
+        assert_eq!((joined.len(), joined[7]), (16, (0x700, 0x720)));
+    }
+
     /// Against a set of addresses: everything that was unmapped is invalidated, and what lies between ranges is not
     /// until there are too many.
     #[test]

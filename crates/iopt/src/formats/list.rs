@@ -209,6 +209,9 @@ mod tests {
         }
         assert_eq!(FormatId::arm64_s2_16k_40.name(), "arm64-s2-16k-40");
         assert_eq!((FormatId::agx_uat.input_bits(), FormatId::armv7_short.output_bits()), (39, 32));
+        // A page of Arm's second stage can be write-only, one of x86 cannot.
+        let write_only = [FormatId::arm64_s2_4k, FormatId::x86_64_4level].map(|format| format.supports(Access::WRITE));
+        assert_eq!(write_only, [true, false]);
         let error = "arm64_s1_4k".parse::<FormatId>().unwrap_err();
         assert_eq!(error, UnknownFormat { name: "arm64_s1_4k".to_owned() });
     }

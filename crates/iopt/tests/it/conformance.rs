@@ -573,25 +573,33 @@ fn table_addresses<F: Format>() {
 /// Memory that has no tables of the right size is refused; a root that cannot be had is an error.
 fn table_memory<F: Format>() {
     /// Knows 4 KiB and nothing else.
-    struct Plain;
+    struct Plain(HeapTables<PhysAddr>);
     impl Tables for Plain {
         type Addr = PhysAddr;
         fn allocate(&mut self) -> Option<PhysAddr> {
-            None
+            self.0.allocate()
         }
-        fn free(&mut self, _: PhysAddr) {}
-        fn load(&self, _: PhysAddr, _: usize) -> u64 {
-            0
+        fn free(&mut self, table: PhysAddr) {
+            self.0.free(table);
         }
-        fn store(&mut self, _: PhysAddr, _: usize, _: u64) {}
-        fn reserve(&mut self, _: usize) -> bool {
-            false
+        fn load(&self, table: PhysAddr, index: usize) -> u64 {
+            self.0.load(table, index)
+        }
+        fn store(&mut self, table: PhysAddr, index: usize, entry: u64) {
+            self.0.store(table, index, entry);
+        }
+        fn reserve(&mut self, tables: usize) -> bool {
+            self.0.reserve(tables)
         }
     }
+    let plain = |limit| Table::<F, _>::new(Plain(HeapTables::with_limit(PhysAddr::new(0), limit)));
     let shape = TableShape::of::<F>();
-    match Table::<F, _>::new(Plain).err().unwrap() {
+    match plain(0).err().unwrap() {
         Error::TableSize { table, root } => assert_eq!((table, root), (shape.table, shape.root)),
         e => assert!(shape == TableShape::ALL_4K && matches!(e, Error::NoTables { .. })),
+    }
+    if shape == TableShape::ALL_4K {
+        assert_eq!(plain(1).unwrap().into_tables().0.in_use(), 0);
     }
     assert!(!F::registers(1 << 16).is_empty());
     // The memory of one format serves another after it was given back.

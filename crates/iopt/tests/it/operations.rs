@@ -2,14 +2,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
-use crate::formats::{Failing, MapList, Sizes, leaf_levels, sizes};
+use crate::formats::{Failing, MapList, Sizes, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    AmdV1, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, HeapTables, NamedAddr, PageTable, TableEstimate,
-    TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64_4Level, walk,
+    AmdV1, AnyTable, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, Gather, HeapTables, NamedAddr, PageTable,
+    TableEstimate, TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64_4Level, walk,
 };
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
@@ -635,6 +635,81 @@ fn replace_pages<F: Format>() {
     }
 }
 
+fn map_each<F: Format>() {
+    let Sizes { page, entries, block, out_top, .. } = sizes::<F>();
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
+    let at = |n: u64| Iova::new(2 * block + n * page);
+    let apart = |n: u64| Some((2 * n + 1) * page);
+    // From which page on how many, to where, and how many are mapped: up to a mapped page, to one that has no place or
+    // no entry can hold, and to the end of the table. Pages that continue each other, as a group might, stay single.
+    type Case<'a> = (u64, usize, &'a dyn Fn(u64) -> Option<u64>, u64);
+    let cases: [Case<'_>; 6] = [
+        (0, 3, &apart, 3),
+        (5, 9, &apart, 2),
+        (10, 9, &|n| apart(n).filter(|_| n != 4), 4),
+        (20, 9, &|n| if n == 2 { Some(out_top) } else { apart(n) }, 2),
+        (32, 16, &|n| Some((32 + n) * page), 16),
+        (entries - 3, 9, &apart, 3),
+    ];
+    let each = |table: &mut Table<F, _>, (start, pages, to, _): Case<'_>| {
+        table.map_each(at(start), pages, Access::READ, |n| to(n as u64).map(PhysAddr::new))
+    };
+    assert_eq!(cases.map(|case| each(&mut table, case)), [0; 6], "no table");
+    table.map(at(7), PhysAddr::new(0), page, Access::READ).unwrap();
+    let mut wanted = vec![(at(7).bits(), 0, page)];
+    for case in cases {
+        let (start, _, to, done) = case;
+        assert_eq!(each(&mut table, case) as u64, done, "from page {start}");
+        wanted.extend((0..done).map(|n| (at(start + n).bits(), to(n).unwrap(), page)));
+    }
+    wanted.sort();
+    assert_eq!((leaves(&table), table.mapped_bytes()), (wanted.clone(), wanted.len() as u64 * page));
+}
+
+/// A group is one leaf, be it behind another leaf in the same call or in a call for itself.
+fn groups<F: Format>() {
+    for (level, bits) in (0..F::LEVELS).zip(F::GROUP_BITS).filter(|(_, bits)| *bits > 0) {
+        let single = 1 << shift::<F>(level);
+        let group = single << bits;
+        let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
+        for (at, len) in [(group - single, single + group), (2 * group, group)] {
+            table.map(Iova::new(at), PhysAddr::new(group + at), len, Access::READ).unwrap();
+        }
+        let wanted = [(group - single, single), (group, group), (2 * group, group)];
+        assert_eq!(leaves(&table), wanted.map(|(at, len)| (at, group + at, len)), "level {level}");
+    }
+}
+
+/// A leaf of a level takes a table for each range that one of a level below it translates.
+fn split_tables<F: Format>() {
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
+    let mut wanted = 0;
+    for above in 0..leaf_levels::<F>() {
+        let size = 1 << shift::<F>(F::LEVELS - 1 - above);
+        table.map(Iova::new(size), PhysAddr::new(size), size, Access::READ).unwrap();
+        wanted += (0..above).map(|below| 1 << (F::INDEX_BITS * below)).sum::<usize>();
+        assert_eq!(table.split_tables(), wanted);
+    }
+}
+
+fn detach_empty<F: Format>() {
+    let Sizes { page, block, .. } = sizes::<F>();
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
+    let (at, last, mut tables) = (Iova::new(2 * block), F::LEVELS - 1, Vec::new());
+    table.map(at, PhysAddr::new(0), page, Access::READ).unwrap();
+    assert!(table.clear_leaf(at));
+    let linked = table.linked_tables();
+    for (at, level) in [(at, 0), (at, F::LEVELS), (Iova::new(3 * block), last)] {
+        assert!(!table.detach_empty(at, level, &mut tables), "no table at {at} and level {level}");
+    }
+    assert!(table.detach_empty(at, last, &mut tables) && !table.detach_empty(at, last, &mut tables));
+    assert_eq!((tables.len(), table.linked_tables()), (1, linked - 1));
+    table.free_detached(tables);
+    assert_eq!(table.tables().in_use(), linked);
+    table.map(at, PhysAddr::new(0), page, Access::READ).unwrap();
+    assert_eq!((leaves(&table), table.linked_tables()), (vec![(2 * block, 0, page)], linked));
+}
+
 macro_rules! operations {
     ($($module:ident: $format:ty;)*) => {$(
         mod $module {
@@ -661,6 +736,26 @@ macro_rules! operations {
             #[test]
             fn replace_pages() {
                 super::replace_pages::<F>();
+            }
+
+            #[test]
+            fn map_each() {
+                super::map_each::<F>();
+            }
+
+            #[test]
+            fn split_tables() {
+                super::split_tables::<F>();
+            }
+
+            #[test]
+            fn detach_empty() {
+                super::detach_empty::<F>();
+            }
+
+            #[test]
+            fn groups() {
+                super::groups::<F>();
             }
 
             #[test]
@@ -870,4 +965,76 @@ fn marks_in_table_entries<F: Format>(mark: u64) {
 fn marked_tables() {
     marks_in_table_entries::<VtdSecond48>(1 << 8);
     marks_in_table_entries::<AmdV1<4, false>>(1 << 5);
+}
+
+/// Every operation of a table whose format is known only at run time is that of the page table.
+#[test]
+fn a_format_chosen_at_run_time_changes_nothing() {
+    let new = || Table::<X86_64_4Level, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
+    let mut plain = new();
+    let mut any: Box<dyn AnyTable<Iova, PhysAddr, HeapTables<PhysAddr>>> = Box::new(new());
+    // Does the same with both, compares what they give, and gives it.
+    macro_rules! both {
+        ($table:ident, $do:expr) => {{
+            let expected = {
+                let $table = &mut plain;
+                $do
+            };
+            let $table = &mut *any;
+            assert_eq!($do, expected);
+            expected
+        }};
+    }
+    assert_eq!((any.format(), any.granule()), (X86_64_4Level::NAME, X86_64_4Level::GRANULE));
+    assert_eq!(both!(table, table.root()), PhysAddr::new(0x1234_0000));
+    assert_eq!(both!(table, table.registers()).len(), X86_64_4Level::registers(0).len());
+    const MIB: u64 = 1 << 20;
+    let (at, behind) = (Iova::new(2 * MIB), Iova::new(4 * MIB));
+    let all = Span::new(at, 3 * MIB).unwrap();
+    both!(table, table.map(at, PhysAddr::new(64 * MIB), 2 * MIB, Access::RW)).unwrap();
+    let list = [0x7000, 0x3000].map(|at| Segment { addr: PhysAddr::new(at), len: 4096 });
+    assert_eq!(plain.map_list(behind, list, Access::READ), Ok(8192));
+    assert_eq!(any.map_sg(behind, &mut list.into_iter(), Access::READ), Ok(8192));
+    let mut marked = Vec::new();
+    assert_eq!(both!(table, table.take_dirty(all, &mut |leaf| marked.push(leaf))), Ok(1));
+    assert!(marked.len() == 2 && marked[0] == marked[1], "{marked:?}");
+    let middle = Iova::new(3 * MIB);
+    let mut spans = Vec::new();
+    both!(table, table.cut(middle, &mut |span| spans.push(span))).unwrap();
+    assert_eq!(both!(table, table.lookup(middle)).unwrap().to, PhysAddr::new(65 * MIB));
+    let runs: Vec<_> = plain.runs(all).collect();
+    let mut given = Vec::new();
+    any.runs(all, &mut |run| {
+        given.push(run);
+        ControlFlow::Continue(())
+    });
+    assert_eq!((given.len(), &given), (512 + 2, &runs));
+    given.clear();
+    any.runs(all, &mut |run| {
+        given.push(run);
+        if given.len() == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    assert_eq!(given, runs[..3]);
+    assert_eq!(both!(table, table.merge(all, &mut |span| spans.push(span))), Ok(1));
+    assert_eq!(spans, [Span::new(at, 2 * MIB).unwrap(); 4]);
+    assert_eq!(any.leaf_counts(), plain.leaf_counts().collect::<Vec<_>>());
+    assert_eq!(any.leaf_counts()[..2], [(PageSize::SIZE_4K, 2), (PageSize::SIZE_2M, 1)]);
+    // One unmap whose tables go at once, and one whose tables wait.
+    let half = Span::new(at, 2 * MIB).unwrap();
+    let rest = Span::new(behind, 8192).unwrap();
+    assert_eq!(both!(table, table.tables().in_use()), 4);
+    both!(table, {
+        let gone = table.unmap(rest).unwrap();
+        let (bytes, tables) = (gone.bytes(), gone.tables().len());
+        table.free_tables(gone);
+        (bytes, tables, table.tables_mut().in_use())
+    });
+    let mut flushed = Vec::new();
+    let left = both!(table, {
+        let mut gather = Gather::new();
+        gather.add(table.unmap(half).unwrap()).unwrap();
+        table.flush(&mut gather, &mut |ranges: &[Span<Iova>]| flushed.extend_from_slice(ranges));
+        (gather.is_empty(), table.tables().in_use())
+    });
+    assert_eq!((left, flushed), ((true, 1), vec![half; 2]));
 }
