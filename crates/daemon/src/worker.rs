@@ -170,6 +170,7 @@ impl RunQueue {
                 std::hint::spin_loop();
             } else if !asleep {
                 // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
+                // A function that is added in between was told nothing, but `change` wakes after it has counted.
                 asleep = true;
                 set_asleep(&users, true);
                 continue;

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::time::Instant;
 
 use serde_json::Value;
 
@@ -304,15 +305,19 @@ fn a_killed_run_loses_nothing() {
     std::fs::write(file.path(), &before).unwrap();
     let backup = file.path().with_file_name(format!(".{}.dmalane-backup", file.path().file_name().unwrap().display()));
     let args = ["-d", &device, "--restore", "-j", "2", "--buffer-size", "64KiB", "--read", "--pages", "4k"];
-    let (mut left, mut state) = (0, 42u64);
-    for kill in 0..50 {
+    let validate = || {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        let command = command.arg("validate").args(args).args(["--iterations", "3"]);
-        let mut child =
-            command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap();
-        // Knuth's MMIX generator: moments of up to 40 ms, before, in and after the backup, the writes, the restoring.
+        command.arg("validate").args(args).args(["--iterations", "3"]);
+        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
+    };
+    let start = Instant::now();
+    assert!(validate().wait().unwrap().success());
+    let (whole, mut left, mut state) = (start.elapsed(), 0, 42u64);
+    for kill in 0..50 {
+        let mut child = validate();
+        // Knuth's MMIX generator: moments of a whole run, before, in and after the backup, the writes, the restoring.
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        std::thread::sleep(std::time::Duration::from_micros((state >> 33) % 40_000));
+        std::thread::sleep(whole.mul_f64((state >> 33) as f64 / f64::from(1u32 << 31)));
         child.kill().unwrap();
         child.wait().unwrap();
         let was_left = backup.exists();
