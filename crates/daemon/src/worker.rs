@@ -390,12 +390,17 @@ mod tests {
 
         /// Refills the rings and returns the bytes copied so far.
         fn refill(&mut self) -> u64 {
+            self.refill_to(ENTRIES)
+        }
+
+        /// The same, but for so many entries that wait.
+        fn refill_to(&mut self, waiting: u32) -> u64 {
             let mut moved = 0;
             for (queue, tail) in self.tails.iter_mut().enumerate() {
                 let function = &self.turn.turns[0].function;
                 let head = regs::channel(queue as u32, regs::CH_HEAD);
                 let head = function.card().read32(BAR_REGISTERS, head).unwrap();
-                *tail = head + ENTRIES;
+                *tail = head + waiting;
                 function.page().ring(queue, *tail);
                 moved += u64::from(head) * u64::from(self.len);
             }
@@ -572,9 +577,8 @@ mod tests {
         };
         let mut moved = [0; 2];
         for _ in 0..1000 {
-            for (backlog, moved) in two.iter_mut().zip(&mut moved) {
-                *moved = backlog.refill();
-            }
+            // A step takes all that waits, up to a round of bytes: of the short copies one at a time.
+            moved = [two[0].refill_to(1), two[1].refill()];
             user.serve(&clock);
         }
         // Sixteen short copies in a row, then a long one.

@@ -262,10 +262,9 @@ mod tests {
         let all = Access::RW | Access::EXEC | Access::PRIVILEGED;
         assert_eq!(boot(0), Entry::Leaf { out: 0x1230_0000, access: all });
         assert_eq!(boot(1), Entry::Leaf { out: 0x1230_0000, access: all - Access::EXEC });
-        let page = F::encode_leaf(1, 0x1000, all);
-        assert_eq!(
-            F::decode(1, F::inherit(TABLE | TABLE_PXN, page)),
-            Entry::Leaf { out: 0x1000, access: all - Access::EXEC }
-        );
+        for page in [F::encode_leaf(1, 0x1_0000, all), F::encode_member(1, 0x1_0000, all)] {
+            let page = F::decode(1, F::inherit(TABLE | TABLE_PXN, page));
+            assert_eq!(page, Entry::Leaf { out: 0x1_0000, access: all - Access::EXEC });
+        }
     }
 }
