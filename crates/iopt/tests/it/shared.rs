@@ -244,10 +244,51 @@ fn an_empty_table_in_the_way() {
     table.map(Iova::new(2 << 20), PhysAddr::new(0), 6 << 20, Access::RW).unwrap();
     let counts: Vec<u64> = table.leaf_counts().map(|(_, n)| n).collect();
     assert_eq!(counts, [512, 2, 0]);
-    // No table for the next call, and the table is as it was.
+    // No table for the next call: of those that it made, the two that it did not fill stay.
+    let before = pool.in_use();
     let e = table.map(Iova::new(1 << 45), PhysAddr::new(4096), 1 << 30, Access::RW).unwrap_err();
     assert!(matches!(e, Error::NoTables { .. }));
-    assert_eq!(table.mapped_bytes(), 6 << 20);
+    assert_eq!((table.mapped_bytes(), pool.in_use()), (6 << 20, before + 2));
+}
+
+/// A segment that cannot be mapped ends a call, whatever comes behind it; a leaf is split into all of its pages.
+#[test]
+fn bad_segments_and_cuts() {
+    type F = X86_64_4Level;
+    let memory = memory::<F>(16);
+    let pool = TablePool::new::<F>(PhysAddr::new(0), &memory);
+    let mut table = Table::<F>::new(&pool).unwrap();
+    let at = Iova::new(2 << 20);
+    let segment = |n: u64| Segment { addr: PhysAddr::new(if n == 5 { 1 << 60 } else { n << 13 }), len: 4096 };
+    let list: Vec<_> = (0..300).map(segment).collect();
+    let e = table.map_sg(at, list, Access::RW).unwrap_err();
+    assert!(matches!(e, Error::OutputRange { .. }) && table.mapped_bytes() == 0, "{e}");
+    // Elsewhere: the call has left an empty table there.
+    let at = Iova::new(4 << 20);
+    table.map(at, PhysAddr::new(4 << 20), 2 << 20, Access::RW).unwrap();
+    let mut gone = 0;
+    table.cut(Iova::new(5 << 20), |_| gone += 1).unwrap();
+    assert_eq!(gone, 1);
+    let runs: Vec<_> = table.runs(Span::new(at, 2 << 20).unwrap()).map(|run| (run.at.bits(), run.to.bits())).collect();
+    let pages = (0..512).map(|n| (4 << 20) + (n << 12));
+    assert_eq!(runs, pages.map(|page| (page, page)).collect::<Vec<_>>());
+}
+
+/// Only empty tables that the span covers go: another handle may be about to use the others.
+#[test]
+fn covered_tables_are_pruned() {
+    type F = X86_64_4Level;
+    let memory = memory::<F>(8);
+    let pool = TablePool::new::<F>(PhysAddr::new(0), &memory);
+    let mut table = Table::<F>::new(&pool).unwrap();
+    let at = Iova::new(4 << 20);
+    table.map(at, PhysAddr::new(0), 4096, Access::RW).unwrap();
+    assert!(table.clear_leaf(at));
+    for (at, len, left) in [(4, 1, 4), (5, 1, 4), (4, 2, 3), (0, 1023, 3), (0, 1024, 2)] {
+        let pruned = table.prune(Span::new(Iova::new(at << 20), len << 20).unwrap());
+        table.free_tables(pruned);
+        assert_eq!(pool.in_use(), left, "{len} MiB at {at}");
+    }
 }
 
 /// Others cannot have the tables of a stock; it has those that it was told to reserve; in the end it has none.
