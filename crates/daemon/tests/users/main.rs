@@ -423,7 +423,8 @@ fn status_shows_the_clients_of_the_own_user() {
         let daemon = Daemon::start(Config { admins, ..Config::default() });
         open_to_all(&daemon);
         let _mine = [daemon.connect(), daemon.connect()];
-        spawn(HOSTILE, me, &daemon).wait_for(&format!("sees {seen}"));
+        let line = spawn(HOSTILE, me, &daemon).wait_for("sees ");
+        assert!(line.ends_with(&format!("sees {seen}\n")), "{line}, not {seen}");
     }
 }
 
