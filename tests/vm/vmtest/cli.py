@@ -23,7 +23,8 @@ COMMANDS = {
     "vfio-user": "the served card in a guest: `dmalane card serve` on this machine, a QEMU from 10.1 on out of "
     "Debian's sid in a folder of its own, and in the guest the driver's tests, `dmalane load --verify` with a real "
     "model file, and the card's process killed",
-    "bar-map": "prints the table of docs/bench/bar-map.md: BARs of 1, 8 and 32 GiB, aligned in several ways (an hour)",
+    "bar-map": "prints the table of docs/bench/bar-map.md: BARs of 1, 8 and 32 GiB, aligned in several ways "
+    "(35 minutes)",
     "dma-map": "prints the table of docs/bench/dma-map.md: memory of each page size, mapped by type1 and by iommufd",
 }
 # Which kernels of tests/vm/kernels a command takes where none is named.

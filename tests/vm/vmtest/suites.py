@@ -9,7 +9,7 @@ from .settings import ROOT, Failed, Skip
 
 ARM64 = "aarch64-unknown-linux-musl"
 LIBTEST = "--test-threads=1 --show-output"
-# A table of `bar-map` takes this machine's processor an hour.
+# Limits of a guest. The tables of `bar-map` took 35 minutes in all, on a machine that was not busy.
 BAR_MAP_SECONDS, DMA_MAP_SECONDS, SUITE_SECONDS = 7200, 3600, 600
 
 

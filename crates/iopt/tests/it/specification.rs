@@ -1,5 +1,6 @@
 //! A second walker, which knows the formats as tables of bit fields copied from their specifications. It shares no code
-//! with the crate and stands in for an MMU where no independent one exists (AMD v1, AGX permissions, 5-level VT-d).
+//! with the crate and stands in for an MMU where no independent one exists (5-level VT-d, a second stage of 16 KiB with
+//! 52 bits, the permissions of AGX, kinds of memory and contiguous hints).
 //!
 //! Every entry that `decode` may meet is compared: random bits at every level, and whole tables that were mapped.
 
