@@ -126,7 +126,7 @@ fn closing_in_flight_frees_nothing_early_and_leaves_nothing() {
         for (i, queue) in queues.iter_mut().enumerate() {
             for n in 0..6 {
                 let at = HBM.0 + ((i * 8 + n) * 2 * MIB) as u64;
-                let _ticket = queue.submit(Operation::write(host(&device, &noise(n as u8, MIB)), card(at))).unwrap();
+                let _ticket = queue.submit(Operation::write(host(&device, &vec![n as u8; MIB]), card(at))).unwrap();
             }
             queue.flush();
         }

@@ -32,8 +32,8 @@ const SHORTER: &[(&str, &str)] = &[
     ("--offset 64MiB", "--offset 64KiB"),
     ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
     ("--rounds 11", "--rounds 1"),
-    ("dmalane compare model.safetensors", "dmalane compare --rounds 2 model.safetensors"),
-    ("--rounds 2 model.safetensors --rounds 3", "model.safetensors --rounds 1"),
+    ("dmalane compare model.safetensors", "dmalane compare --rounds 1 model.safetensors"),
+    ("--rounds 1 model.safetensors --rounds 3", "model.safetensors --rounds 1"),
 ];
 
 fn help(program: &str, words: &[String]) -> String {
@@ -100,20 +100,24 @@ fn folder() -> tempfile::TempDir {
     folder
 }
 
-#[test]
-fn every_example_runs_as_printed() {
-    let mut found = Vec::new();
-    examples(DMALANE, &[], &mut found);
-    examples(DMALANED, &[], &mut found);
-    assert!(found.len() > 50, "{found:#?}");
+/// What came of some examples.
+#[derive(Default)]
+struct Done {
+    ran: usize,
+    wrong: Vec<String>,
+    /// Why others did not run.
+    reasons: Vec<&'static str>,
+}
+
+/// Runs examples one after the other, in a folder of their own.
+fn run(examples: Vec<String>) -> Done {
     let folder = folder();
-    let (mut ran, mut wrong) = (0, Vec::new());
-    let mut unused: Vec<&str> = ELSEWHERE.iter().map(|(text, _)| *text).collect();
-    for example in found {
+    let mut done = Done::default();
+    for example in examples {
         if let Some((text, _)) = ELSEWHERE.iter().find(|(text, _)| example.contains(text)) {
             // Completions of the daemon need no daemon.
             if !example.contains("completions") || *text == "${fpath[1]}" {
-                unused.retain(|unused| unused != text);
+                done.reasons.push(text);
                 continue;
             }
         }
@@ -138,7 +142,7 @@ fn every_example_runs_as_printed() {
             let _ = std::fs::remove_file(folder.path().join(pair[1]));
         }
         let output = shell(&line, folder.path());
-        ran += 1;
+        done.ran += 1;
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         match output.status.success() {
             // Older kernels have no cachestat.
@@ -147,13 +151,29 @@ fn every_example_runs_as_printed() {
             }
             // jq prints this for a field that is not there.
             true if output.stdout.split(|b| *b == b'\n').any(|line| line == b"null") => {
-                wrong.push(format!("{example}\nprints null"));
+                done.wrong.push(format!("{example}\nprints null"));
             }
             true => {}
-            false => wrong.push(format!("{example}\n{error}")),
+            false => done.wrong.push(format!("{example}\n{error}")),
         }
     }
+    done
+}
+
+#[test]
+fn every_example_runs_as_printed() {
+    let mut found = Vec::new();
+    examples(DMALANE, &[], &mut found);
+    examples(DMALANED, &[], &mut found);
+    assert!(found.len() > 50, "{found:#?}");
+    // Those that take as long as all others together run beside them.
+    let (long, short): (Vec<_>, Vec<_>) =
+        found.into_iter().partition(|example| example.contains("validate") || example.contains("compare"));
+    let both = std::thread::scope(|s| [long, short].map(|part| s.spawn(|| run(part))).map(|part| part.join().unwrap()));
+    let wrong = both.iter().flat_map(|done| done.wrong.iter().cloned()).collect::<Vec<_>>();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(ran > 30, "{ran} ran");
+    assert!(both.iter().map(|done| done.ran).sum::<usize>() > 30);
+    let reasons: Vec<&str> = both.iter().flat_map(|done| done.reasons.iter().copied()).collect();
+    let unused: Vec<_> = ELSEWHERE.iter().map(|(text, _)| *text).filter(|text| !reasons.contains(text)).collect();
     assert_eq!(unused, [""; 0], "no example needs these reasons");
 }

@@ -540,15 +540,17 @@ fn patient(daemon: &Daemon) -> Client {
     Client::connect(ClientOptions { timeout: Duration::from_secs(60), ..daemon.options() }).unwrap()
 }
 
-fn figures(daemon: &Daemon, [large, short]: &mut [Copies; 2], time: Duration) -> Figures {
+fn figures(daemon: &Daemon, [large, short]: &mut [Copies; 2], time: Option<Duration>) -> Figures {
+    let (statuses, loads) = if time.is_some() { (20, 5) } else { (3, 1) };
+    let time = time.unwrap_or(Duration::from_millis(20));
     let start = Instant::now();
     let copied = large.run(time).len() as f64 * MIB as f64 / start.elapsed().as_secs_f64() / 1e6;
     let p99 = percentile(short.run(time).into_iter().map(|took| took.as_secs_f64() * 1e3).collect());
-    let asked = (0..20).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).fold(0.0, f64::max);
+    let asked = (0..statuses).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).fold(0.0, f64::max);
     let load = || drop(Copies::new(patient(daemon), 8 * MIB, 1, |copy| copy).run(Duration::from_micros(1)));
-    let mut loads: [f64; 5] = std::array::from_fn(|_| timed(load));
+    let mut loads: Vec<f64> = (0..loads).map(|_| timed(load)).collect();
     loads.sort_by(f64::total_cmp);
-    let load = loads[2];
+    let load = loads[loads.len() / 2];
     Figures { copied, times: [p99, asked, load] }
 }
 
@@ -573,13 +575,13 @@ fn beside_each_attack(me: &str, time: Option<Duration>) {
         let daemon = Daemon::start(Config { clients: 128, ..Config::default() });
         open_to_all(&daemon);
         let mut clients = measured(&daemon);
-        let alone = time.map(|time| {
+        let alone = time.map(|_| {
             figures(&daemon, &mut clients, time);
             figures(&daemon, &mut clients, time)
         });
         let mut hostile = spawn_in("--clear-groups", HOSTILE, me, &daemon, &[(ATTACK, name)]);
         hostile.wait_for("attacking");
-        let attacked = figures(&daemon, &mut clients, time.unwrap_or(Duration::from_millis(20)));
+        let attacked = figures(&daemon, &mut clients, time);
         drop((hostile, clients));
         daemon.wait_until_empty();
         let Some(alone) = alone else { continue };

@@ -107,13 +107,13 @@ fn bytes(len: usize, seed: u64) -> Vec<u8> {
 #[test]
 fn every_setting_delivers_every_byte() {
     let folder = tempfile::tempdir().unwrap();
-    let path = sample(folder.path(), "model.safetensors", 23 * MIB + 12345);
+    let path = sample(folder.path(), "model.safetensors", 9 * MIB + 12345);
     let original = std::fs::read(&path).unwrap();
     let mut checksums = Vec::new();
     for placement in [&Placement::DDR, &Placement::HBM_HALF, &Placement::HBM] {
         for fragmentation in [0.0, 0.5, 1.0] {
             for (queues, mode, workers, chunk) in [
-                (QueueChoice::Auto, Mode::Auto, Workers::Inline, 4 * MIB),
+                (QueueChoice::Auto, Mode::Auto, Workers::Inline, 2 * MIB),
                 (QueueChoice::Only(1), Mode::Buffered, Workers::PerChannel, MIB + 4096),
                 (QueueChoice::Only(0), Mode::Auto, Workers::Inline, 64 << 10),
             ] {

@@ -295,9 +295,11 @@ fn an_opened_file_is_the_one_that_is_read() {
 fn a_channel_may_be_dropped_or_moved_while_it_reads() {
     let data = noise(16 << 20);
     let file = file(&data);
+    // Fewer under slow tools, as in the suites.
+    let rounds = std::env::var("DMALANE_ROUNDS").map_or(20, |n| n.parse::<u64>().unwrap()).min(20);
     for mode in [Mode::Auto, Mode::Buffered] {
         let heap = AnonHeap::new();
-        for round in 0..20u64 {
+        for round in 0..rounds {
             let mut channel =
                 FileQueue::open(file.path(), FileOptions { mode, depth: 8, ..FileOptions::default() }).unwrap();
             for i in 0..8 {

@@ -48,7 +48,8 @@ impl ImageTables {
             return None;
         }
         self.bytes.try_reserve(bytes as usize).ok()?;
-        self.bytes.resize((len + bytes) as usize, 0);
+        // `resize` takes 30 ns a byte without optimization.
+        self.bytes.extend_from_slice(&vec![0; bytes as usize]);
         self.made += 1;
         Some(PhysAddr::new(table))
     }
