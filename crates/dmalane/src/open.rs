@@ -36,7 +36,7 @@ pub struct OpenOptions {
     /// How it is driven; every kind has that.
     pub drive: DriveOptions,
     /// No page tables and no sparse binding: addresses are card addresses, and all memory is for buffers. For cards and
-    /// GPUs; other devices are so anyway.
+    /// GPUs through Vulkan; other devices are so anyway, unless their name says otherwise (`cuda:0,vmm`).
     pub flat: bool,
     /// Bits of device virtual addresses of a card with page tables, 32 to 47 (default).
     pub va_bits: Option<u8>,

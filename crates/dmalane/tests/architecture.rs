@@ -433,6 +433,19 @@ fn every_container_is_fuzzed_and_documented() {
     report(&wrong);
 }
 
+/// `scripts/check fuzz` runs the folders of seeds: a target without one would never run.
+#[test]
+fn every_fuzz_target_has_a_file_and_seeds() {
+    let list = read(&root().join("fuzz/src/lib.rs"));
+    let list = list.split("\ntargets! {").nth(1).and_then(|rest| rest.split('}').next()).unwrap();
+    let listed: BTreeSet<_> = list.split_whitespace().map(str::to_owned).collect();
+    for folder in ["fuzz/src/targets", "fuzz/seeds"] {
+        let entries = std::fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path());
+        let names = entries.map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned());
+        assert_eq!(names.collect::<BTreeSet<_>>(), listed, "{folder}, and `targets!` of fuzz/src/lib.rs");
+    }
+}
+
 /// Figures mean little without the program and the processor that they are of.
 #[test]
 fn pages_of_figures_name_a_commit_and_a_processor() {

@@ -117,7 +117,7 @@ pub struct HeapStats {
 
 /// A source of buffers.
 pub trait Heap: Send + Sync {
-    /// A zeroed buffer of `len` bytes, rounded up to 4 KiB. All pages are present when this returns.
+    /// A zeroed buffer of `len` bytes, rounded up to the kernel's pages. All pages are present when this returns.
     ///
     /// # Errors
     /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`] when the last page kind of
@@ -125,7 +125,7 @@ pub trait Heap: Send + Sync {
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error>;
 
     /// A buffer whose pages are not present yet. Its ranges are populated one by one, while earlier ranges are already
-    /// in use. `len` is rounded up to 4 KiB, or, from 4 MiB on, to the pages of the heap.
+    /// in use. `len` is rounded up to the kernel's pages, or, from 4 MiB on, to those of the heap.
     ///
     /// # Errors
     /// As [`Heap::allocate`]. There is no fallback later: when pages run out, [`Absent::populate`] fails.
