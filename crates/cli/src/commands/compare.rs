@@ -130,8 +130,7 @@ impl Compare {
                 model_files(path).map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
             files.extend(found);
         }
-        let to = self.report.as_ref().map(|path| self.replace.output(path));
-        to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the report", &e)))?;
+        let mut to = self.report.as_ref().map(|path| self.replace.output(path));
         let mut bytes = 0;
         for path in &files {
             let cannot = |e| Failure::because(format!("cannot open {}", path.display()), &e);
@@ -140,7 +139,9 @@ impl Compare {
                 return Err(Failure::new(format!("{} is not a file with bytes in it", path.display())));
             }
             bytes += meta.len();
+            to = to.map(|to| to.unlike(path, &meta));
         }
+        to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the report", &e)))?;
         let outcome = self.compare(files, bytes)?;
         if let Some(to) = &to {
             let page = report::html(&outcome);

@@ -81,6 +81,8 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load model.safetensors --trace link --force", "it is the input"),
         ("load model.safetensors --report hard --force", "it is the input"),
         ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
+        ("compare model.safetensors --report hard --force", "it is the input"),
+        ("manifest model.safetensors -o link --force", "it is the input"),
         // The memory of the device.
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
@@ -96,6 +98,8 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
         ("validate --plot boot.json", "it exists already"),
+        ("compare model.safetensors --report boot.json", "it exists already"),
+        ("manifest model.safetensors -o boot.json", "it exists already"),
         ("doctor --bundle boot.json", "it exists already"),
         ("doctor --bundle sub", "it is a folder"),
         // Links that others may have planted.
