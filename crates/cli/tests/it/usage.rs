@@ -102,7 +102,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --report -", "stdout is for the report"),
         ],
     ),
-    ("inspect", &[("", "FILE|PID"), ("m m", "m"), ("m --min-run 0", "--min-run")]),
+    ("inspect", &[("", "FILE|PID"), ("m m", "m"), ("m --least 0", "at least 1 byte")]),
     ("manifest", &[("", "<FILE>"), ("- -", "can be read once"), ("m -o -", "stdout is for the report")]),
     ("verify", &[("", "<FILE>"), ("m", "--manifest"), ("- - --manifest x", "can be read once")]),
     (

@@ -390,9 +390,10 @@ fn a_recorded_load_in_every_format_that_can_hold_it() {
     let load = "load --sample 5MiB -q --card-ddr 1GiB --card-hbm 1GiB --record";
     assert_eq!(place.run(&format!("{load} binds.jsonl")).0, 0);
     assert_eq!(place.run(&format!("{load} short.jsonl --va-bits 32")).0, 0);
-    for name in dmalane::iopt::FormatId::ALL.iter().map(|format| format.name()) {
-        let coarse = name.contains("16k") || name.contains("64k") || name == "agx-uat";
-        let long = !["armv7-short", "armv7-lpae-s1"].contains(&name);
+    for format in dmalane::iopt::FormatId::ALL {
+        let name = format.name();
+        let coarse = !format.page_sizes().contains(dmalane::addr::PageSize::SIZE_4K);
+        let long = format.input_bits() > 32;
         for (trace, held) in [("binds.jsonl", long), ("short.jsonl", true)] {
             let (status, text, stderr) = place.run(&format!("vm replay {trace} --format {name}"));
             // Tensors are bound at multiples of 4 KiB.
