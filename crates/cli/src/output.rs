@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use dmalane::load::container::is_index;
 use dmalane::load::{Error, Output};
 use serde::Serialize;
 
@@ -139,6 +140,19 @@ impl Replace {
     pub fn output(self, path: &Path) -> Output {
         Output::new(path).replace(self.force)
     }
+}
+
+/// Never in place of files that are read besides those of models: the index that stands for them, or that of a folder,
+/// and a manifest.
+pub fn unlike<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -> Output {
+    let within = |path: &PathBuf| match std::fs::read_dir(path) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).filter(|path| is_index(path)).collect(),
+        Err(_) => vec![path.clone()],
+    };
+    named.into_iter().flat_map(within).fold(to, |to, path| match std::fs::metadata(&path) {
+        Ok(meta) => to.unlike(&path, &meta),
+        Err(_) => to,
+    })
 }
 
 /// The failure of an output: `what` could not be done because of `error`.

@@ -141,6 +141,7 @@ impl Compare {
             bytes += meta.len();
             to = to.map(|to| to.unlike(path, &meta));
         }
+        to = to.map(|to| output::unlike(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the report", &e)))?;
         let outcome = self.compare(files, bytes)?;
         if let Some(to) = &to {

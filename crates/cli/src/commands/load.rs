@@ -205,8 +205,13 @@ impl Outputs {
         self.timeline.check()
     }
 
-    /// Refuses to write over files that are read.
-    fn unlike(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
+    /// Refuses to write over files that are read; `named` are those of the command line.
+    fn unlike(
+        self,
+        inputs: &[Input<FileQueue>],
+        device: Option<BackingFiles>,
+        named: &[PathBuf],
+    ) -> Result<Self, Failure> {
         let mut read = Vec::new();
         for input in inputs {
             read.push((&*input.path, input.file.metadata()?));
@@ -214,7 +219,7 @@ impl Outputs {
         for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
             read.push((Path::new("device memory"), file.metadata()?));
         }
-        let unlike = |to: Output| read.iter().fold(to, |to, (path, meta)| to.unlike(path, meta));
+        let unlike = |to| read.iter().fold(output::unlike(to, named), |to, (path, meta)| to.unlike(path, meta));
         let outputs = Self {
             save: self.save.into_iter().map(unlike).collect(),
             record: self.record.map(unlike),
@@ -292,6 +297,7 @@ impl Load {
         let options = self.open_options();
         device::check(&self.device, &options)?;
         source::check(&self.files)?;
+        let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         self.files = self.model_files()?;
         let outputs = self.outputs()?;
         outputs.check()?;
@@ -306,7 +312,7 @@ impl Load {
         let room = LoadRoom::of(&device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
-        let mut outputs = outputs.unlike(&inputs, device.backing_files())?;
+        let mut outputs = outputs.unlike(&inputs, device.backing_files(), &named)?;
         let files = inputs.iter().map(|input| (&*input.path, &input.file));
         device::check_inputs(&self.device, device.backing_files(), files)?;
         self.select(&mut inputs, &mut outputs)?;

@@ -66,6 +66,7 @@ impl Manifest {
             let meta = input.file.metadata()?;
             to = to.map(|to| to.unlike(&input.path, &meta));
         }
+        to = to.map(|to| output::unlike(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the manifest", &e)))?;
         let bar = Progress::new("manifest", !self.quiet);
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));

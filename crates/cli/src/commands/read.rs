@@ -271,6 +271,7 @@ impl Read {
             let meta = source.file.metadata()?;
             outputs = outputs.map(|to| to.unlike(&source.path, &meta));
         }
+        outputs = outputs.map(|to| output::unlike(to, &self.manifest));
         outputs.check()?;
         let manifest = model::manifest(self.manifest.as_deref())?;
         let receiver = self.export.receiver()?;

@@ -5,6 +5,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+const INDEX: &str = "indexed/a.safetensors.index.json";
+
 /// Files that must stay as they are, by their contents.
 struct Place {
     folder: PathBuf,
@@ -28,7 +30,11 @@ impl Place {
         fs::create_dir(place.at("open")).unwrap();
         fs::set_permissions(place.at("open"), fs::Permissions::from_mode(0o1777)).unwrap();
         symlink("../sub/model.safetensors", place.at("open/planted")).unwrap();
-        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img"] {
+        fs::create_dir(place.at("indexed")).unwrap();
+        fs::copy(place.at("model.safetensors"), place.at("indexed/a.safetensors")).unwrap();
+        fs::write(place.at(INDEX), r#"{"weight_map": {"tensor": "a.safetensors"}}"#).unwrap();
+        place.dmalane("manifest -q model.safetensors -o weights", 0);
+        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights"] {
             let path = place.at(name);
             let bytes = fs::read(&path).unwrap();
             place.precious.push((path, bytes));
@@ -83,6 +89,13 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
         ("compare model.safetensors --report hard --force", "it is the input"),
         ("manifest model.safetensors -o link --force", "it is the input"),
+        // The index of a model, and a manifest.
+        (&format!("load {INDEX} --record {INDEX} --force"), "it is the input"),
+        (&format!("load indexed --trace {INDEX} --force"), "it is the input"),
+        (&format!("compare indexed --report {INDEX} --force"), "it is the input"),
+        (&format!("manifest {INDEX} -o {INDEX} --force"), "it is the input"),
+        ("load model.safetensors --manifest weights --report weights --force", "it is the input"),
+        ("read model.safetensors --manifest weights --trace weights --force", "it is the input"),
         // The memory of the device.
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),

@@ -22,7 +22,7 @@ use thiserror::Error;
 use crate::Error as LoadError;
 use safetensors::MAX_HEADER;
 
-pub use set::model_files;
+pub use set::{is_index, model_files};
 
 /// Declares the kinds, in the order in which they are tried.
 macro_rules! containers {

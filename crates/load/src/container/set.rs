@@ -94,7 +94,8 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, Error> {
     Err(failed("find its model")(std::io::Error::new(std::io::ErrorKind::NotFound, none)))
 }
 
-fn is_index(path: &Path) -> bool {
+/// Whether a file of this name lists the files of a model.
+pub fn is_index(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(INDEX))
 }
 
