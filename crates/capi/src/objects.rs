@@ -8,9 +8,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
-use dmalane_iopt::{Format, FormatId, HeapTables, UnknownFormat, with_format};
+use dmalane_iopt::{FormatId, HeapTables, UnknownFormat};
 use dmalane_vm::array::ArrayError;
-use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, MappedSource, Vm};
+use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, MappedSource, any_vm};
 
 /// Error of a call: an error number with a text.
 pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
@@ -239,21 +239,9 @@ pub(crate) fn create_vm(
     let range = span(va, len)?;
     let reserved = if reserved == (0, 0) { None } else { Some(span(reserved.0, reserved.1)?) };
     let format: FormatId = format.parse().map_err(|e: UnknownFormat| Refused::new(Errno::Inval, e))?;
-    let vm = with_format!(format, F => vm::<F>(range, reserved, tables)?);
+    let limit = if tables == 0 { usize::MAX } else { usize::try_from(tables).unwrap_or(usize::MAX) };
+    let vm = any_vm(format, range, reserved, HeapTables::with_limit(CardAddr::new(0), limit))?;
     Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), tell }))
-}
-
-fn vm<F: Format>(
-    range: Span<DeviceVa>,
-    reserved: Option<Span<DeviceVa>>,
-    limit: u64,
-) -> Result<Box<dyn AnyVm + Send>, Refused> {
-    let limit = if limit == 0 { usize::MAX } else { usize::try_from(limit).unwrap_or(usize::MAX) };
-    let tables = HeapTables::<CardAddr>::with_limit(CardAddr::new(0), limit);
-    Ok(match reserved {
-        None => Box::new(Vm::<F, _>::new(range, tables)?),
-        Some(reserved) => Box::new(Vm::<F, _>::with_reserved(range, reserved, tables)?),
-    })
 }
 
 pub(crate) fn destroy_vm(vm: u64) -> Result<(), Refused> {

@@ -1,11 +1,12 @@
 //! A VM whose format is known only at run time.
 
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::ControlFlow;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_iopt::{Format, Leaf, Tables};
+use dmalane_iopt::{Format, FormatId, HeapTables, Leaf, Tables, with_format};
 
 use crate::array::ArrayError;
 use crate::{BindRequest, Bo, Committed, Error, Handles, Mapped, PlanError, Vm, VmId, mapped};
@@ -75,6 +76,23 @@ pub trait AnyVm {
     /// # Errors
     /// As there.
     fn set_null_page(&mut self, addr: CardAddr, len: u64) -> Result<(), Error>;
+}
+
+/// An empty VM of a format that is chosen at run time: [`Vm::new`], or [`Vm::with_reserved`] where a part is reserved.
+/// Not generic, so that the VMs of all formats are compiled once, with this crate.
+///
+/// # Errors
+/// As of these.
+pub fn any_vm(
+    format: FormatId,
+    range: Span<DeviceVa>,
+    reserved: Option<Span<DeviceVa>>,
+    tables: HeapTables<CardAddr>,
+) -> Result<Box<dyn AnyVm + Send>, Error> {
+    Ok(match reserved {
+        Some(reserved) => with_format!(format, F => Box::new(Vm::<F, _>::with_reserved(range, reserved, tables)?)),
+        None => with_format!(format, F => Box::new(Vm::<F, _>::new(range, tables)?)),
+    })
 }
 
 impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {

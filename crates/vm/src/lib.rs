@@ -53,7 +53,7 @@ pub mod trace;
 mod vm;
 mod words;
 
-pub use any::AnyVm;
+pub use any::{AnyVm, any_vm};
 pub use binding::{Binding, BindingTarget};
 pub use bo::{Bo, VmId};
 pub use errno::Errno;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, Span};
-use dmalane_iopt::{AgxUat, Format, X86_64_4Level};
+use dmalane_iopt::{AgxUat, Format, FormatId, X86_64_4Level};
 use dmalane_vm::trace::{Line, Lines, Replay, TraceHeader, TraceOperation};
 use dmalane_vm::{Mapped, MappedSource};
 use arbitrary::{Arbitrary, Unstructured};
@@ -135,7 +135,7 @@ fn text(data: &[u8]) {
     let mut lines = Lines::new(data);
     if let Ok(header) = TraceHeader::read(&mut lines) {
         // A VM in the header is not the model's.
-        let _ = (header.vm::<AgxUat>(), header.vm::<X86_64_4Level>());
+        let _ = (header.vm(FormatId::agx_uat), header.vm(FormatId::x86_64_4level));
     } else {
         lines = Lines::new(data);
     }
@@ -236,7 +236,7 @@ impl<F: Format> Under<F> {
         };
         let pages = vec![None; PAGES as usize];
         let model = Model { pages, bos: BTreeMap::new(), unfinished: BTreeMap::new(), serial: 0 };
-        Self { replay: Replay::new(header.vm::<F>().unwrap()), model, steps: 0, format: std::marker::PhantomData }
+        Self { replay: Replay::new(header.vm(F::NAME.parse().unwrap()).unwrap()), model, steps: 0, format: std::marker::PhantomData }
     }
 
     fn line(&mut self, line: Line<'_>) {

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use dmalane::DeviceSpec;
 use dmalane::OpenOptions;
-use dmalane::iopt::{Format, FormatId, UnknownFormat, with_format};
+use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
 use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
@@ -110,14 +110,14 @@ impl Replay {
         };
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
         let shorter = |format: FormatId| {
-            let bits = with_format!(format, F => <F as Format>::INPUT_BITS);
+            let bits = format.input_bits();
             let load = format!("`dmalane load --record` chooses such with --va-bits {bits}");
             format!("{format} translates addresses of {bits} bits; {load}")
         };
         let mut lines = Lines::new(from);
         let header = TraceHeader::read(&mut lines).map_err(wrong)?;
         let format = self.format.map_or_else(|| of_trace(&header, &name), Ok)?;
-        let vm = with_format!(format, F => header.vm::<F>()).map_err(|e| match e {
+        let vm = header.vm(format).map_err(|e| match e {
             TraceError::Vm(VmError::New { .. }) => wrong(e).hint(shorter(format)),
             e => wrong(e),
         })?;
@@ -125,7 +125,7 @@ impl Replay {
             let operations = on_device::Operations::read(&mut lines, &name)?;
             let options = OpenOptions::default();
             let device = options.device(spec).map_err(|e| device::cannot_open(&e, &options))?;
-            let mut tables = || with_format!(format, F => header.vm::<F>()).map_err(wrong);
+            let mut tables = || header.vm(format).map_err(wrong);
             let device = (device, self.batch as usize);
             on_device::run(&operations, &name, device, (format.name(), &mut tables), self.json)?;
             return Ok(ExitCode::SUCCESS);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span, Timeline};
 use dmalane::card::Card;
 use dmalane::dma::{AnonHeap, BufferSlice, Heap};
-use dmalane::iopt::X86_64_4Level;
+use dmalane::iopt::{FormatId, X86_64_4Level};
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Completion, DeviceAddr, Direction, OpError, Operation, Queue, Registered};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
@@ -150,7 +150,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
         let text = recorder.lock().unwrap().take().unwrap().finish().unwrap();
         let mut lines = Lines::new(text.as_slice());
         let header = TraceHeader::read(&mut lines).unwrap();
-        let mut replay = Replay::new(header.vm::<X86_64_4Level>().unwrap());
+        let mut replay = Replay::new(header.vm(FormatId::x86_64_4level).unwrap());
         while let Some(line) = lines.next().unwrap() {
             assert_eq!(replay.step(line).unwrap().name(), "ok");
         }

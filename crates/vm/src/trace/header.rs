@@ -4,13 +4,13 @@ use std::io::BufRead;
 use std::prelude::v1::*;
 
 use dmalane_addr::{CardAddr, DeviceVa, Segment, Span};
-use dmalane_iopt::{Format, HeapTables, TableShape};
+use dmalane_iopt::{FormatId, HeapTables};
 use serde::{Deserialize, Serialize};
 
 use super::error::plain;
 use super::number::Number;
 use super::{Line, Lines, TraceError};
-use crate::{AnyVm, Vm};
+use crate::{AnyVm, any_vm};
 
 /// Value of the field `trace` of the first line.
 pub const FORMAT: &str = "dmalane-vm";
@@ -132,23 +132,19 @@ impl TraceHeader {
         })
     }
 
-    /// An empty VM of format `F` with the range of the header. Its tables take at most 256 MiB.
+    /// An empty VM of a format with the range of the header. Its tables take at most 256 MiB.
     ///
     /// # Errors
     /// [`TraceError::Vm`] when the range, the reserved part or the null page does not fit the format.
-    pub fn vm<F: Format>(&self) -> Result<Box<dyn AnyVm + Send>, TraceError> {
-        let whole = Span::new(DeviceVa::new(0), 1 << F::INPUT_BITS).expect("at most 63 bits");
-        let limit = TABLE_BYTES / TableShape::of::<F>().table.bytes();
-        let tables = HeapTables::<CardAddr>::with_limit(CardAddr::new(0), limit as usize);
-        let range = self.range.unwrap_or(whole);
-        let mut vm = match self.reserved {
-            Some(reserved) => Vm::<F, _>::with_reserved(range, reserved, tables)?,
-            None => Vm::<F, _>::new(range, tables)?,
-        };
+    pub fn vm(&self, format: FormatId) -> Result<Box<dyn AnyVm + Send>, TraceError> {
+        let whole = Span::new(DeviceVa::new(0), 1 << format.input_bits()).expect("at most 63 bits");
+        let limit = TABLE_BYTES / format.table_shape().table.bytes();
+        let tables = HeapTables::with_limit(CardAddr::new(0), limit as usize);
+        let mut vm = any_vm(format, self.range.unwrap_or(whole), self.reserved, tables)?;
         if let Some(page) = self.null_page {
             vm.set_null_page(page.addr, page.len)?;
         }
-        Ok(Box::new(vm))
+        Ok(vm)
     }
 }
 
@@ -194,7 +190,7 @@ mod tests {
         let span = |va, len| Span::new(DeviceVa::new(va), len);
         let page = |len| Some(Segment { addr: CardAddr::new(1 << 32), len });
         let header = |range, reserved, null_page| TraceHeader { format: None, range, reserved, null_page };
-        let vm = |h: TraceHeader| h.vm::<dmalane_iopt::AgxUat>().map(|vm| vm.range());
+        let vm = |h: TraceHeader| h.vm(FormatId::agx_uat).map(|vm| vm.range());
         assert_eq!(vm(TraceHeader::default()).unwrap(), span(0, 1 << 39).unwrap());
         let good = header(span(1 << 20, 1 << 30), span(1 << 20, 1 << 14), page(1 << 14));
         assert_eq!(vm(good.clone()).unwrap(), span(1 << 20, 1 << 30).unwrap());

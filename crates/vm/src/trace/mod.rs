@@ -5,7 +5,7 @@
 //! asked of a VM.
 //!
 //! ```
-//! use dmalane_iopt::AgxUat;
+//! use dmalane_iopt::FormatId;
 //! use dmalane_vm::trace::{TraceHeader, Line, Lines, Replay};
 //!
 //! let text = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat"}
@@ -15,7 +15,7 @@
 //! "#;
 //! let mut lines = Lines::new(text.as_bytes());
 //! let header = TraceHeader::read(&mut lines)?;
-//! let mut replay = Replay::new(header.vm::<AgxUat>()?);
+//! let mut replay = Replay::new(header.vm(FormatId::agx_uat)?);
 //! let mut results = Vec::new();
 //! while let Some(line) = lines.next()? {
 //!     results.extend(replay.step(line).map(|outcome| outcome.name()));

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
-use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
+use dmalane_iopt::{AgxUat, FormatId, HeapTables};
 use dmalane_vm::trace::{
     Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Recorder, Replay, TraceHeader, TraceOperation, TraceRefusal,
 };
@@ -18,8 +18,9 @@ fn replay() -> Replay {
     let range = Span::new(DeviceVa::new(PAGE), (1 << 39) - PAGE);
     let reserved = Span::new(DeviceVa::new(1 << 30), 1 << 20);
     let null_page = Some(dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE });
-    let mut replay =
-        Replay::new(TraceHeader { range, reserved, null_page, ..TraceHeader::default() }.vm::<AgxUat>().unwrap());
+    let mut replay = Replay::new(
+        TraceHeader { range, reserved, null_page, ..TraceHeader::default() }.vm(FormatId::agx_uat).unwrap(),
+    );
     let bo = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
     assert_eq!(step(&mut replay, bo), "ok");
     replay
@@ -194,7 +195,7 @@ fn a_batch_has_a_most_and_a_line_too() {
 
 #[test]
 fn memory_has_a_most() {
-    let mut replay = Replay::new(TraceHeader::default().vm::<X86_64_4Level>().unwrap());
+    let mut replay = Replay::new(TraceHeader::default().vm(FormatId::x86_64_4level).unwrap());
     for id in 0..MAX_BOS as u64 {
         let bo = TraceOperation::Bo { id, segments: Vec::new(), more: id % 2 == 0 };
         assert_eq!(replay.apply(&bo).name(), "ok");
@@ -296,7 +297,7 @@ proptest! {
         let mut lines = Lines::new(text.as_slice());
         let read = TraceHeader::read(&mut lines).unwrap();
         prop_assert_eq!(&read, &header);
-        let mut replay = Replay::new(read.vm::<AgxUat>().unwrap());
+        let mut replay = Replay::new(read.vm(FormatId::agx_uat).unwrap());
         while let Some(line) = lines.next().unwrap() {
             prop_assert_eq!(replay.step(line).unwrap().name(), "ok");
         }
@@ -350,7 +351,7 @@ fn every_error_and_operation_is_documented() {
 fn long_batches_and_their_first_fault() {
     const BINDS: u64 = 99_999;
     const PAGE: u64 = 16 << 10;
-    let mut replay = Replay::new(TraceHeader::default().vm::<AgxUat>().unwrap());
+    let mut replay = Replay::new(TraceHeader::default().vm(FormatId::agx_uat).unwrap());
     let segment = dmalane_addr::Segment { addr: CardAddr::new(1 << 32), len: BINDS * PAGE };
     let bo = TraceOperation::Bo { id: 1, segments: vec![segment], more: false };
     assert_eq!(replay.apply(&bo).name(), "ok");
@@ -396,7 +397,7 @@ fn reserved_batches_and_merges() {
     assert_eq!(replay.vm().binding_count(), 0);
     assert_eq!(step(&mut replay, &reserved(&reserved(bind))), "not_in_batch");
 
-    let mut replay = Replay::new(TraceHeader::default().vm::<X86_64_4Level>().unwrap());
+    let mut replay = Replay::new(TraceHeader::default().vm(FormatId::x86_64_4level).unwrap());
     let lines = [
         r#"{"op":"bo","id":2,"segments":[{"pa":"0x200000000","len":"0x200000"}]}"#,
         r#"{"op":"bind","va":"0x80000000","bo":2,"len":"0x200000","access":"rw"}"#,
