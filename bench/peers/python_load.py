@@ -26,7 +26,7 @@ def small(path):
             tensor.view(torch.uint8).view(-1)[::4096].sum()
 
     def every(tensors):
-        """Reads every byte, as whoever uses a tensor does."""
+        """Reads every byte, as a user of the tensor does."""
         for tensor in tensors.values():
             flat = tensor.view(torch.uint8).view(-1) if isinstance(tensor, torch.Tensor) else tensor
             flat = flat.numpy() if isinstance(flat, torch.Tensor) else flat.reshape(-1).view(numpy.uint8)

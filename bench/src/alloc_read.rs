@@ -522,8 +522,8 @@ impl Bench {
             }
         };
         match left {
-            Left::Buffer(buf) => view(buf.view()),
-            Left::Ours(read) => view(read.buffer.view()),
+            Left::Buffer(buf) => view(buf.as_volatile_slice()),
+            Left::Ours(read) => view(read.buffer.as_volatile_slice()),
             Left::Bytes(bytes) => {
                 hash.write(&bytes);
                 if self.size < LARGE {

@@ -115,7 +115,7 @@ pub const ALL: [&str; 12] = [BEFORE, PATCH, LEAN, BTREE, RANGEMAP, OURS, RESERVE
 /// The shapes of ours, each with goals of its own.
 pub const SHAPES: [&str; 6] = [OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY];
 
-/// The named way to bind pages of a buffer made of these segments, whatever it makes of them included. `pages` is how
+/// The named way to bind pages of a buffer made of these segments, its preparation included. `pages` is how
 /// far from [`BASE`] on it will be asked to bind.
 pub fn make(name: &str, segments: &[Segment<CardAddr>], pages: u64) -> Option<Box<dyn Binder>> {
     let index = || SgIndex::try_new(segments.iter().copied()).ok();

@@ -1,7 +1,7 @@
 //! The same walks over a card in this process and over one in a daemon, and two clients of a daemon beside each other.
 //!
 //! In both cases two threads: one polls, pinned to one processor, and a worker that it does not help moves the bytes on
-//! another. Rounds take turns. What arrived is compared after each case.
+//! another. Rounds take turns. The received bytes are compared after each case.
 
 use std::collections::VecDeque;
 use std::error::Error;
@@ -153,7 +153,7 @@ impl<B: Mmio> Side<B> {
         let end = ended.pop().ok_or("one")?;
         end.result?;
         let there = end.operation.into_slice().ok_or("its part")?;
-        if let Some(at) = whole.view().first_difference(there.view()) {
+        if let Some(at) = whole.as_volatile_slice().first_difference(there.as_volatile_slice()) {
             return Err(format!("byte {at} differs").into());
         }
         let mut block = [0; 64];

@@ -3,8 +3,8 @@
 //! Modelled on Linux 5.11, where the patches start from: `iommu_map` (the core) checks and picks a page size,
 //! `arm_smmu_map` (the driver) holds the device's power, `arm_lpae_map` (the format) walks from the root and ends with
 //! `wmb()`. Each layer is generic over the next, so the same code runs behind `Box<dyn ..>` and inlined. The
-//! geometry of the format is data, as it is there. What the model leaves out (accounting, retpolines, tracing) would
-//! only add to `before`.
+//! geometry of the format is data, as it is there. The parts that the model leaves out (accounting, retpolines,
+//! tracing) would only add to `before`.
 
 use std::hint::black_box;
 use std::sync::Mutex;

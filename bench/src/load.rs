@@ -226,15 +226,15 @@ impl Bench {
             .and_then(|p| p.into_whole().ok())
             .ok_or("parts of two buffers")?;
         self.whole = whole;
-        let bytes = self.whole.view().sub(0, self.size as usize).ok_or("a short buffer")?;
-        self.card.view().copy_from(bytes, CopyHint::Stream);
+        let bytes = self.whole.as_volatile_slice().sub(0, self.size as usize).ok_or("a short buffer")?;
+        self.card.as_volatile_slice().copy_from(bytes, CopyHint::Stream);
         let seconds = start.elapsed().as_secs_f64();
         // Any byte will do as a check that they arrived: compare a sample with the file.
         let file = File::open(&self.path)?;
         for at in (0..self.size).step_by((self.size as usize / 64).max(1)) {
             let (mut want, mut got) = ([0], [0]);
             file.read_exact_at(&mut want, at)?;
-            self.card.view().sub(at as usize, 1).ok_or("a short card")?.read(&mut got);
+            self.card.as_volatile_slice().sub(at as usize, 1).ok_or("a short card")?.read(&mut got);
             if want != got {
                 return Err(format!("wrong byte at {at}").into());
             }
@@ -260,9 +260,9 @@ impl Bench {
     /// Copies as many bytes from a large buffer to another.
     fn memory_copy(&mut self, hint: CopyHint) -> f64 {
         let start = Instant::now();
-        let from = self.whole.view().sub(0, self.size as usize);
+        let from = self.whole.as_volatile_slice().sub(0, self.size as usize);
         if let Some(from) = from {
-            self.card.view().copy_from(from, hint);
+            self.card.as_volatile_slice().copy_from(from, hint);
         }
         start.elapsed().as_secs_f64()
     }

@@ -38,7 +38,7 @@ use clap::{Parser, Subcommand};
     after_help = "Exit status: 0, also with missed goals; 1 after a wrong answer, or with --strict and a missed goal."
 )]
 struct Cli {
-    /// Print JSON: schema, bench, machine, rows, bars
+    /// Print JSON: schema, bench, machine, rows, goals
     #[arg(long, global = true)]
     json: bool,
 

@@ -46,7 +46,7 @@ thread_local! {
     static FREE: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Frames for tables. What they hold is left from their last use: all four peers clear a table themselves, or have it
+/// Frames for tables. Their contents are left from their last use: all four peers clear a table themselves, or have it
 /// done in their own interface.
 struct Frames;
 

@@ -181,10 +181,10 @@ fn sample<H: Handle>(
     Ok(took)
 }
 
-const VARIANTS: [&str; 4] = ["ours", "ours, no stock", "ours behind a mutex", "arithmetic"];
+const VARIANTS: [&str; 4] = ["ours", "ours, no local pool", "ours behind a mutex", "arithmetic"];
 
 /// Freed tables that a thread keeps.
-const STOCK: usize = 32;
+const LOCAL: usize = 32;
 
 pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     if thread::available_parallelism()?.get() < THREADS {
@@ -202,12 +202,12 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             for n in 1..=THREADS {
                 let pool = TablePool::new::<Arm64S1_4k>(TABLES_AT, memory);
                 let root = Table::new(&pool)?.root();
-                let stocked = sample(n, case.goes, &shares, || Table::attach(pool.stock(STOCK), root))?;
+                let local = sample(n, case.goes, &shares, || Table::attach(pool.local(LOCAL), root))?;
                 let plain = sample(n, case.goes, &shares, || Table::attach(&pool, root))?;
                 let tree = Mutex::new(Table::new(HeapTables::new(TABLES_AT))?);
                 let locked = sample(n, case.goes, &shares, || &tree)?;
                 let control = together(n, |_| arithmetic);
-                let took = [stocked, plain, locked, control];
+                let took = [local, plain, locked, control];
                 samples.iter_mut().zip(took).for_each(|(samples, took)| samples[n - 1].push(took));
             }
         }

@@ -198,7 +198,7 @@ impl Plain {
         let heap = AnonHeap::new();
         let card = SharedBuf::sparse("dmalane-bench", len)?;
         card.populate(0, len)?;
-        card.view().fill(4);
+        card.as_volatile_slice().fill(4);
         let mut slices = [heap.allocate(len)?, heap.allocate(len)?];
         slices[0].fill(1);
         slices[1].fill(2);
@@ -209,8 +209,8 @@ impl Plain {
 
     fn walk(&mut self, case: &Case, direction: Direction, how: Option<CopyHint>) {
         let (a, b) = match direction {
-            Direction::FromHost => (self.buffer.view(), self.card.view()),
-            Direction::ToHost => (self.card.view(), self.buffer.view()),
+            Direction::FromHost => (self.buffer.as_volatile_slice(), self.card.as_volatile_slice()),
+            Direction::ToHost => (self.card.as_volatile_slice(), self.buffer.as_volatile_slice()),
         };
         let [from, to] = &mut self.slices;
         for _ in 0..case.total() / case.region {

@@ -1,6 +1,6 @@
 //! A GPU through Vulkan: copies by a queue and binds by an address space, beside the same work written by hand.
 //!
-//! Both take turns. Destinations are scattered, so that no two regions can be merged. What is read back is compared.
+//! Both take turns. Destinations are scattered, so that no two regions can be merged. The bytes read back are compared.
 //! Loads are compared with a program whose one thread reads into imported buffers while another copies them to the GPU.
 
 use std::error::Error;
@@ -117,7 +117,7 @@ fn copies(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resu
             let to = if direction == Direction::FromHost { "to the GPU" } else { "to the host" };
             let case = format!("{copies} x {name}, {to}");
             if direction == Direction::ToHost {
-                slices.iter().for_each(|slice| slice.view().fill(0));
+                slices.iter().for_each(|slice| slice.as_volatile_slice().fill(0));
             }
             let (mut ours, mut hand) = (Vec::new(), Vec::new());
             // The first round makes memory present.
@@ -282,7 +282,7 @@ impl Loader {
         let (size, len) = (self.size, self.len);
         let table = memory.allocate(size, &Placement::Default)?;
         let first =
-            table.segments().next().filter(|s| s.len >= size).ok_or("no memory in one piece: a smaller --size")?;
+            table.segments().next().filter(|s| s.len >= size).ok_or("no contiguous memory: use a smaller --size")?;
         let to = first.addr;
         let (free, emptied) = sync_channel(self.slots.len());
         let (filled, ready) = sync_channel(self.slots.len());

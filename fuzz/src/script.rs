@@ -7,7 +7,7 @@ use dmalane_addr::CardAddr;
 use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, Refusal,
+    Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, Refusal,
     Refused, StopReason, Ticket,
 };
 
@@ -56,8 +56,8 @@ impl ScriptQueue {
         let bytes = start.checked_add(host.slice.len()).and_then(|end| target.get_mut(start..end));
         let bytes = bytes.ok_or(OpError::NoCardMemory(*at))?;
         match direction {
-            Direction::FromHost => host.slice.view().read(bytes),
-            Direction::ToHost => host.slice.view().write(bytes),
+            Direction::FromHost => host.slice.as_volatile_slice().read(bytes),
+            Direction::ToHost => host.slice.as_volatile_slice().write(bytes),
         }
         Ok(())
     }
@@ -70,8 +70,8 @@ impl Queue for ScriptQueue {
         Limits { capacity: self.capacity, max_len: 1 << 20 }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FENCE | Abilities::STOP
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::FENCE | Capabilities::STOP
     }
 
     fn in_flight(&self) -> usize {
@@ -79,7 +79,7 @@ impl Queue for ScriptQueue {
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let reason = match (&self.stopped, operation.admit(self.abilities(), self.limits())) {
+        let reason = match (&self.stopped, operation.admit(self.capabilities(), self.limits())) {
             (Some(why), _) => Refusal::Stopped(why.clone()),
             (None, Err(reason)) => reason,
             (None, Ok(())) if self.waiting.len() >= self.capacity => Refusal::Full,
@@ -105,7 +105,7 @@ impl Queue for ScriptQueue {
         if decision == 0xff && self.stopped.is_none() {
             self.stopped = Some(StopReason::Device("the script says so".into()));
         }
-        // At least one, so that whoever waits for an operation gets it.
+        // At least one, so that a waiter gets its operation.
         for _ in 0..=decision % 4 {
             if self.waiting.is_empty() {
                 break;
@@ -141,7 +141,7 @@ impl Queue for ScriptQueue {
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
         let Some(at) = self.waiting.iter().position(|(of, _)| *of == ticket) else { return Cancelled::Unknown };
         match self.script.lock().unwrap_or_else(PoisonError::into_inner).next() & 1 {
-            0 => Cancelled::TakenBack(self.waiting.remove(at).1),
+            0 => Cancelled::Removed(self.waiting.remove(at).1),
             _ => Cancelled::TooLate,
         }
     }
@@ -151,7 +151,7 @@ impl Queue for ScriptQueue {
 pub fn slice(len: usize, byte: u8) -> BufferSlice {
     let (slice, _) =
         AnonHeap::new().allocate(len.max(1)).expect("memory").share().into_slice().split_at(len).expect("fits");
-    slice.view().fill(byte);
+    slice.as_volatile_slice().fill(byte);
     slice
 }
 

@@ -250,7 +250,7 @@ class safe_open:  # noqa: N801
             del item
 
     def report(self, *, reference: bool = False) -> dict[str, Any]:
-        """What was read so far: bytes, stages, and for each file how and why; memory in use and its limit.
+        """The reads so far: bytes, stages, and for each file how and why; memory in use and its limit.
 
         With `reference`, also rates to compare the stages with, in bytes per second, which are measured now, with the
         first 256 MiB at most: `read`, of the same files in the same way into memory that is there, and `first_touch`,

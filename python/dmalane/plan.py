@@ -95,7 +95,7 @@ def chunks(size: int, world: int) -> list[Range]:
 
 @dataclass(frozen=True)
 class _Share:
-    """What each rank needs of a tensor, seen as `outer` times `size` times `inner` bytes: ranges of the middle one."""
+    """Each rank's part of a tensor, seen as `outer` times `size` times `inner` bytes: ranges of the middle one."""
 
     name: str
     shape: tuple[int, ...]
@@ -164,7 +164,7 @@ class _Share:
         return (0, 1), chunks(self.size, len(self.needs))[rank]
 
     def part(self, reader: int, rank: int) -> tuple[int, Range]:
-        """What a rank needs of the block that another one reads: how many of the outer dimension, and which range."""
+        """The part of a block that a rank needs from its reader: how many of the outer dimension, and which range."""
         (first, last), (low, high) = self.block(reader)
         start, stop = self.needs[rank] or (0, 0)
         start, stop = max(start, low), min(stop, high)

@@ -40,7 +40,7 @@ impl Access {
         !self.contains(Self::MMIO) || !self.intersects(Self::EXEC.union(Self::UNCACHED))
     }
 
-    /// True when whoever may do what `self` says may do what `other` asks for: all its rights, and as an unprivileged
+    /// True when `self` permits everything that `other` requests: all its rights, and as an unprivileged
     /// access unless `other` is privileged. Kinds of memory do not matter.
     pub const fn permits(self, other: Self) -> bool {
         self.contains(other.rights()) && (other.contains(Self::PRIVILEGED) || !self.contains(Self::PRIVILEGED))

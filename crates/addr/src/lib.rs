@@ -50,4 +50,4 @@ pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
 pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
 pub use span::Span;
-pub use timeline::{Fence, Promise, Timeline};
+pub use timeline::{Fence, Signaller, Timeline};

@@ -66,9 +66,9 @@ impl Timeline {
         Fence { timeline: self.clone(), value }
     }
 
-    /// A promise to signal `value`, for the producer of the work.
-    pub fn promise(&self, value: u64) -> Promise {
-        Promise { fence: self.fence(value), kept: false }
+    /// The signaller of `value`, for the producer of the work.
+    pub fn signaller(&self, value: u64) -> Signaller {
+        Signaller { fence: self.fence(value), signalled: false }
     }
 }
 
@@ -96,40 +96,40 @@ impl Fence {
     }
 }
 
-/// A promise to signal a point on a [`Timeline`]. Dropping it fails the point, so that abandoned work leaves no thread
-/// waiting.
+/// Signals a point on a [`Timeline`]. Dropping it without a signal fails the point, so that no thread waits for
+/// abandoned work.
 ///
 /// ```
 /// use dmalane_addr::Timeline;
 /// let timeline = Timeline::new();
-/// timeline.promise(1).keep();
-/// drop(timeline.promise(2));
+/// timeline.signaller(1).signal();
+/// drop(timeline.signaller(2));
 /// assert!(timeline.fence(1).is_signalled() && !timeline.fence(1).has_failed());
 /// assert!(timeline.fence(2).is_signalled() && timeline.fence(2).has_failed());
 /// ```
 #[must_use = "dropping it fails its point"]
 #[derive(Debug)]
-pub struct Promise {
+pub struct Signaller {
     fence: Fence,
-    kept: bool,
+    signalled: bool,
 }
 
-impl Promise {
+impl Signaller {
     /// Signals the point.
-    pub fn keep(mut self) {
-        self.kept = true;
+    pub fn signal(mut self) {
+        self.signalled = true;
         self.fence.timeline.signal(self.fence.value);
     }
 
-    /// The fence of the promised point.
+    /// The fence of the point.
     pub fn fence(&self) -> &Fence {
         &self.fence
     }
 }
 
-impl Drop for Promise {
+impl Drop for Signaller {
     fn drop(&mut self) {
-        if !self.kept {
+        if !self.signalled {
             self.fence.timeline.fail(self.fence.value);
         }
     }
@@ -157,7 +157,7 @@ mod tests {
         assert!(before.is_signalled() && !before.has_failed());
         assert!(at.is_signalled() && at.has_failed());
         assert!(!after.is_signalled() && !after.has_failed(), "not reached, so nothing is known of it");
-        t.promise(3).keep();
+        t.signaller(3).signal();
         assert!(after.has_failed());
         t.fail(9);
         assert!(!before.has_failed() && t.value() == 9);

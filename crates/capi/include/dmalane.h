@@ -110,9 +110,9 @@ int32_t dml_bo_create(dml_device device, const struct dml_segment *segments, siz
 /* The buffer object exists while it is bound. */
 int32_t dml_bo_destroy(dml_device device, uint32_t handle);
 /* Calls `release` once, when the memory of the buffer object may be used again: its handle is destroyed, and every
- * device has forgotten its last binding. The call is made at the end of the function of this library that let go of
- * it, and may call any other. It must return: neither longjmp() nor a C++ exception may leave it. -EEXIST when one is
- * set already. */
+ * device has forgotten its last binding. It runs at the end of the call that releases the object, and may call any
+ * function of this library. It must return: neither longjmp() nor a C++ exception may leave it. -EEXIST when one is set
+ * already. */
 int32_t dml_bo_on_release(dml_device device, uint32_t handle, void (*release)(void *user, uint32_t handle), void *user);
 
 int32_t dml_vm_create(dml_device device, const struct dml_vm_config *config, dml_vm *vm);

@@ -408,7 +408,7 @@ fn place<T>(array: *mut T, i: usize) -> *mut T {
 const NOTHING: DmlFilled = DmlFilled { data: std::ptr::null_mut(), len: 0, checksum: 0 };
 
 fn filled_by(made: &FilledBuf) -> DmlFilled {
-    let view = made.view();
+    let view = made.as_volatile_slice();
     DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) }
 }
 

@@ -8,8 +8,8 @@ use dmalane::device::{AddressSpaceKind, MemoryError, SpaceError};
 use dmalane::dma::{BufferSlice, SharedBuf};
 use dmalane::load::{Error as LoadingError, Loaded, LoadedTensor};
 use dmalane::queue::{
-    Abilities, Cancelled, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal, Refused as NotAccepted,
-    Registered, Shape, StopReason, Ticket,
+    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal,
+    Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
 use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
@@ -135,22 +135,22 @@ pub(crate) fn open(name: &str) -> Result<u64, Refused> {
 /// `DML_TARGET_FLAT`.
 const FLAT: u32 = 1;
 
-/// The flags of abilities: `DML_TARGET_WITHIN` and its like.
-const FLAGS: [(Abilities, u32); 6] = [
-    (Abilities::WITHIN, 1 << 1),
-    (Abilities::FILL, 1 << 2),
-    (Abilities::COMPARE, 1 << 3),
-    (Abilities::SHAPE, 1 << 4),
-    (Abilities::GATHER, 1 << 5),
-    (Abilities::CANCEL, 1 << 6),
+/// The flags of capabilities: `DML_TARGET_WITHIN` and its like.
+const FLAGS: [(Capabilities, u32); 6] = [
+    (Capabilities::WITHIN, 1 << 1),
+    (Capabilities::FILL, 1 << 2),
+    (Capabilities::COMPARE, 1 << 3),
+    (Capabilities::SHAPE, 1 << 4),
+    (Capabilities::GATHER, 1 << 5),
+    (Capabilities::CANCEL, 1 << 6),
 ];
 
 pub(crate) fn info(target: u64) -> Result<Info, Refused> {
     let target = Target::of(target)?;
     let mut opened = target.lock()?;
     let queue = opened.device.queue_mut();
-    let (limits, abilities) = (queue.limits(), queue.abilities());
-    let able = FLAGS.iter().filter(|(ability, _)| abilities.contains(*ability)).map(|(_, flag)| flag);
+    let (limits, capabilities) = (queue.limits(), queue.capabilities());
+    let able = FLAGS.iter().filter(|(capability, _)| capabilities.contains(*capability)).map(|(_, flag)| flag);
     let space = opened.device.address_space();
     let flat = if space.kind() == AddressSpaceKind::Flat { FLAT } else { 0 };
     let (page, flags) = (space.page().bytes(), able.fold(flat, |all, flag| all | flag));
@@ -165,7 +165,7 @@ pub(crate) fn close(target: u64) -> Result<(), Refused> {
 
 /// Keeps a registered buffer, and says where its bytes are.
 fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut u8) {
-    let (len, at) = (buffer.len(), buffer.view().as_ptr());
+    let (len, at) = (buffer.len(), buffer.as_volatile_slice().as_ptr());
     let idle = Mutex::new(BTreeMap::from([(0, buffer.into_slice())]));
     (lock(&MEMORIES).add(HostMemory { via, len, idle }), at)
 }
@@ -203,16 +203,16 @@ impl HostMemory {
         let end = first.checked_add(len).filter(|end| *end <= self.len);
         let end = end.ok_or_else(|| Refused::new(Errno::Range, format_args!("{len} bytes from {first}: too long")))?;
         let mut idle = lock(&self.idle);
-        let found = idle.range(..=first).next_back().filter(|(at, part)| *at + part.len() >= end).map(|(at, _)| *at);
-        let held = || busy(format_args!("an operation in flight uses some of the {len} bytes from {first} on"));
-        let at = found.ok_or_else(held)?;
-        let mut part = idle.remove(&at).ok_or_else(held)?;
-        let before = part.split_off_front(first - at);
-        let taken = part.split_off_front(len);
-        for rest in before.into_iter().chain([part]).filter(|rest| !rest.is_empty()) {
+        let found = idle.range(..=first).next_back().filter(|(at, slice)| *at + slice.len() >= end).map(|(at, _)| *at);
+        let in_use = || busy(format_args!("an operation in flight uses some of the {len} bytes from {first} on"));
+        let at = found.ok_or_else(in_use)?;
+        let mut slice = idle.remove(&at).ok_or_else(in_use)?;
+        let before = slice.split_off_front(first - at);
+        let taken = slice.split_off_front(len);
+        for rest in before.into_iter().chain([slice]).filter(|rest| !rest.is_empty()) {
             idle.insert(rest.offset(), rest);
         }
-        taken.ok_or_else(held)
+        taken.ok_or_else(in_use)
     }
 
     fn give_back(&self, mut part: BufferSlice) {
@@ -354,11 +354,11 @@ pub(crate) fn cancel(target: u64, user: u64) -> Result<(), Refused> {
     for (number, _) in flying.iter().filter(|(_, flying)| flying.user == user) {
         let ticket = Ticket::new(*number);
         match device.queue_mut().cancel(ticket) {
-            Cancelled::TakenBack(operation) => {
+            Cancelled::Removed(operation) => {
                 done.push(Completion { ticket, operation, result: Err(OpError::Cancelled), bytes: 0 });
                 return Ok(());
             }
-            Cancelled::Asked => return Ok(()),
+            Cancelled::Requested => return Ok(()),
             Cancelled::TooLate => {
                 return Err(Refused::new(Number::Kernel(EALREADY), "the device has begun and does all of it"));
             }
@@ -536,12 +536,12 @@ pub(crate) fn poll(
     }
 }
 
-/// Stops the queues. What the device does not end is given back with an error.
+/// Stops the queues. Operations that the device does not end are returned with an error.
 pub(crate) fn stop(target: u64) -> Result<(), Refused> {
     let target = Target::of(target)?;
     let mut opened = target.lock()?;
     let queue = opened.device.queue_mut();
-    if !queue.abilities().contains(Abilities::STOP) {
+    if !queue.capabilities().contains(Capabilities::STOP) {
         return Err(Refused::new(Errno::NotSup, "the queues of the device cannot be stopped"));
     }
     queue.stop(StopReason::Requested("dml_target_stop".into()));

@@ -42,7 +42,7 @@ static void invalidate(void *user, uint64_t va, uint64_t len)
 	seen->calls++;
 	seen->va = va;
 	seen->len = len;
-	/* What is to be forgotten is no longer in the tables, and the VM may be looked at. */
+	/* Ranges to be forgotten are no longer in the tables, and the VM may be looked at. */
 	CHECK(dml_vm_lookup(seen->vm, va, &leaf) == -ENOENT);
 }
 
@@ -775,7 +775,7 @@ static void operations(const char *name)
 	CHECK(!done[0].result || (!asked && done[0].result == -ECANCELED));
 	CHECK(dml_target_cancel(target + 1000, 1) == -ENOENT);
 
-	/* What makes no sense is refused, and keeps no slice. */
+	/* Invalid requests are refused, and keep no slice. */
 	struct dml_target_op bad = rows;
 	bad.memory_pitch = UINT64_MAX;
 	CHECK(one(target, bad) == -EOVERFLOW);

@@ -67,9 +67,9 @@ pub enum Task {
     /// Make rows of the next descriptor, whose length is that of one row.
     Shape {
         /// Bytes from row to row in host memory or in the source.
-        near_pitch: u64,
+        host_pitch: u64,
         /// Bytes from row to row in card memory or in the destination.
-        far_pitch: u64,
+        card_pitch: u64,
         /// Rows: 1 to [`MAX_LEN`], and at most that many bytes in all.
         rows: u32,
     },
@@ -119,18 +119,18 @@ impl Descriptor {
             DeviceAddr::Card(a) => (a.bits(), 0),
             DeviceAddr::Va(a) => (a.bits(), flag),
         };
-        let (opcode, near, (far, virtually), len) = match self.task {
+        let (opcode, host_word, (card_word, virtually), len) = match self.task {
             Task::Copy { direction, host, card, len } => {
                 let opcode = if direction == Direction::FromHost { H2C } else { C2H };
                 (opcode, host.bits(), place(card, VIRTUAL), len)
             }
             Task::Within { from, to, len } => {
-                let ((near, a), (far, b)) = (place(from, VIRTUAL_SOURCE), place(to, VIRTUAL));
-                (WITHIN, near, (far, a | b), len)
+                let ((host_word, a), (card_word, b)) = (place(from, VIRTUAL_SOURCE), place(to, VIRTUAL));
+                (WITHIN, host_word, (card_word, a | b), len)
             }
             Task::Fill { pattern, card, len } => (FILL, pattern, place(card, VIRTUAL), len),
             Task::Compare { host, card, len } => (COMPARE, host.bits(), place(card, VIRTUAL), len),
-            Task::Shape { near_pitch, far_pitch, rows } => (SHAPE, near_pitch, (far_pitch, 0), rows),
+            Task::Shape { host_pitch, card_pitch, rows } => (SHAPE, host_pitch, (card_pitch, 0), rows),
             Task::Fence => (FENCE, 0, (0, 0), 0),
         };
         let cache = match self.cache {
@@ -140,7 +140,7 @@ impl Descriptor {
         };
         let flags = virtually | cache | if self.chained { CHAINED } else { 0 };
         let head = u64::from(opcode) | u64::from(flags) << 8 | u64::from(self.cookie) << 32;
-        [head, near, far, u64::from(len)]
+        [head, host_word, card_word, u64::from(len)]
     }
 
     /// Decodes a descriptor. The bytes come from memory that anybody may have written, so everything is checked, and
@@ -152,7 +152,7 @@ impl Descriptor {
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, Malformed> {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |i: usize| u64::from_le_bytes(words[i]);
-        let (head, near, far, tail) = (word(0), word(1), word(2), word(3));
+        let (head, host_word, card_word, tail) = (word(0), word(1), word(2), word(3));
         let cookie = (head >> 32) as u32;
         let flags = (head >> 8) as u8;
         let chained = flags & CHAINED != 0;
@@ -175,7 +175,7 @@ impl Descriptor {
         }
         let len = tail as u32;
         if opcode == FENCE {
-            return match (near, far, len) {
+            return match (host_word, card_word, len) {
                 (0, 0, 0) => Ok(Self { task: Task::Fence, chained, cache, cookie }),
                 _ => refuse(Status::BadFlags),
             };
@@ -184,22 +184,24 @@ impl Descriptor {
             return refuse(Status::BadLength);
         }
         let last = u64::from(len) - 1;
-        let near_is_a_place = !matches!(opcode, FILL | SHAPE);
-        if opcode != SHAPE && (far.checked_add(last).is_none() || near_is_a_place && near.checked_add(last).is_none()) {
+        let host_is_an_address = !matches!(opcode, FILL | SHAPE);
+        if opcode != SHAPE
+            && (card_word.checked_add(last).is_none() || host_is_an_address && host_word.checked_add(last).is_none())
+        {
             return refuse(Status::Wraps);
         }
         let place = |at: u64, flag: u8| match flags & flag {
             0 => DeviceAddr::Card(CardAddr::new(at)),
             _ => DeviceAddr::Va(DeviceVa::new(at)),
         };
-        let (host, card) = (Iova::new(near), place(far, VIRTUAL));
+        let (host, card) = (Iova::new(host_word), place(card_word, VIRTUAL));
         let task = match opcode {
             H2C => Task::Copy { direction: Direction::FromHost, host, card, len },
             C2H => Task::Copy { direction: Direction::ToHost, host, card, len },
             COMPARE => Task::Compare { host, card, len },
-            WITHIN => Task::Within { from: place(near, VIRTUAL_SOURCE), to: card, len },
-            FILL => Task::Fill { pattern: near, card, len },
-            _ => Task::Shape { near_pitch: near, far_pitch: far, rows: len },
+            WITHIN => Task::Within { from: place(host_word, VIRTUAL_SOURCE), to: card, len },
+            FILL => Task::Fill { pattern: host_word, card, len },
+            _ => Task::Shape { host_pitch: host_word, card_pitch: card_word, rows: len },
         };
         Ok(Self { task, chained, cache, cookie })
     }
@@ -229,7 +231,7 @@ impl PlainCopy {
     pub fn decode(bytes: &[u8; Descriptor::BYTES]) -> Option<Self> {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |i: usize| u64::from_le_bytes(words[i]);
-        let (head, near, far, len) = (word(0), word(1), word(2), word(3));
+        let (head, host_word, card_word, len) = (word(0), word(1), word(2), word(3));
         let direction = match head as u32 & !(u32::from(CACHE) << 8) {
             opcode if opcode == u32::from(H2C) => Direction::FromHost,
             opcode if opcode == u32::from(C2H) => Direction::ToHost,
@@ -242,10 +244,10 @@ impl PlainCopy {
             _ => return None,
         };
         let last = len.checked_sub(1).filter(|last| *last < u64::from(MAX_LEN))?;
-        if near.checked_add(last).is_none() || far.checked_add(last).is_none() {
+        if host_word.checked_add(last).is_none() || card_word.checked_add(last).is_none() {
             return None;
         }
-        let (host, card, cookie) = (Iova::new(near), CardAddr::new(far), (head >> 32) as u32);
+        let (host, card, cookie) = (Iova::new(host_word), CardAddr::new(card_word), (head >> 32) as u32);
         Some(Self { direction, host, card, len: len as u32, cache, cookie })
     }
 }
@@ -393,9 +395,9 @@ mod tests {
         ];
         assert_eq!(bytes(descriptor.encode()), want);
         let (card, va) = (DeviceAddr::Card(CardAddr::new(0x22)), DeviceAddr::Va(DeviceVa::new(0x11)));
-        let near = Task::Within { from: va, to: card, len: 3 };
+        let source_va = Task::Within { from: va, to: card, len: 3 };
         for (task, words) in [
-            (near, [3 | 0x26 << 8 | 9 << 32, 0x11, 0x22, 3]),
+            (source_va, [3 | 0x26 << 8 | 9 << 32, 0x11, 0x22, 3]),
             (Task::Fill { pattern: 0x11, card: va, len: 3 }, [4 | 0x25 << 8 | 9 << 32, 0x11, 0x11, 3]),
             (Task::Compare { host: Iova::new(0x33), card, len: 3 }, [5 | 0x24 << 8 | 9 << 32, 0x33, 0x22, 3]),
         ] {
@@ -403,7 +405,7 @@ mod tests {
             assert_eq!(descriptor.encode(), words);
             assert_eq!(Descriptor::decode(&bytes(words)), Ok(descriptor));
         }
-        let shape = Task::Shape { near_pitch: 1, far_pitch: 2, rows: 3 };
+        let shape = Task::Shape { host_pitch: 1, card_pitch: 2, rows: 3 };
         assert_eq!(Descriptor { chained: true, ..shape.into() }.encode(), [6 | 4 << 8, 1, 2, 3]);
         assert_eq!(Descriptor::from(Task::Fence).encode(), [7, 0, 0, 0]);
         let completion = CompletionEntry { cookie: 0xc0c1_c2c3, status: 7, sequence: 0x01_0203 };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, PageSize, Span};
 use dmalane_dma::{self as mem, Heap, Mmio, SharedBuf};
-use dmalane_queue::{Abilities, Area, Registered};
+use dmalane_queue::{Area, Capabilities, Registered};
 
 use crate::card_device::regions;
 use crate::regs::{self, BAR_REGISTERS};
@@ -33,7 +33,7 @@ pub struct Card<B: Mmio> {
     bus: Arc<B>,
     layout: CardLayout,
     max_len: u64,
-    abilities: Abilities,
+    capabilities: Capabilities,
     mmu_format: Option<&'static str>,
     rings: Arc<Shelf>,
 }
@@ -90,9 +90,9 @@ impl<B: Mmio> Card<B> {
         let rings = (0..channels).map(|_| Rings::new(&*bus, heap, entries).map(Some)).collect::<Result<_, _>>()?;
         let rings = Arc::new(Shelf { rings: Mutex::new(rings), quarantined: AtomicUsize::new(0) });
         // A card of version 1.0 copies and does nothing else.
-        let copies = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP | Abilities::ORDERED;
-        let abilities = if version & 0xffff == 0 { copies } else { Abilities::all() };
-        Ok(Self { bus, layout, max_len: max_len.into(), abilities, mmu_format, rings })
+        let copies = Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::STOP | Capabilities::ORDERED;
+        let capabilities = if version & 0xffff == 0 { copies } else { Capabilities::all() };
+        Ok(Self { bus, layout, max_len: max_len.into(), capabilities, mmu_format, rings })
     }
 
     /// The bus that the card is on.
@@ -128,7 +128,7 @@ impl<B: Mmio> Card<B> {
             Some(slot) => slot.take(),
         };
         let rings = taken.ok_or(Error::ChannelTaken(index))?;
-        CardQueue::start(self.bus.clone(), self.rings.clone(), rings, index, self.max_len, self.abilities)
+        CardQueue::start(self.bus.clone(), self.rings.clone(), rings, index, self.max_len, self.capabilities)
     }
 
     /// Table memory for the card's MMU in part of the card's memory, which must be used for nothing else.
@@ -256,7 +256,7 @@ impl<B: Mmio> Device<'_, B> {
         }
     }
 
-    /// The card's memories, as far as what it says of them can be true.
+    /// The card's memory regions, after validating its registers.
     fn layout(&self) -> Result<CardLayout, Error> {
         let span = |register, base, len| -> Result<Span<CardAddr>, Error> {
             let len = self.read64(len)?;

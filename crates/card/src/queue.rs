@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
-    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation, Queue,
-    QueueAddr, QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work,
+    CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation,
+    Queue, QueueAddr, QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work,
 };
 
 use crate::driver::{Device, Rings, Shelf};
@@ -26,7 +26,7 @@ const SPINS: u32 = 200;
 /// Reading a register of a real card takes a microsecond, so a quiet ring is asked about only so often.
 const POLLS_PER_STATUS: u32 = 64;
 
-/// Rings and buffers of channels whose card did not stop: it may still touch them, so they stay as they are for good.
+/// Rings and buffers of channels whose card did not stop: it may still access them, so they are never freed.
 static QUARANTINE: Mutex<Vec<(Rings, InFlight)>> = Mutex::new(Vec::new());
 
 /// A DMA channel of a card. At most 1 GiB per operation.
@@ -41,7 +41,7 @@ pub struct CardQueue<B: Mmio> {
     rings: Option<Rings>,
     index: usize,
     max_len: u64,
-    abilities: Abilities,
+    capabilities: Capabilities,
     /// Descriptors collected since the start; modulo 2^32 the card's number for the next.
     head: u64,
     /// Descriptors written since the start.
@@ -74,7 +74,7 @@ impl<B: Mmio> CardQueue<B> {
         rings: Rings,
         index: usize,
         max_len: u64,
-        abilities: Abilities,
+        capabilities: Capabilities,
     ) -> Result<Self, Error> {
         let mut this = Self {
             flying: InFlight::new(),
@@ -84,7 +84,7 @@ impl<B: Mmio> CardQueue<B> {
             rings: Some(rings),
             index,
             max_len,
-            abilities,
+            capabilities,
             head: 0,
             tail: 0,
             submitted: 0,
@@ -154,7 +154,7 @@ impl<B: Mmio> CardQueue<B> {
     }
 
     fn completions(&self) -> VolatileSlice<'_> {
-        self.rings().completions.view()
+        self.rings().completions.as_volatile_slice()
     }
 
     fn capacity(&self) -> usize {
@@ -172,7 +172,7 @@ impl<B: Mmio> CardQueue<B> {
         let mapping = host.via.as_ref()?.mapping();
         let span = mapping.iova_of(&host.slice)?; // of no bytes there is none
         // A card of version 1.0 refuses the hint.
-        let cache = if self.abilities.contains(Abilities::CANCEL) { *cache } else { CacheHint::Auto };
+        let cache = if self.capabilities.contains(Capabilities::CANCEL) { *cache } else { CacheHint::Auto };
         let good = self.state.is_running()
             && len <= self.max_len
             && at.advance(len - 1).is_some()
@@ -186,7 +186,7 @@ impl<B: Mmio> CardQueue<B> {
     /// Checks whether an operation can be accepted; gives the number of its descriptors.
     fn check(&self, operation: &Operation) -> Result<u32, Refusal> {
         self.state.check_running()?;
-        operation.admit(self.abilities, self.limits())?;
+        operation.admit(self.capabilities, self.limits())?;
         operation.check_registered(&*self.bus)?;
         let slots = match (&operation.shape, &operation.work) {
             (Some(_), _) => 2,
@@ -210,8 +210,8 @@ impl<B: Mmio> CardQueue<B> {
         };
         let mut at = self.tail;
         if let Some(shape) = &operation.shape {
-            let (near_pitch, far_pitch) = (shape.host_pitch, shape.device_pitch);
-            let task = Task::Shape { near_pitch, far_pitch, rows: shape.rows };
+            let (host_pitch, card_pitch) = (shape.host_pitch, shape.device_pitch);
+            let task = Task::Shape { host_pitch, card_pitch, rows: shape.rows };
             self.put(at, Descriptor { chained: true, cookie: at as u32, ..task.into() });
             at += 1;
         }
@@ -240,7 +240,12 @@ impl<B: Mmio> CardQueue<B> {
     #[inline]
     fn put(&self, number: u64, descriptor: Descriptor) {
         let offset = (number as usize & (self.capacity() - 1)) * Descriptor::BYTES;
-        let slot = self.rings().descriptors.view().sub(offset, Descriptor::BYTES).expect("a slot lies within the ring");
+        let slot = self
+            .rings()
+            .descriptors
+            .as_volatile_slice()
+            .sub(offset, Descriptor::BYTES)
+            .expect("a slot lies within the ring");
         for (i, word) in descriptor.encode().into_iter().enumerate() {
             slot.store_u64(8 * i, word).expect("four aligned words are a descriptor");
         }
@@ -301,7 +306,7 @@ impl<B: Mmio> CardQueue<B> {
         }
         // None where the oldest is of more than one descriptor, some of which may have been collected.
         let plain = long.front().map_or(flying.len() as u64, |(number, _)| number - flying.oldest());
-        let ring = rings.completions.view();
+        let ring = rings.completions.as_volatile_slice();
         let mask = (1usize << rings.log2) - 1;
         let ended = |number: &u64| {
             let cookie = *number as u32;
@@ -445,14 +450,14 @@ impl<B: Mmio> CardQueue<B> {
 fn fragments(gather: &GatherList) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
     let mut host = gather.host.iter().filter_map(HostSlice::iova).map(Some);
     let mut device = gather.device.iter().copied();
-    let (mut near, mut far): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);
+    let (mut host_rest, mut device_rest): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);
     std::iter::from_fn(move || {
-        let left = near.take().or_else(|| host.next()?)?;
-        let (at, have) = far.take().or_else(|| device.next())?;
+        let left = host_rest.take().or_else(|| host.next()?)?;
+        let (at, have) = device_rest.take().or_else(|| device.next())?;
         let len = left.len().min(have);
         // The rest of the longer one; `sub` and `advance` return `None` where nothing is left.
-        near = left.sub(len, left.len() - len);
-        far = at.advance(len).filter(|_| have > len).map(|at| (at, have - len));
+        host_rest = left.sub(len, left.len() - len);
+        device_rest = at.advance(len).filter(|_| have > len).map(|at| (at, have - len));
         Some((left.first(), at, len))
     })
 }
@@ -480,17 +485,17 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
         Some(rows) if pitch >= row => rows.saturating_mul(row).saturating_add((distance % pitch).min(row)),
         _ => 0, // rows that overlap: unknown
     };
-    let near = |at: u64| {
+    let done_on_host = |at: u64| {
         let distance = host.and_then(|first| Iova::new(at).offset_from(first)).unwrap_or(0);
         shape.map_or(distance, |s| rows(distance, s.host_pitch, s.row))
     };
-    let far = |at: u64| {
+    let done_on_card = |at: u64| {
         let Some(first) = card else { return 0 };
         let distance = at.saturating_sub(first.bits());
         shape.map_or(distance, |s| rows(distance, s.device_pitch, s.row))
     };
     let fault = |reason| {
-        let done = near(detail);
+        let done = done_on_host(detail);
         (OpError::Fault(DmaFault { at: Iova::new(detail), wanted, reason, done }), done)
     };
     let within = matches!(operation.work, Work::Within { .. });
@@ -500,7 +505,7 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
         // Of a copy within the card it may be either side, so the bytes done are unknown.
         Status::NoCardMemory => (OpError::NoCardMemory(CardAddr::new(detail)), 0),
         Status::MmuFault if within => (OpError::MmuFault(DeviceVa::new(detail)), 0),
-        Status::MmuFault => (OpError::MmuFault(DeviceVa::new(detail)), far(detail)),
+        Status::MmuFault => (OpError::MmuFault(DeviceVa::new(detail)), done_on_card(detail)),
         Status::Cancelled => (OpError::Cancelled, detail),
         Status::Differs => (OpError::Differs { offset: detail.saturating_add(before) }, detail),
         _ => (OpError::Device { status: status.code().into() }, 0),
@@ -516,8 +521,8 @@ impl<B: Mmio> Queue for CardQueue<B> {
         Limits { capacity: self.capacity(), max_len: self.max_len }
     }
 
-    fn abilities(&self) -> Abilities {
-        self.abilities
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
     }
 
     fn in_flight(&self) -> usize {
@@ -606,7 +611,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
             return Cancelled::Unknown;
         }
         let descriptors = self.descriptors_of(number);
-        if !self.abilities.contains(Abilities::CANCEL) {
+        if !self.capabilities.contains(Capabilities::CANCEL) {
             return Cancelled::TooLate;
         }
         if descriptors.start >= self.submitted
@@ -618,7 +623,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
             }
             self.taken_back.insert(number);
             self.state.taken_back(ticket);
-            return Cancelled::TakenBack(operation);
+            return Cancelled::Removed(operation);
         }
         if let Err(place) = self.cancels.binary_search(&number) {
             self.cancels.insert(place, number);
@@ -626,7 +631,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.send_cancel();
             }
         }
-        Cancelled::Asked
+        Cancelled::Requested
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
@@ -689,7 +694,7 @@ impl<B: Mmio> Drop for CardQueue<B> {
         if self.wait_for_stop() {
             self.shelf.put_back(self.index, rings);
         } else {
-            // The card may still read and write all of this, so it must stay as it is for ever.
+            // The card may still read and write all of this, so it is never freed.
             self.shelf.quarantine(flying.len() - self.taken_back.len());
             QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push((rings, flying));
         }

@@ -1,4 +1,4 @@
-//! The program `dmalane`, as a function for whoever embeds it.
+//! The program `dmalane`, as a function for embedding.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ Examples:
   dmalane load model.safetensors          load a model
   dmalane read model.safetensors -v       only read it into memory, and say how
   dmalane validate                        check a device's data and measure its speed
-  dmalane doctor                          check what this machine lacks
+  dmalane doctor                          check this machine for missing features
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
 Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.

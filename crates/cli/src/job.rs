@@ -157,11 +157,11 @@ impl ProcessJob {
         let stage = |LiveStage { report, in_flight }: LiveStage| StageSnapshot {
             stage: report.stage.to_string(),
             busy_s: report.busy.as_secs_f64(),
-            wall_s: report.held.as_secs_f64(),
+            wall_s: report.wall.as_secs_f64(),
             bytes: report.bytes,
             in_flight: in_flight as u64,
         };
-        let used = |s: &LiveStage| s.report.bytes > 0 || s.in_flight > 0 || !s.report.held.is_zero();
+        let used = |s: &LiveStage| s.report.bytes > 0 || s.in_flight > 0 || !s.report.wall.is_zero();
         let counters = lock(&self.counters).as_ref().and_then(Weak::upgrade).map(|counters| counters());
         let Counters { iommu, moved, .. } = counters.unwrap_or_default();
         Snapshot {

@@ -144,13 +144,13 @@ impl Replace {
 
 /// Never in place of files that are read besides those of models: the index that stands for them, or that of a folder,
 /// and a manifest.
-pub fn unlike<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -> Output {
+pub fn excluding<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -> Output {
     let within = |path: &PathBuf| match std::fs::read_dir(path) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).filter(|path| is_index(path)).collect(),
         Err(_) => vec![path.clone()],
     };
     named.into_iter().flat_map(within).fold(to, |to, path| match std::fs::metadata(&path) {
-        Ok(meta) => to.unlike(&path, &meta),
+        Ok(meta) => to.excluding(&path, &meta),
         Err(_) => to,
     })
 }

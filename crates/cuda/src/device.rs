@@ -127,7 +127,7 @@ impl CudaDevice {
         Ok(Self { queue, space, registrar, window, context, gpu, region: [region], chunks, notes })
     }
 
-    /// Name, memory and abilities of the GPU.
+    /// Name, memory and capabilities of the GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
@@ -137,7 +137,7 @@ impl CudaDevice {
     ///
     /// # Errors
     /// [`Error::Call`].
-    pub fn another_queue(&self) -> Result<Box<DeviceQueue>, Error> {
+    pub fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
         let (device, len) = (self.context.device(), self.window.len());
         Ok(Box::new(CudaQueue::new(&self.context, device, self.registrar.clone(), len)?))
     }

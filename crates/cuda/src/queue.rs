@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_device::NoIommu;
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr, QueueState,
-    Refused, Stats, StopReason, Ticket, Waiting, Work,
+    Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
+    QueueState, Refused, Stats, StopReason, Ticket, Waiting, Work,
 };
 
 use crate::Error;
@@ -159,8 +159,8 @@ impl Queue for CudaQueue {
         self.limits
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::COPY_ENGINE
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::COPY_ENGINE
     }
 
     fn in_flight(&self) -> usize {
@@ -169,7 +169,7 @@ impl Queue for CudaQueue {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let registered = |operation: &Operation| operation.check_registered(&self.registrar);
-        self.state.submit(operation, Abilities::COPY_ENGINE, self.limits, registered, &mut self.waiting)
+        self.state.submit(operation, Capabilities::COPY_ENGINE, self.limits, registered, &mut self.waiting)
     }
 
     fn flush(&mut self) {

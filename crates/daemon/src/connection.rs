@@ -491,7 +491,7 @@ fn no_register(bar: u8, offset: u64) -> Refused {
 mod tests {
     use super::*;
 
-    /// What may take the kernel long is not for the thread that answers everybody. Work is charged to the user.
+    /// Calls that may block in the kernel run outside the thread that answers all clients. Work is charged to the user.
     #[test]
     fn first_touch_of_card_memory_is_long() {
         let config = Config::default();

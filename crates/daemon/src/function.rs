@@ -35,11 +35,11 @@ pub(crate) struct Function {
     calls: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
-    share: Share,
+    charge: MemoryCharge,
 }
 
 /// Card memory of a user; given back on drop.
-pub(crate) struct Share {
+pub(crate) struct MemoryCharge {
     budget: Arc<Budget>,
     uid: u32,
     ddr: u64,
@@ -84,13 +84,13 @@ impl Function {
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
         let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
         budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
-        let share = Share { budget: budget.clone(), uid, ddr, hbm };
-        Ok((Self { card, host, page, kick, calls, ddr, hbm, share }, theirs))
+        let charge = MemoryCharge { budget: budget.clone(), uid, ddr, hbm };
+        Ok((Self { card, host, page, kick, calls, ddr, hbm, charge }, theirs))
     }
 
     /// The user who is charged for the work of the queues.
     pub(crate) fn user(&self) -> u32 {
-        self.share.uid
+        self.charge.uid
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -153,11 +153,11 @@ impl Function {
 
     /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
     /// worker's. Returns what is to be given back together with the place of the client.
-    pub(crate) fn release(mut function: Arc<Self>) -> Option<Share> {
+    pub(crate) fn release(mut function: Arc<Self>) -> Option<MemoryCharge> {
         let start = Instant::now();
         loop {
             match Arc::try_unwrap(function) {
-                Ok(function) => return Some(function.share),
+                Ok(function) => return Some(function.charge),
                 Err(shared) if start.elapsed() < Duration::from_secs(5) => function = shared,
                 Err(_) => return None,
             }
@@ -185,7 +185,7 @@ impl Function {
     }
 }
 
-impl Drop for Share {
+impl Drop for MemoryCharge {
     fn drop(&mut self) {
         self.budget.give(self.uid, self.ddr, self.hbm);
     }

@@ -26,7 +26,7 @@
 //! let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new())?;
 //! let mut queue = card.queue(0)?;
 //! let buf = client.buffer(4096)?;
-//! buf.view().write(b"hello");
+//! buf.as_volatile_slice().write(b"hello");
 //! let via = Registered::new(&client, &buf, Access::RW)?;
 //! let at = DeviceAddr::Card(card.layout().hbm.first());
 //! let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_slice(), via), at)).unwrap();

@@ -35,18 +35,18 @@ impl Page {
         &self.0
     }
 
-    fn view(&self) -> VolatileSlice<'_> {
-        self.0.view()
+    fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.0.as_volatile_slice()
     }
 
     #[inline]
     fn load(&self, offset: usize) -> u32 {
-        self.view().load_u32(offset).expect("an aligned word of the page")
+        self.as_volatile_slice().load_u32(offset).expect("an aligned word of the page")
     }
 
     #[inline]
     fn swap(&self, offset: usize, value: u32) -> u32 {
-        self.view().swap_u32(offset, value).expect("an aligned word of the page")
+        self.as_volatile_slice().swap_u32(offset, value).expect("an aligned word of the page")
     }
 
     #[inline]
@@ -69,7 +69,7 @@ impl Page {
 
     #[inline]
     pub(crate) fn set_status(&self, queue: usize, value: u32) {
-        self.view().store_u32(queue * STRIDE + STATUS, value).expect("an aligned word of the page");
+        self.as_volatile_slice().store_u32(queue * STRIDE + STATUS, value).expect("an aligned word of the page");
     }
 
     /// 1 while the client requests to be woken by the next completion.

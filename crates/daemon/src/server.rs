@@ -23,7 +23,7 @@ use crate::account::Account;
 use crate::config::{BadConfig, Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
-use crate::function::{Function, Share};
+use crate::function::{Function, MemoryCharge};
 use crate::listener::Listener;
 use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
@@ -130,7 +130,7 @@ enum Done {
     /// The request of a client was handled.
     Handled(Box<Connection>, Handled),
     /// A disconnected client's resources were released, but for its share of the card.
-    Released(u64, Option<Share>),
+    Released(u64, Option<MemoryCharge>),
 }
 
 /// Which clients' messages are next: one of each user at a time. While several users are connected, a user has at most

@@ -352,14 +352,14 @@ mod tests {
                     let card = DeviceAddr::Card(CardAddr::new(0));
                     let copy = Descriptor::from(Task::Copy { direction: Direction::FromHost, host: data, card, len });
                     let descriptor = match rows {
-                        Some((rows, far_pitch)) if slot % 2 == 0 => {
-                            let shape = Task::Shape { near_pitch: 0, far_pitch, rows };
+                        Some((rows, card_pitch)) if slot % 2 == 0 => {
+                            let shape = Task::Shape { host_pitch: 0, card_pitch, rows };
                             Descriptor { chained: true, ..shape.into() }
                         }
                         _ => copy,
                     };
                     for (i, word) in descriptor.encode().into_iter().enumerate() {
-                        memory.view().store_u64(32 * slot as usize + 8 * i, word).unwrap();
+                        memory.as_volatile_slice().store_u64(32 * slot as usize + 8 * i, word).unwrap();
                     }
                 }
                 let write = |register, value: u32| {

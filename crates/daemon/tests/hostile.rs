@@ -144,7 +144,7 @@ impl Bystander {
         let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
         let bytes = Random(99).bytes(256 << 10);
         let buf = client.buffer(bytes.len()).unwrap();
-        buf.view().write(&bytes);
+        buf.as_volatile_slice().write(&bytes);
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
         let mut this = Self { client, card, bytes, buf: Some(buf), via, path: daemon.path.clone() };
         this.run(&[Direction::FromHost]);
@@ -172,12 +172,12 @@ impl Bystander {
     /// Checks that both memories of the card and the buffer still contain the bytes written.
     fn check(&mut self) {
         let mut got = vec![0; self.bytes.len()];
-        self.buf.as_ref().unwrap().view().read(&mut got);
+        self.buf.as_ref().unwrap().as_volatile_slice().read(&mut got);
         assert!(got == self.bytes, "the buffer");
         for _ in 0..2 {
-            self.buf.as_ref().unwrap().view().fill(0x55);
+            self.buf.as_ref().unwrap().as_volatile_slice().fill(0x55);
             self.run(&[Direction::ToHost]);
-            self.buf.as_ref().unwrap().view().read(&mut got);
+            self.buf.as_ref().unwrap().as_volatile_slice().read(&mut got);
             assert!(got == self.bytes, "the card");
         }
         let report = dmalane_daemon::status(&self.path).unwrap();
@@ -406,7 +406,7 @@ fn memfds_with_more_seals_than_needed() {
     // The card writes through it.
     start(&mut ringed.raw, &ringed.iovas);
     for (i, word) in [2, said.word(0), 0, 8192].into_iter().enumerate() {
-        ringed.ring.view().store_u64(8 * i, word).unwrap();
+        ringed.ring.as_volatile_slice().store_u64(8 * i, word).unwrap();
     }
     ringed.doorbell(1);
     let begun = Instant::now();
@@ -518,21 +518,21 @@ impl Ringed {
         let sent = rustix::net::send(&wakes, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         assert_eq!(sent, Err(rustix::io::Errno::PIPE));
         let [ring, completions, mapped, readonly, unmapped] = [4096, 4096, 64 << 10, 64 << 10, 64 << 10].map(memfd);
-        unmapped.view().fill(0x77);
-        readonly.view().fill(0x78);
+        unmapped.as_volatile_slice().fill(0x77);
+        readonly.as_volatile_slice().fill(0x78);
         let iovas = [(&ring, 1), (&completions, 3), (&mapped, 3), (&readonly, 1)].map(|(b, a)| raw.map_all(b, a));
         Self { raw, page, call, ring, completions, _mapped: mapped, readonly, unmapped, iovas }
     }
 
     fn doorbell(&self, value: u32) {
-        self.page.view().swap_u32(0, value).unwrap();
+        self.page.as_volatile_slice().swap_u32(0, value).unwrap();
         let _ = rustix::io::write(&self.call, &1u64.to_ne_bytes());
     }
 
     fn untouched(&self) {
         let all = |buf: &SharedBuf, byte: u8| {
             let mut bytes = vec![0; buf.len()];
-            buf.view().read(&mut bytes);
+            buf.as_volatile_slice().read(&mut bytes);
             bytes.iter().all(|b| *b == byte)
         };
         assert!(all(&self.unmapped, 0x77), "memory that is not mapped");
@@ -586,7 +586,7 @@ fn random_descriptors() {
         start(&mut ringed.raw, &ringed.iovas);
         for slot in 0..1usize << LOG2 {
             for (i, word) in descriptor(&mut random, &ringed.iovas).into_iter().enumerate() {
-                ringed.ring.view().store_u64(32 * slot + 8 * i, word).unwrap();
+                ringed.ring.as_volatile_slice().store_u64(32 * slot + 8 * i, word).unwrap();
             }
         }
         ringed.doorbell(if random.below(8) == 0 { random.below(1 << 32) as u32 } else { 1 << LOG2 });
@@ -604,7 +604,7 @@ fn random_descriptors() {
         // Overwrite the words of the page that the daemon writes.
         if round % 3 == 0 {
             for at in [64, 128, 4096, 4100, 256, 320] {
-                ringed.page.view().store_u32(at, random.below(1 << 32) as u32).unwrap();
+                ringed.page.as_volatile_slice().store_u32(at, random.below(1 << 32) as u32).unwrap();
             }
         }
     }
@@ -654,11 +654,13 @@ fn descriptors_that_change_while_they_are_read() {
             while going.load(Ordering::Relaxed) {
                 let slot = random.below(1 << LOG2) as usize;
                 for (i, word) in descriptor(&mut random, &iovas).into_iter().enumerate() {
-                    ring.view().store_u64(32 * slot + 8 * i, word).unwrap();
+                    ring.as_volatile_slice().store_u64(32 * slot + 8 * i, word).unwrap();
                 }
-                completions.view().store_u64(16 * slot + 8, random.below(u64::MAX)).unwrap();
+                completions.as_volatile_slice().store_u64(16 * slot + 8, random.below(u64::MAX)).unwrap();
                 if random.below(64) == 0 {
-                    page.view().store_u32([64, 128, 4096][random.below(3) as usize], random.below(3) as u32).unwrap();
+                    page.as_volatile_slice()
+                        .store_u32([64, 128, 4096][random.below(3) as usize], random.below(3) as u32)
+                        .unwrap();
                 }
             }
         });
@@ -667,7 +669,7 @@ fn descriptors_that_change_while_they_are_read() {
         for _ in 0..100 {
             start(&mut ringed.raw, &iovas);
             for n in 1..=20u32 {
-                ringed.page.view().swap_u32(0, n * 3).unwrap();
+                ringed.page.as_volatile_slice().swap_u32(0, n * 3).unwrap();
                 let _ = rustix::io::write(&ringed.call, &1u64.to_ne_bytes());
                 std::thread::sleep(Duration::from_micros(random.below(100)));
             }

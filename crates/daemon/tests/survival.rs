@@ -131,7 +131,7 @@ fn client_to_be_killed(socket: &Path) -> ! {
                 let place = at.advance(random.below(64) * MIB as u64).unwrap();
                 match queue.submit(Operation::copy(direction, host, place)) {
                     Ok(ticket) if random.below(16) == 0 => {
-                        if let Cancelled::TakenBack(operation) = queue.cancel(ticket) {
+                        if let Cancelled::Removed(operation) = queue.cancel(ticket) {
                             ready.extend(operation.into_host());
                         }
                     }
@@ -315,7 +315,7 @@ fn a_daemon_is_killed_and_started_again() {
         let card = Card::open(Arc::new(reconnected.clone()), &MemfdHeap::new()).unwrap();
         let queue = card.queue(0).unwrap();
         let mut there = vec![0; 4096];
-        buf.view().read(&mut there);
+        buf.as_volatile_slice().read(&mut there);
         assert!(there == bytes, "the buffer keeps its contents");
         driven = Driven::with(reconnected, card, queue, buf);
         driven.copy(Direction::FromHost).unwrap();
@@ -338,7 +338,7 @@ fn a_daemon_that_shuts_down_stops_queues_first() {
     let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
     let queue = card.queue(0).unwrap();
     let buf = client.buffer(16 * MIB).unwrap();
-    buf.view().write(b"stays");
+    buf.as_volatile_slice().write(b"stays");
     let mut driven = Driven::with(client, card, queue, buf);
     let count = many_in_flight(&mut driven, 16);
     let totals = daemon.stop();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Heap, Registrar, VolatileSlice};
 use dmalane_queue::{
-    Abilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered,
+    Capabilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered,
     RunError, drain, run,
 };
 use thiserror::Error;
@@ -118,7 +118,7 @@ impl Bounce {
     /// # Errors
     /// [`IoError`]; some of the bytes may have been copied.
     pub fn copy(&mut self, queue: &mut DeviceQueue, from: DeviceAddr, to: DeviceAddr, len: u64) -> Result<(), IoError> {
-        let within = queue.abilities().contains(Abilities::WITHIN);
+        let within = queue.capabilities().contains(Capabilities::WITHIN);
         let step = if within { queue.limits().max_len } else { self.step(queue)? };
         let mut done = 0;
         while done < len {
@@ -149,7 +149,7 @@ impl Bounce {
         while done < len {
             let n = step.min(len - done) as usize;
             let here = place(at, done)?;
-            let mut call = |slice: &BufferSlice| match slice.view().sub(0, n) {
+            let mut call = |slice: &BufferSlice| match slice.as_volatile_slice().sub(0, n) {
                 Some(view) => work(done, view),
                 None => Ok(()),
             };

@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_dma::{BufferSlice, Heap, Registrar};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, DeviceQueue, Direction, OpError, Operation, Refusal, Registered, Route,
+    Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, OpError, Operation, Refusal, Registered, Route,
     RunError, drain, run,
 };
 use dmalane_vm::{BindRequest, Bo};
@@ -137,9 +137,9 @@ fn regions_are_disjoint_and_named(device: &dyn Device) {
 fn queues_are_taken_once(device: &mut dyn Device) {
     let queues = device.take_queues();
     assert!(!queues.is_empty(), "a device has queues");
-    let copies = Abilities::FROM_HOST | Abilities::TO_HOST;
-    assert!(queues.iter().any(|q| q.abilities().contains(Abilities::FROM_HOST)), "nothing can be written");
-    assert!(queues.iter().all(|q| q.abilities().intersects(copies)), "a queue that copies nothing");
+    let copies = Capabilities::FROM_HOST | Capabilities::TO_HOST;
+    assert!(queues.iter().any(|q| q.capabilities().contains(Capabilities::FROM_HOST)), "nothing can be written");
+    assert!(queues.iter().all(|q| q.capabilities().intersects(copies)), "a queue that copies nothing");
     assert!(queues.iter().all(|q| q.in_flight() == 0 && q.halted().is_none() && q.limits().capacity > 0));
     assert!(device.take_queues().is_empty(), "queues can be taken once");
 }

@@ -13,7 +13,7 @@
 //! use dmalane_addr::{CardAddr, Span};
 //! use dmalane_device::{AddressSpace, Device, DeviceInfo, FlatSpace, NoIommu, PolledQueue, Region};
 //! use dmalane_dma::Registrar;
-//! use dmalane_queue::{Abilities, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Work};
+//! use dmalane_queue::{Capabilities, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Work};
 //!
 //! struct Tiny {
 //!     regions: [Region; 1],
@@ -25,7 +25,7 @@
 //! impl Tiny {
 //!     fn new() -> Self {
 //!         let memory = Mutex::new(vec![0; 64 << 10]);
-//!         let copies = Abilities::FROM_HOST | Abilities::TO_HOST;
+//!         let copies = Capabilities::FROM_HOST | Capabilities::TO_HOST;
 //!         let limits = Limits { capacity: 8, max_len: 64 << 10 };
 //!         let queue = PolledQueue::new(copies, limits, move |o| copy(&mut memory.lock().unwrap(), o));
 //!         let span = Span::new(CardAddr::new(0), 64 << 10).unwrap();
@@ -42,8 +42,8 @@
 //!     let range = at.bits() as usize..end as usize;
 //!     let there = memory.get_mut(range).ok_or(OpError::NoCardMemory(*at))?;
 //!     match direction {
-//!         Direction::FromHost => host.slice.view().read(there),
-//!         Direction::ToHost => host.slice.view().write(there),
+//!         Direction::FromHost => host.slice.as_volatile_slice().read(there),
+//!         Direction::ToHost => host.slice.as_volatile_slice().write(there),
 //!     }
 //!     Ok(())
 //! }

@@ -280,7 +280,7 @@ impl DeviceMemory {
         }
     }
 
-    /// Asks for what an allocation lacks, where memory is granted.
+    /// Requests the memory that an allocation still needs, where memory is granted.
     fn grow(&mut self, len: u64, placement: &Placement) -> Result<(), MemoryError> {
         let areas = self.areas_of(placement);
         if self.granted.is_none() || len == 0 {
@@ -291,10 +291,10 @@ impl DeviceMemory {
                 // Half on either side of the border.
                 let half = alignment(len).round_up(len.div_ceil(2)).unwrap_or(u64::MAX);
                 let beside = |this: &Self| border(&this.areas[*low], &this.areas[*high]);
-                let lacks = |this: &Self| Some(half.saturating_sub(beside(this)?.1));
-                self.ask(*low, End::Last, placement, lacks)?;
-                let lacks = |this: &Self| Some(half.saturating_sub(beside(this)?.2));
-                self.ask(*high, End::First, placement, lacks)?;
+                let missing = |this: &Self| Some(half.saturating_sub(beside(this)?.1));
+                self.ask(*low, End::Last, placement, missing)?;
+                let missing = |this: &Self| Some(half.saturating_sub(beside(this)?.2));
+                self.ask(*high, End::First, placement, missing)?;
                 if beside(self).is_some_and(|(_, before, after)| before >= half && after >= half) {
                     return Ok(());
                 }
@@ -326,8 +326,8 @@ impl DeviceMemory {
                 continue;
             }
             while !fits(self, at) {
-                let lacks = len.saturating_sub(self.areas[at].1.largest_free()).max(1);
-                if !self.ask_once(at, lacks, End::First, placement)? {
+                let missing = len.saturating_sub(self.areas[at].1.largest_free()).max(1);
+                if !self.ask_once(at, missing, End::First, placement)? {
                     break;
                 }
             }
@@ -344,10 +344,10 @@ impl DeviceMemory {
         at: usize,
         end: End,
         placement: &Placement,
-        lacks: impl Fn(&Self) -> Option<u64>,
+        missing: impl Fn(&Self) -> Option<u64>,
     ) -> Result<(), MemoryError> {
         let mut before = u64::MAX;
-        while let Some(bytes) = lacks(self).filter(|bytes| (1..before).contains(bytes)) {
+        while let Some(bytes) = missing(self).filter(|bytes| (1..before).contains(bytes)) {
             before = bytes;
             if !self.ask_once(at, bytes, end, placement)? {
                 break;

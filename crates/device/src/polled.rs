@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, HostSlice, Limits, OpError, Operation, Queue, QueueState, Refusal, Refused,
+    Capabilities, Completion, DeviceAddr, HostSlice, Limits, OpError, Operation, Queue, QueueState, Refusal, Refused,
     StopReason, Ticket, Waiting, Work,
 };
 
@@ -13,7 +13,7 @@ use dmalane_queue::{
 /// The function gets checked operations ([`Operation::admit`]); a registration, where there is one, holds the host
 /// memory.
 pub struct PolledQueue<F> {
-    abilities: Abilities,
+    capabilities: Capabilities,
     limits: Limits,
     execute: F,
     waiting: Waiting,
@@ -24,10 +24,10 @@ pub struct PolledQueue<F> {
 const TURN: u64 = 4 << 20;
 
 impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> PolledQueue<F> {
-    /// A queue that takes operations within `limits` that need these abilities, and calls `execute` with each.
-    pub fn new(abilities: Abilities, limits: Limits, execute: F) -> Self {
-        let abilities = abilities | Abilities::FENCE | Abilities::ORDERED | Abilities::STOP;
-        Self { abilities, limits, execute, waiting: Waiting::new(), state: QueueState::default() }
+    /// A queue that takes operations within `limits` that need these capabilities, and calls `execute` with each.
+    pub fn new(capabilities: Capabilities, limits: Limits, execute: F) -> Self {
+        let capabilities = capabilities | Capabilities::FENCE | Capabilities::ORDERED | Capabilities::STOP;
+        Self { capabilities, limits, execute, waiting: Waiting::new(), state: QueueState::default() }
     }
 }
 
@@ -38,8 +38,8 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
         self.limits
     }
 
-    fn abilities(&self) -> Abilities {
-        self.abilities
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
     }
 
     fn in_flight(&self) -> usize {
@@ -52,7 +52,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
             true => Err(Refusal::NotRegistered),
             false => Ok(()),
         };
-        self.state.submit(operation, self.abilities, self.limits, registered, &mut self.waiting)
+        self.state.submit(operation, self.capabilities, self.limits, registered, &mut self.waiting)
     }
 
     fn flush(&mut self) {}

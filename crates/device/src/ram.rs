@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_dma::{CopyHint, Error, Registrar, SharedBuf, VolatileSlice};
-use dmalane_queue::{Abilities, CacheHint, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Work};
+use dmalane_queue::{CacheHint, Capabilities, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Work};
 
 use crate::{AddressSpace, Device, DeviceInfo, FlatSpace, NoIommu, PolledQueue, Region};
 
@@ -38,8 +38,8 @@ impl RamDevice {
         let span = Span::new(CardAddr::new(0), len).ok_or(Error::BadLength(0))?;
         let ram = Ram { present: vec![Cell::new(false); buf.len().div_ceil(BLOCK)], buf };
         let limits = Limits { capacity: 64, max_len: 1 << 30 };
-        let abilities = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::WITHIN;
-        let queue = PolledQueue::new(abilities, limits, move |operation| ram.execute(operation));
+        let capabilities = Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::WITHIN;
+        let queue = PolledQueue::new(capabilities, limits, move |operation| ram.execute(operation));
         let (registrar, space) = (NoIommu::new(), FlatSpace::new());
         Ok(Self { region: [Region::new("ram", span)], registrar, queue: Some(Box::new(queue)), space })
     }
@@ -72,7 +72,7 @@ impl Ram {
         let hint = if operation.cache == CacheHint::Cold { CopyHint::Stream } else { CopyHint::Keep };
         match &operation.work {
             Work::Copy { direction, host, at } => {
-                let (here, there) = (host.slice.view(), self.view(*at, host.slice.len() as u64)?);
+                let (here, there) = (host.slice.as_volatile_slice(), self.view(*at, host.slice.len() as u64)?);
                 match direction {
                     Direction::FromHost => there.copy_from(here, hint),
                     Direction::ToHost => here.copy_from(there, hint),
@@ -95,7 +95,7 @@ impl Ram {
         let (Ok(first), Ok(len)) = (usize::try_from(card.bits()), usize::try_from(len)) else {
             return Err(OpError::NoCardMemory(card));
         };
-        let view = self.buf.view().sub(first, len).ok_or(OpError::NoCardMemory(card))?;
+        let view = self.buf.as_volatile_slice().sub(first, len).ok_or(OpError::NoCardMemory(card))?;
         for block in first / BLOCK..(first + len).div_ceil(BLOCK) {
             let present = &self.present[block];
             if !present.get() {

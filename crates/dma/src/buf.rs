@@ -133,7 +133,7 @@ impl BufferRef {
 
     /// The virtual address of the memory in this process, for kernel interfaces that pin by address.
     pub fn address(&self) -> usize {
-        self.view().as_ptr().addr()
+        self.as_volatile_slice().as_ptr().addr()
     }
 
     /// The kind of pages behind the memory.
@@ -192,8 +192,8 @@ impl BufferRef {
     }
 
     #[inline]
-    pub(crate) fn view(&self) -> VolatileSlice<'_> {
-        self.0.region.view()
+    pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.0.region.as_volatile_slice()
     }
 }
 
@@ -299,7 +299,7 @@ impl SharedBuf {
         let region = &self.slice.memory().region;
         region.sync(true, writes)?;
         let _access = Access(region, writes);
-        Ok(f(self.view()))
+        Ok(f(self.as_volatile_slice()))
     }
 
     /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
@@ -334,8 +334,8 @@ impl SharedBuf {
 
     /// The bytes, for reading and writing.
     #[inline]
-    pub fn view(&self) -> VolatileSlice<'_> {
-        self.slice.view()
+    pub fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.slice.as_volatile_slice()
     }
 
     /// The descriptor behind the buffer (a memfd sealed against shrinking, or a dma-buf), for another process or driver
@@ -405,14 +405,14 @@ mod tests {
     #[test]
     fn memory_of_another_process_must_stay_there() {
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(8192).unwrap().share();
-        buf.view().write(b"theirs");
+        buf.as_volatile_slice().write(b"theirs");
         let descriptor = || buf.export().unwrap().try_clone_to_owned().unwrap();
         let imported = SharedBuf::import(descriptor()).unwrap();
         let mut bytes = [0; 6];
-        imported.view().read(&mut bytes);
+        imported.as_volatile_slice().read(&mut bytes);
         assert_eq!((&bytes, imported.len()), (b"theirs", 8192));
-        imported.view().write(b"ours!!");
-        buf.view().read(&mut bytes);
+        imported.as_volatile_slice().write(b"ours!!");
+        buf.as_volatile_slice().read(&mut bytes);
         assert_eq!(&bytes, b"ours!!");
         assert!(rustix::fs::ftruncate(descriptor(), 4096).is_err(), "sealed");
         assert!(imported.into_cpu().is_err(), "the other process has it too");
@@ -446,7 +446,7 @@ mod tests {
         let imported = SharedBuf::import(made.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         for buf in [&buffers[0], &imported] {
-            let start = format!("{:x}-", buf.view().as_ptr().addr());
+            let start = format!("{:x}-", buf.as_volatile_slice().as_ptr().addr());
             let flags = maps.split_once(&start).and_then(|(_, rest)| rest.split_once("VmFlags:")).unwrap().1;
             assert!(flags.lines().next().unwrap().contains(" dd"), "{flags:.80}");
         }
@@ -456,8 +456,8 @@ mod tests {
     fn buffers_of_one_memory_lie_where_the_memfd_has_them() {
         let (buffers, fd) = SharedBuf::sparse_ranges("test", &[0x1000..0x3000, 1 << 38..(1 << 38) + 0x1000]).unwrap();
         assert_eq!(buffers.iter().map(SharedBuf::len).collect::<Vec<_>>(), [0x2000, 0x1000]);
-        buffers[0].view().write(b"first");
-        buffers[1].view().write(b"second");
+        buffers[0].as_volatile_slice().write(b"first");
+        buffers[1].as_volatile_slice().write(b"second");
         let mut bytes = [0; 6];
         for (at, wanted) in [(0x1000, b"first\0"), (1 << 38, b"second"), (0x3000, &[0; 6])] {
             assert_eq!(rustix::io::pread(&fd, &mut bytes, at).unwrap(), 6);
@@ -477,9 +477,9 @@ mod tests {
         let buf = SharedBuf::sparse("test", 64 << 40).unwrap();
         let far = (63 << 40) + 5;
         buf.populate(far, 10).unwrap();
-        buf.view().sub(far, 10).unwrap().write(b"far offset");
+        buf.as_volatile_slice().sub(far, 10).unwrap().write(b"far offset");
         let mut got = [0; 10];
-        buf.view().sub(far, 10).unwrap().read(&mut got);
+        buf.as_volatile_slice().sub(far, 10).unwrap().read(&mut got);
         assert_eq!(&got, b"far offset");
         for (offset, len) in [(64 << 40, 1), (usize::MAX, 2), (1, usize::MAX)] {
             assert_eq!(buf.populate(offset, len).unwrap_err().kind(), std::io::ErrorKind::InvalidInput);

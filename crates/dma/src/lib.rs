@@ -53,7 +53,7 @@ pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
-    Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapAbilities, HeapStats, MemfdHeap, Needs, NoPages, PageBacking,
+    Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, HeapStats, MemfdHeap, Needs, NoPages, PageBacking,
     PageKind, Picked, Pool, PoolStats, Reserved, export_dma_buf, pick,
 };
 pub use interrupts::InterruptEvents;

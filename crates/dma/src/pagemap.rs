@@ -87,7 +87,7 @@ impl Pagemap {
 /// # Errors
 /// `PermissionDenied` when the process lacks `CAP_SYS_ADMIN`; `NotFound` when a page is not in memory.
 pub fn physical_runs(buf: &SharedBuf) -> io::Result<SgTable<PhysAddr>> {
-    let start = buf.view().as_ptr().addr() as u64;
+    let start = buf.as_volatile_slice().as_ptr().addr() as u64;
     let mut table = SgTable::new();
     let mut trouble = None;
     Pagemap::own()?.scan(start, buf.len() as u64, |entry| match entry.frame() {
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(physical_runs(&sparse).unwrap_err().kind(), io::ErrorKind::NotFound);
         sparse.populate(0, page() as usize).unwrap();
         let mut present = Vec::new();
-        let start = sparse.view().as_ptr().addr() as u64;
+        let start = sparse.as_volatile_slice().as_ptr().addr() as u64;
         Pagemap::own().unwrap().scan(start + 1, 2 * page(), |page| present.push(page.is_present())).unwrap();
         assert_eq!(present, [true, false, false], "widened to whole pages");
         assert!(Pagemap::own().unwrap().scan(u64::MAX - 5, 4096, |_| ()).is_err());

@@ -3,7 +3,7 @@
 //! Memory that a device reads and writes is not Rust's: the language has no rule for a copy that races with a device,
 //! and forbids atomics of different sizes at one place. Therefore nothing here is a Rust access to that memory. Each
 //! function is inline assembly, which the compiler must take for an exchange with an external agent: it can neither
-//! assume what the memory contains nor move other accesses across it. What the processor does is then all that counts:
+//! assume what the memory contains nor move other accesses across it. Then only the behaviour of the processor matters:
 //! an aligned load or store of a word is one access, of whatever size, and a copy is many.
 //!
 //! In terms of the abstract machine, each function is an acquire fence after a message from the agent that keeps the

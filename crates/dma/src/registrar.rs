@@ -63,7 +63,7 @@ pub trait Registrar: Send + Sync {
 /// The cleanup of [`Pinned`] and [`Mapping`]; implemented by each registrar.
 pub trait Undo: Send + Sync {
     /// Removes a mapping and frees its IOVAs. True when the device can no longer access the memory. After `false` the
-    /// memory is kept for good, as by [`Pinned::keep`].
+    /// memory is leaked, as by [`Pinned::leak`].
     #[must_use]
     fn unmap(&self, lease: Lease<Iova>) -> bool;
 
@@ -80,7 +80,7 @@ pub struct Pinned {
     /// True when a device may write; then `buffer` counts it as a writer.
     writable: bool,
     /// The memory stays pinned and shared after this is dropped.
-    kept: bool,
+    leaked: bool,
 }
 
 impl Pinned {
@@ -88,7 +88,7 @@ impl Pinned {
     /// the scatter-gather table, or `None` where the registrar does not know it (a kernel that pins and maps in one
     /// step).
     pub fn new(buffer: BufferRef, range: Range<usize>, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
-        Self { buffer, range, pages, owner, writable: false, kept: false }
+        Self { buffer, range, pages, owner, writable: false, leaked: false }
     }
 
     /// For registrars: checks a list that `owner` is to map, [admits](Pinned::admit) the access, and gives the bytes.
@@ -142,10 +142,10 @@ impl Pinned {
         }
     }
 
-    /// Keeps the memory for good, because a device may still access it: it stays pinned, is never freed and never lent
-    /// as a slice of bytes where the device may write.
-    pub fn keep(&mut self) {
-        self.kept = true;
+    /// Leaks the memory, because a device may still access it: it stays pinned and is never freed or reused. If the
+    /// device may write, it is also never borrowed as a slice of bytes.
+    pub fn leak(&mut self) {
+        self.leaked = true;
     }
 
     /// True when `owner` created this.
@@ -156,12 +156,12 @@ impl Pinned {
 }
 
 /// Memory that devices may access until this process ends.
-static KEPT: Mutex<Vec<BufferRef>> = Mutex::new(Vec::new());
+static LEAKED: Mutex<Vec<BufferRef>> = Mutex::new(Vec::new());
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.kept {
-            return KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.buffer.clone());
+        if self.leaked {
+            return LEAKED.lock().unwrap_or_else(PoisonError::into_inner).push(self.buffer.clone());
         }
         if let Some(pages) = &self.pages {
             self.owner.unpin(pages);
@@ -248,8 +248,8 @@ impl Drop for Mapping {
         if let Some(lease) = self.lease.take()
             && !self.pinned.owner.unmap(lease)
         {
-            self.pinned.keep();
-            self.more.iter_mut().for_each(Pinned::keep);
+            self.pinned.leak();
+            self.more.iter_mut().for_each(Pinned::leak);
         }
     }
 }

@@ -72,8 +72,8 @@ impl BufferSlice {
 
     /// The bytes, for reading and writing.
     #[inline]
-    pub fn view(&self) -> VolatileSlice<'_> {
-        self.memory.region.view().sub(self.offset, self.len).expect("a slice lies within its buffer")
+    pub fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.memory.region.as_volatile_slice().sub(self.offset, self.len).expect("a slice lies within its buffer")
     }
 
     /// Runs `f` with the bytes as a plain slice. They cannot change meanwhile: `&mut self` excludes volatile slices of
@@ -84,7 +84,7 @@ impl BufferSlice {
     pub fn with_bytes<T>(&mut self, f: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let this = &*self;
         this.memory.while_unwritten(|| {
-            let view = this.view();
+            let view = this.as_volatile_slice();
             // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other slices
             // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a slice), views of
             // this slice borrow it and so cannot exist beside `&mut self`, an operation of the kernel or a device in
@@ -101,14 +101,14 @@ impl BufferSlice {
     /// Copies bytes out, from `offset` within the slice; `None`, without any copy, when the range is not within it.
     #[must_use = "None says that nothing was read"]
     pub fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
-        self.view().sub(offset, into.len())?.read(into);
+        self.as_volatile_slice().sub(offset, into.len())?.read(into);
         Some(())
     }
 
     /// Copies bytes in, at `offset` within the slice; `None`, without any copy, when they do not fit.
     #[must_use = "None says that nothing was written"]
     pub fn write(&mut self, offset: usize, from: &[u8]) -> Option<()> {
-        self.view().sub(offset, from.len())?.write(from);
+        self.as_volatile_slice().sub(offset, from.len())?.write(from);
         Some(())
     }
 

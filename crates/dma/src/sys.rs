@@ -326,7 +326,7 @@ impl Region {
         match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
             // Kernels before 5.14 do not know the advice: touch each page instead.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
-                let view = self.view();
+                let view = self.as_volatile_slice();
                 for page in (start..end).step_by(4096) {
                     view.touch(page);
                 }
@@ -402,7 +402,7 @@ impl Region {
 
     /// Fills a range of a memfd of ordinary pages, none of which is present, with the `len` bytes at `from`. The kernel
     /// does not zero the pages first: it makes them with these contents, by `userfaultfd`, for several threads at a
-    /// time, or, where that is not allowed (the seccomp profiles of containers), by `pwrite`, for one. What is left of
+    /// time, or, where that is not allowed (the seccomp profiles of containers), by `pwrite`, for one. The rest of
     /// the last page is zero.
     ///
     /// # Errors
@@ -544,7 +544,7 @@ impl Region {
 
     /// The memory as a volatile slice, which others may change at any time.
     #[inline]
-    pub(crate) fn view(&self) -> VolatileSlice<'_> {
+    pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
         // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and
         // the view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not give
         // access to its region.
@@ -660,7 +660,7 @@ impl crate::BufferRef {
     /// ([`Pinned::admit`](crate::Pinned::admit)), from before the write begins until it has ended.
     #[inline]
     pub unsafe fn device_view(&self) -> VolatileSlice<'_> {
-        self.view()
+        self.as_volatile_slice()
     }
 }
 

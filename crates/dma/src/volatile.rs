@@ -251,7 +251,7 @@ mod tests {
     fn refuses_access_out_of_range() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         let slice = buf.into_slice();
-        let view = slice.view();
+        let view = slice.as_volatile_slice();
         assert!(view.sub(4096, 0).is_some() && view.sub(4096, 1).is_none() && view.sub(usize::MAX, 2).is_none());
         assert_eq!(format!("{view:?}"), "VolatileSlice(4096 bytes)");
         assert_eq!(view.load_u64(4), None, "unaligned");
@@ -267,7 +267,7 @@ mod tests {
     #[should_panic(expected = "a copy of 10 bytes into 9")]
     fn refuses_a_copy_that_does_not_fit() {
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-        let view = slice.view();
+        let view = slice.as_volatile_slice();
         view.sub(0, 9).unwrap().copy_from(view.sub(100, 10).unwrap(), CopyHint::Keep);
     }
 
@@ -275,20 +275,20 @@ mod tests {
     #[should_panic(expected = "a read of")]
     fn refuses_a_read_that_does_not_fit() {
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-        slice.view().sub(0, 9).unwrap().read(&mut [0; 10]);
+        slice.as_volatile_slice().sub(0, 9).unwrap().read(&mut [0; 10]);
     }
 
     #[test]
     #[should_panic(expected = "a write of")]
     fn refuses_a_write_that_does_not_fit() {
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-        slice.view().sub(0, 9).unwrap().write(&[0; 10]);
+        slice.as_volatile_slice().sub(0, 9).unwrap().write(&[0; 10]);
     }
 
     #[test]
     fn a_word_is_written_whole_and_read_in_either_size() {
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-        let view = slice.view();
+        let view = slice.as_volatile_slice();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for i in 0..200_000u64 {
@@ -314,7 +314,7 @@ mod tests {
     fn of_two_that_swap_and_then_look_one_sees_the_other() {
         const ROUNDS: u32 = 20_000;
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-        let view = slice.view();
+        let view = slice.as_volatile_slice();
         let together = std::sync::Barrier::new(2);
         let side = |mine: usize, theirs: usize| {
             let mut saw = Vec::new();
@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn a_message_is_complete_once_its_flag_is_seen() {
         let slice = AnonHeap::new().allocate(8192).unwrap().share().into_slice();
-        let view = slice.view();
+        let view = slice.as_volatile_slice();
         let line = |round: u32| (round as usize % 32) * 128;
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -383,29 +383,29 @@ mod tests {
             let mut want = vec![0u8; b.len()];
             want[to..to + len].copy_from_slice(&a[from..from + len]);
             let (a, b) = (a.share().into_slice(), b.share().into_slice());
-            b.view().sub(to, len).unwrap().copy_from(a.view().sub(from, len).unwrap(), hint);
+            b.as_volatile_slice().sub(to, len).unwrap().copy_from(a.as_volatile_slice().sub(from, len).unwrap(), hint);
             let mut got = vec![0u8; want.len()];
-            b.view().read(&mut got);
+            b.as_volatile_slice().read(&mut got);
             prop_assert!(got == want);
             let mut blocks = Vec::new();
-            b.view().for_each_block(|block| blocks.extend_from_slice(block));
+            b.as_volatile_slice().for_each_block(|block| blocks.extend_from_slice(block));
             prop_assert!(blocks == want);
-            b.view().sub(to, len).unwrap().fill(7);
+            b.as_volatile_slice().sub(to, len).unwrap().fill(7);
             want[to..to + len].fill(7);
-            b.view().read(&mut got);
+            b.as_volatile_slice().read(&mut got);
             prop_assert!(got == want);
             let pattern = u64::from_le_bytes([1, 2, 3, 4, 5, 6, 7, seed]);
-            b.view().sub(to, len).unwrap().fill_pattern(pattern, hint);
+            b.as_volatile_slice().sub(to, len).unwrap().fill_pattern(pattern, hint);
             for (byte, with) in want[to..to + len].iter_mut().zip(pattern.to_le_bytes().into_iter().cycle()) {
                 *byte = with;
             }
-            b.view().read(&mut got);
+            b.as_volatile_slice().read(&mut got);
             prop_assert!(got == want);
-            a.view().copy_from(b.view(), CopyHint::Keep);
-            prop_assert_eq!(a.view().first_difference(b.view()), None);
-            if let Some(byte) = a.view().sub(to + len / 2, 1).filter(|_| len > 0) {
+            a.as_volatile_slice().copy_from(b.as_volatile_slice(), CopyHint::Keep);
+            prop_assert_eq!(a.as_volatile_slice().first_difference(b.as_volatile_slice()), None);
+            if let Some(byte) = a.as_volatile_slice().sub(to + len / 2, 1).filter(|_| len > 0) {
                 byte.fill(want[to + len / 2] ^ 0x40);
-                prop_assert_eq!(a.view().first_difference(b.view()), Some(to + len / 2));
+                prop_assert_eq!(a.as_volatile_slice().first_difference(b.as_volatile_slice()), Some(to + len / 2));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What the ports give to those who implement and use them: registrations, register files, memory seen by a device.
+//! The ports from the side of implementers and users: registrations, register files, memory seen by a device.
 
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -50,7 +50,7 @@ impl HeldMem for Held<'_> {
         while done < len {
             let offset = (at.bits() - BASE) as usize + done;
             let stretch = STRETCH.min(len - done);
-            let Some(bytes) = self.0.view().sub(offset, stretch) else {
+            let Some(bytes) = self.0.as_volatile_slice().sub(offset, stretch) else {
                 let (at, done) = (Iova::new(BASE + offset as u64), done as u64);
                 return Err(DmaFault { at, wanted, reason: FaultReason::NotMapped, done });
             };
@@ -71,7 +71,7 @@ impl HeldMem for Held<'_> {
             let at = Iova::new(into.bits() + 8 * i as u64);
             let fault = DmaFault { at, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
             if let Some(word) = word {
-                self.0.view().store_u64((at.bits() - BASE) as usize, *word).ok_or(fault)?;
+                self.0.as_volatile_slice().store_u64((at.bits() - BASE) as usize, *word).ok_or(fault)?;
             }
         }
         Ok(())
@@ -87,39 +87,39 @@ fn accesses_of_a_device_are_made_of_stretches() {
     let mut bytes = vec![0; 350];
     memory.read_bytes(at(30), &mut bytes).unwrap();
     assert_eq!(bytes, expected);
-    memory.read(at(30), inside.view().sub(7, 350).unwrap(), CopyHint::default()).unwrap();
-    inside.view().sub(7, 350).unwrap().read(&mut bytes);
+    memory.read(at(30), inside.as_volatile_slice().sub(7, 350).unwrap(), CopyHint::default()).unwrap();
+    inside.as_volatile_slice().sub(7, 350).unwrap().read(&mut bytes);
     assert_eq!(bytes, expected);
-    assert_eq!(memory.hold().compare(at(30), inside.view().sub(7, 350).unwrap()).unwrap(), None);
+    assert_eq!(memory.hold().compare(at(30), inside.as_volatile_slice().sub(7, 350).unwrap()).unwrap(), None);
     for differs in [0, 99, 100, 101, 349] {
-        let byte = inside.view().sub(7 + differs, 1).unwrap();
+        let byte = inside.as_volatile_slice().sub(7 + differs, 1).unwrap();
         byte.write(&[!expected[differs]]);
-        let with = inside.view().sub(7, 350).unwrap();
+        let with = inside.as_volatile_slice().sub(7, 350).unwrap();
         assert_eq!(memory.hold().compare(at(30), with).unwrap(), Some(differs));
         byte.write(&[expected[differs]]);
     }
     // Of more bytes than are compared at a time, and no multiple of these.
     let long = [buffer(3 * PAGE), buffer(3 * PAGE)];
     let difference = || {
-        let [one, two] = [0, 1].map(|i: usize| long[i].view().sub(0, 2 * PAGE + 10).unwrap());
+        let [one, two] = [0, 1].map(|i: usize| long[i].as_volatile_slice().sub(0, 2 * PAGE + 10).unwrap());
         one.first_difference(two)
     };
     assert_eq!(difference(), None);
-    long[0].view().sub(2 * PAGE + 9, 1).unwrap().write(&[255]);
+    long[0].as_volatile_slice().sub(2 * PAGE + 9, 1).unwrap().write(&[255]);
     assert_eq!(difference(), Some(2 * PAGE + 9));
     // Writes, of bytes and of memory; what is beside them stays.
     let written: Vec<u8> = (0..350).map(|i| !(i as u8)).collect();
     let all = |memory: &Stretches| {
         let mut all = vec![0; PAGE];
-        memory.0.view().read(&mut all);
+        memory.0.as_volatile_slice().read(&mut all);
         all
     };
     let mut model = all(&memory);
     memory.write_bytes(at(1000), &written).unwrap();
     model[1000..1350].copy_from_slice(&written);
     assert!(all(&memory) == model);
-    outside.view().write(&written);
-    memory.write(at(2000), outside.view().sub(0, 350).unwrap(), CopyHint::default()).unwrap();
+    outside.as_volatile_slice().write(&written);
+    memory.write(at(2000), outside.as_volatile_slice().sub(0, 350).unwrap(), CopyHint::default()).unwrap();
     model[2000..2350].copy_from_slice(&written);
     assert!(all(&memory) == model);
     memory.write_word(at(3000), 0x0123_4567_89ab_cdef).unwrap();
@@ -232,7 +232,7 @@ fn a_device_has_what_its_driver_does_not_change() {
 fn a_reference_says_where_the_memory_is() {
     let buf = MemfdHeap::starting_at(PageKind::Base).allocate(2 * PAGE).unwrap().share();
     let reference = buf.reference();
-    assert_eq!((reference.len(), reference.address()), (2 * PAGE, buf.view().as_ptr().addr()));
+    assert_eq!((reference.len(), reference.address()), (2 * PAGE, buf.as_volatile_slice().as_ptr().addr()));
     let other = MemfdHeap::starting_at(PageKind::Base).allocate(PAGE).unwrap().share().reference();
     assert!(reference.same_memory(&buf.reference()) && !reference.same_memory(&other));
     assert!(reference.id() == buf.reference().id() && reference.id() != other.id());

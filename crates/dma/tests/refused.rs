@@ -11,7 +11,7 @@ fn without_a_userfaultfd_pages_are_written() {
     let (want, from) = (from.to_vec(), from.share());
     let mut reserved = MemfdHeap::starting_at(PageKind::Base).reserve(4 * page).unwrap();
     let (first, second) = (reserved.next(page).unwrap(), reserved.next(3 * page).unwrap());
-    let part = |at, len| from.view().sub(at, len).unwrap();
+    let part = |at, len| from.as_volatile_slice().sub(at, len).unwrap();
 
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).unwrap();

@@ -45,7 +45,7 @@ pub enum LoadError {
 }
 
 impl<'a> Load<'a> {
-    /// Files by name. Files named `*.safetensors` are parsed; any other file is one run of bytes.
+    /// Files by name. Safetensors, GGUF and NumPy files are parsed. Any other file is loaded as one run of bytes.
     pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
         Self {
             paths: paths.into_iter().map(|path| path.as_ref().to_owned()).collect(),

@@ -41,7 +41,7 @@ fn duplicate(queue: &FileQueue) -> Result<File, Error> {
     queue.file().try_clone().map_err(|source| Error::Open { path: queue.path().to_owned(), source })
 }
 
-/// Takes a file that is open already and calls it `name`, which decides whether it is read as safetensors.
+/// Takes a file that is open already and names it `name`. The name and the first bytes decide the container format.
 ///
 /// # Errors
 /// Those of [`FileQueue::from_file`].

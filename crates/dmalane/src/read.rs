@@ -19,7 +19,9 @@ use std::time::{Duration, Instant};
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, Registrar};
 use dmalane_file::{How, Mode, Moved, Residency};
-use dmalane_load::fill::{Cuts, Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
+use dmalane_load::fill::{
+    BufferMemory, Event, FillCached, FillError, FillOptions, Filled, HashRegions, Job, Sink, Watch, fill,
+};
 use dmalane_load::{Live, OpenDevice};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
@@ -63,7 +65,7 @@ pub struct ReadOptions {
     pub checksum: bool,
     /// Hash the regions of each buffer too, as a [manifest](dmalane_load::Manifest::expect) has them. Only in
     /// [`Read`].
-    pub cuts: Option<Arc<Cuts>>,
+    pub hash_regions: Option<Arc<HashRegions>>,
     /// Give up after this time.
     pub timeout: Option<Duration>,
     /// Refuse to allocate more bytes of memory than this.
@@ -86,7 +88,7 @@ impl Default for ReadOptions {
             block: 2 << 20,
             threads: None,
             checksum: false,
-            cuts: None,
+            hash_regions: None,
             timeout: None,
             limit: None,
             timeline: None,
@@ -226,7 +228,7 @@ pub enum ReadError {
 /// // Into memory, and from there to a device:
 /// let mut device = dmalane::open("soft")?;
 /// let places = [DeviceAddr::Card(device.memory_mut().reserve(5_000_000)?.first())];
-/// let read = Read::files([&path]).and_to(&mut device, &places).into_memory(&AnonHeap::new())?;
+/// let read = Read::files([&path]).copy_to_device(&mut device, &places).into_memory(&AnonHeap::new())?;
 /// assert!(read.filled.mappings[0].len() >= 3, "registered chunk by chunk");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -305,7 +307,7 @@ impl<'a> Read<'a> {
     /// may only read it; this replaces [`Read::mapped`].
     ///
     /// The device's queue has nothing in flight. An extent is complete when the device has all of it.
-    pub fn and_to(mut self, device: &'a mut OpenDevice, places: &'a [DeviceAddr]) -> Self {
+    pub fn copy_to_device(mut self, device: &'a mut OpenDevice, places: &'a [DeviceAddr]) -> Self {
         self.device = Some((device, places));
         self
     }
@@ -324,11 +326,11 @@ impl<'a> Read<'a> {
             None => Job::whole(&sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>()?),
         };
         let Some((device, places)) = self.device else {
-            let memory = Stays { register: self.register, ..Stays::of(heap) };
+            let memory = BufferMemory { register: self.register, ..BufferMemory::of(heap) };
             return read(memory, Sink::Memory, &sources, &job, &self.options, &mut *self.watch, true);
         };
         let registrar = device.registrar().clone();
-        let memory = Stays { register: Some((&*registrar, Access::READ)), ..Stays::of(heap) };
+        let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(heap) };
         self.options.timeline.into_iter().for_each(|epoch| device.record_channels(epoch));
         let sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &places };
         let mut files = read(memory, sink, &sources, &job, &self.options, &mut *self.watch, true)?;
@@ -341,7 +343,7 @@ impl<'a> Read<'a> {
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
 fn read<'a>(
-    memory: Stays<'_>,
+    memory: BufferMemory<'_>,
     sink: Sink<'_>,
     sources: &'a [ReadSource],
     job: &Job,
@@ -368,7 +370,7 @@ fn read<'a>(
         },
         block: options.block as u64,
         checksum: options.checksum,
-        cuts: options.cuts.clone(),
+        hash_regions: options.hash_regions.clone(),
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         timeline: options.timeline,
         live: options.live.clone(),
@@ -376,7 +378,7 @@ fn read<'a>(
     };
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
-    let writable = memory.heap.abilities().shareable;
+    let writable = memory.heap.capabilities().shareable;
     let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
     let map = |(source, choice): (&'a ReadSource, &Choice)| {
         let some = from_cache_first && choice.cached.is_some_and(|cached| cached.cached > 0);
@@ -388,7 +390,7 @@ fn read<'a>(
         files: sources.iter().zip(&choices).map(map).collect(),
         copied: sources.iter().map(|_| AtomicU64::new(0)).collect(),
     };
-    let memory = Stays { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), ..memory };
+    let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;
     for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {

@@ -45,7 +45,7 @@ type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
         options: SOFT, always_flat: false, check: nothing, list: list_soft, open: soft },
-    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET[,server-uid=UID]]", about: "a share of the card of a dmalaned",
+    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET[,server-uid=UID]]", about: "a function of a dmalaned's card",
         options: DAEMON, always_flat: false, check: daemon_socket, list: list_daemon, open: daemon },
     DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a dmalane card (PCI ID 4c44:0001) bound to vfio-pci",
         options: CARD, always_flat: false, check: parse::<Bdf>, list: list_vfio, open: vfio },
@@ -136,7 +136,7 @@ fn soft(_: &str, options: &OpenOptions) -> Opened {
     let (card, host) = soft_config(options);
     let host: SoftHost = SoftHost::new(host)?;
     let bus = Arc::new(SoftBus::new(host, card)?);
-    // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
+    // Unless each channel has a thread, apparent differences between channels only reflect polling order.
     let workers = card.workers;
     let used = used("software card", workers == Workers::PerChannel, options);
     let threads = match workers {
@@ -232,7 +232,7 @@ fn list_daemon(root: &Path) -> Vec<Listed> {
         kind: "daemon",
         supported: answer.is_ok(),
         about: match answer {
-            Ok(_) => "a share of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
+            Ok(_) => "a function of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
             Err(e) => format!("the daemon cannot be used: {e}"),
         },
         memories: Vec::new(),
@@ -400,7 +400,7 @@ fn list_slash(root: &Path) -> Vec<Listed> {
 }
 
 fn vrtd(rest: &str, options: &OpenOptions) -> Opened {
-    Ok(Box::new(SlashDevice::lent(&rest.parse()?, options.slash.unwrap_or_default())?))
+    Ok(Box::new(SlashDevice::open_via_vrtd(&rest.parse()?, options.slash.unwrap_or_default())?))
 }
 
 fn list_vrtd(root: &Path) -> Vec<Listed> {
@@ -420,7 +420,7 @@ fn list_vrtd(root: &Path) -> Vec<Listed> {
     match dmalane_slash::vrtd_cards(&socket) {
         Ok(cards) => {
             let cards = cards.into_iter().enumerate();
-            let about = |name| format!("{name}, an AMD V80 that vrtd lends, with memory as far as others have left it");
+            let about = |name| format!("{name}, an AMD V80 through vrtd; available memory depends on other clients");
             cards.map(|(n, card)| listed(format!("vrtd:{VRTD_SOCKET}#{n}"), about(card.name), Ok(card.pci))).collect()
         }
         Err(e) => vec![listed(format!("vrtd:{VRTD_SOCKET}"), e.to_string(), Err(()))],

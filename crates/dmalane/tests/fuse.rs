@@ -186,7 +186,7 @@ fn ways() -> impl Iterator<Item = ReadOptions> {
 fn whole(read: &AllocRead) {
     let mut at = 0;
     assert_eq!(read.buffer.len() as u64, SIZE);
-    read.buffer.view().for_each_block(|block| {
+    read.buffer.as_volatile_slice().for_each_block(|block| {
         let wrong = block.iter().enumerate().find(|(i, b)| **b != byte(at + *i as u64));
         assert_eq!(wrong, None, "after {at}: {}", read.method);
         at += block.len() as u64;

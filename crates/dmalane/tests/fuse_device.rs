@@ -355,7 +355,7 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
     ended.clear();
     assert_eq!(heap.stats().live, 0);
 
-    // Dropped while it hangs: the memory stays for good, also when the call comes back later.
+    // Dropped while it hangs: the memory is leaked, even when the call comes back later.
     fs.order(Fault::Stuck(BAD));
     let _ticket = queue.submit(copy(node, heap, Direction::ToHost, &[0; 8192], BAD - 4096)).unwrap();
     let _ticket = queue.submit(copy(node, heap, Direction::ToHost, &[0; 8192], 0)).unwrap();
@@ -366,5 +366,5 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
     assert_eq!((quarantined_bytes(), heap.stats().live), (8192, 8192));
     fs.order(Fault::None);
     std::thread::sleep(Duration::from_millis(200));
-    assert_eq!((quarantined_bytes(), heap.stats().live), (8192, 8192), "kept, though the call came back");
+    assert_eq!((quarantined_bytes(), heap.stats().live), (8192, 8192), "quarantined, though the call came back");
 }

@@ -47,7 +47,7 @@ fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction, at: u64) -> Ope
 
 fn filled(byte: u8, len: usize) -> SharedBuf {
     let buf = AnonHeap::new().allocate(len).unwrap().share();
-    buf.view().fill(byte);
+    buf.as_volatile_slice().fill(byte);
     buf
 }
 
@@ -130,7 +130,7 @@ fn it_is_a_pci_device_with_large_mappable_memory() {
         let back = transfer(&bus, filled(0, 4096), Direction::ToHost, at);
         let back = run(&mut card.queue(0).unwrap(), back, LONG).unwrap();
         let mut got = [0; 15];
-        back.into_slice().unwrap().view().sub(0, 15).unwrap().read(&mut got);
+        back.into_slice().unwrap().as_volatile_slice().sub(0, 15).unwrap().read(&mut got);
         assert_eq!(&got, b"through the BAR");
         run(&mut card.queue(0).unwrap(), transfer(&bus, filled(0xa5, 4096), Direction::FromHost, at), LONG).unwrap();
         window.read(0, &mut bytes).unwrap();
@@ -294,7 +294,7 @@ mod last {
         println!("after {:?}: {error}", began.elapsed());
         assert!(error.contains("read as ones"), "{error}");
         drop(channel);
-        assert_eq!(card.quarantined(), 1, "what it may still write to is kept");
+        assert_eq!(card.quarantined(), 1, "memory that it may still write to is not freed");
         println!("given up after {:?}", began.elapsed());
         assert!(began.elapsed() < Duration::from_secs(15));
     }

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_queue::{Abilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket, wait_with};
+use dmalane_queue::{
+    Capabilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket, wait_with,
+};
 use rustix::io::Errno;
 
 use crate::cache::PAGE;
@@ -179,7 +181,8 @@ impl FileQueue {
                 self.uncut = op.ticket.number() + 1;
                 continue;
             };
-            let (addr, align) = (rest.view().as_ptr().addr(), self.source.direct.as_ref().map(|(_, align)| *align));
+            let (addr, align) =
+                (rest.as_volatile_slice().as_ptr().addr(), self.source.direct.as_ref().map(|(_, align)| *align));
             let (len, mut direct) = cut::first(addr, at, rest.len(), self.options.block, align);
             let ask = match direct && self.is_cached(at, len) {
                 true => Ask::ReadCached,
@@ -324,8 +327,8 @@ impl Queue for FileQueue {
         Limits { capacity: self.options.depth, max_len: i64::MAX as u64 }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::TO_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {
@@ -333,7 +336,7 @@ impl Queue for FileQueue {
     }
 
     fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        if let Err(reason) = self.state.check(&operation, self.abilities(), self.limits(), op::check_end) {
+        if let Err(reason) = self.state.check(&operation, self.capabilities(), self.limits(), op::check_end) {
             return Err(self.state.refuse(operation, reason));
         }
         self.make_ring();

@@ -41,9 +41,9 @@ pub(crate) fn stuck(bytes: u64) {
     STUCK.fetch_add(bytes, Ordering::Relaxed);
 }
 
-/// Keeps memory for ever that was counted as [`stuck`] until now: the call came back, but nobody knows what the device
-/// still does.
-pub(crate) fn keep(slice: BufferSlice) {
+/// Quarantines memory that was counted as [`stuck`] until now: the call returned, but the device may still access it.
+/// The memory is never freed.
+pub(crate) fn quarantine(slice: BufferSlice) {
     STUCK.fetch_sub(slice.len() as u64, Ordering::Relaxed);
     QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
 }
@@ -89,7 +89,11 @@ pub(crate) struct Request {
 impl Request {
     /// The memory that is still to be moved.
     pub fn rest(&self) -> VolatileSlice<'_> {
-        self.slice.len().checked_sub(self.done).and_then(|n| self.slice.view().sub(self.done, n)).expect("done <= len")
+        self.slice
+            .len()
+            .checked_sub(self.done)
+            .and_then(|n| self.slice.as_volatile_slice().sub(self.done, n))
+            .expect("done <= len")
     }
 
     /// The file offset of the first byte that is still to be moved.
@@ -161,7 +165,7 @@ fn page_size() -> u64 {
 const WINDOW: u64 = 256 << 20;
 
 /// Counts the pages of a range of a file that are cached, `offset` being a whole page: for kernels without `cachestat`.
-/// Looks at every page, and says that all are cached to whoever may not write the file and does not own it.
+/// Checks every page, and reports all pages as cached unless the caller owns or may write the file.
 pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
     let page = page_size();
     let (mut at, mut left, mut pages) = (offset, len, 0);
@@ -256,7 +260,7 @@ impl Ring {
         if range.start > range.end || range.end > slice.reference().len() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let view = slice.view();
+        let view = slice.as_volatile_slice();
         // The memory begins this far before the slice.
         let base = view.as_ptr().wrapping_sub(slice.offset()).wrapping_add(range.start);
         let iovec = libc::iovec { iov_base: base.cast(), iov_len: range.len() };
@@ -394,7 +398,7 @@ impl Ring {
         }
     }
 
-    /// Keeps the memory of requests that the kernel has not finished, for ever.
+    /// Leaks the memory of requests that the kernel has not finished.
     fn quarantine(&mut self) {
         let slices = self.slots.iter_mut().filter_map(Option::take).map(|read| read.slice);
         QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(slices);

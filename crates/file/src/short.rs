@@ -17,7 +17,7 @@ use crate::ring::pread_into;
 /// As the operations of a queue: [`OpError::EndOfFile`], [`OpError::Io`].
 pub fn read_now(file: &File, slice: &mut BufferSlice, at: FileOffset) -> Result<(), OpError> {
     let mut done = 0;
-    while let Some(rest) = slice.view().sub(done, slice.len() - done).filter(|rest| !rest.is_empty()) {
+    while let Some(rest) = slice.as_volatile_slice().sub(done, slice.len() - done).filter(|rest| !rest.is_empty()) {
         let next = FileOffset::new(at.bits().saturating_add(done as u64));
         match pread_into(file, rest, next.bits()) {
             0 => return Err(OpError::EndOfFile { at: next, missing: rest.len() as u64 }),

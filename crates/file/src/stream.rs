@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_queue::{
-    Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work, wait_with,
+    Capabilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work, wait_with,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -99,8 +99,8 @@ impl Queue for StreamQueue {
         Limits { capacity: self.capacity, max_len: i64::MAX as u64 }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::TO_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {
@@ -108,7 +108,7 @@ impl Queue for StreamQueue {
     }
 
     fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        let reason = match (operation.admit(self.abilities(), self.limits()), &operation.work) {
+        let reason = match (operation.admit(self.capabilities(), self.limits()), &operation.work) {
             (Err(reason), _) => reason,
             _ if self.ops.len() >= self.capacity => Refusal::Full,
             (_, Work::Copy { host, at, .. }) if at.bits().checked_add(host.slice.len() as u64).is_some() => {

@@ -127,7 +127,7 @@ pub enum Error {
         format: &'static str,
     },
     /// The memory has no tables of the sizes that the format needs.
-    #[error("tables of {table} with a root of {root} cannot be had here")]
+    #[error("this table memory cannot provide tables of {table} with a root of {root}")]
     TableSize {
         /// The size of a table.
         table: PageSize,

@@ -77,10 +77,10 @@ pub trait Format: Copy + Debug + 'static {
     /// 0 when there is none. Counting entries is faster with it.
     const VALID: u64 = 0;
 
-    /// Bits, below the size of a table, in which everything that may stand at the place of a table entry differs from
-    /// one: leaves, nothing, and a table entry that a device has marked. What may differ is the entry less
-    /// [`encode_table`](Self::encode_table) of address 0, which leaves the address of the table and 0 in these and the
-    /// lowest three bits. 0 when it is not that simple. Walks are faster with it.
+    /// Bits, below the size of a table, that tell a table entry from everything else in its place: leaves, empty
+    /// entries and table entries that a device has marked. They are tested in the entry less
+    /// [`encode_table`](Self::encode_table) of address 0: for a table entry, that is the address of the table, with 0
+    /// in these and the lowest three bits. 0 when it is not that simple. Walks are faster with it.
     const TABLE_BITS: u64 = 0;
 
     /// True when a leaf can express exactly this access, attributes included. An access that is not

@@ -66,7 +66,7 @@ pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
 pub use gather::Gather;
 #[cfg(target_has_atomic = "64")]
-pub use pool::{Stock, TablePool};
+pub use pool::{LocalPool, TablePool};
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
 pub use tables::{HeapTables, TableShape, Tables};

@@ -15,8 +15,8 @@ use crate::{Format, TableShape, Tables};
 /// `&TablePool` is the [`Tables`], and `&mut TablePool` those of one owner, which are faster. Copies of the former
 /// serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)), without a lock: tables that were
 /// never used are counted off, freed ones are a stack linked through their first words. Threads that free and take
-/// tables all the time each want a [`Stock`] of their own in front of that. Entries are stored in the machine's byte
-/// order, which is the devices' on little-endian ones.
+/// tables all the time each want a [`LocalPool`] of their own in front of that. Entries are stored in the machine's
+/// byte order, which is the devices' on little-endian ones.
 ///
 /// ```
 /// # use std::sync::atomic::AtomicU64;
@@ -65,12 +65,12 @@ impl<'m, A: Address> TablePool<'m, A> {
         Self { base, shape, words, counters }
     }
 
-    /// An empty [`Stock`] that keeps up to `keep` tables.
-    pub fn stock(&'m self, keep: usize) -> Stock<'m, A> {
-        Stock { pool: self, tables: Vec::new(), keep, reserved: 0 }
+    /// An empty [`LocalPool`] that keeps up to `keep` tables.
+    pub fn local(&'m self, keep: usize) -> LocalPool<'m, A> {
+        LocalPool { pool: self, tables: Vec::new(), keep, reserved: 0 }
     }
 
-    /// Tables in use or in a [`Stock`]; a root counts as one for each table that would fit in it.
+    /// Tables in use or in a [`LocalPool`]; a root counts as one for each table that would fit in it.
     pub fn in_use(&self) -> usize {
         self.counters.in_use.load(Ordering::Relaxed)
     }
@@ -450,27 +450,27 @@ impl<A: Address> Tables for &mut TablePool<'_, A> {
     }
 }
 
-/// One handle's stock of tables, in front of a [`TablePool`]: made by [`TablePool::stock`] for
+/// One handle's tables, in front of a [`TablePool`]: made by [`TablePool::local`] for
 /// [`PageTable::attach`](crate::PageTable::attach), one for each thread.
 ///
 /// It takes tables that lie side by side, keeps freed ones and hands them out again: so a table, and what a processor
 /// fetches ahead behind it, stays in the caches of one processor, and the threads seldom meet at the pool
 /// (`docs/bench/threads.md` has figures). No other handle can take its tables; dropping it gives all back. With a
-/// stock, [`reserve`](Tables::reserve) is a promise that no other handle can break.
+/// local pool, [`reserve`](Tables::reserve) cannot be undone by other handles.
 #[derive(Debug)]
-pub struct Stock<'p, A: Address> {
+pub struct LocalPool<'p, A: Address> {
     pool: &'p TablePool<'p, A>,
     /// Tables at hand, not zeroed; the last one was used last.
     tables: Vec<A>,
-    /// Tables that stay in the stock.
+    /// Tables that stay in the local pool.
     keep: usize,
     /// Tables that are reserved and must stay.
     reserved: usize,
 }
 
-impl<A: Address> Stock<'_, A> {
-    /// Takes half a stock that was never used, where there is one: at the end of a table processors fetch ahead from
-    /// the next, which had better be this thread's too.
+impl<A: Address> LocalPool<'_, A> {
+    /// Takes half a local pool that was never used, where there is one: at the end of a table processors fetch ahead
+    /// from the next, which had better be this thread's too.
     fn take_neighbours(&mut self) {
         let count = self.keep / 2;
         if count > 0
@@ -490,13 +490,13 @@ impl<A: Address> Stock<'_, A> {
     }
 }
 
-impl<A: Address> Drop for Stock<'_, A> {
+impl<A: Address> Drop for LocalPool<'_, A> {
     fn drop(&mut self) {
         self.shrink(0);
     }
 }
 
-impl<A: Address> Tables for Stock<'_, A> {
+impl<A: Address> Tables for LocalPool<'_, A> {
     type Addr = A;
     const SHARED: bool = true;
 
@@ -534,7 +534,7 @@ impl<A: Address> Tables for Stock<'_, A> {
         }
     }
 
-    words_of_pool!(|stock| stock.pool);
+    words_of_pool!(|local| local.pool);
 
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {

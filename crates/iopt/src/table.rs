@@ -25,7 +25,7 @@ use crate::{Entry, Error, FlushList, Format, NamedAddr, Register, Runs, TableSha
 pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) tables: T,
     pub(crate) root: T::Addr,
-    /// What is taken off an entry of the root to get the offset of a table, as [`Tables::loader`] counts.
+    /// The value subtracted from an entry of the root to get the offset of a table, as [`Tables::loader`] counts.
     pub(crate) origin: u64,
     /// Live leaves, by [`Kind::slot`].
     pub(crate) leaves: [u64; Kind::COUNT],
@@ -87,7 +87,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// Handles map, unmap and look up at the same time without a lock, as long as each call's range, and every large
     /// leaf that it splits or merges, belongs to its caller alone, as a range of IOVAs from an allocator does. Tables
-    /// that two of them need are linked by whoever comes first. An unmap unlinks a table only when its span covers all
+    /// that two of them need are linked by the first of them. An unmap unlinks a table only when its span covers all
     /// that the table translates; others are left behind empty and used again. Leaves are counted by the handle that
     /// made or unmade them: the sum over all handles, wrapping, is that of the tree.
     ///

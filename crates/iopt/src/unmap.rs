@@ -107,8 +107,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.unmap_listed(span, Detach::Emptied)
     }
 
-    /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps
-    /// there again does not need another one. Tables that the span covers are detached as ever.
+    /// The same, but a table that the span covers only in part stays linked even when it becomes empty: a caller that
+    /// maps there again does not need another one. Tables that the span covers are detached as ever.
     ///
     /// An empty table prevents a leaf as large as the range that it translates; smaller leaves are mapped in it.
     /// [`prune`](Self::prune) takes such tables away.

@@ -27,7 +27,7 @@ mod pool;
 #[path = "../src/words.rs"]
 mod words;
 
-use pool::{Stock, TablePool};
+use pool::{LocalPool, TablePool};
 
 /// Tables of two entries, so that a thread has few steps: bit 0 valid, bit 1 in a leaf.
 #[derive(Clone, Copy, Debug)]
@@ -232,19 +232,19 @@ fn a_table_leaves_while_another_comes() {
     });
 }
 
-/// The same with a stock for each: freed tables go from thread to thread by way of the pool.
+/// The same with a local pool for each: freed tables go from thread to thread by way of the pool.
 #[test]
 fn stocks_share_a_pool() {
     type F = Tiny<2>;
     explore("stocks_share_a_pool", Some(3), || {
         let (pool, _) = pool::<F>(5);
-        let mut table = Table::<F, Stock<PhysAddr>>::new(pool.stock(0)).unwrap();
+        let mut table = Table::<F, LocalPool<PhysAddr>>::new(pool.local(0)).unwrap();
         let root = table.root();
         let pair = |n| Span::new(Iova::new(n * PAGE), 2 * PAGE).unwrap();
         let other = thread::spawn(move || {
-            let mut table = Table::<F, Stock<PhysAddr>>::attach(pool.stock(1), root);
+            let mut table = Table::<F, LocalPool<PhysAddr>>::attach(pool.local(1), root);
             map(&mut table, 2);
-            unmap(&mut table, pair(2)); // the table stays in this stock
+            unmap(&mut table, pair(2)); // the table stays in this local pool
             map(&mut table, 3);
             assert_eq!(found(&table, 3), Some(place(3)));
         });
@@ -334,8 +334,8 @@ fn caught_tables_freed_before_the_flush() {
     explore("caught_tables_freed_before_the_flush", None, || gathered(true));
 }
 
-/// Two threads unmap, each by a handle of its own, and share a flush queue; whoever fills it flushes it, and uses a
-/// table again, while a device walks. `early` frees the tables of an unmap when it is added.
+/// Two threads unmap, each by a handle of its own, and share a flush queue; the one that fills it flushes it, and uses
+/// a table again, while a device walks. `early` frees the tables of an unmap when it is added.
 fn queued(early: bool) {
     type F = Tiny<3>;
     let (pool, _) = pool::<F>(6); // the root, two below it, and one for each page, of which one serves twice

@@ -1,4 +1,4 @@
-//! A file read again from front to back, ahead of whoever compares it.
+//! A file read again from front to back, ahead of the comparison.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::{Error, Model};
 const AHEAD: u64 = 16 << 20;
 
 /// Reads the tensors of a file in the order of their bytes, into slots of the staging buffers.
-pub(crate) struct Again<'a, S> {
+pub(crate) struct Reread<'a, S> {
     queue: &'a mut S,
     path: &'a Path,
     model: &'a Model,
@@ -43,7 +43,7 @@ enum State {
     Read(BufferSlice),
 }
 
-impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
+impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
     /// Takes slots of `staging` to read the tensors of `model` into.
     pub fn new(
         queue: &'a mut S,
@@ -177,7 +177,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Again<'a, S> {
             self.settle(&mut done)?;
         }
         match self.blocks.front() {
-            Some(Block { at, state: State::Read(slice), .. }) => Ok((*at, slice.view())),
+            Some(Block { at, state: State::Read(slice), .. }) => Ok((*at, slice.as_volatile_slice())),
             _ => Err(self.lost("a block was lost".to_owned())),
         }
     }

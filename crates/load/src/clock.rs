@@ -96,7 +96,7 @@ struct Recording {
 #[derive(Clone, Copy, Debug, Default)]
 struct Clock {
     busy: Duration,
-    held: Duration,
+    wall: Duration,
     bytes: u64,
     since: Option<Instant>,
     /// Operations in flight.
@@ -111,7 +111,7 @@ impl Clocks {
         let end = Instant::now();
         let clock = &mut self.clocks[stage as usize];
         clock.busy += end - start;
-        clock.held += end - start;
+        clock.wall += end - start;
         if let Some(recording) = &mut self.recording {
             recording.work.add(stage, start, end, 0);
         }
@@ -147,11 +147,11 @@ impl Clocks {
 
     /// Runs `f`, in which the pipeline waits for a stage or does its work, but which does not measure how long the
     /// stage was busy: [`Clocks::in_flight`] does.
-    pub(crate) fn hold<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
+    pub(crate) fn time_wall<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = f();
         let end = Instant::now();
-        self.clocks[stage as usize].held += end - start;
+        self.clocks[stage as usize].wall += end - start;
         self.tell_if_due(end);
         result
     }
@@ -189,7 +189,7 @@ impl Clocks {
         for clocks in published.chain([&mut self.clocks]) {
             for (mine, theirs) in clocks.iter_mut().zip(other.clocks) {
                 mine.busy += theirs.busy;
-                mine.held += theirs.held;
+                mine.wall += theirs.wall;
                 mine.bytes += theirs.bytes;
             }
         }
@@ -229,7 +229,7 @@ impl Clocks {
         {
             let busy = clock.busy + clock.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
             report.busy += busy.saturating_sub(published.busy);
-            report.held += clock.held - published.held;
+            report.wall += clock.wall - published.wall;
             report.bytes += clock.bytes - published.bytes;
             *in_flight = *in_flight + clock.in_flight - published.in_flight;
             *published = Clock { busy, ..*clock };
@@ -244,7 +244,7 @@ impl Clocks {
 
     fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.clocks[stage as usize];
-        StageReport { stage, busy: clock.busy, held: clock.held, bytes: clock.bytes }
+        StageReport { stage, busy: clock.busy, wall: clock.wall, bytes: clock.bytes }
     }
 }
 

@@ -23,7 +23,7 @@ pub struct LiveStage {
 
 impl Default for Live {
     fn default() -> Self {
-        let none = |stage| StageReport { stage, busy: Duration::ZERO, held: Duration::ZERO, bytes: 0 };
+        let none = |stage| StageReport { stage, busy: Duration::ZERO, wall: Duration::ZERO, bytes: 0 };
         Self(Mutex::new(Stage::ALL.map(|stage| LiveStage { report: none(stage), in_flight: 0 })))
     }
 }

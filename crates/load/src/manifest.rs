@@ -20,7 +20,7 @@ use dmalane_queue::Queue;
 use serde::{Deserialize, Serialize};
 
 use crate::container::safetensors::short;
-use crate::fill::{self, Cuts, Digest, Event, FillOptions, Job, Memory, Sink, Staging};
+use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
 use crate::pipeline::{describe, workers};
 use crate::{Error, FormatError, Input, Model, Tensor};
 
@@ -266,9 +266,9 @@ impl Manifest {
             }
             files.push(ManifestFile::of(name, &input.model()?));
         }
-        let cuts = Cuts { ends: files.iter().map(ManifestFile::ends).collect(), sha256 };
+        let regions = HashRegions { ends: files.iter().map(ManifestFile::ends).collect(), sha256 };
         let lens: Vec<u64> = files.iter().map(|file| file.bytes).collect();
-        let digests = digest(inputs, &lens, cuts, progress)?;
+        let digests = digest(inputs, &lens, regions, progress)?;
         for ((file, digests), input) in files.iter_mut().zip(digests).zip(inputs.iter()) {
             let (before, now) = (file.bytes, input.len()?);
             if before != now {
@@ -300,7 +300,7 @@ impl Manifest {
             found.push(len);
             lens.push(file.map_or(0, |file| file.bytes.min(len)));
         }
-        let digests = digest(inputs, &lens, self.cuts(&files), progress)?;
+        let digests = digest(inputs, &lens, self.hash_regions(&files), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
             let Some(file) = file else {
                 differences.push(Difference::Unlisted { file: name(&input.path) });
@@ -327,9 +327,9 @@ impl Manifest {
     }
 
     /// The ranges to hash for files.
-    fn cuts(&self, files: &[Option<&ManifestFile>]) -> Cuts {
+    fn hash_regions(&self, files: &[Option<&ManifestFile>]) -> HashRegions {
         let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
-        Cuts { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
+        HashRegions { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
     }
 
     /// The ranges that a reader of these files hashes as it reads, and compares in the end. `bytes` are their lengths.
@@ -347,7 +347,10 @@ impl Manifest {
         if !differences.is_empty() {
             return Err(Error::Differs { differences });
         }
-        Ok(Expected { cuts: Some(Arc::new(self.cuts(&matching))), files: matching.into_iter().flatten().collect() })
+        Ok(Expected {
+            hash_regions: Some(Arc::new(self.hash_regions(&matching))),
+            files: matching.into_iter().flatten().collect(),
+        })
     }
 
     /// Reads a manifest.
@@ -423,14 +426,14 @@ impl Manifest {
 /// The ranges that are hashed while files are read, and the hashes that they must have.
 #[derive(Clone, Debug, Default)]
 pub struct Expected<'a> {
-    cuts: Option<Arc<Cuts>>,
+    hash_regions: Option<Arc<HashRegions>>,
     files: Vec<&'a ManifestFile>,
 }
 
 impl Expected<'_> {
-    /// The regions to hash: [`FillOptions::cuts`], with a buffer for each file.
-    pub fn cuts(&self) -> Option<Arc<Cuts>> {
-        self.cuts.clone()
+    /// The regions to hash: [`FillOptions::hash_regions`], with a buffer for each file.
+    pub fn hash_regions(&self) -> Option<Arc<HashRegions>> {
+        self.hash_regions.clone()
     }
 
     /// For each file its part of the manifest, for readers that hash the regions in an order of their own.
@@ -453,7 +456,7 @@ impl Expected<'_> {
 fn digest<S: Queue<Addr = FileOffset>>(
     inputs: &mut [Input<S>],
     lens: &[u64],
-    cuts: Cuts,
+    regions: HashRegions,
     progress: &mut (dyn FnMut(u64) + Send),
 ) -> Result<Vec<Vec<Digest>>, Error> {
     if inputs.is_empty() {
@@ -462,8 +465,8 @@ fn digest<S: Queue<Addr = FileOffset>>(
     let registrar = NoIommu::new();
     let mut staging = Staging::new(registrar.heap(None), Arc::new(registrar), CHUNK);
     staging.prepare(lens.iter().copied().max().unwrap_or(0));
-    let cuts = Some(Arc::new(cuts));
-    let options = FillOptions { block: u64::MAX, cuts, timeout: TIMEOUT, ..FillOptions::default() };
+    let hash_regions = Some(Arc::new(regions));
+    let options = FillOptions { block: u64::MAX, hash_regions, timeout: TIMEOUT, ..FillOptions::default() };
     let mut watch = |event| {
         if let Event::Arrived { len, .. } = event {
             progress(len);

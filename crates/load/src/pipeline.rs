@@ -160,7 +160,7 @@ impl OpenDevice {
         let options = FillOptions {
             block: u64::MAX,
             checksum: options.checksum,
-            cuts: expected.cuts(),
+            hash_regions: expected.hash_regions(),
             timeout: options.timeout,
             timeline: epoch,
             live: options.live.clone(),

@@ -8,7 +8,7 @@ use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
 use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
-use crate::again::Again;
+use crate::again::Reread;
 use crate::container::safetensors::header;
 use crate::{Container, Error, Input, Loaded, LoadedFile, OpenDevice, Output, Verified};
 
@@ -88,7 +88,7 @@ impl OpenDevice {
         for (file, input) in loaded.files.iter().zip(inputs) {
             self.check(file)?;
             let (model, queue) = (&file.model, &mut input.queue);
-            let mut again = Again::new(queue, &file.path, model, &mut self.staging, self.options.timeout)?;
+            let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.timeout)?;
             let result = self.compare(program.as_deref_mut(), file, &mut again, progress);
             again.finish(&mut self.staging);
             result?;
@@ -101,7 +101,7 @@ impl OpenDevice {
         &mut self,
         mut by: Option<&mut DeviceQueue>,
         file: &LoadedFile,
-        again: &mut Again<'_, S>,
+        again: &mut Reread<'_, S>,
         progress: &mut dyn FnMut(u64),
     ) -> Result<(), Error> {
         for (index, tensor) in file.model.tensors.iter().enumerate() {

@@ -69,7 +69,7 @@ fn memory_rates() -> Result<(f64, f64), Error> {
     let start = Instant::now();
     let memory = touched()?;
     let first_touch = MEMORY_BYTES as f64 / start.elapsed().as_secs_f64();
-    let view = memory.view();
+    let view = memory.as_volatile_slice();
     let half = MEMORY_BYTES / 2;
     let (Some(from), Some(to)) = (view.sub(0, half), view.sub(half, half)) else { return Ok((0.0, first_touch)) };
     let start = Instant::now();

@@ -15,7 +15,7 @@ pub struct StageReport {
     pub busy: Duration,
     /// Time in which the pipeline did this stage's work or waited for it, and nothing else. These add up to about the
     /// wall time, and show where it went.
-    pub held: Duration,
+    pub wall: Duration,
     /// Bytes that went through.
     pub bytes: u64,
 }
@@ -59,8 +59,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// The stage that held the pipeline for longest.
+    /// The stage with the longest wall time.
     pub fn slowest(&self) -> Option<&StageReport> {
-        self.stages.iter().max_by_key(|s| s.held)
+        self.stages.iter().max_by_key(|s| s.wall)
     }
 }

@@ -17,8 +17,8 @@ use crate::direct::DirectWriter;
 /// A file to write. It appears whole or not at all, under its name, when all of it is written.
 ///
 /// Existing files are safe: a file is replaced only where that was [allowed](Output::replace), never
-/// when it is one of the [inputs](Output::unlike), and symbolic links are not followed in directories where others can
-/// plant them. A replaced file gives its mode, and its owner where that is allowed, to the new one.
+/// when it is one of the [inputs](Output::excluding), and symbolic links are not followed in directories where others
+/// can plant them. A replaced file gives its mode, and its owner where that is allowed, to the new one.
 ///
 /// ```
 /// use dmalane_load::Output;
@@ -52,7 +52,7 @@ impl Output {
 
     /// Never in place of the file with this metadata, under whichever name it is found; `path` is how errors call it.
     #[must_use]
-    pub fn unlike(mut self, path: &Path, meta: &fs::Metadata) -> Self {
+    pub fn excluding(mut self, path: &Path, meta: &fs::Metadata) -> Self {
         self.inputs.push(((meta.dev(), meta.ino()), path.to_owned()));
         self
     }
@@ -418,14 +418,14 @@ mod tests {
         symlink("model", at("soft")).unwrap();
         let model = fs::metadata(at("model")).unwrap();
         for name in ["model", "hard", "soft"] {
-            let output = Output::new(at(name)).replace(true).unlike(&at("model"), &model);
+            let output = Output::new(at(name)).replace(true).excluding(&at("model"), &model);
             for refused in [output.check(), output.write(b"x")] {
                 let error = refused.unwrap_err().to_string();
                 assert!(error.contains("it is the input") && error.ends_with("model"), "{error}");
             }
         }
         // One that comes there while the output is being written.
-        let output = Output::new(at("late")).replace(true).unlike(&at("model"), &model);
+        let output = Output::new(at("late")).replace(true).excluding(&at("model"), &model);
         let saving = output.begin().unwrap();
         fs::rename(at("model"), at("late")).unwrap();
         assert!(saving.finish().unwrap_err().to_string().contains("it is the input"));

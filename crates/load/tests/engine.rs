@@ -14,10 +14,10 @@ use dmalane_addr::{Access, CardAddr, FileOffset};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
-use dmalane_load::fill::{FillOptions, Job, Sink, Stays, fill};
+use dmalane_load::fill::{BufferMemory, FillOptions, Job, Sink, fill};
 use dmalane_load::{DriveOptions, Input, OpenDevice, Placement};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
+    Capabilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use script::{Random, Script, noise};
@@ -155,15 +155,15 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
         let (memory, sink) = match on_device {
             true => {
                 let register = Some((&*registrar, Access::READ));
-                let memory = Stays { register, ..Stays::of(&heap) };
+                let memory = BufferMemory { register, ..BufferMemory::of(&heap) };
                 (memory, Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] })
             }
-            false => (Stays::of(&heap), Sink::Memory),
+            false => (BufferMemory::of(&heap), Sink::Memory),
         };
         let filled = fill(memory, sink, &job, &mut workers, &options, &mut go).unwrap();
         for ((source, buffer), to) in sources.iter().zip(&filled.buffers).zip(to) {
             let mut have = vec![1; source.len()];
-            buffer.view().read(&mut have);
+            buffer.as_volatile_slice().read(&mut have);
             assert!(have == **source, "seed {seed}: in memory");
             assert_eq!(buffer.checksum(), options.checksum.then(|| XxHash3_64::oneshot(source)));
             if on_device && !source.is_empty() {
@@ -182,7 +182,7 @@ fn a_place_that_does_not_exist_is_an_error() {
     let mut device = OpenDevice::new(Box::new(RamDevice::new(1 << 20).unwrap()), DriveOptions::default()).unwrap();
     let to = [DeviceAddr::Card(CardAddr::new((1 << 20) - 5000))];
     let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
-    let memory = Stays { register: Some((&*registrar, Access::READ)), ..Stays::of(&heap) };
+    let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(&heap) };
     let sink = Sink::Device { queue: device.queue_mut(), polled: true, targets: &&to[..] };
     let job = Job::whole(&[100_000]);
     let failed = fill(memory, sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));
@@ -208,8 +208,8 @@ impl Queue for Bursts {
         Limits { capacity: AT_ONCE, max_len: u64::MAX }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::TO_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool, footprint};
-use dmalane_load::fill::{Extent, FillError, FillOptions, Job, Sink, Stays, fill};
+use dmalane_load::fill::{BufferMemory, Extent, FillError, FillOptions, Job, Sink, fill};
 use dmalane_queue::OpError;
 use script::{Fault, HELD, Random, Script, noise};
 
@@ -59,8 +59,9 @@ fn round(seed: u64, sources: &[std::sync::Arc<Vec<u8>>], heap: &dyn Heap) {
         checksum: seed.is_multiple_of(3),
         ..FillOptions::default()
     };
-    let failed = fill(Stays::of(heap), Sink::Memory, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()))
-        .unwrap_err();
+    let failed =
+        fill(BufferMemory::of(heap), Sink::Memory, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()))
+            .unwrap_err();
     let FillError::Read { source_index, at, error } = &failed else { panic!("seed {seed}: {failed:?}") };
     assert_eq!(*source_index, faulty, "seed {seed}");
     assert!(at.bits() <= place, "the read began before it failed");

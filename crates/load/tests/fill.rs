@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
-use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Stays, fill};
+use dmalane_load::fill::{BadJob, BufferMemory, Event, Extent, FillError, FillOptions, Job, Sink, fill};
 use script::{Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 
@@ -52,7 +52,7 @@ fn any_job_gives_what_the_slow_version_gives() {
             }
             ControlFlow::Continue(())
         };
-        let filled = fill(Stays::of(heap), Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
+        let filled = fill(BufferMemory::of(heap), Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
         assert_eq!(arrived, job.bytes());
         assert!(complete.iter().all(|c| *c), "every extent is reported");
         recycled += usize::from(filled.report.recycled);
@@ -78,7 +78,7 @@ fn jobs_that_contradict_themselves() {
     let run = |job: &Job| {
         let mut workers = [vec![Script::new(source.clone(), 2, 1, Vec::new())]];
         let heap = AnonHeap::new();
-        fill(Stays::of(&heap), Sink::Memory, job, &mut workers, &FillOptions::default(), &mut |_| {
+        fill(BufferMemory::of(&heap), Sink::Memory, job, &mut workers, &FillOptions::default(), &mut |_| {
             ControlFlow::Continue(())
         })
         .map(|_| ())
@@ -115,7 +115,7 @@ fn stopped_by_the_watch_and_by_the_clock() {
         let job = Job::whole(&[200_000]);
         let mut seen = 0;
         let mut workers: Vec<_> = (0..workers).map(|_| channels()).collect();
-        let stopped = fill(Stays::of(&heap), Sink::Memory, &job, &mut workers, &options, &mut |event| {
+        let stopped = fill(BufferMemory::of(&heap), Sink::Memory, &job, &mut workers, &options, &mut |event| {
             if let Event::Arrived { len, .. } = event {
                 seen += len;
             }
@@ -125,7 +125,8 @@ fn stopped_by_the_watch_and_by_the_clock() {
         assert!(of == 200_000 && done > 50_000 && done < 200_000);
         assert_eq!(heap.stats().live, 0);
         let past = FillOptions { deadline: Some(Instant::now() - Duration::from_secs(1)), ..options };
-        let late = fill(Stays::of(&heap), Sink::Memory, &job, &mut workers, &past, &mut |_| ControlFlow::Continue(()));
+        let late =
+            fill(BufferMemory::of(&heap), Sink::Memory, &job, &mut workers, &past, &mut |_| ControlFlow::Continue(()));
         assert!(matches!(late, Err(FillError::Deadline { of: Some(200_000), .. })), "{late:?}");
         assert_eq!(heap.stats().live, 0);
     }

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, CardAddr};
 use dmalane_dma::{AnonHeap, DeviceMem, Heap, MemfdHeap, PageKind, Pool};
 use dmalane_load::Stage;
-use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
+use dmalane_load::fill::{BadJob, BufferMemory, Event, Extent, FillError, FillOptions, Filled, Job, Sink, Watch, fill};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
+    Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
 };
 use dmalane_sim::{DevicePort, HostConfig, SoftHost};
 use script::{Fault, Random, Script, naive, noise, random_job};
@@ -100,8 +100,8 @@ impl Queue for Card {
         Limits { capacity: self.capacity, max_len: self.max_len }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST
     }
 
     fn in_flight(&self) -> usize {
@@ -110,7 +110,7 @@ impl Queue for Card {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let len = operation.bytes();
-        assert_eq!(operation.needs(), Abilities::FROM_HOST);
+        assert_eq!(operation.needs(), Capabilities::FROM_HOST);
         assert!(len > 0 && len <= self.max_len);
         let reason = match () {
             () if self.dead => Refusal::Stopped(StopReason::Requested("by script".into())),
@@ -198,7 +198,7 @@ impl<'a> Case<'a> {
         saw: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
         let Self { host, card, to, inline, .. } = self;
-        let memory = Stays { heap, register: Some((*host, Access::READ)), cached: None };
+        let memory = BufferMemory { heap, register: Some((*host, Access::READ)), cached: None };
         let sink = Sink::Device { queue: card, polled: *inline, targets: &&to[..] };
         let mut filled = fill(memory, sink, job, workers, options, saw)?;
         for (mappings, buffer) in std::mem::take(&mut filled.mappings).iter().zip(&filled.buffers) {
@@ -416,7 +416,7 @@ fn what_cannot_go_there_is_refused() {
     let heap = AnonHeap::starting_at(PageKind::Base);
     let run = |to: &[DeviceAddr], registered: bool| {
         let mut card = Card::new(&host, 20_000, 1, None);
-        let memory = Stays { heap: &heap, register: registered.then_some((&host, Access::READ)), cached: None };
+        let memory = BufferMemory { heap: &heap, register: registered.then_some((&host, Access::READ)), cached: None };
         let sink = Sink::Device { queue: &mut card, polled: true, targets: &to };
         let mut workers = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
         let options = FillOptions::default();

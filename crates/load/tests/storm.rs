@@ -19,7 +19,7 @@ use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_dma::{
-    AnonHeap, BufferRef, CpuBuf, Error, Heap, HeapAbilities, HeapStats, Mapping, MemfdHeap, Mmio, PageKind, Pinned,
+    AnonHeap, BufferRef, CpuBuf, Error, Heap, HeapCapabilities, HeapStats, Mapping, MemfdHeap, Mmio, PageKind, Pinned,
     Registrar, Reserved, footprint,
 };
 use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, Placement};
@@ -122,8 +122,8 @@ impl Heap for FailingHeap {
         self.fails(len).and_then(|()| self.0.reserve(len))
     }
 
-    fn abilities(&self) -> HeapAbilities {
-        self.0.abilities()
+    fn capabilities(&self) -> HeapCapabilities {
+        self.0.capabilities()
     }
 
     fn stats(&self) -> HeapStats {

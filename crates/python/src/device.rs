@@ -189,9 +189,9 @@ enum Host<'a> {
 impl<'a> Host<'a> {
     fn of(object: &'a Bound<'_, PyAny>) -> PyResult<Self> {
         let part = if let Ok(tensor) = object.cast::<Tensor>() {
-            &tensor.get().part
+            &tensor.get().slice
         } else if let Ok(buffer) = object.cast::<Buffer>() {
-            &buffer.get().part
+            &buffer.get().slice
         } else if let Ok(bytes) = object.cast::<PyBytes>() {
             return Ok(Self::Bytes(bytes.as_bytes()));
         } else {
@@ -217,7 +217,7 @@ impl<'a> Host<'a> {
                 let mut done = 0;
                 while done < *len {
                     let n = copy.len().min(len - done);
-                    if let Some(view) = block.view().sub(offset + done, n) {
+                    if let Some(view) = block.as_volatile_slice().sub(offset + done, n) {
                         view.read(&mut copy[..n]);
                     }
                     f(done, &copy[..n])?;
@@ -340,7 +340,7 @@ impl Registration {
         self.len
     }
 
-    /// Physically contiguous pieces, where the registrar knows them.
+    /// Physically contiguous segments, where the registrar knows them.
     #[getter]
     fn segments(&self) -> usize {
         self.segments

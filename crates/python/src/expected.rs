@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dmalane::addr::FileOffset;
 use dmalane::dma::AnonHeap;
-use dmalane::load::fill::{Cuts, Digest, Extent, Job};
+use dmalane::load::fill::{Digest, Extent, HashRegions, Job};
 use dmalane::load::{Difference, Error as LoadError, Manifest, ManifestFile, ManifestRegion};
 use dmalane::{Read, ReadOptions};
 use pyo3::prelude::*;
@@ -76,7 +76,10 @@ fn check_outside(file: &ManifestFile, source: &Source) -> Result<(), Failure> {
         return Ok(());
     }
     let sha256 = outside.iter().any(|region| region.digest.sha256.is_some());
-    let options = ReadOptions { cuts: Some(Arc::new(Cuts { ends: vec![ends], sha256 })), ..ReadOptions::default() };
+    let options = ReadOptions {
+        hash_regions: Some(Arc::new(HashRegions { ends: vec![ends], sha256 })),
+        ..ReadOptions::default()
+    };
     let job = Job { buffers: vec![to], extents };
     let read = Read::sources(vec![source.open()?]).options(options).job(job).into_memory(&AnonHeap::new())?;
     let digests = read.filled.buffers.iter().flat_map(|buffer| buffer.digests());
@@ -94,16 +97,16 @@ pub(crate) fn placed<'a>(source: &'a Source, plan: &Plan) -> Vec<Placed<'a>> {
 }
 
 /// The ranges to hash in buffers, each of tensors in the order of their places; `None` where nothing is expected.
-pub(crate) fn cuts(buffers: &[Vec<Placed<'_>>]) -> Option<Arc<Cuts>> {
+pub(crate) fn hash_regions(buffers: &[Vec<Placed<'_>>]) -> Option<Arc<HashRegions>> {
     let expected = buffers.iter().flatten().filter_map(|(source, ..)| source.expected.as_ref());
     let sha256 = expected.clone().flat_map(|e| &e.file.regions).any(|region| region.digest.sha256.is_some());
     expected.clone().next()?;
     // Every other range is a tensor; those between are bytes that no tensor has.
     let ends = |tensors: &Vec<Placed<'_>>| tensors.iter().flat_map(|(_, _, at, end)| [*at, *end]).collect();
-    Some(Arc::new(Cuts { ends: buffers.iter().map(ends).collect(), sha256 }))
+    Some(Arc::new(HashRegions { ends: buffers.iter().map(ends).collect(), sha256 }))
 }
 
-/// Compares the hashes of buffers, for each those of its [`cuts`].
+/// Compares the hashes of buffers, for each those of its [`hash_regions`].
 pub(crate) fn check<'d>(
     buffers: &[Vec<Placed<'_>>],
     digests: impl IntoIterator<Item = &'d [Digest]>,

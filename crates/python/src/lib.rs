@@ -15,7 +15,7 @@ mod stream;
 
 use pyo3::prelude::*;
 
-/// What `python/dmalane` imports.
+/// The native module that `python/dmalane` imports.
 #[pymodule(gil_used = false)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -24,12 +24,12 @@ use crate::interrupt;
 use crate::stream::Charge;
 
 /// Bytes of freed blocks that are kept for the next ones, whose pages then need not be mapped, zeroed and unmapped.
-const KEPT: usize = 8 << 20;
+const CACHED_BYTES: usize = 8 << 20;
 
-/// The heap that files are read into. What was in a block before is never seen: reads overwrite it or fail, and the
-/// engine zeroes what no read fills.
+/// The heap that files are read into. The previous contents of a block are never visible: reads overwrite it or fail,
+/// and the engine zeroes what no read fills.
 pub(crate) fn heap() -> &'static Pool {
-    static HEAP: LazyLock<Pool> = LazyLock::new(|| Pool::new(AnonHeap::new(), KEPT));
+    static HEAP: LazyLock<Pool> = LazyLock::new(|| Pool::new(AnonHeap::new(), CACHED_BYTES));
     &HEAP
 }
 
@@ -50,24 +50,24 @@ impl Block {
         self.buf.reference()
     }
 
-    pub(crate) fn view(&self) -> VolatileSlice<'_> {
-        self.buf.view()
+    pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.buf.as_volatile_slice()
     }
 }
 
-/// A part of a block, until it is released, and the number of buffers that Python has of it.
-pub(crate) struct Part {
+/// A slice of a block, until it is released, and the number of buffers that Python has of it.
+pub(crate) struct BlockSlice {
     block: Mutex<Option<Arc<Block>>>,
     offset: usize,
     len: usize,
     exports: AtomicUsize,
 }
 
-impl Part {
+impl BlockSlice {
     /// # Panics
-    /// When the part does not lie within the block.
+    /// When the slice does not lie within the block.
     fn new(block: Arc<Block>, offset: usize, len: usize) -> Self {
-        assert!(offset.checked_add(len).is_some_and(|end| end <= block.buf.len()), "a part lies within its block");
+        assert!(offset.checked_add(len).is_some_and(|end| end <= block.buf.len()), "a slice lies within its block");
         Self { block: Mutex::new(Some(block)), offset, len, exports: AtomicUsize::new(0) }
     }
 
@@ -89,7 +89,7 @@ impl Part {
     }
 
     fn address(&self) -> Result<usize, Failure> {
-        Ok(self.block()?.view().as_ptr().addr() + self.offset)
+        Ok(self.block()?.as_volatile_slice().as_ptr().addr() + self.offset)
     }
 
     /// Lets go of the block; refused while Python has buffers of it.
@@ -108,14 +108,14 @@ impl Part {
     fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let block = self.block()?;
         PyBytes::new_with(py, self.len, |into| {
-            if let Some(view) = block.view().sub(self.offset, self.len) {
+            if let Some(view) = block.as_volatile_slice().sub(self.offset, self.len) {
                 view.read(into);
             }
             Ok(())
         })
     }
 
-    /// Fills a Python buffer view. `owner` is the object that holds this part.
+    /// Fills a Python buffer view. `owner` is the object that holds this slice.
     ///
     /// # Safety
     /// `view` is null or points to a `Py_buffer` to be filled, as in `bf_getbuffer`.
@@ -130,7 +130,7 @@ impl Part {
             unsafe { (*view).obj = std::ptr::null_mut() };
             return Err(Failure::new("ClosedError", "its memory was released").into());
         };
-        let at = block.view().as_ptr().wrapping_add(self.offset).cast();
+        let at = block.as_volatile_slice().as_ptr().wrapping_add(self.offset).cast();
         // `new` has checked that the part lies within the block, and a block is at most `isize::MAX` bytes.
         let len = self.len as ffi::Py_ssize_t;
         // SAFETY: `view` is valid (contract). `at..at + len` lies within the block (checked by `new`), which `owner`
@@ -189,15 +189,15 @@ pub(crate) struct Tensor {
     #[pyo3(get)]
     dtype: String,
     shape: Vec<u64>,
-    pub(crate) part: Part,
+    pub(crate) slice: BlockSlice,
 }
 
 impl Tensor {
     /// # Panics
     /// When the bytes do not lie within the block.
     pub(crate) fn new(of: &dmalane::load::Tensor, shape: Vec<u64>, block: Arc<Block>, offset: u64, len: u64) -> Self {
-        let part = Part::new(block, offset as usize, len as usize);
-        Self { name: of.name.clone(), dtype: of.dtype.clone(), shape, part }
+        let slice = BlockSlice::new(block, offset as usize, len as usize);
+        Self { name: of.name.clone(), dtype: of.dtype.clone(), shape, slice }
     }
 
     fn dlpack_type(&self) -> PyResult<DLDataType> {
@@ -212,21 +212,21 @@ impl Tensor {
     }
 
     fn managed<M: ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
-        let (block, dtype) = (self.part.block()?, self.dlpack_type()?);
+        let (block, dtype) = (self.slice.block()?, self.dlpack_type()?);
         let shape = self.shape.iter().map(|d| i64::try_from(*d)).collect::<Result<Vec<i64>, _>>();
         let shape = shape.map_err(|_| PyBufferError::new_err("a dimension does not fit 63 bits"))?;
         let element = u64::from(dtype.bits) / 8;
-        if self.shape.iter().try_fold(element, |n, dim| n.checked_mul(*dim)) != Some(self.part.len as u64) {
-            let message = format!("{} elements of shape {:?} are not {} bytes", self.dtype, self.shape, self.part.len);
+        if self.shape.iter().try_fold(element, |n, dim| n.checked_mul(*dim)) != Some(self.slice.len as u64) {
+            let message = format!("{} elements of shape {:?} are not {} bytes", self.dtype, self.shape, self.slice.len);
             return Err(PyBufferError::new_err(message));
         }
-        let data = block.view().as_ptr().wrapping_add(self.part.offset);
+        let data = block.as_volatile_slice().as_ptr().wrapping_add(self.slice.offset);
         let made = Dynamic::compact(shape.as_slice()).initialize_as::<M>(block);
         let mut made = made.map_err(|e| PyBufferError::new_err(e.to_string()))?;
         made.set_data(data.cast()).set_device(DLDevice::CPU).set_dtype(dtype);
         // SAFETY: shape and strides are copies of their own, and the strides compact. The context is a reference to
         // the block, so `data` stays mapped until the deleter runs. Shape and type make the tensor's bytes (checked
-        // above), and those lie within the block (checked by `Part::new`). The memory is writable, shared and no
+        // above), and those lie within the block (checked by `BlockSlice::new`). The memory is writable, shared and no
         // copy, as the flags, which are none, say.
         Ok(unsafe { made.finish() })
     }
@@ -263,29 +263,29 @@ impl Tensor {
 
     #[getter]
     fn nbytes(&self) -> usize {
-        self.part.len
+        self.slice.len
     }
 
     #[getter]
     fn address(&self) -> PyResult<usize> {
-        Ok(self.part.address()?)
+        Ok(self.slice.address()?)
     }
 
     #[getter]
     fn released(&self) -> bool {
-        self.part.lock().is_none()
+        self.slice.lock().is_none()
     }
 
     fn release(&self) -> PyResult<()> {
-        self.part.release()
+        self.slice.release()
     }
 
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.part.bytes(py)
+        self.slice.bytes(py)
     }
 
     fn __len__(&self) -> usize {
-        self.part.len
+        self.slice.len
     }
 
     fn __repr__(&self) -> String {
@@ -302,7 +302,7 @@ impl Tensor {
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
         self.dlpack_type()?;
-        self.part.block()?;
+        self.slice.block()?;
         export_dlpack(self, py, ExportRequest::parse(stream, max_version, dl_device, copy)?)
     }
 
@@ -314,27 +314,27 @@ impl Tensor {
     /// As `bf_getbuffer` of CPython.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         // SAFETY: what CPython passes on to `bf_getbuffer` (contract).
-        unsafe { slf.get().part.get_buffer(slf.as_ptr(), view, flags) }
+        unsafe { slf.get().slice.get_buffer(slf.as_ptr(), view, flags) }
     }
 
     /// # Safety
     /// As `bf_releasebuffer` of CPython.
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        self.part.release_buffer();
+        self.slice.release_buffer();
     }
 }
 
 /// Zeroed memory in whole pages, anonymous and aligned, that any driver can register.
 #[pyclass(frozen, weakref, module = "dmalane")]
 pub(crate) struct Buffer {
-    pub(crate) part: Part,
+    pub(crate) slice: BlockSlice,
     pages: String,
 }
 
 impl Buffer {
     pub(crate) fn from_shared(buf: SharedBuf, len: usize) -> Self {
         let pages = buf.backing().kind.to_string();
-        Self { part: Part::new(Block::new(buf, None), 0, len), pages }
+        Self { slice: BlockSlice::new(Block::new(buf, None), 0, len), pages }
     }
 }
 
@@ -356,19 +356,19 @@ impl Buffer {
         let (buf, interrupted) = interrupt::quietly(py, || best.allocate(total).map(|buf| buf.share()));
         interrupted?;
         let buf = buf.map_err(Failure::from)?;
-        let offset = buf.view().as_ptr().addr().wrapping_neg() & (align - 1);
+        let offset = buf.as_volatile_slice().as_ptr().addr().wrapping_neg() & (align - 1);
         let pages = buf.backing().kind.to_string();
-        Ok(Self { part: Part::new(Block::new(buf, None), offset, size), pages })
+        Ok(Self { slice: BlockSlice::new(Block::new(buf, None), offset, size), pages })
     }
 
     #[getter]
     fn nbytes(&self) -> usize {
-        self.part.len
+        self.slice.len
     }
 
     #[getter]
     fn address(&self) -> PyResult<usize> {
-        Ok(self.part.address()?)
+        Ok(self.slice.address()?)
     }
 
     #[getter]
@@ -377,31 +377,31 @@ impl Buffer {
     }
 
     fn release(&self) -> PyResult<()> {
-        self.part.release()
+        self.slice.release()
     }
 
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.part.bytes(py)
+        self.slice.bytes(py)
     }
 
     fn __len__(&self) -> usize {
-        self.part.len
+        self.slice.len
     }
 
     fn __repr__(&self) -> String {
-        format!("Buffer({}, {})", self.part.len, self.pages)
+        format!("Buffer({}, {})", self.slice.len, self.pages)
     }
 
     /// # Safety
     /// As `bf_getbuffer` of CPython.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         // SAFETY: what CPython passes on to `bf_getbuffer` (contract).
-        unsafe { slf.get().part.get_buffer(slf.as_ptr(), view, flags) }
+        unsafe { slf.get().slice.get_buffer(slf.as_ptr(), view, flags) }
     }
 
     /// # Safety
     /// As `bf_releasebuffer` of CPython.
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        self.part.release_buffer();
+        self.slice.release_buffer();
     }
 }

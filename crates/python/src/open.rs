@@ -103,7 +103,7 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Lays some tensors of a file out in one buffer. Without `align` they lie as they do in the file, so that direct
-    /// I/O puts them there in one piece; but each is aligned to its elements. With it, each starts at a multiple of
+    /// I/O puts them there together, but each is aligned to its elements. With it, each starts at a multiple of
     /// `align`, a power of two, and shares no such unit with another one.
     ///
     /// `None` when the sizes add up to more than 63 bits.
@@ -203,7 +203,8 @@ impl Inner {
             }
             progress.watch(&event)
         };
-        let options = ReadOptions { mode: self.mode, cuts: expected::cuts(tensors), ..ReadOptions::default() };
+        let options =
+            ReadOptions { mode: self.mode, hash_regions: expected::hash_regions(tensors), ..ReadOptions::default() };
         let read = Read::sources(sources).options(options).job(job).watch(watch);
         Ok(read.into_memory(heap)?)
     }
@@ -627,7 +628,7 @@ fn gather(
         read.map_err(|source| LoadError::File { path: inner.files[file].path.clone(), what: "read it", source })?;
         for start in &runs[first..end] {
             let from = (start - runs[first]) as usize;
-            if let Some(view) = buf.view().sub(to, run as usize) {
+            if let Some(view) = buf.as_volatile_slice().sub(to, run as usize) {
                 view.write(&scratch[from..from + run as usize]);
             }
             to += run as usize;

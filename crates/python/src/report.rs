@@ -28,8 +28,8 @@ impl Reads {
                 for stage in report.stages {
                     match sum.stages.iter_mut().find(|s| s.stage == stage.stage) {
                         Some(s) => {
-                            (s.busy, s.held, s.bytes) =
-                                (s.busy + stage.busy, s.held + stage.held, s.bytes + stage.bytes)
+                            (s.busy, s.wall, s.bytes) =
+                                (s.busy + stage.busy, s.wall + stage.wall, s.bytes + stage.bytes)
                         }
                         None => sum.stages.push(stage),
                     }
@@ -97,7 +97,7 @@ fn stages<'py>(py: Python<'py>, stages: &[StageReport]) -> PyResult<Bound<'py, P
         let dict = PyDict::new(py);
         dict.set_item("stage", stage.stage.to_string())?;
         dict.set_item("busy_s", stage.busy.as_secs_f64())?;
-        dict.set_item("held_s", stage.held.as_secs_f64())?;
+        dict.set_item("wall_s", stage.wall.as_secs_f64())?;
         dict.set_item("bytes", stage.bytes)?;
         list.append(dict)?;
     }

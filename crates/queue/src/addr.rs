@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use dmalane_addr::{Address, CardAddr, DeviceVa, FileOffset};
 
-/// The address space at the far side of a queue: [`FileOffset`] for files, [`DeviceAddr`] for devices.
+/// The address space of a queue's target: [`FileOffset`] for files, [`DeviceAddr`] for devices.
 pub trait QueueAddr: Copy + Debug + Send + Sync + 'static {
     /// The address `bytes` further on, or `None` past the top of its space.
     fn advance(self, bytes: u64) -> Option<Self>;

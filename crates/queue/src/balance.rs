@@ -560,7 +560,7 @@ mod tests {
         assert_eq!([take(&mut p), take(&mut p)], [LARGEST, 1]);
         arrive(&mut p, 3, 0, 6 * MIB);
         assert_eq!(take(&mut p), 6 * MIB);
-        // What is forgotten does not wait any more.
+        // Forgotten bytes no longer wait.
         arrive(&mut p, 4, 0, 16 * MIB);
         p.forget(4);
         arrive(&mut p, 5, 0, 6 * MIB);
@@ -702,7 +702,7 @@ mod tests {
     fn little_work_is_divided_so_that_all_end_together() {
         let three = [Some(3.0), Some(1.0), None];
         assert_eq!([0, 1, 2].map(|c| first(&three, 6 * MIB, c)), [Some(3 * MIB), Some(MIB), Some(2 * MIB)]);
-        // What is in flight counts, less what has been moved of it.
+        // Bytes in flight count, less those already moved.
         let mut p = with_rates(&[Some(3.0), Some(1.0)]);
         arrive(&mut p, 1, 0, 4 * MIB);
         let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];

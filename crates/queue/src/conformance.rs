@@ -1,8 +1,8 @@
 //! The test suite that every queue takes.
 //!
-//! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Abilities that it has are
-//! compared with a [`OperationModel`] that moves one byte after the other in two plain vectors; operations for which it
-//! does not have the ability must be refused.
+//! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Capabilities that it has
+//! are compared with a [`OperationModel`] that moves one byte after the other in two plain vectors; operations for
+//! which it does not have the capability must be refused.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use dmalane_dma::BufferSlice;
 
 use crate::{
-    Abilities, CacheHint, Cancelled, Completion, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal,
-    Shape, StopReason, Ticket, Work, drain, run,
+    CacheHint, Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, QueueAddr,
+    Refusal, Shape, StopReason, Ticket, Work, drain, run,
 };
 
 /// A queue under test, and the memory that its operations target.
@@ -139,21 +139,21 @@ impl OperationModel {
         let total = operation.bytes().min(bytes);
         // The offset of the payload's byte `i` on either side.
         let shape = operation.shape.as_deref().copied();
-        let near = |i: u64| shape.map_or(i, |s| i / s.row * s.host_pitch + i % s.row) as usize;
+        let host_at = |i: u64| shape.map_or(i, |s| i / s.row * s.host_pitch + i % s.row) as usize;
         let device = |i: u64| shape.map_or(i, |s| i / s.row * s.device_pitch + i % s.row) as usize;
         match &operation.work {
             Work::Copy { direction, at: place, .. } => {
                 let base = at(*place) as usize;
                 for i in 0..total {
                     match direction {
-                        Direction::FromHost => self.target[base + device(i)] = host[near(i)],
-                        Direction::ToHost => host[near(i)] = self.target[base + device(i)],
+                        Direction::FromHost => self.target[base + device(i)] = host[host_at(i)],
+                        Direction::ToHost => host[host_at(i)] = self.target[base + device(i)],
                     }
                 }
             }
             Work::Compare { at: place, .. } => {
                 let base = at(*place) as usize;
-                return (0..total).find(|i| self.target[base + device(*i)] != host[near(*i)]);
+                return (0..total).find(|i| self.target[base + device(*i)] != host[host_at(*i)]);
             }
             Work::Gather(g) => {
                 let places = g.device.iter().flat_map(|(place, len)| {
@@ -170,7 +170,7 @@ impl OperationModel {
             Work::Within { from, to, .. } => {
                 let (from, to) = (at(*from) as usize, at(*to) as usize);
                 for i in 0..total {
-                    self.target[to + device(i)] = self.target[from + near(i)];
+                    self.target[to + device(i)] = self.target[from + host_at(i)];
                 }
             }
             Work::Fill { at: place, pattern, .. } => {
@@ -191,35 +191,37 @@ impl OperationModel {
 pub fn operation<F: Fixture>(
     fixture: &mut F,
     random: &mut Random,
-    abilities: Abilities,
+    capabilities: Capabilities,
     most: u64,
 ) -> (Operation<AddrOf<F>>, Vec<u8>) {
     let target_len = fixture.target_len();
     loop {
         let kind = random.below(8);
-        let shaped = abilities.contains(Abilities::SHAPE) && random.below(3) == 0 && kind < 6;
+        let shaped = capabilities.contains(Capabilities::SHAPE) && random.below(3) == 0 && kind < 6;
         let len = random.below(most.min(target_len / 4)) + 1;
-        let (shape, near, far) = match shaped {
+        let (shape, host_len, device_len) = match shaped {
             false => (None, len, len),
             true => {
                 let row = random.below(len.min(3000)) + 1;
                 let rows = (len / row).clamp(1, 200) as u32;
                 let (host_pitch, device_pitch) = (row + random.below(100), row + random.below(100));
                 let shape = Shape { row, rows, host_pitch, device_pitch };
-                let (near, far) = (shape.extent(host_pitch), shape.extent(device_pitch));
-                (Some(shape), near.expect("short"), far.expect("short"))
+                let (host_len, device_len) = (shape.extent(host_pitch), shape.extent(device_pitch));
+                (Some(shape), host_len.expect("short"), device_len.expect("short"))
             }
         };
-        if near > target_len / 2 || far > target_len / 2 {
+        if host_len > target_len / 2 || device_len > target_len / 2 {
             continue;
         }
         let payload = shape.map_or(len, |s| s.row * u64::from(s.rows));
         // Two halves, so that a source and a destination do not overlap.
-        let (low, high) =
-            (random.below(target_len / 2 - near + 1), target_len / 2 + random.below(target_len / 2 - far + 1));
-        let anywhere = random.below(target_len - far + 1);
+        let (low, high) = (
+            random.below(target_len / 2 - host_len + 1),
+            target_len / 2 + random.below(target_len / 2 - device_len + 1),
+        );
+        let anywhere = random.below(target_len - device_len + 1);
         let direction = if random.below(2) == 0 { Direction::FromHost } else { Direction::ToHost };
-        let bytes = random.bytes(near as usize);
+        let bytes = random.bytes(host_len as usize);
         let mut host = |bytes: &[u8]| {
             let mut host = fixture.host(bytes.len());
             host.slice.write(0, bytes).expect("as long as it");
@@ -269,7 +271,7 @@ pub fn operation<F: Fixture>(
         operation.shape = shape.map(Box::new);
         operation.cache =
             [crate::CacheHint::Auto, crate::CacheHint::Hot, crate::CacheHint::Cold][random.below(3) as usize];
-        if abilities.contains(operation.needs()) {
+        if capabilities.contains(operation.needs()) {
             return (operation, bytes);
         }
     }
@@ -305,7 +307,7 @@ fn pick(random: &mut Random, n: u64, align: usize) -> u64 {
 /// The directions that a queue copies in.
 fn directions(queue: &impl Queue) -> Vec<Direction> {
     let all = [Direction::ToHost, Direction::FromHost];
-    all.into_iter().filter(|d| queue.abilities().contains(Abilities::copy(*d))).collect()
+    all.into_iter().filter(|d| queue.capabilities().contains(Capabilities::copy(*d))).collect()
 }
 
 /// The length of a copy of which many are made: 64 KiB, or what the queue does.
@@ -407,7 +409,7 @@ fn refuses_what_makes_no_sense<F: Fixture>(fixture: &mut F) {
         (Operation::fence().shaped(shape(1, 1, 1, 1)), Refusal::Mismatch),
     ];
     for (operation, reason) in cases {
-        if queue.abilities().contains(operation.needs()) {
+        if queue.capabilities().contains(operation.needs()) {
             assert_eq!(queue.submit(operation).expect_err("refused").reason, reason);
         }
     }
@@ -430,14 +432,14 @@ fn refuses_what_it_does_not_support<F: Fixture>(fixture: &mut F) {
         Operation::fence(),
     ];
     for operation in operations {
-        let (missing, bytes) = (operation.needs() - queue.abilities(), operation.bytes());
+        let (missing, bytes) = (operation.needs() - queue.capabilities(), operation.bytes());
         if !missing.is_empty() {
             let refused = queue.submit(operation).expect_err("refused");
             assert_eq!((refused.reason, refused.operation.bytes()), (Refusal::Unsupported(missing), bytes));
         }
     }
     assert_eq!(queue.in_flight(), 0);
-    assert!(!matches!(queue.cancel(Ticket::new(u64::MAX)), Cancelled::TakenBack(_) | Cancelled::Asked));
+    assert!(!matches!(queue.cancel(Ticket::new(u64::MAX)), Cancelled::Removed(_) | Cancelled::Requested));
 }
 
 fn reports_a_target_that_does_not_exist<F: Fixture>(fixture: &mut F) {
@@ -481,7 +483,7 @@ fn holds_its_capacity<F: Fixture>(fixture: &mut F) {
 fn keeps_many_in_flight<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
     let (align, target_len) = (fixture.align(), fixture.target_len());
-    if !queue.abilities().contains(Abilities::TO_HOST) {
+    if !queue.capabilities().contains(Capabilities::TO_HOST) {
         return;
     }
     let mut random = Random(5);
@@ -513,7 +515,7 @@ fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
     let mut model = OperationModel { target: random.bytes(fixture.target_len() as usize) };
     fixture.poke(&model.target);
     let at = offset_of(fixture);
-    let abilities = queue.abilities();
+    let capabilities = queue.capabilities();
     let before = queue.stats();
     let (mut bytes_done, mut failed, mut count) = (0, 0, 0);
     let (mut done, mut expected) = (Vec::new(), HashMap::new());
@@ -521,16 +523,17 @@ fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
     // One by one; then many at once, where their order is certain, so that the model may run ahead.
     for round in 0..6 * fixture.rounds() {
         let most = 9000.min(queue.limits().max_len);
-        let (operation, mut bytes) = operation(fixture, &mut random, abilities, most);
+        let (operation, mut bytes) = operation(fixture, &mut random, capabilities, most);
         let differs = model.apply(&operation, &mut bytes, &at);
         let total = operation.bytes();
         let ticket = submit(&mut queue, operation, &mut done);
         expected.insert(ticket, (bytes, differs, total));
-        if !abilities.contains(Abilities::ORDERED) && abilities.contains(Abilities::FENCE) {
+        if !capabilities.contains(Capabilities::ORDERED) && capabilities.contains(Capabilities::FENCE) {
             let fence = submit(&mut queue, Operation::fence(), &mut done);
             expected.insert(fence, (Vec::new(), None, 0));
         }
-        if !abilities.intersects(Abilities::ORDERED | Abilities::FENCE) || round < 100 || random.below(8) == 0 {
+        if !capabilities.intersects(Capabilities::ORDERED | Capabilities::FENCE) || round < 100 || random.below(8) == 0
+        {
             done.extend(drain(&mut queue, LONG));
         }
         if round + 1 == 6 * fixture.rounds() {
@@ -539,7 +542,7 @@ fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
         for end in done.drain(..) {
             let (bytes, differs, total) = expected.remove(&end.ticket).expect("each ends once");
             let in_order = last.replace(end.ticket).is_none_or(|before| before < end.ticket);
-            assert!(in_order || !abilities.contains(Abilities::ORDERED), "in order");
+            assert!(in_order || !capabilities.contains(Capabilities::ORDERED), "in order");
             let (result, moved) = match differs {
                 None => (Ok(()), total),
                 Some(offset) => (Err(OpError::Differs { offset }), offset),
@@ -564,7 +567,7 @@ fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
 
 fn compares_to_the_byte<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
-    if !queue.abilities().contains(Abilities::COMPARE) {
+    if !queue.capabilities().contains(Capabilities::COMPARE) {
         return;
     }
     let mut random = Random(2);
@@ -586,7 +589,7 @@ fn compares_to_the_byte<F: Fixture>(fixture: &mut F) {
 
 fn skips_the_rest_of_a_failed_operation<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
-    if !queue.abilities().contains(Abilities::GATHER) {
+    if !queue.capabilities().contains(Capabilities::GATHER) {
         return;
     }
     let target_len = fixture.target_len();
@@ -611,7 +614,7 @@ fn skips_the_rest_of_a_failed_operation<F: Fixture>(fixture: &mut F) {
 
 fn takes_back_and_cancels<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
-    if !queue.abilities().contains(Abilities::CANCEL | Abilities::FILL) {
+    if !queue.capabilities().contains(Capabilities::CANCEL | Capabilities::FILL) {
         return;
     }
     fixture.poke(&vec![0; fixture.target_len() as usize]);
@@ -629,12 +632,12 @@ fn takes_back_and_cancels<F: Fixture>(fixture: &mut F) {
         let before = fixture.peek();
         let (mut asked, mut taken) = (false, false);
         match queue.cancel(fills[victim]) {
-            Cancelled::TakenBack(operation) => {
+            Cancelled::Removed(operation) => {
                 taken = true;
                 assert!(round & 1 == 0 && matches!(operation.work, Work::Fill { .. }));
                 assert!(matches!(queue.cancel(fills[victim]), Cancelled::Unknown), "it is back");
             }
-            Cancelled::Asked => asked = true,
+            Cancelled::Requested => asked = true,
             other => assert!(matches!(other, Cancelled::TooLate | Cancelled::Unknown), "{other:?}"),
         }
         assert!(taken || round & 1 == 1, "the device has not received it");
@@ -666,7 +669,7 @@ fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let reason = || StopReason::Requested("for a test".into());
     let direction = directions(&queue)[0];
     assert!(!queue.restart() && queue.halted().is_none(), "it runs");
-    if !queue.abilities().contains(Abilities::STOP) {
+    if !queue.capabilities().contains(Capabilities::STOP) {
         queue.stop(reason());
         assert!(queue.halted().is_none() && !queue.restart(), "it ignores that");
         let operation = small(fixture, direction);

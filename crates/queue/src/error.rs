@@ -7,7 +7,7 @@ use dmalane_addr::{CardAddr, DeviceVa, FileOffset};
 use dmalane_dma::DmaFault;
 use thiserror::Error;
 
-use crate::{Abilities, Operation};
+use crate::{Capabilities, Operation};
 
 /// Why an operation failed. The bytes that were moved before are unspecified, but for the count in its completion.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
@@ -123,9 +123,9 @@ pub enum Refusal {
     /// The registration does not let the device write (device to host) or read (host to device).
     #[error("the registration does not permit this direction")]
     NotPermitted,
-    /// The queue does not have these abilities.
+    /// The queue does not have these capabilities.
     #[error("the queue does not support {}", .0.iter_names().map(|(name, _)| name).collect::<Vec<_>>().join(" | "))]
-    Unsupported(Abilities),
+    Unsupported(Capabilities),
     /// The device moves whole blocks only (direct I/O): address, length and host memory must be multiples of this.
     #[error("addresses, lengths and memory must be multiples of {align} bytes here")]
     Misaligned {
@@ -169,8 +169,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_names_the_abilities_that_are_missing() {
-        let refusal = Refusal::Unsupported(Abilities::FENCE | Abilities::FILL);
+    fn a_refusal_names_the_capabilities_that_are_missing() {
+        let refusal = Refusal::Unsupported(Capabilities::FENCE | Capabilities::FILL);
         assert_eq!(refusal.to_string(), "the queue does not support FILL | FENCE");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! [`Queue`] is the one port of everything that moves bytes: files ([`FileOffset`](dmalane_addr::FileOffset)) and
 //! devices ([`DeviceAddr`]). An [`Operation`] owns its host memory from [`Queue::submit`] until its [`Completion`], so
-//! nothing can touch or free memory that is in flight. [`Abilities`] say what a queue does besides copies.
+//! nothing can touch or free memory that is in flight. [`Capabilities`] say what a queue does besides copies.
 //!
 //! [`Registered`] is a buffer pinned and mapped once for many operations; [`Registry`] caches registrations, within
 //! limits.
@@ -22,7 +22,7 @@
 //! use dmalane_addr::CardAddr;
 //! use dmalane_dma::{AnonHeap, CopyHint, Heap, SharedBuf};
 //! use dmalane_queue::{
-//!     Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket,
+//!     Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket,
 //!     Waiting, Work, run, wait_with,
 //! };
 //!
@@ -33,10 +33,11 @@
 //!         let Work::Copy { direction, host, at: DeviceAddr::Card(at) } = &operation.work else {
 //!             return Err(OpError::Device { status: 1 }); // an address that this device does not have
 //!         };
-//!         let there = self.bytes.view().sub(at.bits() as usize, host.slice.len()).ok_or(OpError::NoCardMemory(*at))?;
+//!         let there = self.bytes.as_volatile_slice().sub(at.bits() as usize, host.slice.len());
+//!         let there = there.ok_or(OpError::NoCardMemory(*at))?;
 //!         match direction {
-//!             Direction::FromHost => there.copy_from(host.slice.view(), CopyHint::Keep),
-//!             Direction::ToHost => host.slice.view().copy_from(there, CopyHint::Keep),
+//!             Direction::FromHost => there.copy_from(host.slice.as_volatile_slice(), CopyHint::Keep),
+//!             Direction::ToHost => host.slice.as_volatile_slice().copy_from(there, CopyHint::Keep),
 //!         }
 //!         Ok(())
 //!     }
@@ -45,11 +46,11 @@
 //! impl Queue for Memory {
 //!     type Addr = DeviceAddr;
 //!     fn limits(&self) -> Limits { Limits { capacity: 64, max_len: 1 << 30 } }
-//!     fn abilities(&self) -> Abilities { Abilities::FROM_HOST | Abilities::TO_HOST }
+//!     fn capabilities(&self) -> Capabilities { Capabilities::FROM_HOST | Capabilities::TO_HOST }
 //!     fn in_flight(&self) -> usize { self.state.in_flight() }
 //!     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-//!         let (abilities, limits) = (self.abilities(), self.limits());
-//!         self.state.submit(operation, abilities, limits, |_| Ok(()), &mut self.waiting)
+//!         let (capabilities, limits) = (self.capabilities(), self.limits());
+//!         self.state.submit(operation, capabilities, limits, |_| Ok(()), &mut self.waiting)
 //!     }
 //!     fn flush(&mut self) {}
 //!     fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
@@ -109,7 +110,7 @@ pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
 pub use choice::{BadQueueChoice, QueueChoice};
 pub use error::{OpError, Refusal, Refused, StopReason};
-pub use operation::{Abilities, CacheHint, Completion, GatherList, HostSlice, Operation, Shape, Work};
+pub use operation::{CacheHint, Capabilities, Completion, GatherList, HostSlice, Operation, Shape, Work};
 pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
 pub use queue::{Cancelled, DeviceQueue, Direction, Limits, Queue, Ticket};
 pub use registered::Registered;

@@ -151,7 +151,7 @@ pub enum Work<A = DeviceAddr> {
 /// Something for a [`Queue`](crate::Queue) to do. Owns the host memory that it is about.
 #[derive(Debug)]
 pub struct Operation<A = DeviceAddr> {
-    /// What.
+    /// The kind of work and its operands.
     pub work: Work<A>,
     /// Two-dimensional; not for [`Work::Gather`] and [`Work::Fence`].
     pub shape: Option<Box<Shape>>,
@@ -227,18 +227,18 @@ impl<A: QueueAddr> Operation<A> {
         }
     }
 
-    /// The abilities that a queue needs for it.
+    /// The capabilities that a queue needs for it.
     #[inline]
-    pub fn needs(&self) -> Abilities {
-        let shape = if self.shape.is_some() { Abilities::SHAPE } else { Abilities::empty() };
+    pub fn needs(&self) -> Capabilities {
+        let shape = if self.shape.is_some() { Capabilities::SHAPE } else { Capabilities::empty() };
         shape
             | match &self.work {
-                Work::Copy { direction, .. } => Abilities::copy(*direction),
-                Work::Compare { .. } => Abilities::COMPARE,
-                Work::Gather(g) => Abilities::GATHER | Abilities::copy(g.direction),
-                Work::Within { .. } => Abilities::WITHIN,
-                Work::Fill { .. } => Abilities::FILL,
-                Work::Fence => Abilities::FENCE,
+                Work::Copy { direction, .. } => Capabilities::copy(*direction),
+                Work::Compare { .. } => Capabilities::COMPARE,
+                Work::Gather(g) => Capabilities::GATHER | Capabilities::copy(g.direction),
+                Work::Within { .. } => Capabilities::WITHIN,
+                Work::Fill { .. } => Capabilities::FILL,
+                Work::Fence => Capabilities::FENCE,
             }
     }
 
@@ -287,13 +287,13 @@ impl<A: QueueAddr> Operation<A> {
         }
     }
 
-    /// For implementations of [`Queue`](crate::Queue): refuses what a queue with these abilities and limits cannot do,
-    /// and what [`Operation::check`] says.
+    /// For implementations of [`Queue`](crate::Queue): refuses what a queue with these capabilities and limits cannot
+    /// do, and what [`Operation::check`] says.
     ///
     /// # Errors
     /// [`Refusal::Unsupported`], those of [`Operation::check`], [`Refusal::TooLong`].
-    pub fn admit(&self, abilities: Abilities, limits: Limits) -> Result<(), Refusal> {
-        let missing = self.needs() - abilities;
+    pub fn admit(&self, capabilities: Capabilities, limits: Limits) -> Result<(), Refusal> {
+        let missing = self.needs() - capabilities;
         if !missing.is_empty() {
             return Err(Refusal::Unsupported(missing));
         }
@@ -362,9 +362,9 @@ impl<A> From<Work<A>> for Operation<A> {
 }
 
 bitflags::bitflags! {
-    /// Abilities of a queue.
+    /// Capabilities of a queue.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-    pub struct Abilities: u32 {
+    pub struct Capabilities: u32 {
         /// Copy from host to device.
         const FROM_HOST = 1;
         /// Copy from device to host.
@@ -391,7 +391,7 @@ bitflags::bitflags! {
     }
 }
 
-impl Abilities {
+impl Capabilities {
     /// Those of the copy engines of a GPU, used in order.
     pub const COPY_ENGINE: Self = Self::FROM_HOST
         .union(Self::TO_HOST)
@@ -403,7 +403,7 @@ impl Abilities {
         .union(Self::STOP)
         .union(Self::ORDERED);
 
-    /// The ability to copy in this direction.
+    /// The capability to copy in this direction.
     pub fn copy(direction: Direction) -> Self {
         match direction {
             Direction::FromHost => Self::FROM_HOST,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane_addr::Access;
 
-use crate::{Abilities, Completion, DeviceAddr, Operation, QueueAddr, Refused, Stats, StopReason};
+use crate::{Capabilities, Completion, DeviceAddr, Operation, QueueAddr, Refused, Stats, StopReason};
 
 /// The direction of a copy, seen from host memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -59,10 +59,10 @@ pub struct Limits {
 #[derive(Debug)]
 pub enum Cancelled<A = DeviceAddr> {
     /// The device had not received it: here it is back, and no completion will follow.
-    TakenBack(Operation<A>),
+    Removed(Operation<A>),
     /// The device has it and was asked to end it. It ends normally or with
     /// [`OpError::Cancelled`](crate::OpError::Cancelled).
-    Asked,
+    Requested,
     /// The device has it and cannot be asked. It ends normally.
     TooLate,
     /// No operation in flight has this ticket.
@@ -72,8 +72,8 @@ pub enum Cancelled<A = DeviceAddr> {
 /// Moves bytes between host memory and one address space, asynchronously.
 ///
 /// [`submit`](Queue::submit) writes an operation down; [`flush`](Queue::flush) tells the device; [`poll`](Queue::poll)
-/// collects what has ended. Operations may end in any order, unless the queue has the ability
-/// [`ORDERED`](Abilities::ORDERED).
+/// collects what has ended. Operations may end in any order, unless the queue has the capability
+/// [`ORDERED`](Capabilities::ORDERED).
 ///
 /// An operation owns its host memory until a completion, a refusal or a cancellation gives it back. A queue that is
 /// dropped with operations in flight waits for them; memory that a device does not let go of is never freed.
@@ -93,8 +93,8 @@ pub trait Queue: Send {
     /// Operations in flight, and bytes per operation, at most.
     fn limits(&self) -> Limits;
 
-    /// The operations that [`Queue::submit`] accepts, and other abilities of the queue.
-    fn abilities(&self) -> Abilities;
+    /// The operations that [`Queue::submit`] accepts, and other capabilities of the queue.
+    fn capabilities(&self) -> Capabilities;
 
     /// Operations that were accepted and not yet given back.
     fn in_flight(&self) -> usize;
@@ -124,15 +124,15 @@ pub trait Queue: Send {
         None
     }
 
-    /// Stops the queue, with the ability [`STOP`](Abilities::STOP); others ignore it. Operations in flight end with
-    /// [`OpError::Stopped`](crate::OpError::Stopped) once the device has let go of them.
+    /// Stops the queue, with the capability [`STOP`](Capabilities::STOP); others ignore it. Operations in flight end
+    /// with [`OpError::Stopped`](crate::OpError::Stopped) once the device has let go of them.
     fn stop(&mut self, reason: StopReason) {
         drop(reason);
     }
 
     /// Starts a queue that has stopped. Tickets go on where they were. True when it runs again; false while it has not
-    /// stopped, has operations in flight, or the device does not answer, and always without the ability
-    /// [`STOP`](Abilities::STOP).
+    /// stopped, has operations in flight, or the device does not answer, and always without the capability
+    /// [`STOP`](Capabilities::STOP).
     fn restart(&mut self) -> bool {
         false
     }
@@ -181,8 +181,8 @@ macro_rules! forward {
                 (**self).limits()
             }
 
-            fn abilities(&self) -> Abilities {
-                (**self).abilities()
+            fn capabilities(&self) -> Capabilities {
+                (**self).capabilities()
             }
 
             fn in_flight(&self) -> usize {

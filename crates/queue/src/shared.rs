@@ -13,7 +13,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::{
-    Abilities, Cancelled, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, Stats,
+    Cancelled, Capabilities, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, Stats,
     StopReason, Ticket,
 };
 
@@ -34,7 +34,7 @@ const CLASSES: usize = 3;
 const FAIR_EVERY: u64 = 16;
 /// Polls of a waiting handle before its first sleep, and how long it sleeps.
 const SPINS: u32 = 64;
-const NAP: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// How a [`SharedQueue`] is shared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SharedOptions {
@@ -62,7 +62,7 @@ struct Inner<Q: Queue> {
     limits: Limits,
     inside: usize,
     drop_timeout: Duration,
-    abilities: Abilities,
+    capabilities: Capabilities,
     event: OnceLock<Option<OwnedFd>>,
     back: Mutex<Back<Q>>,
     front: Mutex<Front<Q::Addr>>,
@@ -166,7 +166,7 @@ impl<Q: Queue> SharedQueue<Q> {
             inside: options.inside.min(capacity),
             drop_timeout: options.drop_timeout,
             // Classes change the order of operations of different handles only.
-            abilities: queue.abilities(),
+            capabilities: queue.capabilities(),
             event: OnceLock::new(),
             back: Mutex::new(Back { queue, owners: VecDeque::new(), scratch: Vec::new(), deadline: None }),
             front: Mutex::new(front),
@@ -377,8 +377,8 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         self.shared.0.limits
     }
 
-    fn abilities(&self) -> Abilities {
-        self.shared.0.abilities
+    fn capabilities(&self) -> Capabilities {
+        self.shared.0.capabilities
     }
 
     fn in_flight(&self) -> usize {
@@ -386,7 +386,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
     }
 
     fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
-        if let Err(reason) = operation.admit(self.shared.0.abilities, self.shared.0.limits) {
+        if let Err(reason) = operation.admit(self.shared.0.capabilities, self.shared.0.limits) {
             return Err(Refused { operation, reason });
         }
         let mut front = self.shared.front();
@@ -435,7 +435,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
             }
             spins += 1;
             // Without a lock: others submit meanwhile.
-            if spins > SPINS { std::thread::sleep(NAP) } else { std::thread::yield_now() }
+            if spins > SPINS { std::thread::sleep(POLL_INTERVAL) } else { std::thread::yield_now() }
         }
     }
 
@@ -477,7 +477,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
                     return if ended { Cancelled::TooLate } else { Cancelled::Unknown };
                 };
                 match queue.cancel(owners[place].0) {
-                    Cancelled::TakenBack(operation) => {
+                    Cancelled::Removed(operation) => {
                         owners.remove(place);
                         operation
                     }
@@ -488,7 +488,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         front.in_flight -= 1;
         front.handles[self.number].in_flight -= 1;
         self.in_flight -= 1;
-        Cancelled::TakenBack(taken)
+        Cancelled::Removed(taken)
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane_dma::BufferSlice;
 
 use crate::{
-    Abilities, CacheHint, Cancelled, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy,
+    CacheHint, Cancelled, Capabilities, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy,
     Queue, QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work, wait_with,
 };
 
@@ -36,7 +36,7 @@ impl Clock for WallClock {
 
 /// The longest sleep on one queue while others have operations in flight: the time of the two smallest fragments of a
 /// fast queue (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
-const NAP: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Drives several queues as one.
 ///
@@ -61,7 +61,7 @@ pub struct Split<Q: Queue, P, K = WallClock> {
     in_flight: usize,
     next: u64,
     /// The queue that [`Queue::wait`] sleeps on next.
-    nap: usize,
+    next_wait: usize,
     scratch: Vec<Completion<Q::Addr>>,
 }
 
@@ -159,7 +159,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             ended: Vec::new(),
             in_flight: 0,
             next: 0,
-            nap: 0,
+            next_wait: 0,
             scratch: Vec::new(),
         }
     }
@@ -362,12 +362,12 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             for (ticket, assigned) in std::mem::take(&mut self.flying[i]) {
                 match assigned {
                     Assigned::Fragment(fragment) if fragment.transfer == id => match self.queues[i].cancel(ticket) {
-                        Cancelled::TakenBack(operation) => {
+                        Cancelled::Removed(operation) => {
                             self.put_back(i, fragment, operation, false);
                             withheld.push((fragment.offset, fragment.len));
                             continue;
                         }
-                        answer => asked |= matches!(answer, Cancelled::Asked),
+                        answer => asked |= matches!(answer, Cancelled::Requested),
                     },
                     _ => {}
                 }
@@ -375,17 +375,17 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             }
         }
         let Some((first, _)) = withheld.iter().min() else {
-            return if asked { Cancelled::Asked } else { Cancelled::TooLate };
+            return if asked { Cancelled::Requested } else { Cancelled::TooLate };
         };
         let copy = self.copies.get_mut(&id).expect("not ended yet");
         if withheld.iter().map(|(_, len)| len).sum::<u64>() == copy.len {
             let copy = self.copies.remove(&id).expect("just seen");
             self.in_flight -= 1;
-            return Cancelled::TakenBack(copy.into_operation());
+            return Cancelled::Removed(copy.into_operation());
         }
         copy.fail(*first, OpError::Cancelled);
         self.end(id);
-        Cancelled::Asked
+        Cancelled::Requested
     }
 }
 
@@ -400,10 +400,10 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             .expect("at least one queue")
     }
 
-    /// The abilities of all queues, and fences; not the order of a single queue.
-    fn abilities(&self) -> Abilities {
-        let all = self.queues.iter().fold(Abilities::all(), |all, queue| all & queue.abilities());
-        (all - Abilities::ORDERED) | Abilities::FENCE
+    /// The capabilities of all queues, and fences; not the order of a single queue.
+    fn capabilities(&self) -> Capabilities {
+        let all = self.queues.iter().fold(Capabilities::all(), |all, queue| all & queue.capabilities());
+        (all - Capabilities::ORDERED) | Capabilities::FENCE
     }
 
     fn in_flight(&self) -> usize {
@@ -412,7 +412,7 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
 
     fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
         let limits = self.limits();
-        if let Err(reason) = operation.admit(self.abilities(), limits) {
+        if let Err(reason) = operation.admit(self.capabilities(), limits) {
             return Err(Refused { operation, reason });
         }
         if self.in_flight >= limits.capacity {
@@ -449,10 +449,10 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             // only one.
             let n = this.queues.len();
             let busy = |i: &usize| this.queues[*i].in_flight() > 0;
-            let Some(i) = (0..n).map(|k| (this.nap + k) % n).find(busy) else { return };
+            let Some(i) = (0..n).map(|k| (this.next_wait + k) % n).find(busy) else { return };
             let alone = (0..n).filter(busy).count() == 1;
-            this.nap = i + 1;
-            this.queues[i].wait(&mut this.scratch, if alone { left } else { left.min(NAP) });
+            this.next_wait = i + 1;
+            this.queues[i].wait(&mut this.scratch, if alone { left } else { left.min(POLL_INTERVAL) });
             this.absorb(i);
         })
     }
@@ -482,7 +482,7 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             self.late.iter().position(|(late, _)| *late == id).and_then(|at| self.late.remove(at))
         {
             self.in_flight -= 1;
-            return Cancelled::TakenBack(operation);
+            return Cancelled::Removed(operation);
         }
         if self.copies.contains_key(&id) {
             return self.cancel_copy(id);
@@ -491,12 +491,12 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             let whole = |(_, assigned): &(Ticket, Assigned)| matches!(assigned, Assigned::Whole(known) if *known == id);
             let Some(place) = flying.iter().position(whole) else { continue };
             return match queue.cancel(flying[place].0) {
-                Cancelled::TakenBack(operation) => {
+                Cancelled::Removed(operation) => {
                     flying.remove(place);
                     self.in_flight -= 1;
-                    Cancelled::TakenBack(operation)
+                    Cancelled::Removed(operation)
                 }
-                Cancelled::Asked => Cancelled::Asked,
+                Cancelled::Requested => Cancelled::Requested,
                 Cancelled::TooLate | Cancelled::Unknown => Cancelled::TooLate,
             };
         }

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use crate::stats::Sampler;
 use crate::{
-    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, QueueAddr, Refusal, Refused, Stats,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, QueueAddr, Refusal, Refused, Stats,
     StopReason, Ticket,
 };
 
 /// The longest sleep of a wait: the timeout is checked in between.
-const NAP: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Operations that a queue has accepted and not begun, oldest first.
 pub type Waiting<A = DeviceAddr> = VecDeque<(Ticket, Operation<A>)>;
@@ -93,12 +93,12 @@ impl QueueState {
     }
 
     /// The time that a wait may sleep before the next poll: at most `left`, and not past the moment of the timeout.
-    pub fn nap(&self, left: Duration) -> Duration {
+    pub fn poll_interval(&self, left: Duration) -> Duration {
         let until_timeout = self
             .timeout
             .zip(self.quiet_since)
             .map(|(timeout, since)| timeout.saturating_sub(since.elapsed()).max(Duration::from_millis(1)));
-        left.min(NAP).min(until_timeout.unwrap_or(NAP))
+        left.min(POLL_INTERVAL).min(until_timeout.unwrap_or(POLL_INTERVAL))
     }
 
     /// Checks whether the queue can accept an operation now, which `more` checks too.
@@ -108,12 +108,12 @@ impl QueueState {
     pub fn check<A: QueueAddr>(
         &self,
         operation: &Operation<A>,
-        abilities: Abilities,
+        capabilities: Capabilities,
         limits: Limits,
         more: impl FnOnce(&Operation<A>) -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         self.check_running()?;
-        operation.admit(abilities, limits)?;
+        operation.admit(capabilities, limits)?;
         more(operation)?;
         if self.in_flight >= limits.capacity { Err(Refusal::Full) } else { Ok(()) }
     }
@@ -145,12 +145,12 @@ impl QueueState {
     pub fn submit<A: QueueAddr>(
         &mut self,
         operation: Operation<A>,
-        abilities: Abilities,
+        capabilities: Capabilities,
         limits: Limits,
         more: impl FnOnce(&Operation<A>) -> Result<(), Refusal>,
         into: &mut Waiting<A>,
     ) -> Result<Ticket, Refused<A>> {
-        if let Err(reason) = self.check(&operation, abilities, limits, more) {
+        if let Err(reason) = self.check(&operation, capabilities, limits, more) {
             return Err(self.refuse(operation, reason));
         }
         let ticket = self.accept();
@@ -166,7 +166,7 @@ impl QueueState {
             && let Some((_, operation)) = from.remove(at)
         {
             self.taken_back(ticket);
-            return Cancelled::TakenBack(operation);
+            return Cancelled::Removed(operation);
         }
         let maybe = ticket.number() < self.stats.submitted && self.in_flight > 0;
         if maybe { Cancelled::TooLate } else { Cancelled::Unknown }
@@ -231,14 +231,14 @@ mod tests {
         let limits = Limits { capacity: 3, max_len: 100 };
         let mut waiting = Waiting::<DeviceAddr>::new();
         let submit = |state: &mut QueueState, waiting: &mut Waiting| {
-            let submitted = state.submit(Operation::fence(), Abilities::FENCE, limits, |_| Ok(()), waiting);
+            let submitted = state.submit(Operation::fence(), Capabilities::FENCE, limits, |_| Ok(()), waiting);
             submitted.map_err(|refused| refused.reason)
         };
         let tickets: Vec<Ticket> = (0..3).map(|_| submit(&mut state, &mut waiting).unwrap()).collect();
         assert_eq!((tickets[2].number(), state.in_flight(), waiting.len()), (2, 3, 3));
         assert_eq!(submit(&mut state, &mut waiting), Err(Refusal::Full));
         state.flushed();
-        let Cancelled::TakenBack(_) = state.cancel(tickets[1], &mut waiting) else { panic!("it has not begun") };
+        let Cancelled::Removed(_) = state.cancel(tickets[1], &mut waiting) else { panic!("it has not begun") };
         assert!(matches!(state.cancel(tickets[1], &mut waiting), Cancelled::TooLate), "others are in flight");
         assert!(matches!(state.cancel(Ticket::new(3), &mut waiting), Cancelled::Unknown), "never submitted");
         // More of them: the sums differ from one.
@@ -265,7 +265,7 @@ mod tests {
         let mut state = QueueState { in_flight: 2, ..QueueState::default() };
         let operation = Operation::<DeviceAddr>::fence();
         let check = |state: &QueueState, capacity, more: Result<(), Refusal>| {
-            state.check(&operation, Abilities::FENCE, Limits { capacity, max_len: 1 }, |_| more)
+            state.check(&operation, Capabilities::FENCE, Limits { capacity, max_len: 1 }, |_| more)
         };
         assert_eq!(check(&state, 3, Ok(())), Ok(()));
         assert_eq!(check(&state, 2, Ok(())), Err(Refusal::Full));
@@ -278,10 +278,13 @@ mod tests {
     #[test]
     fn naps_end_with_the_wait_and_with_the_timeout() {
         let mut state = QueueState { in_flight: 1, ..QueueState::default() };
-        assert_eq!((state.nap(Duration::MAX), state.nap(NAP / 2)), (NAP, NAP / 2));
+        assert_eq!(
+            (state.poll_interval(Duration::MAX), state.poll_interval(POLL_INTERVAL / 2)),
+            (POLL_INTERVAL, POLL_INTERVAL / 2)
+        );
         state.set_timeout(Some(Duration::from_secs(3600)));
         assert_eq!(state.timed_out(), None);
-        assert_eq!(state.nap(Duration::MAX), NAP, "the timeout is far");
+        assert_eq!(state.poll_interval(Duration::MAX), POLL_INTERVAL, "the timeout is far");
         // Another timeout counts from anew; so does the first operation of an empty queue, and no other one.
         state.set_timeout(Some(Duration::ZERO));
         assert!(state.quiet_since.is_none() && state.timed_out().is_some());
@@ -303,9 +306,9 @@ mod tests {
         assert_eq!(state.timed_out(), None, "nor is there then");
         state.set_timeout(Some(timeout));
         let _ticket = state.accept();
-        assert_eq!((state.nap(Duration::MAX), state.timed_out()), (NAP, None));
+        assert_eq!((state.poll_interval(Duration::MAX), state.timed_out()), (POLL_INTERVAL, None));
         std::thread::sleep(2 * timeout);
-        assert_eq!(state.nap(Duration::MAX), Duration::from_millis(1));
+        assert_eq!(state.poll_interval(Duration::MAX), Duration::from_millis(1));
         assert_eq!(state.timed_out(), Some(StopReason::Timeout(timeout)));
         state.moved();
         assert_eq!(state.timed_out(), None);

@@ -188,7 +188,7 @@ mod tests {
         (1..=1000).for_each(|n| latency.record(Duration::from_nanos(n * 1000)));
         let (p50, p99) = (latency.p50().unwrap().as_micros(), latency.p99().unwrap().as_micros());
         assert!((500..=563).contains(&p50) && (990..=1114).contains(&p99), "{p50} {p99}");
-        // What lies outside counts in the first or the last bucket.
+        // Values outside the range count in the first or the last bucket.
         let mut latency = Latency::default();
         latency.record(Duration::ZERO);
         assert_eq!(latency.p50(), Some(Duration::from_nanos(18)));

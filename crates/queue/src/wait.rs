@@ -26,8 +26,7 @@ pub enum RunError<A: std::fmt::Debug> {
     Busy,
 }
 
-/// Timeout for a queue that has halted or was stopped to end its operations: a device that still answers takes far
-/// less.
+/// Timeout within which a halted or stopped queue must end its operations. A device that still answers needs far less.
 pub const RELEASE_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 2000 });
 /// The longest wait without checking whether the queue has halted.
 const CHECK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 200 });
@@ -151,7 +150,7 @@ pub(crate) mod fake {
     use dmalane_dma::{AnonHeap, Heap};
 
     use super::*;
-    use crate::{Abilities, DeviceAddr, Limits, Ticket};
+    use crate::{Capabilities, DeviceAddr, Limits, Ticket};
 
     #[derive(Default)]
     pub(crate) struct Fake {
@@ -168,8 +167,8 @@ pub(crate) mod fake {
             Limits { capacity: 4, max_len: 1 << 20 }
         }
 
-        fn abilities(&self) -> Abilities {
-            Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP
+        fn capabilities(&self) -> Capabilities {
+            Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::STOP
         }
 
         fn in_flight(&self) -> usize {
@@ -272,7 +271,7 @@ mod tests {
     #[test]
     fn an_operation_is_run_on_a_queue_of_its_own() {
         let mut queue = Fake { ends: true, ..Fake::default() };
-        // What has ended in the last moment is not lost.
+        // Operations that ended at the last moment are not lost.
         assert_eq!(run(&mut queue, operation(), Duration::ZERO).unwrap().bytes(), 8192);
         queue.ends = false;
         let timeout = Duration::from_millis(1);

@@ -18,7 +18,7 @@ use dmalane_card::regs;
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
 const SPINS: u32 = 1024;
 /// The longest sleep of a worker: it may have skipped a channel that a helper was just leaving.
-const NAP: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Which threads a software card works on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -221,7 +221,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
                 std::hint::spin_loop();
             } else {
                 // An unpark since the last park makes this return at once, so no doorbell is slept through.
-                thread::park_timeout(NAP);
+                thread::park_timeout(POLL_INTERVAL);
             }
         }
     }

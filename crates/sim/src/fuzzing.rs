@@ -34,7 +34,7 @@ fn patterned(heap: &AnonHeap, len: usize, byte: u8) -> SharedBuf {
 
 fn is_all(buf: &SharedBuf, byte: u8) -> bool {
     let mut same = true;
-    buf.view().for_each_block(|block| same &= block.iter().all(|b| *b == byte));
+    buf.as_volatile_slice().for_each_block(|block| same &= block.iter().all(|b| *b == byte));
     same
 }
 
@@ -104,7 +104,7 @@ impl Driver {
             }
             1 => {
                 let at = usize::from(input.u16());
-                self.open.view().sub(at & 0x7fff, 64)?.write(input.bytes(32));
+                self.open.as_volatile_slice().sub(at & 0x7fff, 64)?.write(input.bytes(32));
             }
             2 => {
                 // A descriptor that is nearly right, after the one before.
@@ -125,7 +125,7 @@ impl Driver {
                     _ => (host, card, len),
                 };
                 for (i, word) in [head, host, card, len].into_iter().enumerate() {
-                    self.open.view().store_u64((written % 256) as usize * 32 + 8 * i, word)?;
+                    self.open.as_volatile_slice().store_u64((written % 256) as usize * 32 + 8 * i, word)?;
                 }
                 self.written[usize::from(channel)] += 1;
             }
@@ -209,7 +209,7 @@ pub fn fuzz_driver(bytes: &[u8]) {
         taken += usize::from(ticket.is_ok());
         if i % 3 == 1
             && let Ok(ticket) = ticket
-            && let Cancelled::TakenBack(_) = queue.cancel(ticket)
+            && let Cancelled::Removed(_) = queue.cancel(ticket)
         {
             back += 1;
         }

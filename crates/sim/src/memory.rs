@@ -170,7 +170,7 @@ impl CardMemory {
             }
             bank.make_present(offset / BLOCK, &mut 0).ok()?;
         }
-        bank.buf.view().load_u64(usize::try_from(offset).ok()?)
+        bank.buf.as_volatile_slice().load_u64(usize::try_from(offset).ok()?)
     }
 
     /// Stores the 64-bit word at `at`, if that is a multiple of 8 in a block that is present: [`CardMemory::write`] of
@@ -178,7 +178,7 @@ impl CardMemory {
     #[inline]
     pub(crate) fn store(&self, at: CardAddr, value: u64) -> bool {
         let offset = |bank: &Bank| at.offset_from(bank.span.first()).filter(|offset| bank.is_present(offset / BLOCK));
-        let store = |bank: &Bank| bank.buf.view().store_u64(usize::try_from(offset(bank)?).ok()?, value);
+        let store = |bank: &Bank| bank.buf.as_volatile_slice().store_u64(usize::try_from(offset(bank)?).ok()?, value);
         self.bank(at).and_then(store).is_some()
     }
 
@@ -227,7 +227,7 @@ impl<'m> Block<'m> {
     fn change(&mut self, at: CardAddr, len: u64) -> Option<VolatileSlice<'m>> {
         let bank = self.memory.bank(at)?;
         let offset = at.offset_from(bank.span.first())? & !(BLOCK - 1);
-        let block = bank.buf.view().sub(usize::try_from(offset).ok()?, BLOCK as usize)?;
+        let block = bank.buf.as_volatile_slice().sub(usize::try_from(offset).ok()?, BLOCK as usize)?;
         if !bank.is_present(offset / BLOCK) {
             bank.make_present(offset / BLOCK, &mut self.made).ok()?;
         }
@@ -267,7 +267,8 @@ impl Bank {
 
     #[inline]
     fn view(&self, at: CardAddr, len: u64, made: &mut u64) -> Result<VolatileSlice<'_>, Error> {
-        let cut = |offset: u64| self.buf.view().sub(usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
+        let cut =
+            |offset: u64| self.buf.as_volatile_slice().sub(usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
         let Some((offset, view)) = at.offset_from(self.span.first()).and_then(|offset| Some((offset, cut(offset)?)))
         else {
             return Err(Error::Outside { at, len });
@@ -285,7 +286,7 @@ impl Bank {
 
     #[inline]
     fn is_present(&self, block: u64) -> bool {
-        // Pairs with the release in `make_present`: whoever sees the bit sees the page.
+        // Pairs with the release in `make_present`: a thread that sees the bit sees the page.
         self.present[(block / 64) as usize].load(Ordering::Acquire) >> (block % 64) & 1 == 1
     }
 

@@ -107,8 +107,8 @@ struct Rings {
 /// Rows.
 #[derive(Clone, Copy)]
 struct Shape {
-    near_pitch: u64,
-    far_pitch: u64,
+    host_pitch: u64,
+    card_pitch: u64,
     rows: u32,
 }
 
@@ -288,7 +288,7 @@ impl<M: DeviceMem> Queue<M> {
                 let reported = engine.head != before || matches!(engine.state, State::Halted);
                 if reported {
                     regs.head.store(engine.head, Ordering::Relaxed);
-                    // The completions before the register. Both sides exchange: whoever comes second sees
+                    // The completions before the register. Both sides exchange: the second one sees
                     // what the first one wrote before (`CardQueue::wait`).
                     if regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1 {
                         interrupt();
@@ -451,11 +451,11 @@ impl Engine {
         let (len, memory, at, from) = match task {
             Task::Fence if shape.is_some() => return bad_shape,
             Task::Fence => return Ok(None),
-            Task::Shape { near_pitch, far_pitch, rows } => {
+            Task::Shape { host_pitch, card_pitch, rows } => {
                 if shape.is_some() || !chained {
                     return bad_shape;
                 }
-                self.shape = Some(Shape { near_pitch, far_pitch, rows });
+                self.shape = Some(Shape { host_pitch, card_pitch, rows });
                 return Ok(None);
             }
             Task::Copy { direction: Direction::ToHost, host, len, .. } => {
@@ -467,20 +467,20 @@ impl Engine {
             Task::Compare { len, .. } => (len, Memory::Host, 0, u64::MAX),
         };
         let mut total = len;
-        if let Some(Shape { near_pitch, far_pitch, rows }) = shape {
+        if let Some(Shape { host_pitch, card_pitch, rows }) = shape {
             match len.checked_mul(rows) {
                 Some(bytes) if bytes <= MAX_LEN => total = bytes,
                 _ => return bad_shape,
             }
             let extent = |pitch: u64| pitch.checked_mul(u64::from(rows) - 1)?.checked_add(u64::from(len) - 1);
             let wraps = |at: u64, pitch: u64| extent(pitch).and_then(|extent| at.checked_add(extent)).is_none();
-            let (near, far) = match task {
+            let (host_at, card_at) = match task {
                 Task::Copy { host, card, .. } | Task::Compare { host, card, .. } => (host.bits(), card.bits()),
                 Task::Within { from, to, .. } => (from.bits(), to.bits()),
                 Task::Fill { card, .. } => (0, card.bits()),
                 Task::Shape { .. } | Task::Fence => (0, 0),
             };
-            if wraps(near, near_pitch) || wraps(far, far_pitch) {
+            if wraps(host_at, host_pitch) || wraps(card_at, card_pitch) {
                 return Err(Failure(Status::Wraps, 0));
             }
         }
@@ -564,16 +564,16 @@ impl Engine {
         }
         while job.done < job.total && work.left() > 0 {
             // The row, and the place in it.
-            let (within, near, far) = match job.shape {
+            let (within, host_offset, card_offset) = match job.shape {
                 None => (job.done, u64::from(job.done), u64::from(job.done)),
                 Some(shape) => {
                     let (row, within) = (u64::from(job.done / job.len), job.done % job.len);
                     // `begin` checked that the last of these does not wrap.
-                    (within, row * shape.near_pitch + u64::from(within), row * shape.far_pitch + u64::from(within))
+                    (within, row * shape.host_pitch + u64::from(within), row * shape.card_pitch + u64::from(within))
                 }
             };
             let want = u64::from(job.len - within).min(work.left());
-            let moved = self.do_some(job, work, near, far, within, want);
+            let moved = self.do_some(job, work, host_offset, card_offset, within, want);
             // A failure costs too.
             work.cost += moved.as_ref().map_or(ROW_COST, |moved| ROW_COST.max(*moved));
             work.charge(self.tlb.entries_read);
@@ -592,42 +592,43 @@ impl Engine {
         &mut self,
         job: &Job,
         work: &mut Work<'_, H, F>,
-        near: u64,
-        far: u64,
+        host_offset: u64,
+        card_offset: u64,
         within: u32,
         want: u64,
     ) -> Result<u64, Failure> {
         let Work { mem, mmu, inside, made, .. } = work;
         // `decode` and `begin` checked that no range wraps.
-        let iova = |host: Iova| Iova::new(host.bits() + near);
+        let iova = |host: Iova| Iova::new(host.bits() + host_offset);
         let (read, write) = (Access::READ, Access::WRITE);
         match job.task {
             Task::Copy { direction: Direction::FromHost, host, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, write)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, card_offset, want, write)?;
                 mem.read(iova(host), there, job.hint).map_err(host_failure)?;
                 Ok(there.len() as u64)
             }
             Task::Copy { direction: Direction::ToHost, host, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, read)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, card_offset, want, read)?;
                 mem.write(iova(host), there, job.hint).map_err(host_failure)?;
                 Ok(there.len() as u64)
             }
             Task::Compare { host, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, read)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, card_offset, want, read)?;
                 match mem.compare(iova(host), there).map_err(host_failure)? {
                     None => Ok(there.len() as u64),
                     Some(offset) => Err(Failure(Status::Differs, u64::from(job.done) + offset as u64)),
                 }
             }
             Task::Within { from, to, .. } => {
-                let source = card_view(&mut self.tlb, mmu, (*inside, &mut *made), from, near, want, read)?;
-                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), to, far, source.len() as u64, write)?;
+                let source = card_view(&mut self.tlb, mmu, (*inside, &mut *made), from, host_offset, want, read)?;
+                let there =
+                    card_view(&mut self.tlb, mmu, (*inside, &mut *made), to, card_offset, source.len() as u64, write)?;
                 let source = source.sub(0, there.len()).expect("no longer than the source");
                 there.copy_from(source, job.hint);
                 Ok(there.len() as u64)
             }
             Task::Fill { pattern, card, .. } => {
-                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, far, want, write)?;
+                let there = card_view(&mut self.tlb, mmu, (*inside, &mut *made), card, card_offset, want, write)?;
                 there.fill_pattern(pattern.rotate_right(within % 8 * 8), job.hint);
                 Ok(there.len() as u64)
             }
@@ -699,10 +700,10 @@ fn holds_all(job: &Job, memory: &CardMemory) -> Result<(), Failure> {
         }
     };
     match job.task {
-        Task::Copy { card, .. } | Task::Fill { card, .. } | Task::Compare { card, .. } => holds(card, |s| s.far_pitch),
+        Task::Copy { card, .. } | Task::Fill { card, .. } | Task::Compare { card, .. } => holds(card, |s| s.card_pitch),
         Task::Within { from, to, .. } => {
-            holds(from, |s| s.near_pitch)?;
-            holds(to, |s| s.far_pitch)
+            holds(from, |s| s.host_pitch)?;
+            holds(to, |s| s.card_pitch)
         }
         Task::Shape { .. } | Task::Fence => Ok(()),
     }

@@ -38,13 +38,13 @@ pub const HINT_V80: u32 = 2;
 /// The hint that one queue pair should do all the work.
 pub const HINT_SINGLE: u32 = 1;
 
-/// Words of TRANSFER: length, count and the parts.
-pub const TRANSFER_WORDS: usize = 2 + MAX_PARTS * PART_WORDS;
-/// Words of a part of a transfer.
-pub const PART_WORDS: usize = 10;
+/// Words of TRANSFER: length, count and the ranges.
+pub const TRANSFER_WORDS: usize = 2 + MAX_RANGES * RANGE_WORDS;
+/// Words of a range of a transfer.
+pub const RANGE_WORDS: usize = 10;
 /// Parts of a transfer at most, which is also the number of queue pairs behind one file.
-pub const MAX_PARTS: usize = 2;
-/// Bytes of a part that the driver takes at most.
+pub const MAX_RANGES: usize = 2;
+/// Bytes of a range that the driver takes at most.
 #[cfg(feature = "model")]
 pub const MAX_PART: u64 = u32::MAX as u64;
 
@@ -63,16 +63,16 @@ pub enum PairOp {
     Delete = 2,
 }
 
-/// The direction of a part.
+/// The direction of a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DmaDirection {
     HostToCard = 1,
     CardToHost = 2,
 }
 
-/// A part of a transfer.
+/// A range of a transfer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Part {
+pub struct TransferRange {
     /// Which of the file's queue pairs.
     pub pair: u32,
     pub direction: DmaDirection,
@@ -85,21 +85,21 @@ pub struct Part {
     pub len: u64,
 }
 
-impl Part {
-    /// The words of a part.
-    fn words(&self) -> [u32; PART_WORDS] {
+impl TransferRange {
+    /// The words of a range.
+    fn words(&self) -> [u32; RANGE_WORDS] {
         let [offset, at, len] = [self.offset, self.at, self.len].map(halves);
         let buffer = u32::from_ne_bytes(self.buffer.to_ne_bytes());
         [self.pair, self.direction as u32, buffer, 0, offset[0], offset[1], at[0], at[1], len[0], len[1]]
     }
 }
 
-/// The argument of a transfer of these parts, two at most.
-pub fn transfer(parts: &[Part]) -> [u32; TRANSFER_WORDS] {
+/// The argument of a transfer of these ranges, two at most.
+pub fn transfer(ranges: &[TransferRange]) -> [u32; TRANSFER_WORDS] {
     let mut words = [0; TRANSFER_WORDS];
-    words[..2].copy_from_slice(&[TRANSFER_WORDS as u32 * 4, parts.len() as u32]);
-    for (place, part) in words[2..].chunks_exact_mut(PART_WORDS).zip(parts) {
-        place.copy_from_slice(&part.words());
+    words[..2].copy_from_slice(&[TRANSFER_WORDS as u32 * 4, ranges.len() as u32]);
+    for (place, range) in words[2..].chunks_exact_mut(RANGE_WORDS).zip(ranges) {
+        place.copy_from_slice(&range.words());
     }
     words
 }
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_part_has_the_drivers_layout() {
-        let part = Part {
+        let range = TransferRange {
             pair: 1,
             direction: DmaDirection::CardToHost,
             buffer: -1,
@@ -124,10 +124,10 @@ mod tests {
             at: 0x600_0000_0000,
             len: 5,
         };
-        let words = part.words();
+        let words = range.words();
         assert_eq!(words[..4], [1, 2, u32::MAX, 0]);
         assert_eq!((words[4..6].to_vec(), words[8..].to_vec()), (halves(4096).to_vec(), halves(5).to_vec()));
         assert_eq!(words[6..8], halves(0x600_0000_0000));
-        assert_eq!((TRANSFER_WORDS * 4, PART_WORDS * 4), (88, 40));
+        assert_eq!((TRANSFER_WORDS * 4, RANGE_WORDS * 4), (88, 40));
     }
 }

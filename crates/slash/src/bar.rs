@@ -57,11 +57,11 @@ impl Bar {
     ///
     /// # Errors
     /// [`Error`]: no such socket or card, no permission, no such BAR.
-    pub fn lent(name: &VrtdName, bar: u8) -> Result<Self, Error> {
-        Self::lent_by(Arc::new(Daemon::connect(name)?), bar)
+    pub fn open_via_vrtd(name: &VrtdName, bar: u8) -> Result<Self, Error> {
+        Self::map_from(Arc::new(Daemon::connect(name)?), bar)
     }
 
-    fn lent_by(daemon: Arc<Daemon>, bar: u8) -> Result<Self, Error> {
+    fn map_from(daemon: Arc<Daemon>, bar: u8) -> Result<Self, Error> {
         let (file, len) = daemon.bar(bar).map_err(|e| Error::call(Request::BarFile, e))?;
         Self::map(daemon, file, bar, len)
     }
@@ -146,7 +146,7 @@ mod tests {
         for (offset, value) in [(0, 0x1234_5678), (LEN - 4, 0xfedc_ba98)] {
             bar.write32(offset, value).unwrap();
             assert_eq!(bar.read32(offset).unwrap(), value);
-            assert_eq!(memory.view().load_u32(offset as usize).unwrap(), value);
+            assert_eq!(memory.as_volatile_slice().load_u32(offset as usize).unwrap(), value);
         }
         assert!(matches!(bar.read32(LEN), Err(Error::NoRegister { bar: 2, offset: LEN })));
         assert_eq!(errno(bar.bracketed(1 << 8, || Ok(0))), Some(libc::EINVAL));

@@ -19,20 +19,20 @@ use crate::sys::Mapped;
 use crate::{Error, error};
 
 /// Memory that the card may still use, because its queue could not be stopped. Never dropped.
-static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
+static QUARANTINED: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 /// Bytes of that.
-static KEPT_BYTES: AtomicU64 = AtomicU64::new(0);
+static QUARANTINED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// Bytes of host memory that this process never gives back, because the driver could not stop their queue: the card may
 /// still read or write that memory.
-pub fn kept_bytes() -> u64 {
-    KEPT_BYTES.load(Ordering::Relaxed)
+pub fn quarantined_bytes() -> u64 {
+    QUARANTINED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Keeps memory for ever.
-pub(crate) fn keep(memory: impl Any + Send, bytes: u64) {
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(memory));
-    KEPT_BYTES.fetch_add(bytes, Ordering::Relaxed);
+/// Leaks memory: it is never freed.
+pub(crate) fn quarantine(memory: impl Any + Send, bytes: u64) {
+    QUARANTINED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(memory));
+    QUARANTINED_BYTES.fetch_add(bytes, Ordering::Relaxed);
 }
 
 /// The kernel's pages, in bytes: transfers begin at multiples of this in a buffer.

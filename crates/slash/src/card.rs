@@ -14,7 +14,7 @@ use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
 pub struct Info {
     /// Bytes of the structure that the driver has: 20, or, since July 2026, 52.
     pub size: u32,
-    /// Bits of abilities; no version sets any.
+    /// Bits of capabilities; no version sets any.
     pub caps: u32,
     /// The PCI address of the card's DMA function; `None` for drivers that do not say.
     pub pci: Option<String>,

@@ -16,7 +16,7 @@ use dmalane_dma::{Heap as _, Registrar};
 use dmalane_queue::{DeviceQueue, Route};
 
 use crate::Error;
-use crate::abi::{self, MAX_PARTS};
+use crate::abi::{self, MAX_RANGES};
 use crate::buffers::{OwnBuffers, heap, page};
 use crate::card::{Card, Info};
 use crate::kernel::{Handle, Kernel, Request};
@@ -142,15 +142,20 @@ impl SlashDevice {
     ///
     /// # Errors
     /// [`Error`]: no such socket or card, no permission, an unknown version, a request that failed.
-    pub fn lent(name: &VrtdName, options: SlashOptions) -> Result<Self, Error> {
+    pub fn open_via_vrtd(name: &VrtdName, options: SlashOptions) -> Result<Self, Error> {
         Self::through_daemon(Daemon::connect(name)?, options)
     }
 
     /// The same over a socket that is connected to the daemon, and other calls on the files that it sends.
     ///
     /// # Errors
-    /// As [`SlashDevice::lent`].
-    pub fn lent_over(socket: OwnedFd, card: u32, files: Arc<dyn Kernel>, options: SlashOptions) -> Result<Self, Error> {
+    /// As [`SlashDevice::open_via_vrtd`].
+    pub fn from_vrtd_socket(
+        socket: OwnedFd,
+        card: u32,
+        files: Arc<dyn Kernel>,
+        options: SlashOptions,
+    ) -> Result<Self, Error> {
         let of = |e: rustix::io::Errno| Error::Vrtd { socket: PathBuf::new(), source: e.into() };
         Self::through_daemon(Daemon::over(socket, card, files).map_err(of)?, options)
     }
@@ -176,7 +181,8 @@ impl SlashDevice {
         let registrar = Arc::new(OwnBuffers::new(&buffers));
         // The pages of both queues: of the first buffer, which also says how the channels should be used.
         let of = |e: dmalane_dma::Error| Error::call(Request::BufferCreate, kernels(e));
-        let mut pages = Some(heap(&buffers).allocate(2 * DEPTH * MAX_PARTS * page()).map_err(of)?.share().into_slice());
+        let mut pages =
+            Some(heap(&buffers).allocate(2 * DEPTH * MAX_RANGES * page()).map_err(of)?.share().into_slice());
         let mut next_page = || match pages.take()?.split_at(page()) {
             Ok((page, rest)) => {
                 pages = Some(rest);
@@ -192,7 +198,7 @@ impl SlashDevice {
         let (mut queues, mut counters): (Vec<Box<DeviceQueue>>, Vec<_>) = (Vec::new(), Vec::new());
         let mut waits = String::new();
         for (number, pair) in pairs.into_iter().enumerate() {
-            let pages = (0..DEPTH).map(|_| (0..MAX_PARTS).filter_map(|_| next_page()).collect()).collect();
+            let pages = (0..DEPTH).map(|_| (0..MAX_RANGES).filter_map(|_| next_page()).collect()).collect();
             let plans = Planner { buffers: buffers.clone(), reach: reach.clone() };
             let calls = pair.calls();
             waits = match calls.depth() {

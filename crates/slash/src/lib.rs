@@ -11,7 +11,7 @@
 //!
 //! **After an error, progress is unknown.** The driver gives up on a transfer after 10 s without stopping the card, and
 //! discards the byte counts of a call of which a part failed. So a queue stops its queue pair before it gives back the
-//! buffers of a call that failed, and keeps them for ever if it cannot.
+//! buffers of a call that failed, and never frees them if it cannot.
 //!
 //! **A transfer begins at a page of its buffer.** Where an operation does not, its first bytes, less than a page, are
 //! copied to a page of the queue and go as a transfer of their own within the same call.
@@ -35,7 +35,7 @@ mod vrtd;
 mod worker;
 
 pub use bar::Bar;
-pub use buffers::kept_bytes;
+pub use buffers::quarantined_bytes;
 pub use card::Info;
 pub use device::{DDR, HBM, Node, SlashDevice, SlashOptions, nodes};
 pub use error::Error;

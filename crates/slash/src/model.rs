@@ -57,7 +57,7 @@ pub type Script = dyn FnMut(Request) -> Option<Fault> + Send;
 pub struct Version {
     /// Bytes of the structure of INFO.
     pub info: u32,
-    /// Bits of abilities in INFO.
+    /// Bits of capabilities in INFO.
     pub caps: u32,
     /// Bytes of the structure of QPAIR_ADD, which are part of its number.
     pub pair_add: u32,
@@ -655,7 +655,7 @@ impl State {
 
     fn pair_file(&mut self, bytes: &[u8]) -> Result<Answer, i32> {
         let [qid, flags, count] = [1, 2, 3].map(|at| word(bytes, at).unwrap_or(0));
-        if flags & !abi::CLOEXEC != 0 || count as usize > abi::MAX_PARTS {
+        if flags & !abi::CLOEXEC != 0 || count as usize > abi::MAX_RANGES {
             return Err(EINVAL);
         }
         let ids: Vec<u32> = match count {
@@ -694,11 +694,11 @@ impl State {
     fn parts(&self, on: FileId, bytes: &[u8], file_of: &dyn Fn(i32) -> Option<FileId>) -> Result<Vec<Moved>, i32> {
         let Some(Kind::Pairs(pairs)) = self.files.get(&on) else { return Err(ENOTTY) };
         let count = word(bytes, 1).unwrap_or(0) as usize;
-        if count == 0 || count > abi::MAX_PARTS {
+        if count == 0 || count > abi::MAX_RANGES {
             return Err(EINVAL);
         }
         let part = |i: usize| {
-            let at = 2 + i * abi::PART_WORDS;
+            let at = 2 + i * abi::RANGE_WORDS;
             let [index, direction, fd] = [0, 1, 2].map(|w| word(bytes, at + w).unwrap_or(0));
             let [offset, address, len] = [4, 6, 8].map(|w| wide(bytes, at + w));
             let pair = *pairs.get(index as usize).ok_or(EINVAL)?;

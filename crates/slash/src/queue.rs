@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused, Stats,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused, Stats,
     StopReason, Ticket, Waiting, wait_with,
 };
 
@@ -20,11 +20,11 @@ use crate::worker::{Counters, MAX_LEN, Planner, Shared, Worker};
 const CAPACITY: usize = 256;
 /// Time that a drop waits for the driver, which gives up on a transfer after 10 s.
 const TIMEOUT: Duration = Duration::from_secs(15);
-const ABILITIES: Abilities = Abilities::FROM_HOST
-    .union(Abilities::TO_HOST)
-    .union(Abilities::FENCE)
-    .union(Abilities::STOP)
-    .union(Abilities::ORDERED);
+const CAPABILITIES: Capabilities = Capabilities::FROM_HOST
+    .union(Capabilities::TO_HOST)
+    .union(Capabilities::FENCE)
+    .union(Capabilities::STOP)
+    .union(Capabilities::ORDERED);
 
 /// A queue of a card. Operations are done in order; those that touch on both sides become one transfer.
 pub(crate) struct SlashQueue {
@@ -121,8 +121,8 @@ impl Queue for SlashQueue {
         Limits { capacity: CAPACITY, max_len: MAX_LEN }
     }
 
-    fn abilities(&self) -> Abilities {
-        ABILITIES
+    fn capabilities(&self) -> Capabilities {
+        CAPABILITIES
     }
 
     fn in_flight(&self) -> usize {
@@ -132,7 +132,7 @@ impl Queue for SlashQueue {
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let (limits, registrar) = (self.limits(), &*self.registrar);
         let registered = |operation: &Operation| operation.check_registered(registrar);
-        self.state.submit(operation, ABILITIES, limits, registered, &mut self.waiting)
+        self.state.submit(operation, CAPABILITIES, limits, registered, &mut self.waiting)
     }
 
     fn flush(&mut self) {
@@ -189,13 +189,13 @@ impl Queue for SlashQueue {
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         wait_with(self, done, timeout, |this, left| {
-            let nap = this.state.nap(left);
+            let interval = this.state.poll_interval(left);
             if this.worker.is_some() {
-                this.drive(Some(nap));
+                this.drive(Some(interval));
             } else if this.shared.lock().stuck {
-                thread::sleep(nap);
+                thread::sleep(interval);
             } else {
-                this.shared.wait(nap);
+                this.shared.wait(interval);
             }
         })
     }

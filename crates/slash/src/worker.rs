@@ -6,7 +6,7 @@
 //! because waking a thread takes longer than all else that happens before the call.
 //!
 //! Between a call that failed and the stop of the queue pair, the worker owns the operations of all calls in flight:
-//! they are given back after the stop, or kept for ever.
+//! they are given back after the stop, or leaked (never freed).
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,13 +19,13 @@ use dmalane_dma::{BufferSlice, CopyHint};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Refusal, StopReason, Ticket, Work};
 
 use crate::Error;
-use crate::abi::{self, DmaDirection, MAX_PARTS, Part};
-use crate::buffers::{Buffers, keep, page};
+use crate::abi::{self, DmaDirection, MAX_RANGES, TransferRange};
+use crate::buffers::{Buffers, page, quarantine};
 use crate::card::Pair;
 use crate::kernel::{Calls, Request};
 use crate::vrtd::Reach;
 
-/// Bytes of a part at most. The driver takes 2^32 - 1, but returns the sum of both as an `int`.
+/// Bytes of a range at most. The driver takes 2^32 - 1, but returns the sum of both as an `int`.
 pub(crate) const MAX_LEN: u64 = 1 << 29;
 
 /// Time for the driver to end calls of a queue pair that was stopped.
@@ -131,17 +131,17 @@ impl Shared {
     pub(crate) fn wait(&self, timeout: Duration) {
         let works = |s: &State| s.busy > 0 && !s.stuck || s.halted.is_none() && !s.todo.is_empty();
         let goes_on = |s: &mut State| s.ended.is_empty() && works(s);
-        let (begun, mut looks) = (Instant::now(), true);
+        let (begun, mut poll) = (Instant::now(), true);
         while begun.elapsed() < self.end_polls.min(timeout) {
             // Not at each turn, and never asleep: the lock would be missing where ends come from, and is soon free.
-            if looks && let Some(mut state) = self.try_lock() {
+            if poll && let Some(mut state) = self.try_lock() {
                 if !goes_on(&mut state) {
                     return;
                 }
-                looks = false;
+                poll = false;
             }
             std::hint::spin_loop();
-            looks |= self.ends.swap(false, Ordering::Acquire);
+            poll |= self.ends.swap(false, Ordering::Acquire);
         }
         drop(self.wait_while(self.lock(), timeout.saturating_sub(begun.elapsed()), goes_on));
     }
@@ -191,7 +191,7 @@ pub(crate) struct Worker {
     pair: Arc<Pair>,
     plans: Planner,
     calls: Box<dyn Calls>,
-    /// For each call in flight a page for each part, for bytes before the first page of an operation.
+    /// For each call in flight a page for each range, for bytes before the first page of an operation.
     pages: Vec<Vec<BufferSlice>>,
     /// The buffers of the pages, and the offsets in them.
     places: Vec<Vec<(i32, u64)>>,
@@ -209,7 +209,7 @@ pub(crate) struct Planner {
 
 /// The bytes of an operation, in a buffer and on the card.
 struct Plan {
-    part: Part,
+    range: TransferRange,
     /// Bytes before the first multiple of the granule: they go through a page of the queue.
     head: u64,
 }
@@ -218,8 +218,8 @@ struct Plan {
 #[derive(Default)]
 struct Call {
     operations: Vec<(Ticket, Operation)>,
-    parts: Vec<Part>,
-    /// Operations whose first bytes go through the page of a part: the part, the operation, the bytes.
+    ranges: Vec<TransferRange>,
+    /// Operations whose first bytes go through the page of a range: the range, the operation, the bytes.
     heads: Vec<(usize, usize, usize)>,
     number: u64,
     /// Which of the worker's pages are its own.
@@ -242,59 +242,62 @@ impl Planner {
             Direction::FromHost => DmaDirection::HostToCard,
             Direction::ToHost => DmaDirection::CardToHost,
         };
-        let found = self.buffers.find(host.slice.view().as_ptr().addr(), host.slice.len());
+        let found = self.buffers.find(host.slice.as_volatile_slice().as_ptr().addr(), host.slice.len());
         let (buffer, offset) = found.ok_or(OpError::Refused(Refusal::NotRegistered))?;
         let head = (offset.next_multiple_of(page() as u64) - offset).min(len);
-        Ok(Some(Plan { part: Part { pair: 0, direction, buffer, offset, at: at.bits(), len }, head }))
+        Ok(Some(Plan { range: TransferRange { pair: 0, direction, buffer, offset, at: at.bits(), len }, head }))
     }
 }
 
 impl Call {
-    /// True when the order of the part and of what is in the call could be seen.
-    fn conflicts(&self, part: &Part) -> bool {
-        self.parts.iter().any(|p| p.direction != part.direction || p.at < part.at + part.len && part.at < p.at + p.len)
+    /// True when the order of the range and of what is in the call could be seen.
+    fn conflicts(&self, range: &TransferRange) -> bool {
+        self.ranges
+            .iter()
+            .any(|p| p.direction != range.direction || p.at < range.at + range.len && range.at < p.at + p.len)
     }
 
-    /// Adds the parts of an operation, unless they do not fit; it will be the next of `operations`.
+    /// Adds the ranges of an operation, unless they do not fit; it will be the next of `operations`.
     fn takes(&mut self, plan: &Plan, pages: &[(i32, u64)]) -> bool {
-        let Plan { part, head } = *plan;
-        // The parts of a call may run at the same time.
-        if self.conflicts(&part) {
+        let Plan { range, head } = *plan;
+        // The ranges of a call may run at the same time.
+        if self.conflicts(&range) {
             return false;
         }
         if head == 0
-            && let Some(last) = self.parts.last_mut()
-            && (last.buffer, last.offset + last.len, last.at + last.len) == (part.buffer, part.offset, part.at)
-            && last.len + part.len <= MAX_LEN
+            && let Some(last) = self.ranges.last_mut()
+            && (last.buffer, last.offset + last.len, last.at + last.len) == (range.buffer, range.offset, range.at)
+            && last.len + range.len <= MAX_LEN
         {
-            last.len += part.len;
+            last.len += range.len;
             return true;
         }
-        let rest = Part { offset: part.offset + head, at: part.at + head, len: part.len - head, ..part };
+        let rest = TransferRange { offset: range.offset + head, at: range.at + head, len: range.len - head, ..range };
         let wanted = usize::from(head > 0) + usize::from(rest.len > 0);
-        if self.parts.len() + wanted > MAX_PARTS {
+        if self.ranges.len() + wanted > MAX_RANGES {
             return false;
         }
         if head > 0 {
-            let (buffer, offset) = pages[self.parts.len()];
-            self.heads.push((self.parts.len(), self.operations.len(), head as usize));
-            self.parts.push(Part { buffer, offset, len: head, ..part });
+            let (buffer, offset) = pages[self.ranges.len()];
+            self.heads.push((self.ranges.len(), self.operations.len(), head as usize));
+            self.ranges.push(TransferRange { buffer, offset, len: head, ..range });
         }
         if rest.len > 0 {
-            self.parts.push(rest);
+            self.ranges.push(rest);
         }
         true
     }
 
     /// Copies the first bytes of operations to or from the pages; returns how many.
     fn copy_heads(&self, pages: &[BufferSlice], direction: DmaDirection) -> u64 {
-        if self.parts.first().is_none_or(|part| part.direction != direction) {
+        if self.ranges.first().is_none_or(|range| range.direction != direction) {
             return 0;
         }
         let mut copied = 0;
-        for (part, operation, len) in &self.heads {
-            let host = self.operations[*operation].1.hosts().first().and_then(|h| h.slice.view().sub(0, *len));
-            if let (Some(page), Some(host)) = (pages[*part].view().sub(0, *len), host) {
+        for (range, operation, len) in &self.heads {
+            let host =
+                self.operations[*operation].1.hosts().first().and_then(|h| h.slice.as_volatile_slice().sub(0, *len));
+            if let (Some(page), Some(host)) = (pages[*range].as_volatile_slice().sub(0, *len), host) {
                 match direction {
                     DmaDirection::HostToCard => page.copy_from(host, CopyHint::Keep),
                     DmaDirection::CardToHost => host.copy_from(page, CopyHint::Keep),
@@ -315,7 +318,7 @@ impl Worker {
         calls: Box<dyn Calls>,
         pages: Vec<Vec<BufferSlice>>,
     ) -> Self {
-        let place = |page: &BufferSlice| plans.buffers.find(page.view().as_ptr().addr(), page.len());
+        let place = |page: &BufferSlice| plans.buffers.find(page.as_volatile_slice().as_ptr().addr(), page.len());
         let places = |pages: &Vec<BufferSlice>| pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
         let places = pages.iter().map(places).collect();
         Self { shared, counters, pair, plans, calls, pages, places, flights: VecDeque::new(), number: 0 }
@@ -372,7 +375,7 @@ impl Worker {
     }
 
     /// Stops the queue pair after a failure, and gives back the operations in flight; `None` if it cannot be stopped:
-    /// then all of it is kept for ever.
+    /// then all of it is leaked (never freed).
     pub(crate) fn fail(mut self, why: &str) -> Option<Self> {
         let stopped = self.stop(why);
         let shared = self.shared.clone();
@@ -396,9 +399,9 @@ impl Worker {
                 self.flights.into_iter().flat_map(|call| call.operations).for_each(|(_, op)| keep_operation(op));
                 self.pages.into_iter().flatten().for_each(|page| {
                     let bytes = page.len() as u64;
-                    keep(page, bytes);
+                    quarantine(page, bytes);
                 });
-                keep(self.calls, 0);
+                quarantine(self.calls, 0);
                 shared.ends.store(true, Ordering::Release);
                 shared.ended.notify_all();
                 None
@@ -421,7 +424,7 @@ impl Worker {
         loop {
             let begins = !state.quit && state.halted.is_none() && self.flights.len() < depth;
             match begins.then(|| self.next(&mut state.todo)).flatten() {
-                Some((call, error)) if call.parts.is_empty() => {
+                Some((call, error)) if call.ranges.is_empty() => {
                     give_back(&mut state, call, &error.map_or(Ok(()), Err));
                 }
                 Some((mut call, _)) => {
@@ -431,7 +434,7 @@ impl Worker {
                     let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
                     self.counters.copied.fetch_add(copied, Ordering::Relaxed);
                     self.counters.calls.fetch_add(1, Ordering::Relaxed);
-                    self.calls.begin(call.number, abi::transfer(&call.parts));
+                    self.calls.begin(call.number, abi::transfer(&call.ranges));
                     self.flights.push_back(call);
                     if self.flights.len() == depth {
                         return false;
@@ -447,7 +450,7 @@ impl Worker {
         }
     }
 
-    /// Takes the operations of the next call. One without parts is a fence, or an operation with its error; it and
+    /// Takes the operations of the next call. One without ranges is a fence, or an operation with its error; it and
     /// what conflicts with a call in flight wait until none is in flight.
     fn next(&self, todo: &mut VecDeque<(Ticket, Operation)>) -> Option<(Call, Option<OpError>)> {
         let Self { flights, places, .. } = self;
@@ -456,7 +459,7 @@ impl Worker {
         while let Some((_, operation)) = todo.front() {
             match self.plans.plan(operation) {
                 Ok(Some(plan)) => {
-                    let waits = flights.iter().any(|flight| flight.conflicts(&plan.part));
+                    let waits = flights.iter().any(|flight| flight.conflicts(&plan.range));
                     if waits || !call.takes(&plan, &places[pages]) {
                         break;
                     }
@@ -480,7 +483,7 @@ impl Worker {
             return Ok(());
         };
         let Some(call) = self.flights.iter_mut().find(|call| call.number == number) else { return Ok(()) };
-        let wanted = call.parts.iter().map(|part| part.len).sum::<u64>();
+        let wanted = call.ranges.iter().map(|range| range.len).sum::<u64>();
         let why = match result {
             Ok(moved) if moved == wanted => {
                 let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::CardToHost);
@@ -491,7 +494,7 @@ impl Worker {
             Ok(moved) => format!("TRANSFER of {wanted} bytes answered with {moved}"),
             Err(e) => Error::call(Request::Transfer, e).to_string(),
         };
-        let first = CardAddr::new(call.parts[0].at);
+        let first = CardAddr::new(call.ranges[0].at);
         call.end = Some(false);
         Err(format!("{why}; {wanted} bytes at {first} and on are in an unknown state"))
     }
@@ -500,7 +503,9 @@ impl Worker {
     /// buffers; an error says that it may.
     fn stop(&mut self, why: &str) -> Result<StopReason, StopReason> {
         let lost = |e: &dyn std::fmt::Display| {
-            StopReason::Lost(format!("{why}, and the queue cannot be stopped ({e}): its buffers are kept").into())
+            StopReason::Lost(
+                format!("{why}, and the queue cannot be stopped ({e}): its buffers are never freed").into(),
+            )
         };
         self.pair.stop().map_err(|e| lost(&e))?;
         while self.flights.iter().any(|call| call.end.is_none()) {
@@ -525,7 +530,7 @@ fn give_back(state: &mut State, call: Call, result: &Result<(), OpError>) {
 
 fn keep_operation(operation: Operation) {
     let bytes = operation.bytes();
-    keep(operation, bytes);
+    quarantine(operation, bytes);
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use dmalane_device::Device;
 use dmalane_device::conformance::suite;
 use dmalane_dma::{BufferSlice, Heap};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Registered, StopReason, drain, run};
-use dmalane_slash::{DDR, HBM, Node, SlashDevice, SlashOptions, kept_bytes};
+use dmalane_slash::{DDR, HBM, Node, SlashDevice, SlashOptions, quarantined_bytes};
 use rustix::fs::{Mode, OFlags};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -138,7 +138,7 @@ fn closing_in_flight_frees_nothing_early_and_leaves_nothing() {
     }
     set("delay_ms", "0");
     assert_nothing_left();
-    assert_eq!(kept_bytes(), 0);
+    assert_eq!(quarantined_bytes(), 0);
 }
 
 #[test]

@@ -89,7 +89,7 @@ pub struct ValidateSettings {
     /// First byte of each memory that is used; a multiple of 4 KiB.
     pub starting_offset: u64,
     /// Bytes from one buffer position to the next, a multiple of 4 KiB and at least a buffer. If set, each buffer lies
-    /// in one piece at `starting_offset + position * stride` of its memory, in which the halves of HBM follow each
+    /// contiguously at `starting_offset + position * stride` of its memory, in which the halves of HBM follow each
     /// other. If `None`, buffers are packed, and those in HBM striped over both halves.
     pub stride: Option<u64>,
     /// Bytes between the two regions of [`Allocation::Paired`], a multiple of 4 KiB; `None` for half of the memory.
@@ -102,7 +102,7 @@ pub struct ValidateSettings {
     pub allocation: Allocation,
     /// How long.
     pub stop: Stop,
-    /// One transfer for each buffer, in one piece, over one channel: no stripes, no policy. Without a channel of its
+    /// One contiguous transfer for each buffer over one channel: no stripes, no policy. Without a channel of its
     /// own, the buffers' channels alternate.
     pub raw: bool,
     /// Which directions, in this order.
@@ -114,7 +114,7 @@ pub struct ValidateSettings {
 }
 
 impl ValidateSettings {
-    /// True when each buffer lies in one piece at its position, and has a thread of its own, as in AMD's `v80-smi
+    /// True when each buffer is contiguous at its position, and has a thread of its own, as in AMD's `v80-smi
     /// validate`: with a stride, a channel for each position, [raw](Self::raw) transfers or [`Allocation::Paired`].
     pub fn is_positional(&self) -> bool {
         self.raw || self.stride.is_some() || self.allocation == Allocation::Paired || self.channels.per_position()
@@ -399,8 +399,8 @@ pub enum ValidateError {
     /// The optimum of the link could not be found.
     #[error(transparent)]
     Optimum(#[from] crate::link::Unsolved),
-    /// Bytes that came back wrong while limits were measured.
-    #[error("{what}: byte {at} came back wrong, so there are no limits to find")]
+    /// A data mismatch while limits were measured.
+    #[error("{what}: data mismatch at byte {at}; limits cannot be determined")]
     Wrong {
         /// The measurement.
         what: String,

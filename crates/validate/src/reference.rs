@@ -92,11 +92,11 @@ fn copies(threads: usize, directions: Directions, len: usize, time: Duration) ->
         let pass = |(host, card): &mut (SharedBuf, SharedBuf)| {
             let mut bytes = 0;
             if directions != Directions::Read {
-                card.view().copy_from(part_of(host, len), hint);
+                card.as_volatile_slice().copy_from(part_of(host, len), hint);
                 bytes += len as u64;
             }
             if directions != Directions::Write {
-                host.view().copy_from(part_of(card, len), hint);
+                host.as_volatile_slice().copy_from(part_of(card, len), hint);
                 bytes += len as u64;
             }
             Ok(bytes)
@@ -142,7 +142,7 @@ fn at_once<W: Send>(
 }
 
 fn part_of(buf: &SharedBuf, len: usize) -> dmalane_dma::VolatileSlice<'_> {
-    buf.view().sub(0, len).expect("buffers of at least this length")
+    buf.as_volatile_slice().sub(0, len).expect("buffers of at least this length")
 }
 
 /// Plain calls on the places of the workers.

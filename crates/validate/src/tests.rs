@@ -11,7 +11,7 @@ use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDrive
 use dmalane_dma::Registrar;
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
-    Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, StopReason,
+    Capabilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, StopReason,
     Ticket, Work,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -201,8 +201,8 @@ impl Queue for Wrong {
         self.inner.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.inner.abilities()
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
     }
 
     fn in_flight(&self) -> usize {
@@ -276,8 +276,8 @@ impl Queue for Notes {
         self.inner.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.inner.abilities()
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
     }
 
     fn in_flight(&self) -> usize {
@@ -557,8 +557,8 @@ impl Queue for Hangs {
         self.inner.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.inner.abilities()
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
     }
 
     fn in_flight(&self) -> usize {
@@ -781,8 +781,8 @@ impl Queue for Checked {
         self.0.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.0.abilities()
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
     }
 
     fn in_flight(&self) -> usize {

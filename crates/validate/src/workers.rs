@@ -39,7 +39,7 @@ pub(crate) struct Job<'a> {
 /// State that the threads of a job share.
 struct Common {
     start: Instant,
-    /// Microseconds after `start` at which something last ended, whoever had asked for it.
+    /// Microseconds after `start` at which an operation last ended, of any thread.
     progress: AtomicU64,
     failed: AtomicBool,
     timeout: Duration,

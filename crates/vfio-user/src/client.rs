@@ -70,7 +70,7 @@ impl Window {
         let end = offset.checked_add(len as u64)?;
         self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
         let at = usize::try_from(offset).ok()?;
-        let slice = self.file.view().sub(at, len)?;
+        let slice = self.file.as_volatile_slice().sub(at, len)?;
         self.file.populate(at, len).ok()?;
         Some(slice)
     }
@@ -434,7 +434,7 @@ impl Registrar for UserBus {
                 let mapped = if matches!(e, Error::Refused { .. } | Error::NotMemfd) { done } else { done + n };
                 match span.sub(0, mapped).is_none_or(|mapped| self.inner.try_unmap(mapped)) {
                     true => lock(&self.inner.iovas).free(lease),
-                    false => list.iter_mut().for_each(Pinned::keep),
+                    false => list.iter_mut().for_each(Pinned::leak),
                 }
                 return Err(e.into());
             }

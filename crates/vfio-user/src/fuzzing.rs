@@ -107,7 +107,7 @@ impl ServedDevice for Device<'_> {
         let from = self.registers.get(offset as usize..offset as usize + into.len());
         match (region, from) {
             (0, Some(from)) => into.copy_from_slice(from),
-            (2, _) => self.memory.view().sub(offset as usize, into.len()).expect("within").read(into),
+            (2, _) => self.memory.as_volatile_slice().sub(offset as usize, into.len()).expect("within").read(into),
             _ => return false,
         }
         true
@@ -117,7 +117,7 @@ impl ServedDevice for Device<'_> {
         self.check_request(region, offset, from.len());
         match region {
             0 => self.registers[offset as usize..][..from.len()].copy_from_slice(from),
-            2 => self.memory.view().sub(offset as usize, from.len()).expect("within").write(from),
+            2 => self.memory.as_volatile_slice().sub(offset as usize, from.len()).expect("within").write(from),
             _ => return false,
         }
         if region == 0 && offset < 16 {

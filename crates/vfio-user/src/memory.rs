@@ -226,7 +226,10 @@ impl HeldMem for HeldClient<'_> {
                 let left = found.last.bits() - here.bits() + 1;
                 let n = left.min((len - done) as u64) as usize;
                 // `map` checked that the mapping lies within the file.
-                let slice = found.file.as_ref().and_then(|file| file.view().sub((found.offset + inside) as usize, n));
+                let slice = found
+                    .file
+                    .as_ref()
+                    .and_then(|file| file.as_volatile_slice().sub((found.offset + inside) as usize, n));
                 let slice = slice.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
                 if !each(done, slice) {
                     return Ok(());
@@ -307,8 +310,8 @@ mod tests {
         assert_eq!(memory.mappings(), 3);
         let mut port = memory.port();
         // Across two mappings, whose offsets in the file are in reverse order.
-        buf.view().sub(0x2ffc, 4).unwrap().write(b"abcd");
-        buf.view().sub(0, 4).unwrap().write(b"efgh");
+        buf.as_volatile_slice().sub(0x2ffc, 4).unwrap().write(b"abcd");
+        buf.as_volatile_slice().sub(0, 4).unwrap().write(b"efgh");
         let mut bytes = [0; 8];
         port.read_bytes(Iova::new(0x1ffc), &mut bytes).unwrap();
         assert_eq!(&bytes, b"abcdefgh");
@@ -317,7 +320,7 @@ mod tests {
         let fault = port.read_bytes(Iova::new(0x2ffc), &mut bytes).unwrap_err();
         assert_eq!((fault.at, fault.reason), (Iova::new(0x3000), FaultReason::NotMapped));
         port.write_word(Iova::new(0x8ff8), 7).unwrap();
-        assert_eq!(buf.view().load_u64(0x1ff8), Some(7));
+        assert_eq!(buf.as_volatile_slice().load_u64(0x1ff8), Some(7));
         assert!(
             port.write_word(Iova::new(0x8ff4), 7).is_err() && port.read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
         );

@@ -323,12 +323,12 @@ mod tests {
         }
 
         fn read(&mut self, _: u32, offset: u64, into: &mut [u8]) -> bool {
-            let slice = self.memory[0].view().sub(offset as usize, into.len());
+            let slice = self.memory[0].as_volatile_slice().sub(offset as usize, into.len());
             slice.map(|slice| slice.read(into)).is_some()
         }
 
         fn write(&mut self, _: u32, offset: u64, from: &[u8]) -> bool {
-            let slice = self.memory[0].view().sub(offset as usize, from.len());
+            let slice = self.memory[0].as_volatile_slice().sub(offset as usize, from.len());
             slice.map(|slice| slice.write(from)).is_some()
         }
 

@@ -335,7 +335,7 @@ impl Inner {
                 // Neither IOVAs nor memory that may still be mapped are used again.
                 match done.is_none_or(|done| self.unmap_span(done)) {
                     true => taken.into_iter().for_each(|lease| state.iovas.free(lease)),
-                    false => list.iter_mut().for_each(Pinned::keep),
+                    false => list.iter_mut().for_each(Pinned::leak),
                 }
                 return Err(e.into());
             }
@@ -345,7 +345,7 @@ impl Inner {
             // These IOVAs are free, or the kernel would have refused the mapping.
             None => state.iovas.reserve(span).inspect_err(|_| {
                 if !self.unmap_span(span) {
-                    list.iter_mut().for_each(Pinned::keep);
+                    list.iter_mut().for_each(Pinned::leak);
                 }
             })?,
         };

@@ -798,7 +798,7 @@ mod mapping_kinds {
 
         const NO: i32 = libc::EFAULT;
         // Errors of: buffered read, direct read, direct write, io_uring registration, VFIO mapping.
-        let of = |buf: &SharedBuf| Place(buf.view().as_ptr());
+        let of = |buf: &SharedBuf| Place(buf.as_volatile_slice().as_ptr());
         let mut rows = vec![
             ("udmabuf", of(&wrapped), [0, NO, NO, NO, NO]),
             ("memfd, the kernel's pages", of(&shared), [0, 0, 0, 0, 0]),
@@ -852,7 +852,7 @@ mod mapping_kinds {
             Ok(buf) => buf.share(),
             Err(e) => return println!("SKIPPED: not enough memory: {e}"),
         };
-        let at = Place(buf.view().as_ptr());
+        let at = Place(buf.as_volatile_slice().as_ptr());
         let registered = |len| errno(register(&IoUring::new(4).unwrap(), at, len));
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let numbers: Vec<u32> = release.split('.').map_while(|n| n.parse().ok()).collect();

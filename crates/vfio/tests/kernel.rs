@@ -181,16 +181,16 @@ fn verify_dma(edu: &Edu, buf: &SharedBuf, seams: &[usize]) {
         let to = (seam + len / 2 + 4097 * round) % (len - 4096);
         let around = 1 << 16;
         let window = to.saturating_sub(around)..(to + n + around).min(len);
-        buf.view().sub(window.start, window.len()).unwrap().fill(0xee);
+        buf.as_volatile_slice().sub(window.start, window.len()).unwrap().fill(0xee);
         let bytes = pattern(round as u64 + 1, n);
-        buf.view().sub(from, n).unwrap().write(&bytes);
+        buf.as_volatile_slice().sub(from, n).unwrap().write(&bytes);
         let mut expected = vec![0; window.len()];
-        buf.view().sub(window.start, window.len()).unwrap().read(&mut expected);
+        buf.as_volatile_slice().sub(window.start, window.len()).unwrap().read(&mut expected);
         expected[to - window.start..][..n].copy_from_slice(&bytes);
         edu.copy(Direction::FromHost, at(from), CardAddr::new(1), n as u64).unwrap();
         edu.copy(Direction::ToHost, at(to), CardAddr::new(1), n as u64).unwrap();
         let mut got = vec![0; window.len()];
-        buf.view().sub(window.start, window.len()).unwrap().read(&mut got);
+        buf.as_volatile_slice().sub(window.start, window.len()).unwrap().read(&mut got);
         assert!(got == expected, "{n} bytes from {from:#x} to {to:#x} of {len:#x}");
     }
     assert_eq!(channel.poll(&mut Vec::new()), 0);
@@ -312,7 +312,7 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     let mut log = FaultLog::open().unwrap();
     // Revoked while the registration still exists.
     let buf = allocate();
-    buf.view().fill(0x11);
+    buf.as_volatile_slice().fill(0x11);
     let (registered, write) = transfer(bad.bus(), buf, Direction::ToHost);
     let span = registered.mapping().span();
     assert_eq!(container.revoke(span).unwrap(), page() as u64);
@@ -350,9 +350,9 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     pause();
     // Mapped for reading only.
     let mapping = map(bad.bus(), &buf, Access::READ);
-    buf.view().fill(0x22);
+    buf.as_volatile_slice().fill(0x22);
     bad.copy(Direction::ToHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
-    buf.view().sub(0, 64).unwrap().read(&mut bytes[..64]);
+    buf.as_volatile_slice().sub(0, 64).unwrap().read(&mut bytes[..64]);
     assert!(bytes[..64].iter().all(|b| *b == 0x22));
     let mut seen = log.take();
     seen.dedup_by_key(|f| (f.bdf, f.at.align_down(page_size()), f.write));
@@ -385,7 +385,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let host = map(edu.bus(), &buf, Access::RW);
     for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
         let bytes = pattern(round as u64 + 40, 2000);
-        buf.view().sub(0, 2000).unwrap().write(&bytes);
+        buf.as_volatile_slice().sub(0, 2000).unwrap().write(&bytes);
         let there = peer.span().first().checked_add(offset).unwrap();
         edu.copy(Direction::FromHost, host.span().first(), CardAddr::new(0), 2000).unwrap();
         edu.copy(Direction::ToHost, there, CardAddr::new(0), 2000).unwrap();
@@ -397,7 +397,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
         bar.write(offset, &back).unwrap();
         edu.copy(Direction::FromHost, there, CardAddr::new(1), 2000).unwrap();
         edu.copy(Direction::ToHost, host.span().first(), CardAddr::new(1), 2000).unwrap();
-        buf.view().sub(0, 2000).unwrap().read(&mut got);
+        buf.as_volatile_slice().sub(0, 2000).unwrap().read(&mut got);
         assert!(got == back, "by the device, at {offset:#x}");
         let hex: String = back.iter().map(|b| format!("{b:02x}")).collect();
         println!("VM check bar {offset} {hex} peer_to_peer_bytes_at_{offset}_in_the_file");
@@ -471,13 +471,13 @@ fn several_buffers_are_one_range() {
     assert_eq!(span.len(), 6 * page() as u64);
     // Across the seam of the first two.
     let bytes = pattern(3, 2000);
-    bufs[0].view().sub(page() - 1000, 1000).unwrap().write(&bytes[..1000]);
-    bufs[1].view().sub(0, 1000).unwrap().write(&bytes[1000..]);
+    bufs[0].as_volatile_slice().sub(page() - 1000, 1000).unwrap().write(&bytes[..1000]);
+    bufs[1].as_volatile_slice().sub(0, 1000).unwrap().write(&bytes[1000..]);
     let at = |offset: usize| span.first().checked_add(offset as u64).unwrap();
     edu.copy(Direction::FromHost, at(page() - 1000), CardAddr::new(0), 2000).unwrap();
     edu.copy(Direction::ToHost, at(5 * page()), CardAddr::new(0), 2000).unwrap();
     let mut got = vec![0; 2000];
-    bufs[2].view().sub(2 * page(), 2000).unwrap().read(&mut got);
+    bufs[2].as_volatile_slice().sub(2 * page(), 2000).unwrap().read(&mut got);
     assert!(got == bytes);
     // When one buffer cannot be mapped, the others are unmapped again.
     let dma_buf = unpinnable(page());
@@ -746,7 +746,7 @@ mod child {
             device.copy(Direction::FromHost, at, card, len).unwrap();
             device.copy(Direction::ToHost, to.span().first(), card, len).unwrap();
             let mut read = vec![0; bytes.len()];
-            landed.view().sub(0, read.len()).unwrap().read(&mut read);
+            landed.as_volatile_slice().sub(0, read.len()).unwrap().read(&mut read);
             got.extend(read);
         }
         assert!(got == expected, "the device read something else");
@@ -876,14 +876,14 @@ impl Fixture for EduFixture {
     fn peek(&mut self) -> Vec<u8> {
         let mut bytes = vec![0; self.edu.memory() as usize];
         self.fragments(bytes.len(), Direction::ToHost, |spare, start, n| {
-            spare.view().sub(0, n).unwrap().read(&mut bytes[start..start + n]);
+            spare.as_volatile_slice().sub(0, n).unwrap().read(&mut bytes[start..start + n]);
         });
         bytes
     }
 
     fn poke(&mut self, bytes: &[u8]) {
         self.fragments(bytes.len(), Direction::FromHost, |spare, start, n| {
-            spare.view().sub(0, n).unwrap().write(&bytes[start..start + n]);
+            spare.as_volatile_slice().sub(0, n).unwrap().write(&bytes[start..start + n]);
         });
     }
 
@@ -1051,12 +1051,12 @@ mod measure {
                 let mapping = edu.bus().map(pinned, Access::RW).unwrap();
                 let map = began.elapsed();
                 let bytes = pattern(round as u64 + 1, 2000);
-                buf.view().sub(LEN - 2000, 2000).unwrap().write(&bytes);
+                buf.as_volatile_slice().sub(LEN - 2000, 2000).unwrap().write(&bytes);
                 let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
                 edu.copy(Direction::FromHost, at(LEN - 2000), CardAddr::new(0), 2000).unwrap();
                 edu.copy(Direction::ToHost, at(LEN / 2 + 5), CardAddr::new(0), 2000).unwrap();
                 let mut got = vec![0; 2000];
-                buf.view().sub(LEN / 2 + 5, 2000).unwrap().read(&mut got);
+                buf.as_volatile_slice().sub(LEN / 2 + 5, 2000).unwrap().read(&mut got);
                 assert!(got == bytes, "{backend} {memory}");
                 let began = Instant::now();
                 drop(mapping);

@@ -428,7 +428,7 @@ impl<A: Address> Committed<A> {
 
     /// Bytes that an [`UnbindBo`](crate::BindRequest::UnbindBo) of the batch has left bound, because they are in the
     /// reserved part of the VM, which only [`Vm::plan_reserved`] changes.
-    pub fn kept_bytes(&self) -> u64 {
+    pub fn retained_bytes(&self) -> u64 {
         self.lists.iter().map(|lists| lists.still_bound).sum()
     }
 

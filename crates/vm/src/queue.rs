@@ -13,7 +13,7 @@
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
-use dmalane_addr::{Address, CardAddr, Fence, Promise};
+use dmalane_addr::{Address, CardAddr, Fence, Signaller};
 use dmalane_iopt::{Format, Tables};
 
 use crate::{BindRequest, Committed, PlanError, Vm};
@@ -26,7 +26,7 @@ pub struct Submission {
     /// Fences that must be signalled before it is applied.
     pub wait: Vec<Fence>,
     /// Fences to signal once it is applied and the device has invalidated what it unmapped; failed when it fails.
-    pub signal: Vec<Promise>,
+    pub signal: Vec<Signaller>,
 }
 
 /// Names a batch, over all queues with different ids.
@@ -89,7 +89,7 @@ pub struct Ended {
 /// let mut queue = BindQueue::new(0, 16);
 /// let (copied, bound) = (Timeline::new(), Timeline::new());
 /// let unbind = BindRequest::Unbind(range);
-/// let batch = Submission { requests: vec![unbind], wait: vec![copied.fence(1)], signal: vec![bound.promise(1)] };
+/// let batch = Submission { requests: vec![unbind], wait: vec![copied.fence(1)], signal: vec![bound.signaller(1)] };
 /// queue.submit(batch).unwrap();
 ///
 /// let mut ended = Vec::new();
@@ -115,7 +115,7 @@ pub struct BindQueue<A = CardAddr> {
 struct Running<A> {
     ticket: BindTicket,
     committed: Committed<A>,
-    signal: Vec<Promise>,
+    signal: Vec<Signaller>,
 }
 
 impl<A: Address> BindQueue<A> {
@@ -148,7 +148,7 @@ impl<A: Address> BindQueue<A> {
         Ok(ticket)
     }
 
-    /// Takes back a batch that has not begun, its promises unbroken: whoever drops them fails the fences. `None` for a
+    /// Cancels a batch that has not begun and returns it. Dropping its signallers fails their fences. `None` for a
     /// batch that has begun or ended, or is not of this queue.
     pub fn cancel(&mut self, ticket: BindTicket) -> Option<Submission> {
         // Ascending by number; the queue is a part of the ticket.
@@ -201,7 +201,7 @@ impl<A: Address> BindQueue<A> {
     pub fn invalidated<F: Format, T: Tables<Addr = A>>(&mut self, vm: &mut Vm<F, T>) -> Option<Ended> {
         let Running { ticket, committed, signal } = self.running.take()?;
         vm.invalidated(committed);
-        signal.into_iter().for_each(Promise::keep);
+        signal.into_iter().for_each(Signaller::signal);
         Some(Ended { ticket, result: Ok(()) })
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `unsafe` because every call of Vulkan is. A [`Recording`] owns every buffer that its commands name, checks that they
 //! stay within them, and becomes a flight, which is given up only when the timeline says that the GPU is done with it,
-//! or the driver that the device is lost. If neither can be had, it is kept for ever.
+//! or the driver that the device is lost. Without either, it is leaked (never freed).
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;

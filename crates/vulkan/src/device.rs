@@ -197,7 +197,7 @@ impl VulkanDevice {
     ///
     /// # Errors
     /// [`Error`].
-    pub fn further_queue(&self) -> Result<Box<DeviceQueue>, Error> {
+    pub fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
         Ok(Box::new(GpuQueue::new(self.parts.clone(), 0)?))
     }
 }

@@ -19,7 +19,7 @@ use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, GpuInfo, Library};
 use crate::shader;
 
-/// Optional abilities to open a GPU with.
+/// Optional capabilities to open a GPU with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Wanted {
     /// Import host memory, if the GPU can.
@@ -615,7 +615,7 @@ impl Buffer {
 
     /// Bytes of it that are mapped into this process; `None` where they are not, or, for reading, where the
     /// processor does not cache them and would take far longer than the GPU. They are coherent with the GPU.
-    pub fn view(&self, at: u64, len: u64, reads: bool) -> Option<VolatileSlice<'_>> {
+    pub fn as_volatile_slice(&self, at: u64, len: u64, reads: bool) -> Option<VolatileSlice<'_>> {
         let window = self.window.as_ref().filter(|window| window.cached || !reads)?;
         at.checked_add(len).filter(|end| *end <= self.len)?;
         let (at, len) = (usize::try_from(at).ok()?, usize::try_from(len).ok()?);
@@ -754,7 +754,7 @@ impl Timeline {
 
 impl Drop for Timeline {
     fn drop(&mut self) {
-        // SAFETY: whoever has it signalled or waited for keeps it until that has happened.
+        // SAFETY: each user keeps the semaphore until its signal or wait has completed.
         unsafe { self.gpu.device.destroy_semaphore(self.semaphore, None) }
         self.gpu.live.semaphores.fetch_sub(1, Ordering::Relaxed);
     }

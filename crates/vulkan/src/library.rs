@@ -53,7 +53,7 @@ pub(crate) struct Library {
 impl Library {
     /// Loads Vulkan. With `messages`, the validation layers check every call, where they are installed.
     pub fn load(messages: Option<Messages>, faults: Arc<Faults>) -> Result<Arc<Self>, Error> {
-        let entry = kept()?;
+        let entry = loader()?;
         let messages = messages.filter(|_| layer_is_installed(&entry)).map(Arc::new);
         let application = vk::ApplicationInfo::default()
             .application_name(c"dmalane")
@@ -233,18 +233,18 @@ impl Drop for Library {
 
 /// The loader, with an instance that is never destroyed, so that drivers stay loaded as long as the process runs:
 /// NVIDIA's (580.159) cannot be loaded again and again; after some tens of devices there was no driver any more.
-static KEPT: Mutex<Option<Entry>> = Mutex::new(None);
+static LEAKED: Mutex<Option<Entry>> = Mutex::new(None);
 
-fn kept() -> Result<Entry, Error> {
-    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(entry) = &*kept {
+fn loader() -> Result<Entry, Error> {
+    let mut loader = LEAKED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(entry) = &*loader {
         return Ok(entry.clone());
     }
     // SAFETY: the system's Vulkan loader is what it says: its initialisation has no requirements.
     let entry = unsafe { Entry::load() }.map_err(|e| Error::NoLoader(e.to_string()))?;
     // SAFETY: a structure without anything in it.
     match unsafe { entry.create_instance(&vk::InstanceCreateInfo::default(), None) } {
-        Ok(_for_ever) => *kept = Some(entry.clone()),
+        Ok(_for_ever) => *loader = Some(entry.clone()),
         Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => return Err(Error::NoDriver),
         Err(result) => return Err(CallError { call: "vkCreateInstance", result }.into()),
     }

@@ -8,8 +8,8 @@ use ash::vk;
 use dmalane_addr::CardAddr;
 use dmalane_dma::CopyHint;
 use dmalane_queue::{
-    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue,
-    QueueAddr, QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Waiting, Work, wait_with,
+    CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation,
+    Queue, QueueAddr, QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::channel::{Channel, Recording};
@@ -246,7 +246,7 @@ impl Parts {
     /// then some bytes may have been copied.
     fn copy_directly(&self, operation: &Operation) -> bool {
         let Work::Copy { direction, host, at } = &operation.work else { return false };
-        let (host, reads) = (host.slice.view(), *direction == Direction::ToHost);
+        let (host, reads) = (host.slice.as_volatile_slice(), *direction == Direction::ToHost);
         let len = host.len() as u64;
         if operation.shape.is_some() || len > self.direct {
             return false;
@@ -255,11 +255,12 @@ impl Parts {
         let mut copied = 0;
         let mut card = |at: CardAddr, len| {
             let found = self.memory.areas().resolve(at, len, |_, buffer, offset, _, len| {
-                let near = host.sub(copied as usize, len as usize);
-                if let (Some(near), Some(far)) = (near, buffer.view(offset, len, reads)) {
+                let host_slice = host.sub(copied as usize, len as usize);
+                if let (Some(host_slice), Some(card_slice)) = (host_slice, buffer.as_volatile_slice(offset, len, reads))
+                {
                     match direction {
-                        Direction::FromHost => far.copy_from(near, hint),
-                        Direction::ToHost => near.copy_from(far, hint),
+                        Direction::FromHost => card_slice.copy_from(host_slice, hint),
+                        Direction::ToHost => host_slice.copy_from(card_slice, hint),
                     }
                     copied += len;
                 }
@@ -374,7 +375,7 @@ fn write(
             writer.barrier();
             (0, Ok(()))
         }
-        Work::Compare { .. } => (0, Err(OpError::Refused(Refusal::Unsupported(Abilities::COMPARE)))),
+        Work::Compare { .. } => (0, Err(OpError::Refused(Refusal::Unsupported(Capabilities::COMPARE)))),
     }
 }
 
@@ -536,8 +537,8 @@ impl Queue for GpuQueue {
         Limits { capacity: CAPACITY, max_len: MAX_LEN }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::COPY_ENGINE
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::COPY_ENGINE
     }
 
     fn in_flight(&self) -> usize {
@@ -546,8 +547,8 @@ impl Queue for GpuQueue {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let registered = |operation: &Operation| operation.check_registered(&self.parts.importer);
-        let (abilities, limits) = (self.abilities(), self.limits());
-        let ticket = self.state.submit(operation, abilities, limits, registered, &mut self.waiting)?;
+        let (capabilities, limits) = (self.capabilities(), self.limits());
+        let ticket = self.state.submit(operation, capabilities, limits, registered, &mut self.waiting)?;
         self.copy_directly();
         // Submitted while the caller prepares more.
         if self.waiting.len() >= EAGER && self.channel.in_flight() < BUSY {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_device::PolledQueue;
-use dmalane_queue::{Abilities, DeviceQueue, Direction, Limits, OpError, Operation, Refusal, StopReason, Work};
+use dmalane_queue::{Capabilities, DeviceQueue, Direction, Limits, OpError, Operation, Refusal, StopReason, Work};
 
 use crate::channel::Channel;
 use crate::error::{CallError, Error};
@@ -42,7 +42,7 @@ pub(crate) fn queue(parts: Parts) -> Result<Box<DeviceQueue>, Error> {
     let scratch = parts.memory.scratch(shader::MOST)?;
     let mut reader = Reader { parts, channel, program, scratch, device_runs: Vec::new(), host_runs: Vec::new() };
     let limits = Limits { capacity: 16, max_len: MAX_LEN };
-    Ok(Box::new(PolledQueue::new(Abilities::TO_HOST, limits, move |operation| reader.read(operation))))
+    Ok(Box::new(PolledQueue::new(Capabilities::TO_HOST, limits, move |operation| reader.read(operation))))
 }
 
 fn stopped(error: CallError) -> OpError {

@@ -229,7 +229,7 @@ fn small_copies_on_unified_memory_are_the_processors() {
         let queue = &mut *queues[0];
         drop(run(queue, vec![Operation::write(host(7), at)]).unwrap());
         assert_eq!(queue.stats().unwrap().doorbells == 0, direct > 0, "nothing was submitted");
-        // What the GPU has in flight stays before it.
+        // Operations in flight on the GPU stay before it.
         let pattern = 0x0101_0101_0101_0101;
         let both = vec![Operation::fill(at, LEN as u64, pattern), Operation::read(host(0), at)];
         let mut got = vec![0; LEN];
@@ -318,7 +318,7 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
     }
     let bytes: Vec<u8> = (0..SIZE).map(|i| (i * 7 % 253) as u8).collect();
     let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
-    buf.view().write(&bytes);
+    buf.as_volatile_slice().write(&bytes);
     let Some(fd) = descriptor(&buf, info.kind == "software GPU") else {
         return println!("SKIPPED: no udmabuf");
     };
@@ -337,7 +337,7 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
         assert_eq!(left(&live), before, "{call}");
     }
     faults.fail(0, vk::Result::SUCCESS);
-    // What the GPU copies out of it is what the memfd has.
+    // The GPU's copy equals the contents of the memfd.
     let imported = gpu.import_dma_buf(&buf.reference(), fd).unwrap();
     assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
     let back = dmalane_dma::AnonHeap::new().allocate(SIZE).unwrap().share();
@@ -351,7 +351,7 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
     channel.wait(LONG).unwrap();
     channel.ended(drop).unwrap();
     let mut got = vec![0; SIZE];
-    back.view().read(&mut got);
+    back.as_volatile_slice().read(&mut got);
     assert!(got == bytes, "the bytes of the memfd");
     drop((back, target, channel, imported));
     // And the other direction, as far as the driver goes: memory of the device as a dma-buf.

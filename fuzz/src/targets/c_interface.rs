@@ -62,7 +62,7 @@ struct Longer {
     more: [u64; 2],
 }
 
-/// What the calls of an input have made. The first of each list names nothing.
+/// The objects that the calls of an input have made. The first of each list names nothing.
 struct Made {
     device: u64,
     vms: Vec<u64>,

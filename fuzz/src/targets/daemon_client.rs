@@ -55,7 +55,7 @@ fn use_it(path: &std::path::Path) {
     if let Ok(buffer) = client.buffer(4096) {
         // As long as it says, and it stays so.
         assert!(buffer.len() >= 4096);
-        buffer.view().fill(1);
+        buffer.as_volatile_slice().fill(1);
     }
     let mapping = client.pin(&buf.reference()).and_then(|pinned| client.map(pinned, Access::RW));
     if let Ok(mapping) = &mapping {
@@ -164,7 +164,7 @@ impl Daemon<'_> {
         }
         if how == 0xfd {
             // The register page is the daemon's to write at any time.
-            files.page.view().fill(input.u8());
+            files.page.as_volatile_slice().fill(input.u8());
         }
         send(client, &answer, &fds);
     }

@@ -45,7 +45,7 @@ fn fixed() -> Fixed {
 
 fn memory(len: usize, byte: u8) -> SharedBuf {
     let buf = MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
-    buf.view().fill(byte);
+    buf.as_volatile_slice().fill(byte);
     buf
 }
 
@@ -55,7 +55,7 @@ fn map(client: &Client, buf: &SharedBuf, access: Access) -> Option<Mapping> {
 
 fn is_all(buf: &SharedBuf, byte: u8) -> bool {
     let mut same = true;
-    buf.view().for_each_block(|block| same &= block.iter().all(|b| *b == byte));
+    buf.as_volatile_slice().for_each_block(|block| same &= block.iter().all(|b| *b == byte));
     same
 }
 
@@ -102,7 +102,7 @@ fn run(fixed: &Fixed, input: &mut FuzzInput<'_>) {
                 let len = u64::from(input.u16()) << (ends >> 6);
                 let slot = written[channel] as usize % 16;
                 for (i, word) in [head, host, card, len].into_iter().enumerate() {
-                    ring.view().store_u64(slot * 32 + 8 * i, word).expect("within the ring");
+                    ring.as_volatile_slice().store_u64(slot * 32 + 8 * i, word).expect("within the ring");
                 }
                 written[channel] = written[channel].wrapping_add(1);
                 set(regs::CH_DOORBELL, written[channel]);
@@ -120,7 +120,7 @@ fn run(fixed: &Fixed, input: &mut FuzzInput<'_>) {
             5 => mapping = mapping.or_else(|| map(&client, &ring, Access::RW)),
             6 => {
                 let at = usize::from(input.u16()) % (RING - 64);
-                ring.view().sub(at, 64).expect("within").write(input.bytes(32));
+                ring.as_volatile_slice().sub(at, 64).expect("within").write(input.bytes(32));
             }
             _ if kind & 8 == 0 => {
                 let offset = cards[usize::from(kind >> 4) % 4];

@@ -30,7 +30,7 @@ impl User {
 }
 
 fn place(operation: &Operation) -> (usize, usize) {
-    operation.hosts().first().map_or((0, 0), |h| (h.slice.view().as_ptr().addr(), h.slice.len()))
+    operation.hosts().first().map_or((0, 0), |h| (h.slice.as_volatile_slice().as_ptr().addr(), h.slice.len()))
 }
 
 /// Runs the target on one input.
@@ -78,7 +78,7 @@ pub fn target(data: &[u8]) {
                 let ticket = user.waiting.keys().nth(usize::from(input.u8()) % 8).copied();
                 let asked = dmalane_queue::Ticket::new(ticket.unwrap_or_else(|| u64::from(input.u16())));
                 match user.handle.cancel(asked) {
-                    Cancelled::TakenBack(operation) => {
+                    Cancelled::Removed(operation) => {
                         assert_eq!(user.waiting.remove(&asked.number()), Some(place(&operation)));
                     }
                     Cancelled::Unknown if ticket.is_some() => {

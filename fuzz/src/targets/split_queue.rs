@@ -55,7 +55,7 @@ pub fn target(data: &[u8]) {
                 let ticket = waiting.keys().nth(usize::from(input.u8()) % 4).copied();
                 let asked = dmalane_queue::Ticket::new(ticket.unwrap_or(u64::MAX));
                 match split.cancel(asked) {
-                    Cancelled::TakenBack(operation) => {
+                    Cancelled::Removed(operation) => {
                         assert_eq!(waiting.remove(&asked.number()), Some(place(&operation)), "another operation");
                     }
                     Cancelled::Unknown if ticket.is_some() => {
@@ -85,7 +85,7 @@ pub fn target(data: &[u8]) {
 type Place = (usize, usize);
 
 fn place(operation: &Operation) -> Place {
-    operation.hosts().first().map_or((0, 0), |h| (h.slice.view().as_ptr().addr(), h.slice.len()))
+    operation.hosts().first().map_or((0, 0), |h| (h.slice.as_volatile_slice().as_ptr().addr(), h.slice.len()))
 }
 
 fn collect(
@@ -108,7 +108,7 @@ fn collect(
                     && completion.operation.direction() == Some(Direction::FromHost)
                 {
                     let mut bytes = vec![0; at.1];
-                    completion.operation.hosts()[0].slice.view().read(&mut bytes);
+                    completion.operation.hosts()[0].slice.as_volatile_slice().read(&mut bytes);
                     assert!(script.lock().expect("no panic").target[first..first + at.1] == bytes, "not moved");
                 }
             }

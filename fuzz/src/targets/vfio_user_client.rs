@@ -42,7 +42,7 @@ fn use_it(stream: UnixStream) {
         assert!(bus.read_region(region, len, &mut [0]).is_err(), "beyond the end of region {region}");
     }
     let _ = (bus.read32(0, 0), bus.write32(0, 4, 1), bus.write_bytes(2, 8, &[1; 100]));
-    // Memory that a device does not give back is kept for good with its descriptor: after a thousand there are none.
+    // Memory that a device does not give back is leaked with its descriptor: after a thousand there are none.
     let Ok(buf) = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10) else { return };
     let buf = buf.share();
     let mapping = bus.pin(&buf.reference()).and_then(|pinned| bus.map(pinned, Access::RW));

@@ -34,7 +34,7 @@ Exit status: 0 mapped and unmapped, 1 no such device, no permission or the kerne
 /// BAR is mapped as a dma-buf, and the address does not matter.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct BarMap {
+pub(crate) struct BarMap {
     /// The device: vfio:DOMAIN:BUS:DEVICE.FUNCTION; repeat it to map the BARs of several devices in one IOMMU address
     /// space, for all of them
     #[arg(short, long = "device", value_name = "DEVICE", value_parser = device, required = true)]

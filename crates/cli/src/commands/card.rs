@@ -39,7 +39,7 @@ Exit status: 0 the client of --once has disconnected, 1 no socket or no memory, 
 /// Run the software card in its own process.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Card {
+pub(crate) struct Card {
     #[command(subcommand)]
     command: CardCommand,
 }

@@ -41,7 +41,7 @@ Exit status: 0 compared, 1 a loader returned wrong bytes, none could run, or the
 /// Compare loaders: the same files, cold and warm, each in its own process.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Compare {
+pub(crate) struct Compare {
     /// Files to load, or the directory or the index of a model
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
@@ -139,9 +139,9 @@ impl Compare {
                 return Err(Failure::new(format!("{} is not a file with bytes in it", path.display())));
             }
             bytes += meta.len();
-            to = to.map(|to| to.unlike(path, &meta));
+            to = to.map(|to| to.excluding(path, &meta));
         }
-        to = to.map(|to| output::unlike(to, &self.files));
+        to = to.map(|to| output::excluding(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the report", &e)))?;
         let outcome = self.compare(files, bytes)?;
         if let Some(to) = &to {
@@ -175,7 +175,7 @@ impl Compare {
         }
         all.retain(|loader| self.only.is_empty() || self.only.contains(&loader.name));
         let timeout = Duration::from_secs(self.timeout);
-        // What a loader needs, and the page cache behind its back; or half of the memory that is there.
+        // The memory that a loader needs, including its page cache; or half of the memory that is there.
         let touch = dmalane::dma::room().map_or(0, |room| room.bytes / 2).min(bytes.saturating_mul(2));
         let steps = Steps::new("compare", !(self.quiet || self.json || self.csv));
         steps.more(all.len() * (1 + 2 * self.rounds as usize));

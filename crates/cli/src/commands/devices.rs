@@ -19,7 +19,7 @@ Examples:
 /// List the devices that files can be loaded to.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Devices {
+pub(crate) struct Devices {
     /// Print the list as JSON
     #[arg(long)]
     json: bool,

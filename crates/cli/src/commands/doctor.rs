@@ -34,10 +34,10 @@ Examples:
 Exit status: 0 `dmalane load` can run here with the software card, even if other things are missing; \
 1 it cannot; 2 usage error.";
 
-/// Check what this machine offers and lacks, and how to fix it.
+/// Check this machine for missing features, with fixes.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Doctor {
+pub(crate) struct Doctor {
     /// Directory or file whose file system is tested for direct I/O
     #[arg(value_name = "PATH", default_value = ".")]
     path: PathBuf,

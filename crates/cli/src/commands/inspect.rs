@@ -28,7 +28,7 @@ Exit status: 0 inspected, 1 no such file or process, 2 usage error.";
 /// Show how much of a file is in the page cache, or the page backing of a process's buffers.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Inspect {
+pub(crate) struct Inspect {
     /// A file, - for the one behind standard input, or the ID of a process
     #[arg(value_name = "FILE|PID")]
     what: PathBuf,
@@ -70,12 +70,12 @@ struct FileReport {
     cached_bytes: u64,
     dirty_bytes: u64,
     cached_share: f64,
-    /// The share of each of as many equal pieces.
+    /// The cached share of each bin of the file.
     map: Vec<f64>,
 }
 
-/// Pieces of the map of a file.
-const PIECES: u64 = 64;
+/// Bins of the cache map of a file.
+const BINS: u64 = 64;
 
 fn file(path: &Path) -> Result<FileReport, Failure> {
     let SourceFile { file, path, .. } = SourceFile::open(path)?;
@@ -95,11 +95,11 @@ fn file(path: &Path) -> Result<FileReport, Failure> {
         })
     };
     let whole = ask(0, bytes)?;
-    let piece = bytes.div_ceil(PIECES).next_multiple_of(4096);
+    let bin = bytes.div_ceil(BINS).next_multiple_of(4096);
     let mut map = Vec::new();
     let mut at = 0;
     while at < bytes {
-        let len = piece.min(bytes - at);
+        let len = bin.min(bytes - at);
         map.push(ask(at, len)?.share());
         at += len;
     }

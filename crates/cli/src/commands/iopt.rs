@@ -67,7 +67,7 @@ Exit status: 0 printed, 1 bad image, 2 usage error.";
 /// Build page tables as memory images, and read them.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Iopt {
+pub(crate) struct Iopt {
     #[command(subcommand)]
     command: IoptCommand,
 }
@@ -207,7 +207,7 @@ impl Build {
         let output = self.replace.output(&self.output);
         output.check().map_err(|e| cannot_write(&e))?;
         let (mappings, spec) = spec::read(&self.spec)?;
-        let output = output.unlike(&self.spec, &spec);
+        let output = output.excluding(&self.spec, &spec);
         let built =
             formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
         output.write(&built.bytes).map_err(|e| cannot_write(&e))?;

@@ -71,7 +71,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
     group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
-pub struct Load {
+pub(crate) struct Load {
     /// Files to load, several shards at once; or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -206,7 +206,7 @@ impl Outputs {
     }
 
     /// Refuses to write over files that are read; `named` are those of the command line.
-    fn unlike(
+    fn excluding(
         self,
         inputs: &[Input<FileQueue>],
         device: Option<BackingFiles>,
@@ -219,11 +219,12 @@ impl Outputs {
         for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
             read.push((Path::new("device memory"), file.metadata()?));
         }
-        let unlike = |to| read.iter().fold(output::unlike(to, named), |to, (path, meta)| to.unlike(path, meta));
+        let excluding =
+            |to| read.iter().fold(output::excluding(to, named), |to, (path, meta)| to.excluding(path, meta));
         let outputs = Self {
-            save: self.save.into_iter().map(unlike).collect(),
-            record: self.record.map(unlike),
-            timeline: self.timeline.map(unlike),
+            save: self.save.into_iter().map(excluding).collect(),
+            record: self.record.map(excluding),
+            timeline: self.timeline.map(excluding),
         };
         outputs.check()?;
         Ok(outputs)
@@ -312,7 +313,7 @@ impl Load {
         let room = LoadRoom::of(&device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
-        let mut outputs = outputs.unlike(&inputs, device.backing_files(), &named)?;
+        let mut outputs = outputs.excluding(&inputs, device.backing_files(), &named)?;
         let files = inputs.iter().map(|input| (&*input.path, &input.file));
         device::check_inputs(&self.device, device.backing_files(), files)?;
         self.select(&mut inputs, &mut outputs)?;

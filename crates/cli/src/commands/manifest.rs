@@ -32,7 +32,7 @@ Exit status: 0 written, 1 bad file, 2 usage error.";
 /// Hash every tensor of a model, so that damage can be found and named.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Manifest {
+pub(crate) struct Manifest {
     /// Files of the model, or its directory or index; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
@@ -64,9 +64,9 @@ impl Manifest {
         let mut to = self.output.as_ref().map(|path| self.replace.output(path));
         for input in &inputs {
             let meta = input.file.metadata()?;
-            to = to.map(|to| to.unlike(&input.path, &meta));
+            to = to.map(|to| to.excluding(&input.path, &meta));
         }
-        to = to.map(|to| output::unlike(to, &self.files));
+        to = to.map(|to| output::excluding(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the manifest", &e)))?;
         let bar = Progress::new("manifest", !self.quiet);
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));

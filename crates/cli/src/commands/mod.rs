@@ -24,7 +24,7 @@ macro_rules! commands {
     ($($module:ident::$Command:ident,)+) => {
         /// A command with its options.
         #[derive(clap::Subcommand)]
-        pub enum Commands {
+        pub(crate) enum Commands {
             $($Command(Box<$module::$Command>),)+
         }
 
@@ -32,7 +32,7 @@ macro_rules! commands {
             /// Runs the command.
             ///
             /// # Errors
-            /// Whatever kept it from doing its job.
+            /// Any failure of the command.
             pub fn run(self) -> Result<ExitCode, Failure> {
                 match self {
                     $(Self::$Command(command) => command.run(),)+

@@ -60,7 +60,7 @@ cannot be run.";
 /// Read files into DMA-ready memory while it is being allocated.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Read {
+pub(crate) struct Read {
     /// Files to read, each into its own buffer; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
@@ -243,7 +243,8 @@ impl Outcome {
         let Some(timeline) = &self.run.report.timeline else { return Ok(()) };
         let files = self.run.backing.iter().flat_map(|files| [&files.written, &files.read]);
         let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-        let outputs = outputs.map(|to| metas.iter().fold(to, |to, meta| to.unlike(Path::new("device memory"), meta)));
+        let outputs =
+            outputs.map(|to| metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta)));
         let device = self.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
         let page = Page {
             command: "dmalane read",
@@ -269,9 +270,9 @@ impl Read {
         let sources = self.sources()?;
         for source in &sources {
             let meta = source.file.metadata()?;
-            outputs = outputs.map(|to| to.unlike(&source.path, &meta));
+            outputs = outputs.map(|to| to.excluding(&source.path, &meta));
         }
-        outputs = outputs.map(|to| output::unlike(to, &self.manifest));
+        outputs = outputs.map(|to| output::excluding(to, &self.manifest));
         outputs.check()?;
         let manifest = model::manifest(self.manifest.as_deref())?;
         let receiver = self.export.receiver()?;
@@ -347,7 +348,7 @@ impl Read {
             }
         };
         let timeline = self.timeline.any().then(Instant::now);
-        let options = ReadOptions { cuts: expected.cuts(), timeline, ..self.options() };
+        let options = ReadOptions { hash_regions: expected.hash_regions(), timeline, ..self.options() };
         let Done { read: ReadFiles { filled, methods }, mapped, target, heap } =
             self.read(heap, sources, options, &bar)?;
         bar.finish();
@@ -424,10 +425,10 @@ impl Read {
             Heap::Dma => {
                 let opened = DmaHeap::open("system");
                 let opened = opened.map_err(|e| Failure::because("no dma-buf heap on this machine", &e));
-                Arc::new(opened.map_err(|f| f.hint("`dmalane doctor` shows what the kernel lacks"))?)
+                Arc::new(opened.map_err(|f| f.hint("`dmalane doctor` lists missing kernel features"))?)
             }
         };
-        let can = heap.abilities();
+        let can = heap.capabilities();
         for (needed, had, what) in
             [(shareable, can.shareable, "shared with another process"), (dma_buf, can.dma_buf, "a dma-buf")]
         {
@@ -502,7 +503,7 @@ impl Read {
         let counters = target.as_ref().map(|target| target.device.read_counters());
         counters.iter().for_each(|counters| job::this().counted(counters));
         if let Some(ReadTarget { device, to }) = &mut target {
-            read = read.and_to(device, to);
+            read = read.copy_to_device(device, to);
         } else if self.map {
             host = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
                 .map_err(|e| Failure::because("no software host", &e))?;

@@ -32,7 +32,7 @@ number of the signal that ended it.";
 /// Show what running commands and daemons do, as it changes.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Top {
+pub(crate) struct Top {
     /// Show this daemon as well, as -d of other commands names it: daemon or daemon:SOCKET. May be given several times
     #[arg(short, long, value_name = "DAEMON", value_parser = device::Name, hide_possible_values = true)]
     device: Vec<DeviceSpec>,

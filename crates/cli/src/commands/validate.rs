@@ -60,7 +60,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 /// Measure a device: data integrity, then bandwidth and latency, each beside a reference rate.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Validate {
+pub(crate) struct Validate {
     /// The device, such as soft, daemon, vfio:BDF, file:PATH[,c2h=PATH], vulkan:N or cuda:N; `dmalane devices` lists
     /// all kinds
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
@@ -80,8 +80,8 @@ pub struct Validate {
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     starting_offset: Option<Size>,
 
-    /// Distance from one buffer position to the next, a multiple of 4KiB, at least a buffer; each buffer then lies in
-    /// one piece [default: packed, in HBM striped over both halves]
+    /// Distance from one buffer position to the next, a multiple of 4KiB, at least a buffer; each buffer is then
+    /// contiguous [default: packed, in HBM striped over both halves]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     offset: Option<Size>,
 
@@ -367,7 +367,7 @@ impl Validate {
         for path in self.device_files() {
             // One that is not there is reported where the device is opened.
             if let Ok(meta) = std::fs::metadata(&path) {
-                to = to.unlike(&path, &meta);
+                to = to.excluding(&path, &meta);
             }
         }
         to.check().map_err(|e| cannot_write(path, &e))?;
@@ -513,7 +513,7 @@ impl Validate {
         match (self.overwrite, self.restore) {
             (_, true) => Contents::Restore,
             (true, _) => Contents::Overwrite,
-            // Whoever names the first address of a character device says that it may be overwritten.
+            // Naming the first address of a character device permits overwriting it.
             _ if named => Contents::Overwrite,
             _ => Contents::Refuse,
         }

@@ -29,7 +29,7 @@ Exit status: 0 no difference, 1 a difference or an error, 2 usage error.";
 /// Compare files with their manifest, and name the tensors that differ.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Verify {
+pub(crate) struct Verify {
     /// Files of the model, or its directory or index; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,

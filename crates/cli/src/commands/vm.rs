@@ -46,7 +46,7 @@ Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
 /// Bind and unbind in device virtual memory, without a device or in the address space of one.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Vm {
+pub(crate) struct Vm {
     #[command(subcommand)]
     command: VmCommand,
 }

@@ -100,7 +100,7 @@ fn folder() -> tempfile::TempDir {
     folder
 }
 
-/// What came of some examples.
+/// The results of some examples.
 #[derive(Default)]
 struct Done {
     ran: usize,

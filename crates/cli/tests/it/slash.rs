@@ -171,7 +171,7 @@ fn system_calls_per_mib_are_a_read_and_a_transfer_for_each_slot() {
     }
     let model = || DriverModel::new(Version::KNOWN).unwrap();
     let (Some(less), Some(more)) = (traced(&model(), 16 * MIB), traced(&model(), 80 * MIB)) else { return };
-    // What 64 MiB more take: whatever a load costs besides is in both.
+    // The cost of 64 MiB more: the other costs of a load are in both.
     let of = |name: &str| {
         let count = |counts: &BTreeMap<String, u64>| counts.get(name).copied().unwrap_or(0);
         count(&more).saturating_sub(count(&less))

@@ -523,7 +523,7 @@ fn a_directory_that_others_can_use_is_not_used() {
         assert_eq!(entries, 0, "nothing is put there");
         slow.end();
     }
-    // What a job makes is its user's alone.
+    // The files of a job are accessible to its user only.
     let runtime = folder();
     fs::set_permissions(runtime.path(), Permissions::from_mode(0o777)).unwrap();
     let slow = Slow::start(runtime.path());

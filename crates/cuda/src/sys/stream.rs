@@ -20,11 +20,11 @@ use crate::plan::Step;
 /// write the same memory.
 struct Batch {
     direction: Direction,
-    parts: Vec<Part>,
+    ranges: Vec<TransferRange>,
 }
 
 /// A copy in a batch.
-struct Part {
+struct TransferRange {
     kind: RangeKind,
     at: Pointer,
     here: Pointer,
@@ -33,7 +33,7 @@ struct Part {
 
 impl Default for Batch {
     fn default() -> Self {
-        Self { direction: Direction::FromHost, parts: Vec::new() }
+        Self { direction: Direction::FromHost, ranges: Vec::new() }
     }
 }
 
@@ -235,24 +235,26 @@ impl Stream {
     ) -> Result<(), OpError> {
         let (kind, at) = kind(at);
         // Each slice of host memory is one operation's alone, but device memory may be written twice.
-        let twice = |part: &Part| direction == Direction::FromHost && part.at < at + len && at < part.at + part.len;
+        let twice = |range: &TransferRange| {
+            direction == Direction::FromHost && range.at < at + len && at < range.at + range.len
+        };
         let batch = &self.batch;
-        if batch.direction != direction || batch.parts.len() >= BATCH || batch.parts.iter().any(twice) {
+        if batch.direction != direction || batch.ranges.len() >= BATCH || batch.ranges.iter().any(twice) {
             self.send_batch(mapped)?;
         }
         self.batch.direction = direction;
-        self.batch.parts.push(Part { kind, at, here, len });
+        self.batch.ranges.push(TransferRange { kind, at, here, len });
         Ok(())
     }
 
     /// Gives the driver the copies that wait for it. When it refuses, all operations since the last event have failed:
-    /// which of them had a part in the batch is not known.
+    /// which of them were part of the batch is not known.
     fn send_batch(&mut self, mapped: &Mapped) -> Result<(), OpError> {
-        let Batch { direction, parts } = std::mem::take(&mut self.batch);
-        if parts.is_empty() {
+        let Batch { direction, ranges } = std::mem::take(&mut self.batch);
+        if ranges.is_empty() {
             return Ok(());
         }
-        let sent = self.works().and_then(|()| self.send(mapped, direction, &parts));
+        let sent = self.works().and_then(|()| self.send(mapped, direction, &ranges));
         if let Err(error) = &sent {
             self.fail_open(error);
         }
@@ -266,24 +268,24 @@ impl Stream {
         }
     }
 
-    fn send(&mut self, mapped: &Mapped, direction: Direction, parts: &[Part]) -> Result<(), OpError> {
-        let (driver, stream, count) = (self.context.driver, self.raw.0, parts.len());
+    fn send(&mut self, mapped: &Mapped, direction: Direction, ranges: &[TransferRange]) -> Result<(), OpError> {
+        let (driver, stream, count) = (self.context.driver, self.raw.0, ranges.len());
         let to_device = direction == Direction::FromHost;
-        for part in parts {
+        for range in ranges {
             // Again, since it may have been unmapped while it waited.
-            check(mapped, part.at, part.len, part.kind, to_device)
+            check(mapped, range.at, range.len, range.kind, to_device)
                 .map_err(|bad| OpError::NoCardMemory(CardAddr::new(bad)))?;
         }
         self.open_calls += count;
-        let done = if let [Part { at, here, len, .. }] = *parts {
+        let done = if let [TransferRange { at, here, len, .. }] = *ranges {
             match to_device {
                 true => call!(driver.to_device(at, here as *const c_void, len as usize, stream)),
                 false => call!(driver.to_host(here as *mut c_void, at, len as usize, stream)),
             }
         } else {
-            let device: Vec<Pointer> = parts.iter().map(|part| part.at).collect();
-            let host: Vec<Pointer> = parts.iter().map(|part| part.here).collect();
-            let lens: Vec<usize> = parts.iter().map(|part| part.len as usize).collect();
+            let device: Vec<Pointer> = ranges.iter().map(|range| range.at).collect();
+            let host: Vec<Pointer> = ranges.iter().map(|range| range.here).collect();
+            let lens: Vec<usize> = ranges.iter().map(|range| range.len as usize).collect();
             let (to, from) = if to_device { (&device, &host) } else { (&host, &device) };
             let (to, from, lens) = (to.as_ptr(), from.as_ptr(), lens.as_ptr());
             // One set of attributes, for all copies from the first on.

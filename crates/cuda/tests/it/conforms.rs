@@ -220,7 +220,7 @@ fn operations_that_the_driver_has_not_got_are_taken_back() {
     queue.flush();
     let later = queue.submit(later).unwrap();
     assert!(matches!(queue.cancel(first), dmalane_queue::Cancelled::TooLate));
-    assert!(matches!(queue.cancel(later), dmalane_queue::Cancelled::TakenBack(_)));
+    assert!(matches!(queue.cancel(later), dmalane_queue::Cancelled::Removed(_)));
     let mut done = Vec::new();
     assert_eq!((queue.poll(&mut done), queue.in_flight()), (0, 1));
     let begun = std::time::Instant::now();

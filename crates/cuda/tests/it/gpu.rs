@@ -35,7 +35,7 @@ impl Gpu {
     pub fn open(name: &GpuName) -> Result<Self, dmalane_cuda::Error> {
         let mut device = CudaDevice::open(name)?;
         let mut queues = device.take_queues();
-        queues.push(device.another_queue()?);
+        queues.push(device.open_queue()?);
         Ok(Self { queues, memory: device.memory(), registrar: device.registrar(), device })
     }
 

@@ -1,4 +1,4 @@
-//! What a hostile user may do with 48 connections.
+//! Attacks of a hostile user with 48 connections.
 
 use super::*;
 
@@ -201,7 +201,7 @@ fn cancelled_bytes(path: &Path) -> ! {
         let tickets: Vec<_> = copies.ready.drain(..).map(submit).collect();
         copies.queue.flush();
         for ticket in tickets {
-            if let Cancelled::TakenBack(operation) = copies.queue.cancel(ticket) {
+            if let Cancelled::Removed(operation) = copies.queue.cancel(ticket) {
                 copies.ready.push(operation);
             }
         }

@@ -522,7 +522,7 @@ impl Copies {
     }
 }
 
-/// What another user gets.
+/// The service that another user gets.
 struct Figures {
     /// MB/s of 1 MiB copies, four in flight.
     copied: f64,

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, PageBacking, PageKind, Reserved};
 use crate::sys::{Exclusive, Region, page, udmabuf_create};
 use crate::{BufferRef, CpuBuf, Error};
 
@@ -64,8 +64,8 @@ impl Heap for DmaHeap {
         Ok(Reserved::present(region, backing, account))
     }
 
-    fn abilities(&self) -> HeapAbilities {
-        HeapAbilities {
+    fn capabilities(&self) -> HeapCapabilities {
+        HeapCapabilities {
             shareable: true,
             direct_io: false,
             registrable: false,

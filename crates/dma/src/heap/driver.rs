@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, PageBacking, PageKind, Reserved};
 use crate::sys::{DriverMemory, Exclusive, Region, page};
 use crate::{CpuBuf, Error};
 
@@ -39,7 +39,7 @@ impl DriverHeap {
             return Err(short());
         }
         // Buffers are zeroed, and drivers need not do that.
-        region.view().fill(0);
+        region.as_volatile_slice().fill(0);
         let account = Account::open(&self.counters, region.len());
         Ok((region, PageBacking { kind: PageKind::Base, passed_over: Vec::new() }, account))
     }
@@ -58,8 +58,8 @@ impl Heap for DriverHeap {
     }
 
     /// No file is read into it directly unless the driver says so: most map memory that the kernel cannot pin.
-    fn abilities(&self) -> HeapAbilities {
-        HeapAbilities {
+    fn capabilities(&self) -> HeapCapabilities {
+        HeapCapabilities {
             shareable: false,
             direct_io: self.direct_io,
             registrable: false,

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Account, Counters, Heap, HeapAbilities, HeapStats, NoPages, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, NoPages, PageBacking, PageKind, Reserved};
 use crate::sys::{Exclusive, HUGE, Pages, Region, page};
 use crate::{CpuBuf, Error};
 
@@ -202,8 +202,14 @@ impl Heap for AnonHeap {
         self.0.reserve(len, "anonymous memory", &Region::anonymous)
     }
 
-    fn abilities(&self) -> HeapAbilities {
-        HeapAbilities { shareable: false, direct_io: true, registrable: true, dma_buf: false, best_pages: self.0.best }
+    fn capabilities(&self) -> HeapCapabilities {
+        HeapCapabilities {
+            shareable: false,
+            direct_io: true,
+            registrable: true,
+            dma_buf: false,
+            best_pages: self.0.best,
+        }
     }
 
     fn stats(&self) -> HeapStats {
@@ -263,9 +269,9 @@ impl Heap for MemfdHeap {
         self.0.reserve(len, "memfd memory", &Self::map)
     }
 
-    fn abilities(&self) -> HeapAbilities {
+    fn capabilities(&self) -> HeapCapabilities {
         let dma_buf = super::dma_heap::has_udmabuf();
-        HeapAbilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
+        HeapCapabilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
     }
 
     fn stats(&self) -> HeapStats {

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub use dma_heap::{DmaHeap, export_dma_buf};
 pub use driver::DriverHeap;
 pub use fallback::{AnonHeap, MemfdHeap};
-pub use needs::{HeapAbilities, Needs, Picked, pick};
+pub use needs::{HeapCapabilities, Needs, Picked, pick};
 pub(crate) use pool::Home;
 pub use pool::{Pool, PoolStats};
 pub use reserved::{Absent, Reserved};
@@ -132,7 +132,7 @@ pub trait Heap: Send + Sync {
     fn reserve(&self, len: usize) -> Result<Reserved, Error>;
 
     /// Uses for which this heap's buffers are suitable.
-    fn abilities(&self) -> HeapAbilities;
+    fn capabilities(&self) -> HeapCapabilities;
 
     /// Allocation counters.
     fn stats(&self) -> HeapStats;
@@ -152,8 +152,8 @@ macro_rules! pointers {
                 (**self).reserve(len)
             }
 
-            fn abilities(&self) -> HeapAbilities {
-                (**self).abilities()
+            fn capabilities(&self) -> HeapCapabilities {
+                (**self).capabilities()
             }
 
             fn stats(&self) -> HeapStats {

@@ -9,7 +9,7 @@ use crate::{Error, memlock_left};
 /// Uses for which the buffers of a heap are suitable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub struct HeapAbilities {
+pub struct HeapCapabilities {
     /// Another process can map them, by a file descriptor.
     pub shareable: bool,
     /// Files can be read into them with direct I/O.
@@ -22,7 +22,7 @@ pub struct HeapAbilities {
     pub best_pages: PageKind,
 }
 
-impl fmt::Display for HeapAbilities {
+impl fmt::Display for HeapCapabilities {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "up to {}", self.best_pages)?;
         for (can, what) in [
@@ -59,7 +59,7 @@ pub struct Needs {
 
 impl Needs {
     /// The first requirement that a heap does not meet; `None` when it meets all.
-    fn missing(&self, has: &HeapAbilities) -> Option<&'static str> {
+    fn missing(&self, has: &HeapCapabilities) -> Option<&'static str> {
         [
             (self.shareable, has.shareable, "cannot be shared with another process"),
             (self.direct_io, has.direct_io, "takes no direct I/O"),
@@ -81,7 +81,7 @@ pub struct Picked {
 
 impl fmt::Display for Picked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.heap.name(), self.heap.abilities())?;
+        write!(f, "{} ({})", self.heap.name(), self.heap.capabilities())?;
         for (name, why) in &self.passed_over {
             write!(f, "; not {name}: {why}")?;
         }
@@ -119,7 +119,7 @@ fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
     let mut passed_over = Vec::new();
     for &(name, open) in heaps {
         let why = match open() {
-            Ok(heap) => match needs.missing(&heap.abilities()) {
+            Ok(heap) => match needs.missing(&heap.capabilities()) {
                 None => return Ok(Picked { heap, passed_over }),
                 Some("cannot become a dma-buf") if name == "memfd" => "there is no /dev/udmabuf for it".to_owned(),
                 Some(why) => why.to_owned(),
@@ -145,7 +145,7 @@ mod tests {
         assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, direct I/O, "), "{shared}");
         // Either a heap with dma-bufs is chosen, or the error names the reasons.
         match pick(Needs { dma_buf: true, ..Needs::default() }) {
-            Ok(picked) => assert!(picked.heap.abilities().dma_buf),
+            Ok(picked) => assert!(picked.heap.capabilities().dma_buf),
             Err(e) => {
                 let text = e.to_string();
                 assert!(text.contains("memfd: there is no /dev/udmabuf for it"), "{text}");
@@ -158,6 +158,6 @@ mod tests {
         let refused = pick_within(much, Some((8 << 20) - 1)).err().map(|e| e.to_string()).unwrap();
         assert!(refused.contains("cannot pin 8388608 bytes") && refused.contains("ulimit -l"), "{refused}");
         let base = pick(Needs { pages: Some(PageKind::Base), ..Needs::default() }).unwrap();
-        assert_eq!(base.heap.abilities().best_pages, PageKind::Base);
+        assert_eq!(base.heap.capabilities().best_pages, PageKind::Base);
     }
 }

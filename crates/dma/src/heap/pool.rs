@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, PageBacking, PageKind, Reserved};
 use crate::sys::{HUGE, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
@@ -29,9 +29,9 @@ pub struct Pool(Arc<Shelf>);
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
     /// Bytes of cached buffers.
-    pub kept: usize,
+    pub cached: usize,
     /// Number of cached buffers.
-    pub kept_buffers: usize,
+    pub cached_buffers: usize,
     /// Requests that were met from the cache.
     pub hits: usize,
     /// Requests that went to the heap below. One of 64 KiB to 1 MiB takes a huge page from there and caches the rest.
@@ -44,11 +44,11 @@ struct Shelf {
     heap: Box<dyn Heap>,
     limit: usize,
     counters: Arc<Counters>,
-    kept: Mutex<Kept>,
+    cached: Mutex<Cached>,
 }
 
 #[derive(Default)]
-struct Kept {
+struct Cached {
     /// Oldest first.
     buffers: VecDeque<(Region, PageBacking)>,
     stats: PoolStats,
@@ -57,47 +57,47 @@ struct Kept {
 impl Pool {
     /// A pool that caches at most `limit` bytes of buffers from `heap`.
     pub fn new(heap: impl Heap + 'static, limit: usize) -> Self {
-        Self(Arc::new(Shelf { heap: Box::new(heap), limit, counters: Arc::default(), kept: Mutex::default() }))
+        Self(Arc::new(Shelf { heap: Box::new(heap), limit, counters: Arc::default(), cached: Mutex::default() }))
     }
 
     /// Counters since the pool was created.
     pub fn pool_stats(&self) -> PoolStats {
-        self.0.kept().stats
+        self.0.cached().stats
     }
 
     /// Returns the least recently used buffers to the kernel until at most `bytes` are cached.
     pub fn trim(&self, bytes: usize) {
-        let freed = self.0.kept().shrink(bytes);
+        let freed = self.0.cached().shrink(bytes);
         drop(freed); // unmaps, without the lock
     }
 }
 
 impl Shelf {
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn cached(&self) -> MutexGuard<'_, Cached> {
+        self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the best-fitting cached buffer, at most an eighth larger than `len`; the most recently used among equals.
     fn take(&self, len: usize) -> Option<(Region, PageBacking)> {
-        let mut kept = self.kept();
+        let mut cached = self.cached();
         let most = len.saturating_add(len / 8);
-        let fits = kept.buffers.iter().enumerate().filter(|(_, (region, _))| (len..=most).contains(&region.len()));
+        let fits = cached.buffers.iter().enumerate().filter(|(_, (region, _))| (len..=most).contains(&region.len()));
         let best = fits.rev().min_by_key(|(_, (region, _))| region.len()).map(|(i, _)| i);
-        let found = best.and_then(|i| kept.buffers.remove(i));
+        let found = best.and_then(|i| cached.buffers.remove(i));
         match &found {
             Some((region, _)) => {
-                kept.stats.kept -= region.len();
-                kept.stats.kept_buffers -= 1;
-                kept.stats.hits += 1;
+                cached.stats.cached -= region.len();
+                cached.stats.cached_buffers -= 1;
+                cached.stats.hits += 1;
             }
-            None => kept.stats.misses += 1,
+            None => cached.stats.misses += 1,
         }
         found
     }
 
     /// A new buffer of `len` bytes from a huge page, whose remaining fragments are cached; `None` where not possible.
     fn slab(&self, len: usize) -> Option<(Region, PageBacking)> {
-        let below = self.heap.abilities();
+        let below = self.heap.capabilities();
         // A buffer with a descriptor is shared as a whole, so it cannot be split.
         if !(SLAB_FROM..=SLAB_UP_TO).contains(&len) || self.limit < HUGE || below.shareable {
             return None;
@@ -112,35 +112,35 @@ impl Shelf {
         let (region, backing) = huge.into_region();
         let mut fragments = region.cut(len).ok()?.into_iter();
         let first = fragments.next()?;
-        let mut kept = self.kept();
+        let mut cached = self.cached();
         // Leave room in the cache for the first fragment when it returns.
         let mut freed = Vec::new();
         for fragment in fragments {
-            freed.append(&mut kept.keep(fragment, backing.clone(), self.limit - len));
+            freed.append(&mut cached.insert(fragment, backing.clone(), self.limit - len));
         }
-        drop(kept);
+        drop(cached);
         drop(freed);
         Some((first, backing))
     }
 }
 
-impl Kept {
+impl Cached {
     /// Caches a buffer of at most `limit` bytes; returns the buffers to free for it.
-    fn keep(&mut self, region: Region, backing: PageBacking, limit: usize) -> Vec<(Region, PageBacking)> {
+    fn insert(&mut self, region: Region, backing: PageBacking, limit: usize) -> Vec<(Region, PageBacking)> {
         let freed = self.shrink(limit.saturating_sub(region.len()));
-        self.stats.kept += region.len();
-        self.stats.kept_buffers += 1;
+        self.stats.cached += region.len();
+        self.stats.cached_buffers += 1;
         self.buffers.push_back((region, backing));
         freed
     }
 
     fn shrink(&mut self, to: usize) -> Vec<(Region, PageBacking)> {
         let mut freed = Vec::new();
-        while self.stats.kept > to
+        while self.stats.cached > to
             && let Some((region, backing)) = self.buffers.pop_front()
         {
-            self.stats.kept -= region.len();
-            self.stats.kept_buffers -= 1;
+            self.stats.cached -= region.len();
+            self.stats.cached_buffers -= 1;
             self.stats.freed += 1;
             freed.push((region, backing));
         }
@@ -155,7 +155,7 @@ impl Heap for Pool {
         let fresh = reserved.is_fresh();
         let buf = reserved.populate()?;
         if !fresh {
-            buf.view().fill(0);
+            buf.as_volatile_slice().fill(0);
         }
         let taken = |_: SharedBuf| Error::Allocate {
             len,
@@ -188,7 +188,7 @@ impl Heap for Pool {
             Ok(reserved) => reserved,
             Err(e) => {
                 // Free the cached memory and try again.
-                if self.pool_stats().kept == 0 {
+                if self.pool_stats().cached == 0 {
                     return Err(e);
                 }
                 self.trim(0);
@@ -203,8 +203,8 @@ impl Heap for Pool {
         Ok(reserved)
     }
 
-    fn abilities(&self) -> HeapAbilities {
-        self.0.heap.abilities()
+    fn capabilities(&self) -> HeapCapabilities {
+        self.0.heap.capabilities()
     }
 
     fn stats(&self) -> HeapStats {
@@ -233,14 +233,14 @@ impl Home {
     pub(crate) fn welcome(self, region: Region) {
         let Some(shelf) = self.shelf.upgrade() else { return };
         let len = region.len();
-        let mut kept = shelf.kept();
+        let mut cached = shelf.cached();
         if self.absent.into_inner() > 0 || len > shelf.limit {
-            kept.stats.freed += 1;
-            drop(kept); // unmaps, without the lock
+            cached.stats.freed += 1;
+            drop(cached); // unmaps, without the lock
             return;
         }
-        let freed = kept.keep(region, self.backing, shelf.limit);
-        drop(kept);
+        let freed = cached.insert(region, self.backing, shelf.limit);
+        drop(cached);
         drop(freed);
     }
 }

@@ -22,7 +22,7 @@ fn all(bytes: &[u8], value: u8) -> bool {
 
 /// The suite for every heap; a new heap needs one line below.
 fn conformance(heap: &dyn Heap, small: Small) {
-    let best = heap.abilities().best_pages;
+    let best = heap.capabilities().best_pages;
     for refused in [0, usize::MAX] {
         assert!(matches!(heap.allocate(refused), Err(Error::BadLength(n)) if n == refused));
         assert!(matches!(heap.reserve(refused), Err(Error::BadLength(n)) if n == refused));
@@ -86,12 +86,12 @@ fn conformance(heap: &dyn Heap, small: Small) {
     let stats = heap.stats();
     assert_eq!((stats.live, stats.buffers), (0, 9 + 3 * lengths.len()));
     assert!(stats.peak >= 5 << 20);
-    abilities(heap);
+    capabilities(heap);
 }
 
 /// Checks that a heap's buffers support the uses that it declares.
-fn abilities(heap: &dyn Heap) {
-    let can = heap.abilities();
+fn capabilities(heap: &dyn Heap) {
+    let can = heap.capabilities();
     let shared = heap.allocate(1 << 20).unwrap().share();
     assert_eq!(shared.export().is_some(), can.shareable);
     match crate::export_dma_buf(&shared.reference()) {
@@ -132,7 +132,7 @@ fn a_driver() {
         let source = |source| Error::Allocate { len: len.get(), kind: "a driver's memory", source };
         let region = crate::sys::Region::anonymous(len, crate::sys::Pages::Base).map_err(source)?;
         // Drivers give memory that was in use before.
-        region.view().fill(0x77);
+        region.as_volatile_slice().fill(0x77);
         Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
     };
     conformance(&DriverHeap::new("driver", allocate), Small::Alone);
@@ -179,12 +179,12 @@ fn a_dma_buf_shares_the_pages_of_its_memfd() {
         Err(e) => return println!("SKIPPED: no udmabuf: {e}"),
     };
     assert_eq!(dma_buf.len(), 1 << 20);
-    memfd.view().sub(4096, 5).unwrap().write(b"memfd");
+    memfd.as_volatile_slice().sub(4096, 5).unwrap().write(b"memfd");
     let mut got = [0; 7];
     dma_buf.cpu_access(false, |view| view.sub(4096, 5).unwrap().read(&mut got[..5])).unwrap();
     assert_eq!(&got[..5], b"memfd");
     dma_buf.cpu_access(true, |view| view.sub(8192, 7).unwrap().write(b"dma-buf")).unwrap();
-    memfd.view().sub(8192, 7).unwrap().read(&mut got);
+    memfd.as_volatile_slice().sub(8192, 7).unwrap().read(&mut got);
     assert_eq!(&got, b"dma-buf");
     assert!(dma_buf.into_cpu().is_err(), "exported");
     // The error for a buffer above the module's limit names the limit.
@@ -232,21 +232,21 @@ fn a_pool_reuses_buffers() {
         (buf.as_ptr().addr(), buf.len())
     };
     let (first, _) = address(&pool, 1 << 20);
-    assert_eq!(pool.pool_stats(), PoolStats { kept: 1 << 20, kept_buffers: 1, misses: 1, ..PoolStats::default() });
+    assert_eq!(pool.pool_stats(), PoolStats { cached: 1 << 20, cached_buffers: 1, misses: 1, ..PoolStats::default() });
     assert_eq!(address(&pool, 1 << 20).0, first, "recycled");
     assert_eq!(address(&pool, (1 << 20) - 5000).1, 1 << 20, "almost as long");
     assert_ne!(address(&pool, 4096).1, 1 << 20, "not a large one for a small need");
     assert!(pool.allocate(1 << 20).unwrap().iter().all(|b| *b == 0), "cleared");
     // A pool is bounded: the oldest goes.
     let many: Vec<_> = (0..9).map(|_| pool.allocate(1 << 20).unwrap()).collect();
-    assert_eq!(pool.pool_stats().kept, page());
+    assert_eq!(pool.pool_stats().cached, page());
     drop(many);
     let stats = pool.pool_stats();
-    assert_eq!((stats.kept, stats.kept_buffers, stats.freed), (8 << 20, 8, 2));
+    assert_eq!((stats.cached, stats.cached_buffers, stats.freed), (8 << 20, 8, 2));
     drop(pool.allocate(16 << 20).unwrap());
-    assert_eq!((pool.pool_stats().kept, pool.pool_stats().freed), (8 << 20, 3), "larger than the bound");
+    assert_eq!((pool.pool_stats().cached, pool.pool_stats().freed), (8 << 20, 3), "larger than the bound");
     pool.trim(3 << 20);
-    assert_eq!(pool.pool_stats().kept, 3 << 20);
+    assert_eq!(pool.pool_stats().cached, 3 << 20);
     // Buffers that outlive the pool are freed, not kept.
     let last = pool.allocate(1 << 20).unwrap();
     drop(pool);
@@ -259,17 +259,17 @@ fn a_pool_caches_neither_exported_nor_incomplete_buffers() {
     let buf = pool.allocate(1 << 20).unwrap().share();
     assert!(buf.export().is_some());
     drop(buf);
-    assert_eq!(pool.pool_stats().kept, 0, "exported");
+    assert_eq!(pool.pool_stats().cached, 0, "exported");
     let mut reserved = pool.reserve(4 << 20).unwrap();
     let slice = reserved.next(1 << 20).unwrap().populate().unwrap();
     drop((slice, reserved));
-    assert_eq!((pool.pool_stats().kept, pool.stats().live), (0, 0), "three quarters have no pages");
+    assert_eq!((pool.pool_stats().cached, pool.stats().live), (0, 0), "three quarters have no pages");
     drop(pool.reserve(4 << 20).unwrap().populate().unwrap());
-    assert_eq!(pool.pool_stats().kept, 4 << 20);
+    assert_eq!(pool.pool_stats().cached, 4 << 20);
     let recycled = pool.reserve(4 << 20).unwrap();
     assert!(!recycled.is_fresh());
     drop(recycled);
-    assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
+    assert_eq!(pool.pool_stats().cached, 4 << 20, "still present, whether used or not");
 }
 
 #[test]
@@ -339,12 +339,12 @@ fn pages_that_are_there_already_are_written() {
     use crate::sys::{Pages, Region};
     let len = 6 * page();
     let from = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
-    from.view().write(&(0u8..=250).cycle().take(len).collect::<Vec<_>>());
+    from.as_volatile_slice().write(&(0u8..=250).cycle().take(len).collect::<Vec<_>>());
     for there in [0, 1, 3, 5] {
         let region = Region::memfd("test", std::num::NonZeroUsize::new(len).unwrap(), Pages::Base).unwrap();
         region.populate(there * page(), page()).unwrap();
-        region.write_from_view(0, from.view()).unwrap();
-        assert_eq!(region.view().first_difference(from.view()), None, "page {there}");
+        region.write_from_view(0, from.as_volatile_slice()).unwrap();
+        assert_eq!(region.as_volatile_slice().first_difference(from.as_volatile_slice()), None, "page {there}");
     }
 }
 
@@ -360,12 +360,12 @@ fn threads_fill_absent_memory_from_other_memory() {
     let ranges: Vec<_> = std::iter::from_fn(|| reserved.next(7 * page())).collect();
     let fill = |absent: Absent| {
         let (offset, all) = (absent.offset(), absent.len());
-        let bytes = from.view().sub(offset, all.min(len - offset)).unwrap();
+        let bytes = from.as_volatile_slice().sub(offset, all.min(len - offset)).unwrap();
         // Where only one may write at a time, the others populate, as those who call this do.
         absent.copy_from(bytes).unwrap_or_else(|(absent, why)| {
             assert_eq!(why.kind(), std::io::ErrorKind::WouldBlock, "{why}");
             let there = absent.populate().unwrap();
-            there.view().sub(0, bytes.len()).unwrap().copy_from(bytes, crate::CopyHint::Keep);
+            there.as_volatile_slice().sub(0, bytes.len()).unwrap().copy_from(bytes, crate::CopyHint::Keep);
             there
         })
     };
@@ -399,11 +399,11 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     }
     let transparent = one.backing().kind == PageKind::Transparent;
     assert!(one.is_fresh() && one.len() == LEN);
-    let stats = PoolStats { kept: HUGE - LEN, kept_buffers: 4, misses: 1, ..PoolStats::default() };
+    let stats = PoolStats { cached: HUGE - LEN, cached_buffers: 4, misses: 1, ..PoolStats::default() };
     assert_eq!((pool.pool_stats(), pool.stats().live), (stats, LEN), "three fragments and the rest");
     let mut all = vec![one.populate().unwrap().into_cpu().unwrap()];
     all.extend((0..3).map(|_| pool.allocate(LEN).unwrap()));
-    assert_eq!((pool.pool_stats().hits, pool.pool_stats().kept), (3, HUGE - 4 * LEN));
+    assert_eq!((pool.pool_stats().hits, pool.pool_stats().cached), (3, HUGE - 4 * LEN));
     // Pieces are disjoint, and those of one huge page.
     for (i, buf) in all.iter_mut().enumerate() {
         assert!(buf.iter().all(|b| *b == 0));
@@ -444,8 +444,8 @@ fn a_pool_that_runs_out_frees_what_it_keeps() {
             let refuses = self.1.swap(false, std::sync::atomic::Ordering::Relaxed);
             if refuses { Err(Error::BadLength(len)) } else { self.0.reserve(len) }
         }
-        fn abilities(&self) -> HeapAbilities {
-            self.0.abilities()
+        fn capabilities(&self) -> HeapCapabilities {
+            self.0.capabilities()
         }
         fn stats(&self) -> HeapStats {
             self.0.stats()
@@ -457,9 +457,9 @@ fn a_pool_that_runs_out_frees_what_it_keeps() {
     let below = std::sync::Arc::new(Refuses(AnonHeap::new(), false.into()));
     let pool = Pool::new(below.clone(), 16 << 20);
     drop(pool.allocate(2 << 20).unwrap());
-    assert!(pool.pool_stats().kept > 0);
+    assert!(pool.pool_stats().cached > 0);
     below.1.store(true, std::sync::atomic::Ordering::Relaxed);
-    assert_eq!((pool.reserve(4 << 20).unwrap().len(), pool.pool_stats().kept), (4 << 20, 0));
+    assert_eq!((pool.reserve(4 << 20).unwrap().len(), pool.pool_stats().cached), (4 << 20, 0));
     below.1.store(true, std::sync::atomic::Ordering::Relaxed);
     assert!(matches!(pool.reserve(8 << 20), Err(Error::BadLength(_))), "nothing is left to free");
 }
@@ -468,9 +468,9 @@ fn a_pool_that_runs_out_frees_what_it_keeps() {
 fn a_pool_respects_its_limit_and_splits_only_private_memory() {
     let tight = Pool::new(AnonHeap::new(), 2 << 20);
     drop(tight.allocate(1 << 20).unwrap());
-    assert!(tight.pool_stats().kept <= 2 << 20);
+    assert!(tight.pool_stats().cached <= 2 << 20);
     drop((0..5).map(|_| tight.allocate(300 << 10).unwrap()).collect::<Vec<_>>());
-    assert!(tight.pool_stats().kept <= 2 << 20, "{:?}", tight.pool_stats());
+    assert!(tight.pool_stats().cached <= 2 << 20, "{:?}", tight.pool_stats());
     let none = Pool::new(AnonHeap::new(), 1 << 20);
     assert_eq!(
         none.allocate(512 << 10).unwrap().backing().kind,

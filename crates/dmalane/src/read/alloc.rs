@@ -5,7 +5,7 @@ use std::ops::{Bound, ControlFlow, RangeBounds};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
-use dmalane_load::fill::{Extent, FillReport, FilledBuf, Job, Sink, Stays};
+use dmalane_load::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job, Sink};
 
 use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, is_stream, read, short, source, stream};
 
@@ -26,7 +26,7 @@ pub trait AllocAndRead: Heap {
     /// allocation), T(I/O)). Pipes and sockets are read from their position, by plain reads; for them `..` means
     /// everything up to their end.
     ///
-    /// The flags of the open file stay as they are. Small files take a short path: no thread, no ring; a
+    /// The flags of the open file stay as they are. Small files take a fast path: no thread, no ring; a
     /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
     ///
     /// ```
@@ -40,7 +40,7 @@ pub trait AllocAndRead: Heap {
     /// let read = MemfdHeap::new().alloc_and_read(&file, .., &ReadOptions::default())?;
     /// println!("{}; {}", read.method, read.report);
     /// let mut bytes = [0; 7];
-    /// read.buffer.view().read(&mut bytes);
+    /// read.buffer.as_volatile_slice().read(&mut bytes);
     /// let memfd = read.buffer.shared().export();    // the same pages for another process or driver
     /// # assert!(&bytes == b"weights" && memfd.is_some());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -95,8 +95,15 @@ fn one(
     };
     let extent = Extent { source: 0, at: FileOffset::new(start), len, buffer: 0, to: 0 };
     let (job, whole) = (Job { buffers: vec![len], extents: vec![extent] }, end.is_none());
-    let ReadFiles { mut filled, mut methods } =
-        read(Stays::of(heap), Sink::Memory, &[source], &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
+    let ReadFiles { mut filled, mut methods } = read(
+        BufferMemory::of(heap),
+        Sink::Memory,
+        &[source],
+        &job,
+        options,
+        &mut |_| ControlFlow::Continue(()),
+        whole,
+    )?;
     match (filled.buffers.pop(), methods.pop()) {
         (Some(buffer), Some(method)) => Ok(AllocRead { buffer, method, report: filled.report }),
         _ => unreachable!("one buffer of one source was asked for"),

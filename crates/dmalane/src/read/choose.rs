@@ -5,7 +5,7 @@ use dmalane_load::fill::Job;
 
 use super::{ReadError, ReadOptions, ReadSource, Scheme, is_stream, size};
 
-/// At most this many bytes take the short path: a ring costs as much as copying half a megabyte, a thread as much as a
+/// At most this many bytes take the fast path: a ring costs as much as copying half a megabyte, a thread as much as a
 /// megabyte.
 pub(super) const SHORT: u64 = 1 << 20;
 /// Less than this the kernel fetches in one go, through the page cache too: there is nothing to be gained by going past
@@ -65,7 +65,7 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     }
     let short = bytes <= SHORT || options.scheme == Scheme::Plain;
     let cached = match options.mode {
-        // The share that is cached decides; of no bytes there is none. What is cached is copied to memfds.
+        // The share that is cached decides; of no bytes there is none. Cached pages are copied to memfds.
         Mode::Auto | Mode::Buffered if bytes > 0 => residency(&source.file, first, end - first).ok(),
         _ => None,
     };
@@ -90,7 +90,7 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     // The cached bytes of the span, of which the job may want less.
     let copied = if buffered { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
     let workers = if short { 1 } else { workers(copied) };
-    let reason = if short && options.scheme != Scheme::Plain { format!("{reason}; short path") } else { reason };
+    let reason = if short && options.scheme != Scheme::Plain { format!("{reason}; fast path") } else { reason };
     let size = kind.is_file().then_some(size);
     Ok(Choice { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })
 }

@@ -1,4 +1,4 @@
-//! The short path: a small file, copied out of the page cache by one system call.
+//! The fast path: a small file, copied out of the page cache by one system call.
 
 use std::fs::File;
 use std::time::Instant;
@@ -40,9 +40,9 @@ pub(super) fn try_short(
     }
     let cached = if options.mode == Mode::Auto { residency(file, start, len).ok() } else { None };
     let reason = match cached {
-        _ if options.mode == Mode::Buffered => "buffered I/O was asked for; short path".to_owned(),
-        Some(cached) if cached.share() >= MOSTLY => format!("{cached}: copied from there; short path"),
-        _ if len < DIRECT_FROM => format!("{len} bytes are too few for direct I/O to pay; short path"),
+        _ if options.mode == Mode::Buffered => "buffered I/O was asked for; fast path".to_owned(),
+        Some(cached) if cached.share() >= MOSTLY => format!("{cached}: copied from there; fast path"),
+        _ if len < DIRECT_FROM => format!("{len} bytes are too few for direct I/O to pay; fast path"),
         _ => return Ok(None),
     };
     // A file that its owner opened for direct I/O has rules of its own.
@@ -61,7 +61,7 @@ pub(super) fn try_short(
     read_now(file, &mut front, FileOffset::new(start)).map_err(failed)?;
     let checksum = options.checksum.then(|| front.with_bytes(XxHash3_64::oneshot)).flatten();
     if recycled {
-        rest.view().fill(0);
+        rest.as_volatile_slice().fill(0);
     }
     let whole = front.join(rest).ok().and_then(|slice| slice.into_whole().ok());
     let buffer = whole.and_then(|buf| FilledBuf::new(buf, len as usize, checksum)).ok_or_else(lost)?;

@@ -76,13 +76,13 @@ pub(super) fn to_end(
         let to = absent.populate().map_err(memory)?;
         let from = chunks.pop_front();
         let n = from.as_ref().map_or(0, |(_, n)| *n).min(to.len());
-        if let Some(view) = from.as_ref().and_then(|(slice, _)| slice.view().sub(0, n)) {
-            to.view().copy_from(view, CopyHint::Keep);
+        if let Some(view) = from.as_ref().and_then(|(slice, _)| slice.as_volatile_slice().sub(0, n)) {
+            to.as_volatile_slice().copy_from(view, CopyHint::Keep);
             if let Some(hash) = &mut hash {
                 view.for_each_block(|block| hash.write(block));
             }
         }
-        if !fresh && let Some(rest) = to.view().sub(n, to.len() - n) {
+        if !fresh && let Some(rest) = to.as_volatile_slice().sub(n, to.len() - n) {
             rest.fill(0);
         }
         whole = match whole {

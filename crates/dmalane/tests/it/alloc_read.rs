@@ -35,7 +35,7 @@ fn forget(file: &NamedTempFile) {
 
 fn bytes(read: &AllocRead) -> Vec<u8> {
     let mut bytes = vec![0; read.buffer.len()];
-    read.buffer.view().read(&mut bytes);
+    read.buffer.as_volatile_slice().read(&mut bytes);
     bytes
 }
 
@@ -44,7 +44,7 @@ fn small() -> ReadOptions {
 }
 
 #[test]
-fn every_way_gives_the_same_bytes() {
+fn every_method_gives_the_same_bytes() {
     let heaps: [&dyn Heap; 4] = [
         &AnonHeap::new(),
         &AnonHeap::starting_at(PageKind::Base),
@@ -112,9 +112,9 @@ fn what_is_cached_is_copied_and_what_is_not_is_read_past_the_cache() {
     }
     assert!(cold.method.reason.contains("0 % in the page cache: read past it"), "{}", cold.method);
     assert_eq!(cold.method.moved.buffered, 0, "aligned from end to end");
-    // Small files too: the short path for what is cached, one direct read for what is not.
+    // Small files too: the fast path for what is cached, one direct read for what is not.
     let cold = heap.alloc_and_read(&opened, ..512 << 10, &small()).unwrap();
-    assert!(cold.method.moved.direct == 512 << 10 && cold.method.reason.contains("short path"), "{}", cold.method);
+    assert!(cold.method.moved.direct == 512 << 10 && cold.method.reason.contains("fast path"), "{}", cold.method);
     let tiny = heap.alloc_and_read(&opened, 5..100, &small()).unwrap();
     assert!(tiny.method.reason.contains("95 bytes are too few"), "{}", tiny.method);
     assert!(bytes(&tiny) == data[5..100]);
@@ -253,7 +253,7 @@ proptest! {
         prop_assert_eq!(complete, (0..job.extents.len()).collect::<Vec<_>>());
         for (buffer, want) in filled.buffers.iter().zip(&want) {
             let mut got = vec![0; buffer.len()];
-            buffer.view().read(&mut got);
+            buffer.as_volatile_slice().read(&mut got);
             prop_assert!(got == *want);
         }
     }

@@ -67,15 +67,15 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
         let batch = Submission {
             requests: vec![bind(offset)],
             wait: vec![copied.fence(step)],
-            signal: vec![bound.promise(step)],
+            signal: vec![bound.signaller(step)],
         };
         let ticket = queue.submit(batch).unwrap();
-        let moved = copied.promise(step);
+        let moved = copied.signaller(step);
         let _ = channel.submit(transfer(up, Direction::FromHost, to, &via)).unwrap();
         queue.poll(&mut vm, &mut ended);
         assert!(ended.is_empty() && queue.to_invalidate().is_none(), "the bytes are not there yet");
         assert!(wait(&mut channel).iter().all(|c| c.result.is_ok()));
-        moved.keep();
+        moved.signal();
         queue.poll(&mut vm, &mut ended);
         if step == 2 {
             // The first binding was replaced: its fence waits for the card to forget it.
@@ -93,7 +93,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
         let [done] = wait(&mut channel).try_into().unwrap_or_else(|_| panic!("one operation"));
         done.result.unwrap();
         let mut bytes = vec![0; MIB as usize];
-        done.operation.into_slice().unwrap().view().read(&mut bytes);
+        done.operation.into_slice().unwrap().as_volatile_slice().read(&mut bytes);
         assert!(bytes.iter().all(|b| *b == fill), "step {step}");
     }
 
@@ -102,9 +102,9 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
     let nowhere = DeviceAddr::Card(CardAddr::new(1 << 60));
     let mut batch = Submission { requests: vec![bind(3 * MIB)], ..Submission::default() };
     batch.wait.push(copied.fence(3));
-    batch.signal.push(bound.promise(3));
+    batch.signal.push(bound.signaller(3));
     let _ = queue.submit(batch).unwrap();
-    let moved = copied.promise(3);
+    let moved = copied.signaller(3);
     let _ = channel.submit(transfer(up, Direction::FromHost, nowhere, &via)).unwrap();
     let done = wait(&mut channel);
     assert!(matches!(done[0].result, Err(OpError::NoCardMemory(_))), "{:?}", done[0].result);

@@ -187,7 +187,7 @@ fn the_command_register_is_obeyed() {
     let at = DeviceAddr::Card(CardAddr::new(0));
     let write = |byte: u8| {
         let buf = heap().allocate(4096).unwrap().share();
-        buf.view().fill(byte);
+        buf.as_volatile_slice().fill(byte);
         let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
         Operation::write((buf.into_slice(), via), at)
     };
@@ -291,7 +291,7 @@ fn a_reset_in_mid_transfer() {
     let mut channel = card.queue(0).unwrap();
     let fill = |byte: u8, len: usize| {
         let buf = heap().allocate(len).unwrap().share();
-        buf.view().fill(byte);
+        buf.as_volatile_slice().fill(byte);
         let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
         let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
         Operation::write((buf.into_slice(), via), at)
@@ -346,7 +346,7 @@ fn noise_in_every_region_ends_nothing() {
     for round in 0..8000 {
         if round % 500 == 0 {
             let noise: Vec<u8> = (0..MIB).map(|_| random(256) as u8).collect();
-            buf.view().write(&noise);
+            buf.as_volatile_slice().write(&noise);
         }
         let (region, len) = [(0, 0x2000), (0, 0x200), (4, 4096), (7, 256), (2, 32 * MIB)][random(5) as usize];
         let at = random(len / 4) * 4;

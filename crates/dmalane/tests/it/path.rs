@@ -14,7 +14,7 @@ use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar};
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{DriveOptions, Error, Input, OpenDevice, Placement, write_sample};
 use dmalane::queue::{
-    Abilities, AddressPolicy, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
+    AddressPolicy, Capabilities, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
     Refusal, Refused, Split, StopReason, Ticket,
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -280,8 +280,8 @@ impl<F: FnMut(usize) -> Option<OpError> + Send> Queue for Meddling<F> {
         self.inner.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.inner.abilities()
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
     }
 
     fn in_flight(&self) -> usize {
@@ -472,8 +472,8 @@ impl Queue for FaultyQueue {
         self.inner.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.inner.abilities()
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
     }
 
     fn in_flight(&self) -> usize {

@@ -61,7 +61,7 @@ impl Card {
         watch: &mut (dyn FnMut(Event) -> ControlFlow<()> + Send),
     ) -> Result<ReadFiles, ReadError> {
         let read = Read::files(files.iter().map(|file| file.path())).job(job.clone()).options(options.clone());
-        read.watch(watch).and_to(&mut self.device, to).into_memory(heap)
+        read.watch(watch).copy_to_device(&mut self.device, to).into_memory(heap)
     }
 
     /// The bytes of the card, read behind its back.
@@ -105,7 +105,7 @@ fn the_card_has_what_the_files_have() {
             assert!(card.back(at, LEN) == *bytes);
             assert_eq!(buffer.checksum(), checksum.then(|| twox_hash::XxHash3_64::oneshot(bytes)));
             let mut here = vec![0; LEN];
-            buffer.view().read(&mut here);
+            buffer.as_volatile_slice().read(&mut here);
             assert!(here == *bytes, "and it is in memory too");
         }
         let stage = |stage| read.filled.report.stages.iter().find(|s: &&StageReport| s.stage == stage).unwrap().bytes;

@@ -24,7 +24,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
         let options = SlashOptions::default();
         let device = match lent {
             false => SlashDevice::with(model.kernel(), model.node().unwrap(), options),
-            true => SlashDevice::lent_over(vrtd.connect().unwrap(), 0, model.kernel(), options),
+            true => SlashDevice::from_vrtd_socket(vrtd.connect().unwrap(), 0, model.kernel(), options),
         };
         let device = device.unwrap();
         let mut device = OpenDevice::new(Box::new(device), DriveOptions::default()).unwrap();

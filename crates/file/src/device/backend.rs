@@ -160,14 +160,14 @@ impl Mover {
     }
 
     /// Frees fixed buffers whose registrations are gone.
-    pub fn tidy(&mut self, registrar: &NoIommu) {
+    pub fn release_stale(&mut self, registrar: &NoIommu) {
         if let Self::Ring { ring, fixed: Some(fixed) } = self {
-            fixed.tidy(ring, registrar);
+            fixed.release_stale(ring, registrar);
         }
     }
 
     /// Why requests do not use fixed buffers although they should, and the backend that they use on the whole.
-    pub fn complaint(&self) -> Option<(&str, IoBackend)> {
+    pub fn failure(&self) -> Option<(&str, IoBackend)> {
         match self {
             Self::Ring { fixed: Some(fixed), .. } => {
                 Some((fixed.why.as_deref()?, if fixed.any { IoBackend::Fixed } else { IoBackend::Uring }))
@@ -224,7 +224,7 @@ impl Mover {
 impl Fixed {
     /// The form of a request that uses the registration's fixed buffer, if it can have one.
     fn ask(&mut self, ring: &Ring, request: &Request, via: &Registered, registrar: &NoIommu) -> Ask {
-        self.tidy(ring, registrar);
+        self.release_stale(ring, registrar);
         let iova = via.mapping().span().first();
         let number = match self.numbers.get(&iova) {
             Some(number) => *number,
@@ -254,7 +254,7 @@ impl Fixed {
         if request.ask.is_write() { Ask::WriteFixed(number) } else { Ask::ReadFixed(number) }
     }
 
-    fn tidy(&mut self, ring: &Ring, registrar: &NoIommu) {
+    fn release_stale(&mut self, ring: &Ring, registrar: &NoIommu) {
         let now = registrar.undone();
         if now == self.seen {
             return;

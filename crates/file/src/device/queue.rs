@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr, QueueState,
-    Refusal, Refused, Stats, StopReason, Ticket, Work, wait_with,
+    Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
+    QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work, wait_with,
 };
 use rustix::io::Errno;
 
@@ -82,7 +82,9 @@ impl FileDeviceQueue {
             host.check(&self.device.registrar, direction.host_access())?;
         }
         match self.device.align {
-            Some(align) if !align.allows(host.slice.view().as_ptr().addr(), at.bits(), host.slice.len()) => {
+            Some(align)
+                if !align.allows(host.slice.as_volatile_slice().as_ptr().addr(), at.bits(), host.slice.len()) =>
+            {
                 Err(Refusal::Misaligned { align: align.memory.max(align.offset) as u64 })
             }
             _ => Ok(()),
@@ -108,7 +110,7 @@ impl FileDeviceQueue {
         if let Err(why) = self.mover.enter(None) {
             self.fall_back(&why);
         }
-        if let Some((why, backend)) = self.mover.complaint() {
+        if let Some((why, backend)) = self.mover.failure() {
             let known = self.how.reasons.iter().any(|known| known == why);
             if !known || self.how.backend != backend {
                 self.how.backend = backend;
@@ -200,7 +202,7 @@ impl FileDeviceQueue {
             self.settle(request, result, count);
         }
         self.retired.retain(|mover| mover.busy() > 0);
-        self.mover.tidy(&self.device.registrar);
+        self.mover.release_stale(&self.device.registrar);
     }
 
     /// Interprets a result: the fragment is done, continues, or has failed.
@@ -290,8 +292,12 @@ impl Queue for FileDeviceQueue {
         Limits { capacity: self.device.options.depth, max_len: i64::MAX as u64 }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FENCE | Abilities::STOP | Abilities::ORDERED
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST
+            | Capabilities::TO_HOST
+            | Capabilities::FENCE
+            | Capabilities::STOP
+            | Capabilities::ORDERED
     }
 
     fn in_flight(&self) -> usize {
@@ -300,7 +306,7 @@ impl Queue for FileDeviceQueue {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let check = |operation: &Operation| self.check(operation);
-        if let Err(reason) = self.state.check(&operation, self.abilities(), self.limits(), check) {
+        if let Err(reason) = self.state.check(&operation, self.capabilities(), self.limits(), check) {
             return Err(self.state.refuse(operation, reason));
         }
         let ticket = self.state.accept();
@@ -333,13 +339,13 @@ impl Queue for FileDeviceQueue {
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         wait_with(self, done, timeout, |this, left| {
-            let nap = this.state.nap(left);
+            let interval = this.state.poll_interval(left);
             // Requests of movers that failed are polled for more often.
             let often = Duration::from_millis(1);
-            let nap = if this.retired.is_empty() { nap } else { nap.min(often) };
+            let interval = if this.retired.is_empty() { interval } else { interval.min(often) };
             if this.mover.busy() == 0 {
-                std::thread::sleep(nap.min(often));
-            } else if let Err(why) = this.mover.enter(Some(nap)) {
+                std::thread::sleep(interval.min(often));
+            } else if let Err(why) = this.mover.enter(Some(interval)) {
                 this.fall_back(&why);
             }
         })
@@ -353,7 +359,7 @@ impl Queue for FileDeviceQueue {
         match self.ops.remove(i) {
             Some(op) => {
                 self.state.taken_back(ticket);
-                Cancelled::TakenBack(op.into_operation())
+                Cancelled::Removed(op.into_operation())
             }
             None => Cancelled::Unknown,
         }

@@ -107,7 +107,7 @@ impl Shared {
             state = self.lock();
             (state.calls, state.bytes) = (state.calls - 1, state.bytes - bytes);
             match state.abandoned {
-                true => ring::keep(request.slice),
+                true => ring::quarantine(request.slice),
                 false => state.ended.push_back((request, result)),
             }
             self.ended.notify_all();

@@ -14,8 +14,8 @@ use dmalane_file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
 };
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal, Registered,
-    conformance,
+    Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal,
+    Registered, conformance,
 };
 use tempfile::NamedTempFile;
 
@@ -328,12 +328,12 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
     let mut fixture = Fixture::new(&path, LEN, trusted(IoBackend::Workers)).unwrap();
     let mut queue = fixture.device.queue().unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
-    for (operation, ability) in [
-        (Operation::fill(at, 8, 1), Abilities::FILL),
-        (Operation::within(at, at, 8), Abilities::WITHIN),
-        (Operation::gather(Direction::ToHost, vec![], vec![]), Abilities::GATHER),
+    for (operation, capability) in [
+        (Operation::fill(at, 8, 1), Capabilities::FILL),
+        (Operation::within(at, at, 8), Capabilities::WITHIN),
+        (Operation::gather(Direction::ToHost, vec![], vec![]), Capabilities::GATHER),
     ] {
-        assert_eq!(queue.submit(operation).unwrap_err().reason, Refusal::Unsupported(ability));
+        assert_eq!(queue.submit(operation).unwrap_err().reason, Refusal::Unsupported(capability));
     }
     // A registration of another device.
     let other = Fixture::new(&path, LEN, trusted(IoBackend::Workers)).unwrap().copy(Direction::ToHost, &[0; 9], 0);
@@ -389,7 +389,7 @@ fn what_has_not_begun_is_taken_back() {
         let mut queue = fixture.device.queue().unwrap();
         let operations = [1u8, 2, 3].map(|n| fixture.copy(Direction::FromHost, &vec![n; 50_000], 0));
         let tickets = operations.map(|operation| queue.submit(operation).unwrap());
-        let Cancelled::TakenBack(back) = queue.cancel(tickets[1]) else { panic!("it had not begun") };
+        let Cancelled::Removed(back) = queue.cancel(tickets[1]) else { panic!("it had not begun") };
         assert_eq!(conformance::host_bytes(&back), vec![2; 50_000]);
         assert!(matches!(queue.cancel(tickets[1]), Cancelled::Unknown));
         queue.flush();

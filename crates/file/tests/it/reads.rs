@@ -7,7 +7,7 @@ use std::time::Duration;
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_file::{Error, FileOptions, FileQueue, Io, Mode, Moved};
-use dmalane_queue::{Abilities, OpError, Operation, Queue, Refusal, RunError, conformance::host_bytes, drain, run};
+use dmalane_queue::{Capabilities, OpError, Operation, Queue, Refusal, RunError, conformance::host_bytes, drain, run};
 use proptest::prelude::*;
 use tempfile::{NamedTempFile, TempDir};
 
@@ -176,7 +176,7 @@ fn refusals() {
     let e = run(&mut channel, to_host(part(4096), i64::MAX as u64 - 4096), LONG).unwrap_err();
     assert!(matches!(e, RunError::Failed(_, OpError::EndOfFile { .. })), "{e}");
     let write = Operation::write(part(1), FileOffset::new(0));
-    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Abilities::FROM_HOST));
+    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Capabilities::FROM_HOST));
     assert_eq!(channel.alignment(), alignment, "a place past every file says nothing about direct I/O");
 }
 

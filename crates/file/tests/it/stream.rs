@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap};
 use dmalane_file::StreamQueue;
-use dmalane_queue::{Abilities, OpError, Operation, Queue, Refusal, Work, conformance, drain};
+use dmalane_queue::{Capabilities, OpError, Operation, Queue, Refusal, Work, conformance, drain};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -75,6 +75,6 @@ fn a_writer_that_says_nothing_does_not_hold_a_reader_for_ever() {
     assert_eq!(channel.wait(&mut Vec::new(), Duration::from_millis(20)), 0);
     assert!(start.elapsed() >= Duration::from_millis(20) && start.elapsed() < LONG);
     let write = Operation::write(to_host(0, 1).into_slice().unwrap(), FileOffset::new(0));
-    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Abilities::FROM_HOST));
+    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Capabilities::FROM_HOST));
     assert_eq!(channel.submit(to_host(u64::MAX, 1)).unwrap_err().reason, Refusal::PastTheTop);
 }

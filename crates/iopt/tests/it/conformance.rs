@@ -119,7 +119,7 @@ impl Model {
         let bytes = gone.iter().map(|a| self.leaves.remove(a).unwrap().size).sum();
         let covered = self.linked_within(&(at..at + len));
         self.linked.retain(|table| !covered.contains(table));
-        // Whoever lost a leaf or a table, from the lowest level up.
+        // Tables that lost a leaf or a table, from the lowest level up.
         let mut lost: BTreeSet<u64> = gone.into_iter().chain(covered.iter().map(|(covers, n)| covers * n)).collect();
         for table in self.linked.clone().into_iter().filter(|_| !stay) {
             let range = table.0 * table.1..table.0 * (table.1 + 1);

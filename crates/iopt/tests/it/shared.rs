@@ -5,7 +5,7 @@ use std::thread;
 
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1, Arm64S1_4k, Arm64S2_16k, Armv7, Error, Format, HeapTables, PageTable, Stock, TablePool, TableShape,
+    Arm64S1, Arm64S1_4k, Arm64S2_16k, Armv7, Error, Format, HeapTables, LocalPool, PageTable, TablePool, TableShape,
     Tables, X86_64_4Level, walk,
 };
 
@@ -48,8 +48,9 @@ fn stripes_of<F: Format>(stripe: u64, rounds: u64) {
         for t in 0..THREADS {
             let (pool, mapped) = (&pool, &mapped);
             threads.spawn(move || {
-                // A stock that keeps 0, 1, 2 or 3 tables.
-                let mut table = PageTable::<F, Iova, PhysAddr, Stock<PhysAddr>>::attach(pool.stock(t as usize), root);
+                // A local pool that keeps 0, 1, 2 or 3 tables.
+                let mut table =
+                    PageTable::<F, Iova, PhysAddr, LocalPool<PhysAddr>>::attach(pool.local(t as usize), root);
                 let mut random = Random(t);
                 let mut live = vec![None; 64];
                 for _ in 0..rounds {
@@ -291,12 +292,12 @@ fn covered_tables_are_pruned() {
     }
 }
 
-/// Others cannot have the tables of a stock; it has those that it was told to reserve; in the end it has none.
+/// Others cannot have the tables of a local pool; it has those that it was told to reserve; in the end it has none.
 #[test]
 fn a_stock_keeps_reserves_and_gives_back() {
     let memory = memory::<X86_64_4Level>(12);
     let pool = TablePool::new::<X86_64_4Level>(PhysAddr::new(0x1_0000), &memory);
-    let (mut a, mut b) = (pool.stock(4), pool.stock(0));
+    let (mut a, mut b) = (pool.local(4), pool.local(0));
     let first = a.allocate().unwrap();
     assert_eq!((first.bits(), pool.in_use()), (0x1_0000, 2), "and its neighbour");
     assert!(a.reserve(6) && !a.reserve(12) && !b.reserve(6));

@@ -351,7 +351,7 @@ impl<'de> Deserialize<'de> for Pairs {
 /// library.
 const DEPTH: u8 = 125;
 
-/// Any value. It is parsed, so that one that is none is an error, and not kept.
+/// Any JSON value: validated, then discarded.
 #[derive(Clone, Copy)]
 struct Checked {
     /// Levels that may follow.

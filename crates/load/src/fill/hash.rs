@@ -10,7 +10,7 @@ use super::FillOptions;
 
 /// Regions to hash: each buffer is cut into consecutive ones, which may be empty.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Cuts {
+pub struct HashRegions {
     /// For each buffer the offsets at which its regions end, in ascending order. Bytes behind the last one belong to no
     /// region.
     pub ends: Vec<Vec<u64>>,
@@ -50,7 +50,7 @@ pub(super) struct Hasher {
 }
 
 struct Regions {
-    cuts: Arc<Cuts>,
+    all: Arc<HashRegions>,
     buffer: usize,
     /// Bytes that have come.
     at: u64,
@@ -62,13 +62,13 @@ struct Regions {
 impl Hasher {
     /// Whether there is anything to hash.
     pub fn is_wanted(options: &FillOptions) -> bool {
-        options.checksum || options.cuts.is_some()
+        options.checksum || options.hash_regions.is_some()
     }
 
     /// A hasher for a buffer, if one is wanted.
     pub fn new(options: &FillOptions, buffer: usize) -> Option<Self> {
-        let regions = options.cuts.as_ref().filter(|cuts| buffer < cuts.ends.len()).map(|cuts| Regions {
-            cuts: cuts.clone(),
+        let regions = options.hash_regions.as_ref().filter(|all| buffer < all.ends.len()).map(|all| Regions {
+            all: all.clone(),
             buffer,
             at: 0,
             open: None,
@@ -103,20 +103,20 @@ impl Hasher {
 
 impl Regions {
     fn write(&mut self, mut bytes: &[u8]) {
-        while let Some(end) = self.cuts.ends[self.buffer].get(self.digests.len()) {
+        while let Some(end) = self.all.ends[self.buffer].get(self.digests.len()) {
             let left = end.saturating_sub(self.at);
             let now;
             (now, bytes) = bytes.split_at(bytes.len().min(usize::try_from(left).unwrap_or(usize::MAX)));
             self.at += now.len() as u64;
             let whole = now.len() as u64 == left;
             if whole && self.open.is_none() {
-                // Most regions are tensors that arrive in one piece: no state to set up.
-                let sha256 = self.cuts.sha256.then(|| Box::new(Sha256::digest(now).into()));
+                // Most regions are tensors that arrive as a whole: no state to set up.
+                let sha256 = self.all.sha256.then(|| Box::new(Sha256::digest(now).into()));
                 self.digests.push(Digest { xxh3: XxHash3_64::oneshot(now), sha256 });
                 continue;
             }
             if !now.is_empty() {
-                let sha256 = self.cuts.sha256;
+                let sha256 = self.all.sha256;
                 let (xxh3, sha256) =
                     self.open.get_or_insert_with(|| (XxHash3_64::with_seed(0), sha256.then(Sha256::new)));
                 xxh3.write(now);
@@ -151,15 +151,16 @@ mod tests {
                 Digest { xxh3: XxHash3_64::oneshot(region), sha256 }
             })
             .collect();
-        let cuts = Arc::new(Cuts { ends: vec![Vec::new(), ends], sha256: true });
+        let hash_regions = Arc::new(HashRegions { ends: vec![Vec::new(), ends], sha256: true });
         for step in [1, 7, 8, 999, 1000, 4096, 5000] {
-            let options = FillOptions { cuts: Some(cuts.clone()), checksum: true, ..FillOptions::default() };
+            let options =
+                FillOptions { hash_regions: Some(hash_regions.clone()), checksum: true, ..FillOptions::default() };
             let mut hasher = Hasher::new(&options, 1).unwrap();
             bytes.chunks(step).for_each(|piece| hasher.write(piece));
             let hashes = hasher.finish();
             assert_eq!((hashes.digests, hashes.checksum), (want.clone(), Some(XxHash3_64::oneshot(&bytes))));
         }
-        let options = FillOptions { cuts: Some(cuts), ..FillOptions::default() };
+        let options = FillOptions { hash_regions: Some(hash_regions), ..FillOptions::default() };
         assert!(Hasher::new(&options, 0).unwrap().finish().digests.is_empty());
         assert!(Hasher::new(&FillOptions::default(), 0).is_none());
     }

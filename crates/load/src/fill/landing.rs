@@ -117,11 +117,11 @@ impl Landing {
 
     /// Copies a chunk to where it belongs, and frees its landing place.
     pub fn copy(&self, Full { absent, from, rest, .. }: Full) -> Result<BufferSlice, Error> {
-        let there = match absent.copy_from(from.view()) {
+        let there = match absent.copy_from(from.as_volatile_slice()) {
             Ok(there) => there,
             Err((absent, _)) => {
                 let there = absent.populate()?;
-                there.view().copy_from(from.view(), CopyHint::Keep);
+                there.as_volatile_slice().copy_from(from.as_volatile_slice(), CopyHint::Keep);
                 there
             }
         };

@@ -10,7 +10,7 @@ use crate::clock::{Clocks, Stage};
 
 /// Buffers that stay: reserved as wholes, and made present chunk by chunk.
 #[derive(Clone, Copy)]
-pub struct Stays<'a> {
+pub struct BufferMemory<'a> {
     /// The heap that they are reserved in.
     pub heap: &'a dyn Heap,
     /// Pins each chunk and maps it with this access as soon as it is present.
@@ -30,7 +30,7 @@ pub trait FillCached: Sync {
     fn fill(&self, absent: Absent, source: usize, at: FileOffset, len: usize) -> Result<BufferSlice, Absent>;
 }
 
-impl<'a> Stays<'a> {
+impl<'a> BufferMemory<'a> {
     /// Buffers that are not registered, and made present before they are read into.
     pub fn of(heap: &'a dyn Heap) -> Self {
         Self { heap, register: None, cached: None }
@@ -39,7 +39,7 @@ impl<'a> Stays<'a> {
 
 /// Where chunks get their memory.
 pub(crate) enum Memory<'a> {
-    Stays(Stays<'a>),
+    Buffers(BufferMemory<'a>),
     /// A chunk is a slot. Its bytes are gone when the sink has them.
     Staging(&'a mut Staging),
 }

@@ -1,12 +1,12 @@
 //! The engine of all reading: bytes of files arrive in buffers, chunk by chunk, and go on to a sink.
 //!
-//! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`Stays`]) are
-//! reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next one is
-//! being allocated and registered; small pages behind a memfd are filled from landing places instead. A load onto a
-//! device uses the slots of a few staging buffers instead. Bytes that have arrived are hashed, if checksums are on, in
-//! the order of their buffer while they are in the processor's cache; large jobs without a device have a thread for
-//! that where there is a processor that no worker needs. With a device as the [`Sink`] they are transferred right after
-//! that; a buffer that stays is rejoined in the end.
+//! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`BufferMemory`])
+//! are reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next
+//! one is being allocated and registered; small pages behind a memfd are filled from landing places instead. A load
+//! onto a device uses the slots of a few staging buffers instead. Bytes that have arrived are hashed, if checksums are
+//! on, in the order of their buffer while they are in the processor's cache; large jobs without a device have a thread
+//! for that where there is a processor that no worker needs. With a device as the [`Sink`] they are transferred right
+//! after that; a buffer that stays is rejoined in the end.
 //!
 //! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
 //! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
@@ -31,9 +31,9 @@ use dmalane_queue::{OpError, Queue, Refusal, Registered};
 use thiserror::Error;
 
 pub(crate) use hash::Hashes;
-pub use hash::{Cuts, Digest};
+pub use hash::{Digest, HashRegions};
 pub use job::{BadJob, Extent, Job};
-pub use memory::{FillCached, Stays};
+pub use memory::{BufferMemory, FillCached};
 pub(crate) use memory::{Memory, Staging};
 pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
@@ -52,8 +52,8 @@ pub struct FillOptions {
     pub block: u64,
     /// Hash each buffer (XXH3-64 over its bytes in order).
     pub checksum: bool,
-    /// Hash the regions of each buffer too; needs [`Cuts::ends`] for every buffer.
-    pub cuts: Option<Arc<Cuts>>,
+    /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer.
+    pub hash_regions: Option<Arc<HashRegions>>,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
     /// Time to wait for reads in flight after a failure. Also the time in which a device may end nothing while a worker
@@ -69,9 +69,9 @@ pub struct FillOptions {
 impl Default for FillOptions {
     /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds, no timeline.
     fn default() -> Self {
-        let (checksum, cuts, deadline, timeline, live) = (false, None, None, None, None);
+        let (checksum, hash_regions, deadline, timeline, live) = (false, None, None, None, None);
         let (chunk, block, timeout) = (2 << 20, 2 << 20, Duration::from_secs(30));
-        Self { chunk, block, checksum, cuts, deadline, timeout, timeline, live }
+        Self { chunk, block, checksum, hash_regions, deadline, timeout, timeline, live }
     }
 }
 
@@ -238,8 +238,8 @@ impl FilledBuf {
     }
 
     /// The bytes.
-    pub fn view(&self) -> VolatileSlice<'_> {
-        self.buf.view().sub(0, self.len).expect("a buffer is at least as long as was asked for")
+    pub fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.buf.as_volatile_slice().sub(0, self.len).expect("a buffer is at least as long as was asked for")
     }
 
     /// XXH3-64 of the bytes, if that was asked for.
@@ -247,7 +247,7 @@ impl FilledBuf {
         self.checksum
     }
 
-    /// The hashes of its regions, in order, if [`FillOptions::cuts`] asked for them.
+    /// The hashes of its regions, in order, if [`FillOptions::hash_regions`] asked for them.
     pub fn digests(&self) -> &[Digest] {
         &self.digests
     }
@@ -306,7 +306,7 @@ pub struct Filled {
 /// # Panics
 /// When there is no worker.
 pub fn fill<S: Queue<Addr = FileOffset>>(
-    memory: Stays<'_>,
+    memory: BufferMemory<'_>,
     sink: Sink<'_>,
     job: &Job,
     workers: &mut [Vec<S>],
@@ -314,7 +314,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let mut done = run(Memory::Stays(memory), sink, job, workers, options, watch)?;
+    let mut done = run(Memory::Buffers(memory), sink, job, workers, options, watch)?;
     let report = FillReport {
         bytes: job.bytes(),
         wall: start.elapsed(),
@@ -351,7 +351,8 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     } else {
         std::thread::scope(|scope| {
             let state = &state;
-            let hasher = state.aside.then(|| scope.spawn(move || state.hash_aside(clocks("hashing".to_owned()))));
+            let hasher =
+                state.aside.then(|| scope.spawn(move || state.hash_in_background(clocks("hashing".to_owned()))));
             let reading = AllRead(state);
             let named = |(queues, i)| (queues, clocks(format!("worker {i}")));
             let threads: Vec<_> = others

@@ -20,7 +20,7 @@ pub enum Sink<'a> {
     /// Nowhere: they stay in their buffers.
     Memory,
     /// A device gets each fragment while the ones behind it are still being read or allocated. The memory must be
-    /// registered ([`Stays::register`](super::Stays)).
+    /// registered ([`BufferMemory::register`](super::BufferMemory)).
     Device {
         /// The device's queue, with nothing in flight. Transfers that a failed job could not wait for stay in flight
         /// on it.
@@ -253,7 +253,7 @@ impl End<'_> {
         };
         match self.polled {
             true => self.clocks.time(Stage::Transfer, poll),
-            false => self.clocks.hold(Stage::Transfer, poll),
+            false => self.clocks.time_wall(Stage::Transfer, poll),
         };
         let quiet = done.is_empty();
         if !quiet {

@@ -14,7 +14,7 @@ use super::hash::{Hasher, Hashes};
 use super::landing::{Busy, Full, Landed, Landing, Place};
 use super::memory::{FillCached, Memory, Staging};
 use super::sink::{DeviceSink, Failed};
-use super::worker::NAP;
+use super::worker::POLL_INTERVAL;
 use super::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Watch, locked};
 use crate::clock::{Clocks, Stage};
 
@@ -43,7 +43,7 @@ pub(super) struct State<'a, 'w> {
     /// Reads whose memory was taken and whose bytes were not sent on yet.
     ahead: AtomicUsize,
     progress: Mutex<Progress>,
-    /// A thread of its own hashes: [`State::hash_aside`].
+    /// A thread of its own hashes: [`State::hash_in_background`].
     pub aside: bool,
     /// There is something to hash, or nothing will come any more.
     hashable: Condvar,
@@ -64,7 +64,7 @@ struct Supply<'a> {
 }
 
 enum Pages<'a> {
-    Stays(Vec<Reserved>),
+    Buffers(Vec<Reserved>),
     /// The next byte of the buffer goes to the next slot.
     Staging(&'a mut Staging, usize),
 }
@@ -193,7 +193,7 @@ impl<'a, 'w> State<'a, 'w> {
                 chunk = 1;
                 Pages::Staging(staging, 0)
             }
-            Memory::Stays(stays) => {
+            Memory::Buffers(stays) => {
                 (register, cached) = (stays.register, stays.cached);
                 if let Some((registrar, _)) = register {
                     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
@@ -215,7 +215,7 @@ impl<'a, 'w> State<'a, 'w> {
                 enough(&reserved, 0)?;
                 let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
                 landing = Landing::new(&reserved, chunk, |more| enough(&reserved, more.min(all)).is_ok());
-                Pages::Stays(reserved)
+                Pages::Buffers(reserved)
             }
         };
         let arrived = |(buffer, len): (usize, &u64)| Arrived {
@@ -225,10 +225,10 @@ impl<'a, 'w> State<'a, 'w> {
             hashed: 0,
         };
         let fresh = match &pages_of_job {
-            Pages::Stays(reserved) => reserved.iter().map(Reserved::is_fresh).collect(),
+            Pages::Buffers(reserved) => reserved.iter().map(Reserved::is_fresh).collect(),
             Pages::Staging(..) => vec![false; job.buffers.len()],
         };
-        let (first, stays) = (options.chunk < job.bytes(), matches!(&pages_of_job, Pages::Stays(_)));
+        let (first, stays) = (options.chunk < job.bytes(), matches!(&pages_of_job, Pages::Buffers(_)));
         let device = DeviceSink::new(sink, options);
         let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > workers);
         let aside = device.is_none() && Hasher::is_wanted(options) && job.bytes() >= ASIDE_FROM && spare();
@@ -329,7 +329,7 @@ impl<'a, 'w> State<'a, 'w> {
             let buffer = *next;
             let Some(len) = self.lens.get(buffer) else { return Ok(Claimed::Nothing) };
             let taken = match pages {
-                Pages::Stays(reserved) => {
+                Pages::Buffers(reserved) => {
                     let reserved = reserved.get_mut(buffer);
                     let copied = reserved.as_ref().is_some_and(|r| r.left() > 0 && r.is_better_copied_to());
                     let place = match self.landing.as_ref().filter(|_| copied).map_or(Ok(None), Landing::take) {
@@ -496,7 +496,7 @@ impl<'a, 'w> State<'a, 'w> {
         {
             let landed = gap.tag.landed.is_some();
             if landed || !self.fresh[gap.tag.buffer] {
-                gap.slice.view().fill(0);
+                gap.slice.as_volatile_slice().fill(0);
             }
             if landed { self.landed(gap) } else { self.settle(gap) }
         }
@@ -575,7 +575,7 @@ impl<'a, 'w> State<'a, 'w> {
     }
 
     /// Hashes as bytes arrive, until workers read no more.
-    pub fn hash_aside(&self, mut clocks: Clocks) -> Clocks {
+    pub fn hash_in_background(&self, mut clocks: Clocks) -> Clocks {
         loop {
             self.hash(&mut clocks);
             let mut progress = self.progress();
@@ -614,7 +614,7 @@ impl<'a, 'w> State<'a, 'w> {
             clocks.time(Stage::Checksum, || {
                 if fragment.slice.with_bytes(|bytes| hash.write(&bytes[..n])).is_none() {
                     // A device may write to it.
-                    let view = fragment.slice.view().sub(0, n);
+                    let view = fragment.slice.as_volatile_slice().sub(0, n);
                     view.into_iter().for_each(|view| view.for_each_block(|block| hash.write(block)));
                 }
             });
@@ -701,7 +701,7 @@ impl<'a, 'w> State<'a, 'w> {
                 break;
             }
             let hashed = self.hash(&mut clocks);
-            self.drive(if hashed { Duration::ZERO } else { NAP });
+            self.drive(if hashed { Duration::ZERO } else { POLL_INTERVAL });
         }
         if let Some(device) = self.device.take() {
             device.quiesce();
@@ -722,7 +722,7 @@ impl<'a, 'w> State<'a, 'w> {
             let joined = slices.reduce(|a, b| a?.join(b?).ok()).flatten();
             // Every chunk was taken, and every fragment of it has arrived.
             let Some(buf) = joined.and_then(|slice| slice.into_whole().ok()) else {
-                let reason = format!("buffer {buffer} did not come back whole");
+                let reason = format!("the queue did not return all of buffer {buffer}");
                 return Err(FillError::Queue { source_index: 0, reason });
             };
             whole.push(buf);

@@ -11,7 +11,7 @@ use super::state::{Claimed, Fragment, Read, State, Tag};
 use crate::clock::{Clocks, Stage};
 
 /// The longest sleep before everything is polled again.
-pub(super) const NAP: Duration = Duration::from_millis(20);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 pub(super) struct Worker<'l, 'a, 'w, S> {
     state: &'l State<'a, 'w>,
@@ -60,7 +60,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 return self.clocks;
             }
             // A polled device works while it is waited for; another one ends something sooner than the disk.
-            if !self.state.drive(NAP) && !self.reap(&mut done, NAP) && self.flying.is_empty() {
+            if !self.state.drive(POLL_INTERVAL) && !self.reap(&mut done, POLL_INTERVAL) && self.flying.is_empty() {
                 // Another worker drives the device.
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -133,7 +133,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         for i in (0..self.active.len()).rev() {
             let source = self.active[i];
             let queue = &mut self.queues[source];
-            self.clocks.hold(Stage::Read, || match i {
+            self.clocks.time_wall(Stage::Read, || match i {
                 // The only one that it waits for, and after all others were polled.
                 0 if !timeout.is_zero() && !any => queue.wait(done, timeout),
                 _ => queue.poll(done),
@@ -176,7 +176,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let deadline = Instant::now() + self.state.options.timeout;
         while !self.active.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
-            if !self.reap(done, left.min(NAP)) && left.is_zero() {
+            if !self.reap(done, left.min(POLL_INTERVAL)) && left.is_zero() {
                 return;
             }
         }

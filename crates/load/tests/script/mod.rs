@@ -7,7 +7,7 @@ use std::time::Duration;
 use dmalane_addr::FileOffset;
 use dmalane_load::fill::{Extent, Job};
 use dmalane_queue::{
-    Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
+    Capabilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
 };
 
 /// The fault when the byte at an offset is read.
@@ -85,8 +85,8 @@ impl Queue for Script {
         Limits { capacity: self.capacity, max_len: u64::MAX }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::TO_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{AnonHeap, BufferRef, BufferSlice, Error, Heap, Mapping, Pinned, Registrar, SharedBuf, Undo};
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Stats,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Stats,
     StopReason, Ticket, Work,
 };
 
@@ -144,8 +144,8 @@ impl Queue for Device {
         Limits { capacity: self.capacity, max_len: 1 << 16 }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FILL | Abilities::STOP
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::FILL | Capabilities::STOP
     }
 
     fn in_flight(&self) -> usize {
@@ -208,8 +208,8 @@ impl Queue for Device {
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
         match self.flying.iter().position(|(of, _)| *of == ticket) {
             // The first is what the device works on.
-            Some(0) => Cancelled::Asked,
-            Some(place) => Cancelled::TakenBack(self.flying.remove(place).1),
+            Some(0) => Cancelled::Requested,
+            Some(place) => Cancelled::Removed(self.flying.remove(place).1),
             None => Cancelled::Unknown,
         }
     }

@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_queue::{
-    Abilities, CacheHint, DeviceAddr, Direction, HostSlice, Limits, Operation, QueueAddr, Refusal, Registered, Shape,
+    CacheHint, Capabilities, DeviceAddr, Direction, HostSlice, Limits, Operation, QueueAddr, Refusal, Registered, Shape,
 };
 
 use crate::fakes::{Bus, pages, slice};
@@ -118,29 +118,29 @@ fn a_shape_reaches_to_the_end_of_its_last_row() {
 fn what_a_queue_cannot_do_is_refused_by_name() {
     let limits = Limits { capacity: 1, max_len: 64 };
     let needs = [
-        (Operation::read(slice(64), at(0)), Abilities::TO_HOST),
-        (Operation::write(slice(64), at(0)), Abilities::FROM_HOST),
-        (Operation::compare(slice(64), at(0)), Abilities::COMPARE),
-        (Operation::within(at(0), at(64), 64), Abilities::WITHIN),
-        (Operation::fill(at(0), 64, 0), Abilities::FILL),
-        (Operation::fence(), Abilities::FENCE),
+        (Operation::read(slice(64), at(0)), Capabilities::TO_HOST),
+        (Operation::write(slice(64), at(0)), Capabilities::FROM_HOST),
+        (Operation::compare(slice(64), at(0)), Capabilities::COMPARE),
+        (Operation::within(at(0), at(64), 64), Capabilities::WITHIN),
+        (Operation::fill(at(0), 64, 0), Capabilities::FILL),
+        (Operation::fence(), Capabilities::FENCE),
         (
             Operation::gather(Direction::ToHost, vec![slice(64).into()], vec![(at(0), 64)]),
-            Abilities::GATHER | Abilities::TO_HOST,
+            Capabilities::GATHER | Capabilities::TO_HOST,
         ),
-        (Operation::fill(at(0), 64, 0).shaped(shape(64, 1, 0, 64)), Abilities::FILL | Abilities::SHAPE),
+        (Operation::fill(at(0), 64, 0).shaped(shape(64, 1, 0, 64)), Capabilities::FILL | Capabilities::SHAPE),
     ];
     for (operation, needed) in needs {
         assert_eq!(operation.needs(), needed, "{operation:?}");
-        assert_eq!(operation.admit(Abilities::all(), limits), Ok(()));
-        assert_eq!(operation.admit(Abilities::empty(), limits), Err(Refusal::Unsupported(needed)));
+        assert_eq!(operation.admit(Capabilities::all(), limits), Ok(()));
+        assert_eq!(operation.admit(Capabilities::empty(), limits), Err(Refusal::Unsupported(needed)));
         for one in needed.iter() {
-            assert_eq!(operation.admit(Abilities::all() - one, limits), Err(Refusal::Unsupported(one)));
+            assert_eq!(operation.admit(Capabilities::all() - one, limits), Err(Refusal::Unsupported(one)));
         }
     }
-    let long = Operation::read(slice(65), at(0)).admit(Abilities::all(), limits);
+    let long = Operation::read(slice(65), at(0)).admit(Capabilities::all(), limits);
     assert_eq!(long, Err(Refusal::TooLong { len: 65, max: 64 }));
-    let empty = Operation::read(slice(0), at(0)).admit(Abilities::all(), limits);
+    let empty = Operation::read(slice(0), at(0)).admit(Capabilities::all(), limits);
     assert_eq!(empty, Err(Refusal::Empty));
 }
 

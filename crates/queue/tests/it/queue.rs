@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_queue::{
-    Abilities, Cancelled, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, QueueAddr,
-    QueueState, Refused, SharedOptions, SharedQueue, StopReason, Ticket, Waiting,
+    Cancelled, Capabilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue,
+    QueueAddr, QueueState, Refused, SharedOptions, SharedQueue, StopReason, Ticket, Waiting,
 };
 
 use crate::fakes::numbered;
@@ -24,8 +24,8 @@ impl Queue for Plain {
         Limits { capacity: 2, max_len: 100 }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::TO_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {
@@ -33,8 +33,8 @@ impl Queue for Plain {
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let (abilities, limits) = (self.abilities(), self.limits());
-        self.state.submit(operation, abilities, limits, |_| Ok(()), &mut self.waiting)
+        let (capabilities, limits) = (self.capabilities(), self.limits());
+        self.state.submit(operation, capabilities, limits, |_| Ok(()), &mut self.waiting)
     }
 
     fn flush(&mut self) {}
@@ -55,7 +55,7 @@ impl Queue for Plain {
 }
 
 #[test]
-fn a_queue_without_other_abilities_says_so() {
+fn a_queue_without_other_capabilities_says_so() {
     let mut boxed: Box<DeviceQueue> = Box::<Plain>::default();
     let ticket = boxed.submit(numbered(0)).unwrap();
     boxed.stop(StopReason::Requested("ignored".into()));

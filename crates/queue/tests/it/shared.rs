@@ -69,7 +69,7 @@ fn each_handle_gets_its_own_completions() {
         assert_eq!((completion.bytes, &completion.result), (64, &Ok(())));
     }
     assert_eq!((two.wait(&mut done, Duration::ZERO), done.len(), shared.in_flight()), (3, 6, 0));
-    assert_eq!((one.abilities(), one.limits().capacity, one.limits().max_len), (two.abilities(), 1000, 1 << 16));
+    assert_eq!((one.capabilities(), one.limits().capacity, one.limits().max_len), (two.capabilities(), 1000, 1 << 16));
 }
 
 #[test]
@@ -127,11 +127,11 @@ fn what_is_cancelled_comes_back_or_ends() {
     let tickets: Vec<Ticket> = (0..4).map(|i| handle.submit(numbered(i)).unwrap()).collect();
     shared.poll();
     assert!(matches!(other.cancel(tickets[3]), Cancelled::Unknown), "another's");
-    assert!(matches!(handle.cancel(tickets[3]), Cancelled::TakenBack(o) if number(&o) == 3), "not yet given");
+    assert!(matches!(handle.cancel(tickets[3]), Cancelled::Removed(o) if number(&o) == 3), "not yet given");
     assert!(matches!(handle.cancel(tickets[3]), Cancelled::Unknown), "gone");
     assert!(matches!(other.cancel(tickets[1]), Cancelled::Unknown));
-    assert!(matches!(handle.cancel(tickets[1]), Cancelled::TakenBack(o) if number(&o) == 1), "from the device");
-    assert!(matches!(handle.cancel(tickets[0]), Cancelled::Asked));
+    assert!(matches!(handle.cancel(tickets[1]), Cancelled::Removed(o) if number(&o) == 1), "from the device");
+    assert!(matches!(handle.cancel(tickets[0]), Cancelled::Requested));
     assert_eq!((handle.in_flight(), shared.in_flight()), (2, 2));
     let stats = handle.stats().unwrap();
     assert_eq!((stats.submitted, stats.cancelled), (3, 8), "seven of the device, and one that it never had");

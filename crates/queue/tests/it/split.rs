@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_queue::{
-    Abilities, AddressPolicy, BalancePolicy, Cancelled, DeviceAddr, Direction, Fragment, Limits, OpError, Operation,
+    AddressPolicy, BalancePolicy, Cancelled, Capabilities, DeviceAddr, Direction, Fragment, Limits, OpError, Operation,
     Policy, Queue, Refusal, Refused, Split, StopReason, Ticket, Work, drain,
 };
 
@@ -78,8 +78,8 @@ fn results(split: &mut Split<Device, Cut>) -> Vec<(Ticket, Result<(), OpError>, 
 #[test]
 fn operations_that_are_not_copies_go_whole_to_the_queue_with_the_fewest() {
     let (mut split, orders) = both(4, None);
-    let all = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FILL | Abilities::STOP;
-    assert_eq!(split.abilities(), all | Abilities::FENCE, "what both can do, and fences");
+    let all = Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::FILL | Capabilities::STOP;
+    assert_eq!(split.capabilities(), all | Capabilities::FENCE, "what both can do, and fences");
     let tickets: Vec<Ticket> = (0..4).map(|i| split.submit(fill(i)).unwrap()).collect();
     assert_eq!((got(&orders), split.in_flight()), ([vec![0, 2], vec![1, 3]], 4));
     end(&orders, 2);
@@ -89,7 +89,7 @@ fn operations_that_are_not_copies_go_whole_to_the_queue_with_the_fewest() {
     assert_eq!(split.in_flight(), 0);
     assert_eq!(both(3, None).0.limits(), Limits { capacity: 6, max_len: 1 << 16 });
     let splits = Split::new(vec![both(1, None).0, both(1, None).0], Cut::default());
-    assert!(splits.abilities().contains(Abilities::FENCE), "as those it is made of");
+    assert!(splits.capabilities().contains(Capabilities::FENCE), "as those it is made of");
     // A policy that leaves one queue alone is obeyed.
     let (mut split, orders) = both(2, Some(1));
     for i in 0..2 {
@@ -170,17 +170,17 @@ fn a_cancelled_copy_comes_back_whole_or_ends_without_what_was_not_begun() {
     // Six fragments: two in the queues, the others not yet given to them.
     let long = split.submit(read(1000, 384)).unwrap();
     split.flush();
-    let Cancelled::TakenBack(back) = split.cancel(long) else { panic!("no device has begun with it") };
+    let Cancelled::Removed(back) = split.cancel(long) else { panic!("no device has begun with it") };
     assert_eq!((number(&back), back.bytes(), split.in_flight()), (1000, 384, 1));
     assert!(matches!(split.cancel(long), Cancelled::Unknown), "it is back");
-    assert!(matches!(split.cancel(first), Cancelled::Asked), "both devices were asked");
+    assert!(matches!(split.cancel(first), Cancelled::Requested), "both devices were asked");
     end(&orders, 1);
     assert_eq!(results(&mut split), [(first, Ok(()), 128)]);
     // With the first two fragments begun, the rest of the bytes is taken back.
     let third = split.submit(back).unwrap();
     split.flush();
-    assert!(matches!(split.cancel(third), Cancelled::Asked));
-    assert!(matches!(split.cancel(third), Cancelled::Asked), "again");
+    assert!(matches!(split.cancel(third), Cancelled::Requested));
+    assert!(matches!(split.cancel(third), Cancelled::Requested), "again");
     orders[1].lock().unwrap().end = 1;
     assert!(results(&mut split).is_empty());
     orders[0].lock().unwrap().end = 1;
@@ -195,11 +195,11 @@ fn a_cancelled_copy_comes_back_whole_or_ends_without_what_was_not_begun() {
 fn whole_operations_and_those_behind_a_fence_are_taken_back() {
     let (mut split, orders) = both(2, Some(0));
     let tickets = [fill(0), fill(1), Operation::fence(), fill(2)].map(|operation| split.submit(operation).unwrap());
-    assert!(matches!(split.cancel(tickets[0]), Cancelled::Asked), "begun");
-    assert!(matches!(split.cancel(tickets[3]), Cancelled::TakenBack(o) if number(&o) == 2));
-    assert!(matches!(split.cancel(tickets[1]), Cancelled::TakenBack(o) if number(&o) == 1));
+    assert!(matches!(split.cancel(tickets[0]), Cancelled::Requested), "begun");
+    assert!(matches!(split.cancel(tickets[3]), Cancelled::Removed(o) if number(&o) == 2));
+    assert!(matches!(split.cancel(tickets[1]), Cancelled::Removed(o) if number(&o) == 1));
     assert!(matches!(split.cancel(tickets[1]), Cancelled::Unknown));
-    assert!(matches!(split.cancel(tickets[2]), Cancelled::TakenBack(o) if matches!(o.work, Work::Fence)));
+    assert!(matches!(split.cancel(tickets[2]), Cancelled::Removed(o) if matches!(o.work, Work::Fence)));
     assert_eq!(split.in_flight(), 1);
     end(&orders, 1);
     assert_eq!(results(&mut split), [(tickets[0], Ok(()), 64)]);
@@ -220,7 +220,7 @@ fn fragments_begin_where_there_is_room() {
     let mut done = Vec::new();
     split.poll(&mut done);
     assert_eq!((done[0].ticket, &done[0].result, done[0].operation.bytes()), (copy, &Ok(()), 256));
-    // What a full queue could be given stays free for another one.
+    // Work for a full queue stays free for another queue.
     let ((a, a_orders), (b, b_orders)) = (Device::new(1), Device::new(1));
     let mut split = Split::new(vec![a, b], BalancePolicy::new(Vec::new()));
     let _both = [fill(1000), read(0, 64)].map(|operation| split.submit(operation).unwrap());
@@ -242,7 +242,7 @@ fn a_copy_is_refused_with_its_first_fragment() {
     refuse(Some(Refusal::Full));
     split.flush();
     assert_eq!(got(&orders), [vec![0], vec![64, 192]]);
-    // What is refused later is a failure at its place.
+    // An operation that is refused later is a failure at its place.
     refuse(Some(Refusal::NotPermitted));
     end(&orders, 2);
     assert_eq!(results(&mut split), [(copy, Err(OpError::Refused(Refusal::NotPermitted)), 128)]);
@@ -281,15 +281,15 @@ fn only_the_copy_that_is_cancelled_is_taken_back() {
     let [first, second] = [0, 1000].map(|number| split.submit(read(number, 64)).unwrap());
     split.flush();
     assert_eq!(got(&orders), [vec![0, 1000], vec![]]);
-    assert!(matches!(split.cancel(first), Cancelled::Asked), "the device is at work on it");
+    assert!(matches!(split.cancel(first), Cancelled::Requested), "the device is at work on it");
     end(&orders, 2);
     assert_eq!(results(&mut split), [first, second].map(|ticket| (ticket, Ok(()), 64)));
     // Also when a queue did not take it yet.
     let first = split.submit(read(0, 64)).unwrap();
     orders[0].lock().unwrap().refuse = Some(Refusal::Full);
     let second = split.submit(read(1000, 64)).unwrap();
-    assert!(matches!(split.cancel(first), Cancelled::Asked));
-    assert!(matches!(split.cancel(second), Cancelled::TakenBack(o) if number(&o) == 1000));
+    assert!(matches!(split.cancel(first), Cancelled::Requested));
+    assert!(matches!(split.cancel(second), Cancelled::Removed(o) if number(&o) == 1000));
     end(&orders, 1);
     assert_eq!(results(&mut split), [(first, Ok(()), 64)]);
 }

@@ -27,7 +27,7 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         let mut got = vec![0; buf.len()];
         port.read_bytes(mapping.span().first(), &mut got).unwrap();
         let mut want = vec![0; buf.len()];
-        buf.view().read(&mut want);
+        buf.as_volatile_slice().read(&mut want);
         assert!(got == want);
 
         // one byte past the end: what came before was copied, the fault says where
@@ -43,7 +43,10 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         assert_eq!((fault.reason, fault.done), (FaultReason::NotPermitted, 0));
         let fault = port.write_word(readonly.span().first(), 0).unwrap_err();
         assert_eq!(fault.reason, FaultReason::NotPermitted);
-        assert_eq!(other.view().load_u64(8).unwrap().to_le_bytes(), std::array::from_fn(|i| (i + 8) as u8));
+        assert_eq!(
+            other.as_volatile_slice().load_u64(8).unwrap().to_le_bytes(),
+            std::array::from_fn(|i| (i + 8) as u8)
+        );
 
         // the top of the space, and words across a boundary
         let fault = port.read_bytes(Iova::new(u64::MAX - 1), &mut [0; 4]).unwrap_err();
@@ -152,7 +155,7 @@ fn page_table_walks_are_counted() {
         let mut held = port.hold();
         let before = held.entries_read();
         let into = SharedBuf::sparse("test", 4096).unwrap();
-        held.read(Iova::new(iova.bits() + at), into.view().sub(0, 8).unwrap(), CopyHint::Keep).unwrap();
+        held.read(Iova::new(iova.bits() + at), into.as_volatile_slice().sub(0, 8).unwrap(), CopyHint::Keep).unwrap();
         held.entries_read() - before
     };
     assert_eq!((read(0), read(8)), (4, 0), "a walk through four levels, then none");
@@ -184,10 +187,10 @@ fn unmapping_waits_for_copies_under_way() {
             std::thread::sleep(std::time::Duration::from_micros(u64::from(round) * 50));
             drop(mapping);
             // From here on nothing of this round may land.
-            buf.view().fill(0xee);
+            buf.as_volatile_slice().fill(0xee);
             writer.join().unwrap();
             let mut bytes = vec![0; buf.len()];
-            buf.view().read(&mut bytes);
+            buf.as_volatile_slice().read(&mut bytes);
             assert!(bytes.iter().all(|b| *b == 0xee));
         }
     });
@@ -229,7 +232,7 @@ fn the_iotlb_never_mixes_buffers_up() {
                 let mut model = Vec::new();
                 for buf in &bufs {
                     let byte = (round + model.len() as u64) as u8;
-                    buf.view().fill(byte);
+                    buf.as_volatile_slice().fill(byte);
                     model.extend(std::iter::repeat_n(byte, buf.len()));
                 }
                 let pinned = bufs.iter().map(|buf| host.pin(&buf.reference()).unwrap()).collect();
@@ -258,7 +261,7 @@ fn the_iotlb_never_mixes_buffers_up() {
             let mut rest = &mut got[..];
             for buf in bufs {
                 let (these, after) = rest.split_at_mut(buf.len());
-                buf.view().read(these);
+                buf.as_volatile_slice().read(these);
                 rest = after;
             }
             assert!(got == *model);
@@ -278,7 +281,7 @@ proptest! {
         let host = host::<Arm64S1_4k>(fragmentation);
         let buf = buffer(3 << 20);
         let mut model = vec![0; buf.len()];
-        buf.view().read(&mut model);
+        buf.as_volatile_slice().read(&mut model);
         let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
         let mut port = host.port();
         for (write, at, len, byte) in ops {
@@ -294,7 +297,7 @@ proptest! {
             }
         }
         let mut got = vec![0; buf.len()];
-        buf.view().read(&mut got);
+        buf.as_volatile_slice().read(&mut got);
         prop_assert!(got == model);
     }
 }

@@ -169,14 +169,14 @@ fn the_iommu_stops_a_descriptor_at_the_byte() {
         let task = Task::Copy { direction, card: at(0), host: Iova::new(host), len: 8192 };
         let d = Descriptor { cookie: 77, ..task.into() };
         for (i, word) in d.encode().into_iter().enumerate() {
-            ring.view().store_u64(slot * 32 + i * 8, word).unwrap();
+            ring.as_volatile_slice().store_u64(slot * 32 + i * 8, word).unwrap();
         }
     };
     descriptor(0, Direction::FromHost, end - 4096); // runs off the end of what is mapped
     descriptor(1, Direction::ToHost, end - 8192); // may not be written
     set(regs::CH_DOORBELL, 2);
     while bus.progress() {}
-    let completion = |slot: usize| [0, 8].map(|i| ring.view().load_u64(4096 + slot * 16 + i).unwrap());
+    let completion = |slot: usize| [0, 8].map(|i| ring.as_volatile_slice().load_u64(4096 + slot * 16 + i).unwrap());
     assert_eq!(completion(0), [end, 77 | 7 << 32 | 1 << 40]);
     assert_eq!(completion(1), [end - 8192, 77 | 8 << 32 | 2 << 40]);
     let faults = bus.host().recent_faults();
@@ -250,8 +250,8 @@ fn a_halt_is_seen_by_polling() {
     assert!(matches!(results[..], [Err(OpError::Stopped(StopReason::Device(_)))]), "{results:?}");
 }
 
-/// What is in flight when a channel is stopped ends as stopped, though the card may have done it by then, and is not
-/// lost by a restart that comes too early.
+/// Operations in flight when a channel is stopped end as stopped, though the card may have executed them by then, and a
+/// restart that comes too early loses none.
 #[test]
 fn what_is_in_flight_at_a_stop_ends_as_stopped() {
     let bus = bus(false);

@@ -193,7 +193,7 @@ fn survives(workers: Workers, seed: u64) {
     while count < operations {
         match random.below(100) {
             0..70 => {
-                let (operation, bytes) = operation(&mut bench, &mut random, queue.abilities(), 4000);
+                let (operation, bytes) = operation(&mut bench, &mut random, queue.capabilities(), 4000);
                 match queue.submit(operation) {
                     Ok(ticket) => {
                         count += 1;
@@ -212,7 +212,7 @@ fn survives(workers: Workers, seed: u64) {
                 let tickets: Vec<_> = waiting.keys().copied().collect();
                 if !tickets.is_empty() {
                     let ticket = tickets[random.below(tickets.len() as u64) as usize];
-                    if let Cancelled::TakenBack(operation) = queue.cancel(ticket) {
+                    if let Cancelled::Removed(operation) = queue.cancel(ticket) {
                         taken_back += 1;
                         let bytes = waiting.remove(&ticket).expect("in flight");
                         assert!(host_bytes(&operation) == bytes, "untouched");
@@ -442,8 +442,8 @@ fn a_long_copy_is_cancelled_in_the_middle() {
     let next = queue.submit(bench.copy(32 << 20)).unwrap();
     let mut ended = Vec::new();
     queue.poll(&mut ended);
-    assert!(matches!(queue.cancel(long), Cancelled::Asked));
-    assert!(matches!(queue.cancel(next), Cancelled::Asked));
+    assert!(matches!(queue.cancel(long), Cancelled::Requested));
+    assert!(matches!(queue.cancel(next), Cancelled::Requested));
     let ended = drain(&mut queue);
     assert_eq!(ended[0].result, Err(OpError::Cancelled));
     assert!(ended[0].bytes >= 1 << 20 && ended[0].bytes < 64 << 20, "{}", ended[0].bytes);
@@ -500,7 +500,7 @@ fn sixty_four_threads_share_a_queue() {
                         for _ in 0..7 {
                             let bytes = random.bytes(8192);
                             let (buf, via) = bench.buffer(8192);
-                            buf.view().write(&bytes);
+                            buf.as_volatile_slice().write(&bytes);
                             run(&mut handle, Operation::write((buf.into_slice(), via), place), LONG).unwrap();
                             let (buf, via) = bench.buffer(8192);
                             let read = Operation::read((buf.into_slice(), via), place);
@@ -557,7 +557,7 @@ fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
     let tickets = handles.each_mut().map(|handle| handle.submit(bench.copy(4096)).unwrap());
     assert_eq!(handles[0].submit(bench.copy(4096)).unwrap_err().reason, Refusal::Full);
     assert!(matches!(handles[0].cancel(tickets[1]), Cancelled::Unknown), "it belongs to another handle");
-    let Cancelled::TakenBack(operation) = handles[1].cancel(tickets[1]) else { panic!("it waits outside") };
+    let Cancelled::Removed(operation) = handles[1].cancel(tickets[1]) else { panic!("it waits outside") };
     assert_eq!((operation.bytes(), handles[1].in_flight()), (4096, 0));
     let [first, second, mut third] = handles;
     first.detach();

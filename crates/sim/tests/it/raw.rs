@@ -67,7 +67,7 @@ impl Raw {
     fn write(&mut self, words: [u64; 4]) {
         let slot = (self.written % ENTRIES) as usize;
         for (i, word) in words.into_iter().enumerate() {
-            self.ring.view().store_u64(slot * 32 + i * 8, word).unwrap();
+            self.ring.as_volatile_slice().store_u64(slot * 32 + i * 8, word).unwrap();
         }
         self.written += 1;
     }
@@ -83,7 +83,7 @@ impl Raw {
         self.work();
         let status = |number: u32| {
             let slot = (number % ENTRIES) as usize;
-            (self.ring.view().load_u64(COMPLETIONS + slot * 16 + 8).unwrap() >> 32) as u8
+            (self.ring.as_volatile_slice().load_u64(COMPLETIONS + slot * 16 + 8).unwrap() >> 32) as u8
         };
         (self.written - count..self.written).map(status).collect()
     }
@@ -133,7 +133,7 @@ fn a_full_ring_is_done_and_one_more_halts() {
 fn a_range_that_ends_outside_moves_nothing() {
     let end = 8 * MIB;
     let mut raw = Raw::new();
-    raw.data.view().fill(0x77);
+    raw.data.as_volatile_slice().fill(0x77);
     let host = raw.data_at(0);
     let (from_host, to_host) = (Direction::FromHost, Direction::ToHost);
     let tasks = [
@@ -152,15 +152,15 @@ fn a_range_that_ends_outside_moves_nothing() {
         assert_eq!(raw.card_bytes(end - 4096, 4096), vec![0x11; 4096], "{task:?}");
         assert_eq!(raw.card_bytes(0, 4096), vec![0x22; 4096], "{task:?}");
         let mut host = vec![0; 8192];
-        raw.data.view().read(&mut host);
+        raw.data.as_volatile_slice().read(&mut host);
         assert_eq!(host, vec![0x77; 8192], "{task:?}");
     }
     // Of rows, the last one counts.
-    raw.push(Task::Shape { near_pitch: 16, far_pitch: 2048, rows: 3 }, true);
+    raw.push(Task::Shape { host_pitch: 16, card_pitch: 2048, rows: 3 }, true);
     raw.push(Task::Copy { direction: from_host, card: at(end - 4096), host: raw.data_at(0), len: 16 }, false);
     assert_eq!(raw.statuses(1), [Status::NoCardMemory.code()]);
     assert_eq!(raw.card_bytes(end - 4096, 4096), vec![0x11; 4096]);
-    raw.push(Task::Shape { near_pitch: 16, far_pitch: 2048, rows: 2 }, true);
+    raw.push(Task::Shape { host_pitch: 16, card_pitch: 2048, rows: 2 }, true);
     raw.push(Task::Copy { direction: from_host, card: at(end - 4096), host: raw.data_at(0), len: 16 }, false);
     assert_eq!(raw.statuses(2), [Status::Ok.code(); 2]);
     assert_eq!(raw.card_bytes(end - 2048, 17), [&[0x77; 16][..], &[0x11]].concat());
@@ -170,8 +170,8 @@ fn a_range_that_ends_outside_moves_nothing() {
 #[test]
 fn the_shape_of_a_failed_operation_is_forgotten() {
     let mut raw = Raw::new();
-    raw.data.view().fill(0x44);
-    let shape = Task::Shape { near_pitch: 64, far_pitch: 128, rows: 4 };
+    raw.data.as_volatile_slice().fill(0x44);
+    let shape = Task::Shape { host_pitch: 64, card_pitch: 128, rows: 4 };
     let plain = |raw: &Raw| Task::Copy { direction: Direction::FromHost, card: at(0), host: raw.data_at(0), len: 32 };
     let failing: [fn(&Raw) -> [u64; 4]; 3] = [
         |_| [0xff, 0, 0, 32], // no such opcode
@@ -213,7 +213,7 @@ fn a_new_root_forgets_the_translations_of_the_old_one() {
         // Only the two registers: nothing asks for an invalidation.
         card.set_mmu_root(mmu.root()).unwrap();
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
-        buf.view().fill(round as u8 + 1);
+        buf.as_volatile_slice().fill(round as u8 + 1);
         let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
         let write = Operation::write((buf.into_slice(), via), DeviceAddr::Va(va));
         run(&mut channel, write, std::time::Duration::from_secs(1)).unwrap();

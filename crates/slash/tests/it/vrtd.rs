@@ -21,7 +21,7 @@ fn daemon() -> (DriverModel, Vrtd) {
 }
 
 fn open(model: &DriverModel, vrtd: &Vrtd) -> Result<SlashDevice, Error> {
-    SlashDevice::lent_over(vrtd.connect().unwrap(), 0, model.kernel(), SlashOptions::default())
+    SlashDevice::from_vrtd_socket(vrtd.connect().unwrap(), 0, model.kernel(), SlashOptions::default())
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn denials_name_the_permission() {
     vrtd.deny("buffer");
     let error = open(&model, &vrtd).unwrap().memory().allocate(1, &Placement::DDR).unwrap_err().to_string();
     assert!(error.contains("cannot allocate") && error.contains("its role needs `buffer = yes`"), "{error}");
-    let other = SlashDevice::lent_over(vrtd.connect().unwrap(), 7, model.kernel(), SlashOptions::default());
+    let other = SlashDevice::from_vrtd_socket(vrtd.connect().unwrap(), 7, model.kernel(), SlashOptions::default());
     assert!(other.unwrap_err().to_string().contains("no such card"));
 }
 
@@ -240,6 +240,6 @@ fn names_have_a_socket_and_a_number() {
         assert!(parsed(wrong).is_err(), "{wrong}");
     }
     let name: VrtdName = "/nowhere/vrtd.sock".parse().unwrap();
-    let error = SlashDevice::lent(&name, SlashOptions::default()).unwrap_err().to_string();
+    let error = SlashDevice::open_via_vrtd(&name, SlashOptions::default()).unwrap_err().to_string();
     assert!(error.contains("systemctl enable --now vrtd.socket"), "{error}");
 }

@@ -10,8 +10,8 @@ use std::time::Duration;
 use dmalane_addr::{Address, CardAddr};
 use dmalane_dma::SharedBuf;
 use dmalane_queue::{
-    Abilities, Clock, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr, Refusal,
-    Refused, Split, Ticket, Work,
+    Capabilities, Clock, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr,
+    Refusal, Refused, Split, Ticket, Work,
 };
 
 use super::{Half, Link, Stream};
@@ -194,8 +194,8 @@ impl Queue for SimQueue {
         Limits { capacity: CAPACITY, max_len: u64::MAX }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST | Capabilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {
@@ -204,7 +204,7 @@ impl Queue for SimQueue {
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let reason = match (operation.admit(self.abilities(), self.limits()), &operation.work) {
+        let reason = match (operation.admit(self.capabilities(), self.limits()), &operation.work) {
             (Err(reason), _) => reason,
             _ if self.in_flight() >= CAPACITY => Refusal::Full,
             (_, Work::Copy { direction, at, .. }) => {

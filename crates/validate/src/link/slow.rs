@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_queue::{
-    Abilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, StopReason, Ticket, Work,
+    Capabilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, StopReason, Ticket, Work,
     wait_with,
 };
 
@@ -92,8 +92,8 @@ impl<Q: Queue> Queue for Slow<Q> {
         self.inner.limits()
     }
 
-    fn abilities(&self) -> Abilities {
-        self.inner.abilities() & (Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP)
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities() & (Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::STOP)
     }
 
     fn in_flight(&self) -> usize {
@@ -101,7 +101,7 @@ impl<Q: Queue> Queue for Slow<Q> {
     }
 
     fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
-        let missing = operation.needs() - self.abilities();
+        let missing = operation.needs() - self.capabilities();
         let Work::Copy { direction, at, .. } = &operation.work else {
             return Err(Refused { operation, reason: Refusal::Unsupported(missing) });
         };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
 use dmalane_dma::{self as dma, DmaFault, FaultReason, Mmio as _};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason,
+    Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason,
     Ticket, Work,
 };
 
@@ -260,7 +260,7 @@ impl EduQueue {
     }
 
     fn check(&self, operation: &Operation) -> Result<(), Refusal> {
-        operation.admit(self.abilities(), self.limits())?;
+        operation.admit(self.capabilities(), self.limits())?;
         if let Work::Copy { direction, host, .. } = &operation.work {
             host.check(&*self.bus, direction.host_access())?;
         }
@@ -279,8 +279,8 @@ impl Queue for EduQueue {
         Limits { capacity: DEPTH, max_len: MAX_LEN }
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::ORDERED
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::ORDERED
     }
 
     fn in_flight(&self) -> usize {

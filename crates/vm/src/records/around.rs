@@ -336,7 +336,7 @@ mod tests {
                 let page = below(pages / unit) * unit + below(2) * below(unit);
                 let len = (unit + below(2) * below(3 * unit)).min(pages - page);
                 let at = base + page;
-                // What is bound elsewhere heals when it is bound again.
+                // Displaced ranges merge again once they are bound in place.
                 let from = page + below(4) / 3 * below(3);
                 match below(8) {
                     0 | 1 => put(&mut vm, at, len, None),

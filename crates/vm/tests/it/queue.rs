@@ -80,7 +80,7 @@ fn fences_are_signalled_only_when_the_device_has_forgotten() {
     let (mut vm, bo) = (vm(), bo());
     let mut queue = BindQueue::new(0, 8);
     let done = Timeline::new();
-    let batch = |requests, value| Submission { requests, wait: Vec::new(), signal: vec![done.promise(value)] };
+    let batch = |requests, value| Submission { requests, wait: Vec::new(), signal: vec![done.signaller(value)] };
     let _ = queue.submit(batch(vec![bind(&bo, 5, 0)], 1)).unwrap();
     let replace = queue.submit(batch(vec![bind(&bo, 5, 9)], 2)).unwrap();
     let _ = queue.submit(batch(vec![bind(&bo, 6, 0)], 3)).unwrap();
@@ -118,7 +118,7 @@ fn a_failure_marks_the_vm() {
     vm.invalidated(committed);
     let good = bind(&bo, 4, 0);
     let bad = bind(&bo, 5, 64);
-    let batch = |r, t: &Timeline, value| Submission { requests: r, wait: Vec::new(), signal: vec![t.promise(value)] };
+    let batch = |r, t: &Timeline, value| Submission { requests: r, wait: Vec::new(), signal: vec![t.signaller(value)] };
     let _ = a.submit(batch(vec![bind(&bo, 7, 0)], &done, 1)).unwrap();
     let failing = a.submit(batch(vec![good.clone(), bad], &done, 2)).unwrap();
     let _ = a.submit(batch(vec![good.clone()], &done, 3)).unwrap();
@@ -152,7 +152,7 @@ fn a_failed_fence_fails_what_waits_for_it() {
     let mut queue = BindQueue::new(0, 8);
     let copied = Timeline::new();
     let _ = queue.submit(after(vec![bind(&bo, 5, 0)], &[copied.fence(1)])).unwrap();
-    drop(copied.promise(1)); // whoever was to copy is gone
+    drop(copied.signaller(1)); // the copying side is gone
     assert_eq!(drive(&mut queue, &mut vm)[0].result, Err(QueueError::Fence));
     assert!(vm.has_failed() && bound(&vm).is_empty());
 }
@@ -165,7 +165,7 @@ fn cancelling_and_dropping() {
     let batch = |page, t: &Timeline| Submission {
         requests: vec![bind(&bo, page, 0)],
         wait: vec![gate.fence(1)],
-        signal: vec![t.promise(1)],
+        signal: vec![t.signaller(1)],
     };
     let tickets = [(10, &a), (11, &b), (12, &c)].map(|(page, t)| queue.submit(batch(page, t)).unwrap());
     assert!(other.cancel(tickets[1]).is_none());
@@ -197,7 +197,7 @@ fn a_full_queue_gives_the_batch_back() {
     let batch = |page, value| Submission {
         requests: vec![bind(&bo, page, 0)],
         wait: Vec::new(),
-        signal: vec![done.promise(value)],
+        signal: vec![done.signaller(value)],
     };
     let _ = queue.submit(batch(1, 1)).unwrap();
     let _ = queue.submit(batch(1, 2)).unwrap();
@@ -241,7 +241,7 @@ proptest! {
             |&(binds, page, offset)| if binds { bind(&bo, page, offset) } else { unbind(page) }).collect()).collect();
         for (i, (queue, _, wait)) in batches.iter().enumerate() {
             let wait = if i == 0 { vec![] } else { vec![done[wait.index(i)].fence(1)] };
-            let signal = vec![done[i].promise(1)];
+            let signal = vec![done[i].signaller(1)];
             tickets.push(queues[*queue].submit(Submission { requests: requests[i].clone(), wait, signal }).unwrap());
         }
         let mut ended = Vec::new();

@@ -55,7 +55,7 @@ struct Gpu {
 impl Gpu {
     fn new(name: &str, options: &VulkanOptions) -> Self {
         let device = VulkanDevice::open(name, options).unwrap();
-        let (other, registrar, mut memory) = (device.further_queue().unwrap(), device.registrar(), device.memory());
+        let (other, registrar, mut memory) = (device.open_queue().unwrap(), device.registrar(), device.memory());
         let table = memory.allocate(TARGET, &Placement::Default).unwrap();
         let only = table.segments().next().unwrap();
         let span = Span::new(only.addr, only.len).unwrap();
@@ -75,7 +75,7 @@ impl Fixture for Gpu {
     type Queue = Box<DeviceQueue>;
 
     fn queue(&mut self) -> Self::Queue {
-        self.queue.take().unwrap_or_else(|| self.device.further_queue().unwrap())
+        self.queue.take().unwrap_or_else(|| self.device.open_queue().unwrap())
     }
 
     fn target_len(&self) -> u64 {

@@ -28,7 +28,7 @@ const OF_PYTHON: [&str; 9] = [
 /// A worker that prints more than this is not listened to.
 const MOST_OUTPUT: u64 = 1 << 20;
 /// The longest sleep between looks at a worker.
-const NAP: Duration = Duration::from_millis(20);
+const MAX_DELAY: Duration = Duration::from_millis(20);
 
 /// A loader.
 #[derive(Clone)]
@@ -127,7 +127,7 @@ impl Loader {
         let out = reader(child.stdout.take().map(|pipe| Box::new(pipe) as _));
         let err = reader(child.stderr.take().map(|pipe| Box::new(pipe) as _));
         let deadline = Instant::now() + timeout;
-        let mut nap = Duration::from_millis(1);
+        let mut delay = Duration::from_millis(1);
         let status = loop {
             match child.try_wait().map_err(|e| e.to_string())? {
                 Some(status) => break status,
@@ -135,9 +135,9 @@ impl Loader {
                     let _ = child.kill().and_then(|()| child.wait());
                     return Err(format!("did not end within {} s", timeout.as_secs()));
                 }
-                None => std::thread::sleep(nap),
+                None => std::thread::sleep(delay),
             }
-            nap = (nap * 2).min(NAP);
+            delay = (delay * 2).min(MAX_DELAY);
         };
         let (out, err) = (out.join().unwrap_or_default(), err.join().unwrap_or_default());
         let out = String::from_utf8_lossy(&out);

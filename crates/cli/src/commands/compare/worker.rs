@@ -99,7 +99,7 @@ impl Loaded {
             Self::Filled(buffers) => {
                 let mut block = vec![0; STEP];
                 for (buffer, path) in buffers.iter().zip(files) {
-                    let view = buffer.view();
+                    let view = buffer.as_volatile_slice();
                     let head = |into: &mut [u8; 8]| view.sub(0, 8).map(|view| view.read(into)).is_some();
                     let mut at = start(path, head) as usize;
                     while at < buffer.len() {

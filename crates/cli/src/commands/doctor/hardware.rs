@@ -204,13 +204,13 @@ pub fn vulkan(probe: &Probe) -> Check {
         Err(e) => return subject.missing(e.to_string(), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
     };
     let about = |gpu: &dmalane::vulkan::GpuInfo| {
-        let lacks = [
+        let missing = [
             (gpu.missing().is_some(), gpu.missing().unwrap_or_default()),
             (gpu.host_import.is_none(), "no host import (VK_EXT_external_memory_host)"),
             (gpu.sparse.is_none(), "no sparse binding, so buffers are contiguous"),
         ];
-        let lacks = lacks.iter().filter(|(lacks, _)| *lacks).map(|(_, what)| format!(": {what}"));
-        format!("vulkan:{} {gpu}{}", gpu.index, lacks.collect::<String>())
+        let missing = missing.iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| format!(": {what}"));
+        format!("vulkan:{} {gpu}{}", gpu.index, missing.collect::<String>())
     };
     let found = list(&gpus.iter().map(about).collect::<Vec<_>>());
     match gpus.iter().any(|gpu| gpu.missing().is_none()) {
@@ -232,15 +232,15 @@ pub fn cuda(probe: &Probe) -> Check {
             return subject.missing(e.to_string(), fix);
         }
     };
-    let lacks = |gpu: &dmalane::cuda::Gpu| {
-        let lacks = [
+    let missing = |gpu: &dmalane::cuda::Gpu| {
+        let missing = [
             (gpu.host_register, "no cuMemHostRegister, so the driver copies host memory"),
             (gpu.virtual_memory, "no virtual memory, so buffers lie in one allocation"),
             (gpu.dma_buf, "no dma-buf export (it needs NVIDIA's open kernel modules)"),
         ];
-        lacks.iter().filter(|(has, _)| !has).map(|(_, what)| format!(": {what}")).collect::<String>()
+        missing.iter().filter(|(has, _)| !has).map(|(_, what)| format!(": {what}")).collect::<String>()
     };
-    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({}){}", gpu.number, gpu.name, gpu.uuid, lacks(gpu));
+    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({}){}", gpu.number, gpu.name, gpu.uuid, missing(gpu));
     subject.ok(list(&gpus.iter().map(about).collect::<Vec<_>>()))
 }
 

@@ -46,7 +46,7 @@ fn reached(s: &StageReport) -> Option<f64> {
 
 /// The share of the wall time that the pipeline spent on a stage; verification follows the wall time.
 fn share(s: &StageReport, wall: Duration) -> Option<f64> {
-    (s.stage != Stage::Verify && !wall.is_zero()).then(|| s.held.as_secs_f64() / wall.as_secs_f64())
+    (s.stage != Stage::Verify && !wall.is_zero()).then(|| s.wall.as_secs_f64() / wall.as_secs_f64())
 }
 
 /// Stages, with the verification as the last where there was one.
@@ -56,7 +56,7 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
     if let Some(verified) = &loaded.report.verified {
         let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
         for s in stages.iter_mut().filter(|s| s.stage == Stage::Verify) {
-            (s.busy, s.held, s.bytes) = (verified.wall, verified.wall, bytes);
+            (s.busy, s.wall, s.bytes) = (verified.wall, verified.wall, bytes);
         }
     } else {
         stages.retain(|s| s.stage != Stage::Verify);
@@ -101,7 +101,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         json!({
             "stage": s.stage.to_string(),
             "busy_s": s.busy.as_secs_f64(),
-            "wall_s": s.held.as_secs_f64(),
+            "wall_s": s.wall.as_secs_f64(),
             "share": share(s, r.wall),
             "bytes": s.bytes,
             "bytes_per_s": reached(s),
@@ -259,7 +259,7 @@ pub(super) fn csv(o: &Outcome) -> String {
         out += &csv_line([
             s.stage.to_string(),
             seconds(s.busy),
-            seconds(s.held),
+            seconds(s.wall),
             number(share(&s, r.wall)),
             s.bytes.to_string(),
             number(reached(&s)),
@@ -390,7 +390,7 @@ fn rows(o: &Outcome) -> Vec<[String; 8]> {
         [
             s.stage.to_string(),
             ms(s.busy),
-            ms(s.held),
+            ms(s.wall),
             share(s, wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
             binary(s.bytes),
             reached(s).map_or_else(none, per_second),

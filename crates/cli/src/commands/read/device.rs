@@ -63,7 +63,7 @@ impl ReadTarget {
                 let place = to.advance(at as u64).ok_or_else(|| Failure::new("a buffer runs past the device"))?;
                 let read = self.device.read(place, &mut back[..n]);
                 read.map_err(|e| Failure::because("cannot read back from the device", &e))?;
-                if let Some(view) = buffer.view().sub(at, n) {
+                if let Some(view) = buffer.as_volatile_slice().sub(at, n) {
                     view.read(&mut here[..n]);
                 }
                 if back[..n] != here[..n] {

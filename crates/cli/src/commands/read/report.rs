@@ -20,13 +20,13 @@ fn per_stage(s: &StageReport) -> Option<f64> {
 pub(super) fn json(o: &Outcome) -> Value {
     let r = &o.run.report;
     let wall = r.wall.as_secs_f64();
-    let can = o.picked.heap.abilities();
+    let can = o.picked.heap.capabilities();
     let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
     let stage = |s: &StageReport| {
         json!({
             "stage": s.stage.to_string(),
             "busy_s": s.busy.as_secs_f64(),
-            "wall_s": s.held.as_secs_f64(),
+            "wall_s": s.wall.as_secs_f64(),
             "bytes": s.bytes,
             "bytes_per_s": per_stage(s),
         })
@@ -89,7 +89,7 @@ pub(super) fn csv(o: &Outcome) -> String {
     let seconds = |time: Duration| time.as_secs_f64().to_string();
     for s in &r.stages {
         let bytes = s.bytes.to_string();
-        out += &csv_line([s.stage.to_string(), seconds(s.busy), seconds(s.held), bytes, number(per_stage(s))]);
+        out += &csv_line([s.stage.to_string(), seconds(s.busy), seconds(s.wall), bytes, number(per_stage(s))]);
     }
     let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
     out + &csv_line(["read_all".to_owned(), seconds(r.wall), seconds(r.wall), r.bytes.to_string(), number(rate)])
@@ -97,7 +97,7 @@ pub(super) fn csv(o: &Outcome) -> String {
 
 /// The stage that held the workers up for longest.
 fn slowest(o: &Outcome) -> Option<&StageReport> {
-    o.run.report.stages.iter().max_by_key(|s| s.held)
+    o.run.report.stages.iter().max_by_key(|s| s.wall)
 }
 
 /// The line with size and rate, without a line end, and the line that names the bottleneck.
@@ -116,7 +116,7 @@ pub(super) fn answer(o: &Outcome) -> (String, String) {
         duration(r.wall),
         rate(r.bytes, r.wall),
     );
-    (answer, bottleneck(r.stages.iter().map(|s| (s.stage, s.held.as_secs_f64() / whole.max(1e-9)))))
+    (answer, bottleneck(r.stages.iter().map(|s| (s.stage, s.wall.as_secs_f64() / whole.max(1e-9)))))
 }
 
 /// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
@@ -188,7 +188,7 @@ fn rows(o: &Outcome) -> impl Iterator<Item = [String; 5]> {
         [
             s.stage.to_string(),
             format!("{:.3}", s.busy.as_secs_f64() * 1e3),
-            format!("{:.3}", s.held.as_secs_f64() * 1e3),
+            format!("{:.3}", s.wall.as_secs_f64() * 1e3),
             binary(s.bytes),
             per_stage(s).map_or("-".to_owned(), per_second),
         ]
