@@ -110,7 +110,7 @@ class Machine:
         return 0, 1 << self.output_bits
 
     def address(self, at):
-        """What the MMU is asked for to reach these input addresses of the format."""
+        """The accesses of the MMU to reach these input addresses of the format."""
         if not self.signed:
             return at
         upper = np.uint64((1 << 64) - (1 << self.input_bits))
@@ -121,7 +121,7 @@ class Machine:
         return int(rng.integers(1, 1 << self.table_bits)) // self.root_align * self.root_align
 
     def walker(self, registers, base, image, _directory):
-        """What answers for this image, to be used by `with`."""
+        """The machine for this image, for use in `with`."""
         return contextlib.nullcontext(UnicornWalker(self.start(registers, base, image)))
 
     def input(self, address):

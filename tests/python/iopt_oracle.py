@@ -174,5 +174,5 @@ def run(dmalane, *args):
 
 
 def formats(dmalane):
-    """What the program says of its formats, by name."""
+    """The formats that the program reports, by name."""
     return {said["format"]: said for said in run(dmalane, "formats")["formats"]}

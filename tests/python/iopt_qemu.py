@@ -174,7 +174,7 @@ class Smmu(Qemu):
         self.plug_edu(CONFIG + (EDU_SLOT << 15), BAR)
 
     def fault(self):
-        """What the new fault records say, kind and address, or None. One access may leave the same record twice."""
+        """Kind and address of the new fault records, or None. One access may leave the same record twice."""
         produced, wrap, found = self.read32(SMMU + 0x100A8), (2 << EVENTS_LOG2) - 1, set()
         while self.consumed != produced:
             record = self.peek(EVENTS + 32 * (self.consumed & (wrap >> 1)), 32)

@@ -81,7 +81,7 @@ def test_a_real_model_gives_the_embeddings_that_it_gives_with_safetensors(minilm
     words = torch.arange(2000, 2096).reshape(4, 24)
 
     def embeddings(weights, seed):
-        # What the weights leave out would be random, and differ.
+        # Missing weights would be random, and differ.
         torch.manual_seed(seed)
         model = transformers.BertModel.from_pretrained(None, config=config, state_dict=weights).eval()
         with torch.no_grad():

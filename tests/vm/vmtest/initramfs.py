@@ -40,7 +40,7 @@ def write_cpio(out, files):
 
 
 def padding(length):
-    """What brings a length to a multiple of 4."""
+    """Padding to a multiple of 4."""
     return b"\0" * (-length % 4)
 
 

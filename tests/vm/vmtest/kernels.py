@@ -15,7 +15,7 @@ FRAGMENT = FOLDER / "iommufd.config"
 # The version in a package's file name, by which its headers are called.
 STUB_VERSION = re.compile(r"linux-(?:image|binary|binary-unsigned)-([0-9.]+\+deb[0-9]+-amd64)(?:-unsigned)?_")
 
-# What make of the kernel's tree calls, besides what the headers depend on.
+# The programs that make of the kernel's tree calls, besides what the headers depend on.
 STUB_TOOLS = ["make", "bash", "dash", "coreutils", "sed", "grep", "gawk", "findutils", "base-files"]
 STUB_BUILD = """\
 mount --rbind /dev "$1/dev" && mount --rbind /proc "$1/proc" || exit 77

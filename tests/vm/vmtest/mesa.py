@@ -89,7 +89,7 @@ def main(arguments):
         verb, *rest = arguments
         programs = {"fetch": [], "run": [rest] if rest else []}.get(verb)
         if programs is None:
-            # What part "test" of scripts/check builds, so that nothing is built again.
+            # The binaries that part "test" of scripts/check builds, so that nothing is built again.
             options = ["--tests", "--workspace", "--all-features"]
             programs = [[path, *rest] for path in test_binaries(*TESTS, options=options)]
         status = 0

@@ -66,7 +66,7 @@ def served(program, image, work, socket):
 
 
 def suite_devices(work):
-    """What the driver's tests drive: edu twice, a BAR of memory, a large BAR, and a disk for direct I/O."""
+    """The devices of the driver's tests: edu twice, a BAR of memory, a large BAR, and a disk for direct I/O."""
     (work / "disk").write_bytes(b"".join(b"%d\n" % n for n in range(1_000_000, 2_000_000)))
     return [
         "-device", EDU, *EDU_BEHIND_BRIDGE,
@@ -109,7 +109,7 @@ class Guest:
 
 
 def run(guests):
-    """Runs guests to their ends, side by side, and yields each that has ended. What ends this function ends them."""
+    """Runs guests to their ends, side by side, and yields each that has ended. They end when this function ends."""
     running = []
     try:
         for guest in guests:

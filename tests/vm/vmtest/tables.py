@@ -21,7 +21,7 @@ def ms(ns, digits=0):
 
 
 def bar_map_reports(log):
-    """What each `dmalane bar-map --json` in a guest's log printed."""
+    """The output of each `dmalane bar-map --json` in a guest's log."""
     lines = None
     for line in log.read_text(errors="replace").splitlines():
         match line.split():
