@@ -22,7 +22,7 @@ pub const CARD_DDR: Size = Size::new(registry::CARD_DDR);
 /// Default size of the software card's HBM.
 pub const CARD_HBM: Size = Size::new(registry::CARD_HBM);
 /// Largest size of either memory of the software card.
-pub const CARD_MOST: Size = Size::gib(256);
+pub const CARD_MOST: Size = Size::new(registry::CARD_MOST);
 
 /// Default size of a chunk that `dmalane load` reads and transfers.
 pub const CHUNK: Size = Size::mib(16);
@@ -54,11 +54,6 @@ impl TypedValueParser for Name {
 /// Parses the name of a device.
 pub fn parse(text: &str) -> Result<DeviceSpec, String> {
     text.parse().map_err(|e| format!("{e}\nhint: `dmalane devices` lists the devices of this machine"))
-}
-
-/// True when another process must be able to map the memory that is transferred.
-pub fn shares(spec: &DeviceSpec) -> bool {
-    matches!(spec.kind().name, "daemon" | "vfio-user")
 }
 
 /// Refuses options that devices of this kind do not have. To be called before anything else is touched.
@@ -101,7 +96,7 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         _ if matches!(source.downcast_ref(), Some(ClientError::Refused { code: Code::Quota, .. })) => {
             "--card-ddr and --card-hbm ask for less; dmalaned gives more with --client-ddr and --client-hbm".to_owned()
         }
-        _ if spec.kind().name == "soft" && Failure::is_out_of_memory(source) => format!(
+        _ if spec.kind().options.contains(&"host-memory") && Failure::is_out_of_memory(source) => format!(
             "the card reserves address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
              --card-hbm, now {} and {}",
             binary(options.card_ddr.unwrap_or(CARD_DDR.bytes())),

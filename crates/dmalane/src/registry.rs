@@ -30,6 +30,12 @@ pub struct DeviceKind {
     pub options: &'static [&'static str],
     /// True when its memory has plain addresses anyway, so that [`OpenOptions::flat`] is accepted and changes nothing.
     pub always_flat: bool,
+    /// The process that has the device, which must be able to map the memory that is transferred; `None` for this
+    /// process and the kernel.
+    pub served_by: Option<&'static str>,
+    /// The option or the name of a device that has so many bytes in a group of its regions, in words of the command
+    /// line; `None` where there is none.
+    pub more: fn(&str, u64) -> Option<String>,
     /// Checks what follows `KIND:`, empty when nothing does.
     pub check: fn(&str) -> Result<(), String>,
     /// The devices of this kind on the machine whose `/` is given; none where they cannot be found without being named.
@@ -44,33 +50,45 @@ type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 #[rustfmt::skip] // one line for what it is, one for what it does
 pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
-        options: SOFT, always_flat: false, check: nothing, list: list_soft, open: soft },
+        options: SOFT, always_flat: false, served_by: None, more: own,
+        check: nothing, list: list_soft, open: soft },
     DeviceKind { name: "daemon", syntax: "daemon[:SOCKET[,server-uid=UID]]", about: "a function of a dmalaned's card",
-        options: DAEMON, always_flat: false, check: daemon_socket, list: list_daemon, open: daemon },
+        options: DAEMON, always_flat: false, served_by: Some("the daemon"), more: granted,
+        check: daemon_socket, list: list_daemon, open: daemon },
     DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a dmalane card (PCI ID 4c44:0001) bound to vfio-pci",
-        options: CARD, always_flat: false, check: parse::<Bdf>, list: list_vfio, open: vfio },
+        options: CARD, always_flat: false, served_by: None, more: fixed,
+        check: parse::<Bdf>, list: list_vfio, open: vfio },
     DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket",
-        options: CARD, always_flat: false, check: socket, list: none, open: vfio_user },
+        options: CARD, always_flat: false, served_by: Some("the process that serves it"), more: fixed,
+        check: socket, list: none, open: vfio_user },
     DeviceKind { name: "file", syntax: "file:PATH[,c2h=PATH]",
         about: "a file, block device or DMA driver's node as device memory",
-        options: &["file", "overwrite"], always_flat: true, check: parse::<FileDevicePaths>, list: none, open: file },
+        options: &["file", "overwrite"], always_flat: true, served_by: None, more: longer,
+        check: parse::<FileDevicePaths>, list: none, open: file },
     DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process",
-        options: &[], always_flat: true, check: size, list: none, open: ram },
+        options: &[], always_flat: true, served_by: None, more: named,
+        check: size, list: none, open: ram },
     DeviceKind { name: "vulkan", syntax: "vulkan:NUMBER|NAME|UUID", about: "a GPU, through its Vulkan driver",
-        options: &["flat", "vulkan"], always_flat: false, check: gpu, list: list_vulkan, open: vulkan },
+        options: &["flat", "vulkan"], always_flat: false, served_by: None, more: fixed,
+        check: gpu, list: list_vulkan, open: vulkan },
     DeviceKind { name: "cuda", syntax: "cuda:NUMBER|UUID[,vmm][,lib=PATH]",
         about: "an NVIDIA GPU, through the CUDA driver",
-        options: &[], always_flat: true, check: parse::<GpuName>, list: list_cuda, open: cuda },
+        options: &[], always_flat: true, served_by: None, more: fixed,
+        check: parse::<GpuName>, list: list_cuda, open: cuda },
     DeviceKind { name: "slash", syntax: "slash:N", about: "an AMD V80 of the driver SLASH (/dev/slash_qdma_ctlN)",
-        options: &["slash"], always_flat: true, check: parse::<Node>, list: list_slash, open: slash },
+        options: &["slash"], always_flat: true, served_by: None, more: fixed,
+        check: parse::<Node>, list: list_slash, open: slash },
     DeviceKind { name: "vrtd", syntax: "vrtd[:SOCKET][#N]", about: "an AMD V80 that SLASH's daemon vrtd lends",
-        options: &["slash"], always_flat: true, check: parse::<VrtdName>, list: list_vrtd, open: vrtd },
+        options: &["slash"], always_flat: true, served_by: None, more: fixed,
+        check: parse::<VrtdName>, list: list_vrtd, open: vrtd },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
 pub const CARD_DDR: u64 = 64 << 30;
 /// Bytes of HBM of the software card, unless it is asked for otherwise.
 pub const CARD_HBM: u64 = 32 << 30;
+/// Most bytes of either memory of the software card.
+pub const CARD_MOST: u64 = 256 << 30;
 
 const CARD: &[&str] = &["ring", "flat", "va-bits"];
 const DAEMON: &[&str] = &["ring", "flat", "va-bits", "card-ddr", "card-hbm"];
@@ -118,6 +136,30 @@ fn size(rest: &str) -> Result<(), String> {
 
 fn none(_: &Path) -> Vec<Listed> {
     Vec::new()
+}
+
+fn fixed(_: &str, _: u64) -> Option<String> {
+    None
+}
+
+fn own(group: &str, bytes: u64) -> Option<String> {
+    let option = format!("card-{group}");
+    let can = SOFT.contains(&&*option) && bytes <= CARD_MOST;
+    can.then(|| format!("--{option} {}", Size::about(bytes)))
+}
+
+fn granted(group: &str, bytes: u64) -> Option<String> {
+    let option = own(group, bytes)?;
+    Some(format!("{option} of a daemon that gives a client as much (dmalaned --client-{group})"))
+}
+
+fn longer(_: &str, bytes: u64) -> Option<String> {
+    let size = if bytes < 1 << 20 { Size::new(bytes) } else { Size::about(bytes) };
+    Some(format!("a file of {size}"))
+}
+
+fn named(_: &str, bytes: u64) -> Option<String> {
+    Some(format!("ram:{}", Size::about(bytes)))
 }
 
 /// How a card called `name` is driven.

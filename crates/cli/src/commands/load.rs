@@ -2,7 +2,6 @@
 
 mod record;
 mod report;
-mod room;
 mod sample;
 
 use std::path::{Path, PathBuf};
@@ -27,11 +26,11 @@ use crate::model::{self, cannot_open};
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
+use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
 use crate::source;
 use crate::timeline::{self, Page};
 use record::Recording;
-use room::LoadRoom;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -233,7 +232,7 @@ impl Outputs {
 
 /// The results of the loads, for the report.
 struct Outcome {
-    device: String,
+    device: DeviceSpec,
     inputs: Vec<Input<FileQueue>>,
     /// The run with the median time.
     run: Run,
@@ -282,7 +281,7 @@ impl Outcome {
         });
         let page = Page {
             command: "dmalane load",
-            device: &self.device,
+            device: &self.device.to_string(),
             answer: report::answer(self),
             wall: self.run.loaded.report.wall,
             stages: report::page_stages(self),
@@ -344,7 +343,7 @@ impl Load {
         let (times, median) = output::WallTimes::of(&walls);
         let paths = |outputs: &[Output]| outputs.iter().map(|to| to.path().to_owned()).collect();
         let outcome = Outcome {
-            device: self.device.to_string(),
+            device: self.device,
             inputs,
             run: runs.swap_remove(median),
             runs: times,
@@ -419,7 +418,7 @@ impl Load {
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let soft = self.device.kind().name == "soft";
+        let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
                 chunk: self.chunk.bytes(),
@@ -435,7 +434,7 @@ impl Load {
             workers: self.workers.then_some(Workers::PerChannel),
             fragmentation: self.fragmentation,
             // The seed is also that of the sample.
-            seed: soft.then_some(self.seed),
+            seed: takes_seed.then_some(self.seed),
             overwrite: self.overwrite,
             ..OpenOptions::default()
         }

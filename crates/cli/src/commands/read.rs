@@ -412,7 +412,9 @@ impl Read {
     }
 
     fn pick_heap(&self) -> Result<Picked, Failure> {
-        let shareable = self.shareable || self.export.shares() || self.device.as_ref().is_some_and(opening::shares);
+        let shareable = self.shareable
+            || self.export.shares()
+            || self.device.as_ref().is_some_and(|spec| spec.kind().served_by.is_some());
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {

@@ -4,6 +4,7 @@ mod plot;
 mod repeat;
 mod report;
 
+use std::fs::Metadata;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::file::{FileDeviceError, FileDeviceOptions, FileDevicePaths};
+use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::load::Output;
 use dmalane::sim::Workers;
 use dmalane::slash::SlashOptions;
@@ -275,9 +276,9 @@ impl Validate {
         self.check_options()?;
         // Before anything is written: from here on a signal ends this after what was overwritten is put back.
         let signals = Signals::catch()?;
-        let plot = self.plot()?;
         let settings = self.settings();
-        let (mut target, mut fitted) = self.targets()?;
+        let mut plot = self.plot()?;
+        let (mut target, mut fitted) = self.targets(&mut plot)?;
         if let Some(backup) = target.recovered() {
             eprintln!("dmalane: restored the data of an earlier run, which was killed, from {}", backup.display());
         }
@@ -360,16 +361,10 @@ impl Validate {
         drawn.unwrap_or(Ok(()))
     }
 
-    /// The file of `--plot`, which is none that the device is made of. Checked before minutes of measuring.
+    /// The file of `--plot`. Checked before minutes of measuring.
     fn plot(&self) -> Result<Option<Output>, Failure> {
         let Some(path) = &self.plot else { return Ok(None) };
-        let mut to = self.replace.output(path);
-        for path in self.device_files() {
-            // One that is not there is reported where the device is opened.
-            if let Ok(meta) = std::fs::metadata(&path) {
-                to = to.excluding(&path, &meta);
-            }
-        }
+        let to = self.replace.output(path);
         to.check().map_err(|e| cannot_write(path, &e))?;
         Ok(Some(to))
     }
@@ -492,13 +487,23 @@ impl Validate {
         all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
-    /// The device to measure, and the device whose limits --fit finds.
-    fn targets(&self) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
+    /// The device to measure, and the device whose limits --fit finds. Their files are none that `plot` may overwrite.
+    fn targets(&self, plot: &mut Option<Output>) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
         let options = self.open_options();
-        let open = || options.device(&self.device).map_err(|e| self.cannot_open(&e, &options));
-        let target = |catch_up| match &self.emulate {
-            Some(link) => TestedDevice::emulated(open()?, link, catch_up).map_err(|e| self.failure(e)),
-            None => TestedDevice::new(open()?, self.contents()).map_err(|e| self.failure(e)),
+        let mut target = |catch_up| {
+            let device = options.device(&self.device).map_err(|e| self.cannot_open(&e, &options))?;
+            let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
+            let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+            if let Some(to) = plot.take() {
+                let to = metas.iter().fold(to, |to, meta| to.unlike(Path::new("device memory"), meta));
+                to.check().map_err(|e| cannot_write(to.path(), &e))?;
+                *plot = Some(to);
+            }
+            let target = match &self.emulate {
+                Some(link) => TestedDevice::emulated(device, link, catch_up),
+                None => TestedDevice::new(device, self.contents(&metas)),
+            };
+            target.map_err(|e| self.failure(e))
         };
         // A busy machine's late threads shall not look like a limit.
         let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));
@@ -507,23 +512,15 @@ impl Validate {
     }
 
     /// The treatment of the contents of a device that is made of files.
-    fn contents(&self) -> Contents {
-        let is_char = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|m| m.file_type().is_char_device());
-        let named = self.starting_offset.is_some() && self.device_files().iter().any(is_char);
+    fn contents(&self, files: &[Metadata]) -> Contents {
+        let is_char = |meta: &Metadata| meta.file_type().is_char_device();
+        let named = self.starting_offset.is_some() && files.iter().any(is_char);
         match (self.overwrite, self.restore) {
             (_, true) => Contents::Restore,
             (true, _) => Contents::Overwrite,
             // Naming the first address of a character device permits overwriting it.
             _ if named => Contents::Overwrite,
             _ => Contents::Refuse,
-        }
-    }
-
-    /// The files of a device that is made of files.
-    fn device_files(&self) -> Vec<PathBuf> {
-        match self.device.rest().parse::<FileDevicePaths>() {
-            Ok(files) if self.device.kind().name == "file" => vec![files.h2c, files.c2h],
-            _ => Vec::new(),
         }
     }
 
@@ -579,20 +576,10 @@ impl Validate {
             }
             E::TooSmall { needed, have, memory } => {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
-                let grow = match (self.device.kind().name, *memory) {
-                    ("file", _) => format!("a file of {}", Size::from(*needed)),
-                    ("ram", _) => format!("ram:{}", Size::about(*needed)),
-                    ("soft", "DDR") if *needed <= device::CARD_MOST.bytes() => {
-                        format!("--card-ddr {}", Size::about(*needed))
-                    }
-                    ("soft", "HBM") if *needed <= device::CARD_MOST.bytes() / 2 => {
-                        format!("--card-hbm {}", Size::about(needed.saturating_mul(2)))
-                    }
-                    ("daemon", _) => {
-                        "a daemon that gives a client more (dmalaned --client-ddr, --client-hbm)".to_owned()
-                    }
-                    _ => "a device with more memory".to_owned(),
-                };
+                // Stripes may need more of one half of the HBM than of the other.
+                let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
+                let grow = (self.device.kind().more)(&memory.to_lowercase(), bytes);
+                let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
                     0 => "smaller buffers".to_owned(),

@@ -112,7 +112,7 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
         assert!(std::fs::read(&saved).unwrap() == std::fs::read(&again).unwrap());
     }
     let text = card.says(&["load", "--sample", "1MiB", "-v", "--chunk", "64KiB"], 0);
-    assert!(text.contains("IOMMU      not in this process: vfio-user:"), "{text}");
+    assert!(text.contains("IOMMU      in the process that serves it: vfio-user:"), "{text}");
     let text = card.says(&["read", to, "--verify"], 0);
     assert!(text.contains("onto vfio-user:") && text.contains("compared, equal"), "{text}");
     let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm-half"], 1);

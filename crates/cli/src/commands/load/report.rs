@@ -139,7 +139,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
     let head = json!({
         "schema": 3,
         "command": "load",
-        "device": o.device,
+        "device": o.device.to_string(),
         "device_notes": o.run.notes,
         "bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
@@ -463,8 +463,10 @@ fn details(o: &Outcome) -> String {
             i.misses,
             count(i.faults as usize, "fault"),
         ),
-        None if o.device.starts_with("daemon") => format!("in the daemon: {}", plain(&o.device)),
-        None => format!("not in this process: {}", plain(&o.device)),
+        None => {
+            let place = o.device.kind().served_by.map_or("not in this process".to_owned(), |who| format!("in {who}"));
+            format!("{place}: {}", plain(&o.device.to_string()))
+        }
     };
     line("IOMMU", &iommu);
     let touched = o.run.touched.map_or(String::new(), |touched| format!("; {} touched first", binary(touched)));

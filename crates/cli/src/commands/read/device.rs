@@ -3,10 +3,11 @@
 use dmalane::device::MemoryError;
 use dmalane::load::fill::Filled;
 use dmalane::queue::{DeviceAddr, QueueAddr};
-use dmalane::{DeviceSpec, OpenDevice, OpenOptions};
+use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement};
 
-use crate::device::{self, CARD_DDR, LARGE_HOST};
+use crate::device::{self, LARGE_HOST};
 use crate::failure::Failure;
+use crate::room::LoadRoom;
 use crate::size::binary;
 
 /// HBM of the software card, or asked of a daemon: what is read goes to DDR.
@@ -30,16 +31,8 @@ impl ReadTarget {
         options.card_hbm = takes("card-hbm").then_some(HBM);
         options.host_memory = takes("host-memory").then_some(LARGE_HOST);
         let mut device = device::open(spec, &options)?;
-        let hint = match spec.kind().name {
-            "soft" => {
-                format!("--card-ddr makes it larger than {}", binary(options.card_ddr.unwrap_or(CARD_DDR.bytes())))
-            }
-            "daemon" => {
-                "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)"
-                    .to_owned()
-            }
-            _ => "read less at a time with --range".to_owned(),
-        };
+        let more = LoadRoom::of(&device, spec, &Placement::Default).more(buffers);
+        let hint = more.unwrap_or_else(|| "read less at a time with --range".to_owned());
         let mut to = Vec::new();
         for len in buffers {
             // A buffer of no bytes goes nowhere.

@@ -1,4 +1,4 @@
-//! Checks whether files fit a device, and names the option that makes room.
+//! Checks whether files fit a device, and names what has more room.
 
 use dmalane::file::FileQueue;
 use dmalane::load::{Error, Input, Layout};
@@ -77,8 +77,28 @@ impl<'a> LoadRoom<'a> {
         }
     }
 
-    /// Which option gives the device room for `files` of so many bytes, and a size that is enough for all of them.
+    /// What gives the device room for `files` of so many bytes.
     fn hint(&self, files: &[u64]) -> String {
+        let option = format!("card-{}", self.group);
+        match self.more(files) {
+            Some(what) => what,
+            None if self.spec.kind().options.contains(&&*option) => {
+                format!("that is more than --{option} can be ({CARD_MOST}): load less at a time")
+            }
+            None => format!(
+                "load less at a time, or onto a device with more ({} is enough)",
+                Size::about(self.enough(files))
+            ),
+        }
+    }
+
+    /// What has room for buffers of so many bytes; `None` where there is no such option or device.
+    pub fn more(&self, buffers: &[u64]) -> Option<String> {
+        Some(format!("{} is enough", (self.spec.kind().more)(&self.group, self.enough(buffers))?))
+    }
+
+    /// Bytes of the group in which `files` of so many bytes fit, and the page tables.
+    fn enough(&self, files: &[u64]) -> u64 {
         const SLACK: u64 = 4 << 20;
         let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
         let total = padded().fold(0, u64::saturating_add);
@@ -96,21 +116,7 @@ impl<'a> LoadRoom<'a> {
         } else {
             tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), self.elsewhere)
         };
-        let enough = needed.saturating_add(tables.saturating_mul(2)).saturating_add(SLACK);
-        let option = format!("--card-{}", self.group);
-        let (sized, about) = (self.spec.kind().options.contains(&&option[2..]), Size::about(enough));
-        match self.spec.kind().name {
-            _ if sized && enough > CARD_MOST.bytes() => {
-                format!("that is more than {option} can be ({CARD_MOST}): load less at a time")
-            }
-            "soft" if sized => format!("{option} {about} is enough"),
-            _ if sized => format!(
-                "{option} {about} is enough, if the daemon gives a client as much (dmalaned --client-{})",
-                self.group
-            ),
-            "ram" => format!("ram:{about} is enough"),
-            _ => format!("load less at a time, or onto a device with more ({about} is enough)"),
-        }
+        needed.saturating_add(tables.saturating_mul(2)).saturating_add(SLACK)
     }
 }
 
