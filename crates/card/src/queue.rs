@@ -10,7 +10,7 @@ use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
     CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation,
-    Queue, QueueAddr, QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work,
+    Queue, QueueAddr, QueueState, Refusal, Refused, StopReason, Ticket, Work,
 };
 
 use crate::driver::{Device, Rings, Shelf};
@@ -643,8 +643,8 @@ impl<B: Mmio> Queue for CardQueue<B> {
         self.halt(reason);
     }
 
-    fn halted(&self) -> Option<StopReason> {
-        self.state.stopped().cloned()
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn restart(&mut self) -> bool {
@@ -655,10 +655,6 @@ impl<B: Mmio> Queue for CardQueue<B> {
             self.check_status(&mut Vec::new());
         }
         self.released && self.flying.is_empty() && self.start_channel().is_ok()
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        Some(self.state.stats().clone())
     }
 
     fn event(&self) -> Option<BorrowedFd<'_>> {

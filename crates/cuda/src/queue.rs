@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use dmalane_device::NoIommu;
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
-    QueueState, Refused, Stats, StopReason, Ticket, Waiting, Work,
+    QueueState, Refused, StopReason, Ticket, Waiting, Work,
 };
 
 use crate::Error;
@@ -223,8 +223,8 @@ impl Queue for CudaQueue {
         }
     }
 
-    fn halted(&self) -> Option<StopReason> {
-        self.state.stopped().cloned()
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn stop(&mut self, reason: StopReason) {
@@ -240,9 +240,5 @@ impl Queue for CudaQueue {
             Cancelled::TooLate if self.begun.iter().all(|begun| begun.number != ticket.number()) => Cancelled::Unknown,
             cancelled => cancelled,
         }
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        Some(self.state.stats().clone())
     }
 }

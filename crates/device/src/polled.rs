@@ -80,8 +80,8 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
         self.poll(done)
     }
 
-    fn halted(&self) -> Option<StopReason> {
-        self.state.stopped().cloned()
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn stop(&mut self, reason: StopReason) {

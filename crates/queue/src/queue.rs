@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane_addr::Access;
 
-use crate::{Capabilities, Completion, DeviceAddr, Operation, QueueAddr, Refused, Stats, StopReason};
+use crate::{Capabilities, Completion, DeviceAddr, Operation, QueueAddr, QueueState, Refused, Stats, StopReason};
 
 /// The direction of a copy, seen from host memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -118,10 +118,16 @@ pub trait Queue: Send {
     /// passed.
     fn wait(&mut self, done: &mut Vec<Completion<Self::Addr>>, timeout: Duration) -> usize;
 
+    /// The [`QueueState`] of an implementation that keeps one. The defaults of [`Queue::halted`] and [`Queue::stats`]
+    /// read it; wrappers forward these two instead.
+    fn state(&self) -> Option<&QueueState> {
+        None
+    }
+
     /// Why the queue accepts nothing any more: it halted by itself or was stopped, and was not restarted since.
     /// Operations in flight then end once the device has let go of them, which a device that is gone never confirms.
     fn halted(&self) -> Option<StopReason> {
-        None
+        self.state()?.stopped().cloned()
     }
 
     /// Stops the queue, with the capability [`STOP`](Capabilities::STOP); others ignore it. Operations in flight end
@@ -152,7 +158,7 @@ pub trait Queue: Send {
 
     /// Counters; `None` where the queue does not count.
     fn stats(&self) -> Option<Stats> {
-        None
+        Some(self.state()?.stats().clone())
     }
 
     /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use dmalane_queue::{
-    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused, Stats,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused,
     StopReason, Ticket, Waiting, wait_with,
 };
 
@@ -200,8 +200,8 @@ impl Queue for SlashQueue {
         })
     }
 
-    fn halted(&self) -> Option<StopReason> {
-        self.state.stopped().cloned()
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn stop(&mut self, reason: StopReason) {
@@ -227,10 +227,6 @@ impl Queue for SlashQueue {
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         self.state.set_timeout(timeout);
         true
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        Some(self.state.stats().clone())
     }
 }
 

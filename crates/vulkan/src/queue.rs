@@ -9,7 +9,7 @@ use dmalane_addr::CardAddr;
 use dmalane_dma::CopyHint;
 use dmalane_queue::{
     CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation,
-    Queue, QueueAddr, QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Waiting, Work, wait_with,
+    Queue, QueueAddr, QueueState, Refusal, Refused, Shape, StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::channel::{Channel, Recording};
@@ -578,8 +578,8 @@ impl Queue for GpuQueue {
         })
     }
 
-    fn halted(&self) -> Option<StopReason> {
-        self.state.stopped().cloned()
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn stop(&mut self, reason: StopReason) {
@@ -593,10 +593,6 @@ impl Queue for GpuQueue {
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<DeviceAddr> {
         self.state.cancel(ticket, &mut self.waiting)
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        Some(self.state.stats().clone())
     }
 }
 

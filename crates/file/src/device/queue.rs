@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::FileOffset;
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
-    QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work, wait_with,
+    QueueState, Refusal, Refused, StopReason, Ticket, Work, wait_with,
 };
 use rustix::io::Errno;
 
@@ -374,8 +374,8 @@ impl Queue for FileDeviceQueue {
         self.halt(reason);
     }
 
-    fn halted(&self) -> Option<StopReason> {
-        self.state.stopped().cloned()
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn restart(&mut self) -> bool {
@@ -384,10 +384,6 @@ impl Queue for FileDeviceQueue {
             self.flushed = self.state.stats().submitted;
         }
         restarts
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        Some(self.state.stats().clone())
     }
 }
 
