@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use thiserror::Error;
+use dmalane_queue::{BadQueueChoice, parse_queues};
 
 /// The channel of each buffer position.
 ///
@@ -49,24 +49,13 @@ impl Channels {
 }
 
 impl FromStr for Channels {
-    type Err = BadChannels;
+    type Err = BadQueueChoice;
 
     /// `auto` or a channel's number, or several of them with commas between them.
-    fn from_str(text: &str) -> Result<Self, BadChannels> {
-        let entry = |word: &str| match word.trim() {
-            word if word.eq_ignore_ascii_case("auto") => Some(None),
-            word if word.starts_with(|c: char| c.is_ascii_digit()) => word.parse().ok().map(Some),
-            _ => None,
-        };
-        let entries: Option<Vec<_>> = text.split(',').map(entry).collect();
-        entries.map(Self).ok_or_else(|| BadChannels(text.to_owned()))
+    fn from_str(text: &str) -> Result<Self, BadQueueChoice> {
+        parse_queues(text).map(Self)
     }
 }
-
-/// Not a list of channels.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-#[error("{0:?} is neither `auto` nor a channel nor a list of them like 0,1,auto")]
-pub struct BadChannels(String);
 
 #[cfg(test)]
 mod tests {
@@ -74,13 +63,7 @@ mod tests {
 
     #[test]
     fn lists_have_an_entry_for_each_position() {
-        let parsed = |text: &str| text.parse::<Channels>().map(|channels| channels.0);
-        assert_eq!(parsed("auto"), Ok(vec![None]));
-        assert_eq!(parsed("1"), Ok(vec![Some(1)]));
-        assert_eq!(parsed("0,1, 0,AUTO"), Ok(vec![Some(0), Some(1), Some(0), None]));
-        for bad in ["", "all", "0,", ",0", "-1", "+1", "0;1", "99999999999999999999999"] {
-            assert_eq!(parsed(bad), Err(BadChannels(bad.to_owned())), "{bad:?}");
-        }
+        assert_eq!("auto".parse(), Ok(Channels::default()));
         let list: Channels = "0,auto".parse().unwrap();
         assert_eq!([0, 1, 2].map(|position| list.at(position)), [Some(0), None, None]);
         assert_eq!([0, 9].map(|position| Channels::only(3).at(position)), [Some(3), Some(3)]);
