@@ -146,6 +146,8 @@ pub fn card_memory(text: &str) -> Result<Size, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -156,5 +158,19 @@ mod tests {
         assert!(failure.text("x").contains("--card-ddr is for soft and daemon, not for vfio:0000:01:00.0"));
         assert!(check(&parse("soft").unwrap(), &options).is_ok());
         assert!(parse("gpu0").unwrap_err().contains("`dmalane devices`"));
+    }
+
+    #[test]
+    fn options_of_devices_are_flags_of_the_same_name() {
+        use crate::commands::Commands;
+        use clap::Subcommand;
+
+        let commands = Commands::augment_subcommands(Command::new("dmalane"));
+        let arguments = commands.get_subcommands().flat_map(Command::get_arguments);
+        let flags: Vec<_> = arguments.filter_map(Arg::get_long).collect();
+        let options: BTreeSet<_> = KINDS.iter().flat_map(|kind| kind.options).copied().collect();
+        let without: Vec<_> = options.into_iter().filter(|option| !flags.contains(option)).collect();
+        // `validate` has the flags --ring-size, --ring-size-index, and some of files.
+        assert_eq!(without, ["channels", "file", "flat", "host-memory", "ring", "slash", "vulkan"]);
     }
 }

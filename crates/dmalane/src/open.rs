@@ -88,23 +88,34 @@ impl OpenOptions {
 
     /// The first option that was given and that devices of this kind do not have.
     pub fn refused(&self, spec: &DeviceSpec) -> Option<&'static str> {
-        let given = [
-            ("flat", self.flat && !spec.kind().always_flat),
-            ("va-bits", self.va_bits.is_some()),
-            ("ring", self.ring.is_some()),
-            ("card-ddr", self.card_ddr.is_some()),
-            ("card-hbm", self.card_hbm.is_some()),
-            ("channels", self.channels.is_some()),
-            ("workers", self.workers.is_some()),
-            ("host-memory", self.host_memory.is_some()),
-            ("fragmentation", self.fragmentation.is_some()),
-            ("seed", self.seed.is_some()),
-            ("overwrite", self.overwrite),
-            ("file", self.file.is_some()),
-            ("vulkan", self.vulkan.is_some()),
-            ("slash", self.slash.is_some()),
-        ];
-        given.into_iter().find(|(name, given)| *given && !spec.kind().options.contains(name)).map(|(name, _)| name)
+        let kind = spec.kind();
+        let has = |name: &str| kind.options.contains(&name) || (name == "flat" && kind.always_flat);
+        self.given().into_iter().find(|(name, given)| *given && !has(name)).map(|(name, _)| name)
+    }
+
+    /// The name of each option that not every kind has, and whether it was given.
+    fn given(&self) -> [(&'static str, bool); 14] {
+        #[rustfmt::skip]
+        let Self {
+            drive: _, flat, va_bits, ring, card_ddr, card_hbm, channels, workers, host_memory, fragmentation, seed,
+            overwrite, file, vulkan, slash,
+        } = self;
+        [
+            ("flat", *flat),
+            ("va-bits", va_bits.is_some()),
+            ("ring", ring.is_some()),
+            ("card-ddr", card_ddr.is_some()),
+            ("card-hbm", card_hbm.is_some()),
+            ("channels", channels.is_some()),
+            ("workers", workers.is_some()),
+            ("host-memory", host_memory.is_some()),
+            ("fragmentation", fragmentation.is_some()),
+            ("seed", seed.is_some()),
+            ("overwrite", *overwrite),
+            ("file", file.is_some()),
+            ("vulkan", vulkan.is_some()),
+            ("slash", slash.is_some()),
+        ]
     }
 }
 
@@ -135,4 +146,19 @@ pub enum OpenError {
     /// It was opened, and cannot be driven as was asked for.
     #[error(transparent)]
     Drive(dmalane_load::Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::registry::KINDS;
+
+    #[test]
+    fn every_option_is_one_of_a_kind() {
+        let options: BTreeSet<_> = OpenOptions::default().given().map(|(name, _)| name).into();
+        let of_kinds: BTreeSet<_> = KINDS.iter().flat_map(|kind| kind.options).copied().collect();
+        assert_eq!(options, of_kinds);
+    }
 }
