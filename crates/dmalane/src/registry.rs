@@ -241,7 +241,7 @@ fn daemon_socket(rest: &str) -> Result<(), String> {
 ///
 /// # Errors
 /// The user is no number.
-pub fn daemon_options(rest: &str) -> Result<ClientOptions, String> {
+pub(crate) fn daemon_options(rest: &str) -> Result<ClientOptions, String> {
     let (path, server) = match rest.rsplit_once(",server-uid=") {
         Some((path, uid)) => {
             (path, Some(uid.parse::<u32>().map_err(|_| format!("{uid:?} is not the number of a user"))?))

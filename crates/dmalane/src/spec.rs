@@ -3,9 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use dmalane_daemon::ClientOptions;
+use dmalane_vfio::Bdf;
 use thiserror::Error;
 
-use crate::registry::{DeviceKind, KINDS};
+use crate::registry::{DeviceKind, KINDS, daemon_options};
 
 /// A device by name, as after `-d`.
 ///
@@ -30,6 +32,16 @@ impl DeviceSpec {
     /// The text after `KIND:`; empty when there is none.
     pub fn rest(&self) -> &str {
         &self.rest
+    }
+
+    /// The PCI address of a `vfio:BDF`; `None` for other kinds.
+    pub fn bdf(&self) -> Option<Bdf> {
+        self.rest.parse().ok().filter(|_| self.kind.name == "vfio")
+    }
+
+    /// How a client connects to the daemon of a `daemon[:SOCKET]`; `None` for other kinds.
+    pub fn daemon(&self) -> Option<ClientOptions> {
+        daemon_options(&self.rest).ok().filter(|_| self.kind.name == "daemon")
     }
 }
 
@@ -105,7 +117,7 @@ mod tests {
 
     #[test]
     fn names_are_read_and_written() {
-        for text in [
+        let names = [
             "soft",
             "daemon",
             "daemon:/tmp/a:b",
@@ -117,9 +129,14 @@ mod tests {
             "ram:1.5GiB",
             "cuda:1,vmm",
             "cuda:GPU-2918fc3f",
-        ] {
+        ];
+        for text in names {
             assert_eq!(text.parse::<DeviceSpec>().unwrap().to_string(), text);
         }
+        let spec = |text: &str| text.parse::<DeviceSpec>().unwrap();
+        assert_eq!(spec("vfio:01:00.0").bdf().unwrap().to_string(), "0000:01:00.0");
+        assert_eq!(spec("daemon:/tmp/a").daemon().unwrap().path, std::path::Path::new("/tmp/a"));
+        assert!(spec("daemon").bdf().is_none() && spec("vfio:01:00.0").daemon().is_none());
         assert_ne!("ram:1".parse::<DeviceSpec>().unwrap(), "ram:2".parse().unwrap());
     }
 

@@ -9,6 +9,7 @@ use dmalane::addr::{Access, PageSize};
 use dmalane::vfio::{Backend, BarAlignment, Bdf, PciDevice, VfioContainer, page_sizes};
 use serde::Serialize;
 
+use crate::device;
 use crate::failure::Failure;
 use crate::number::within;
 use crate::range::Range;
@@ -37,7 +38,7 @@ Exit status: 0 mapped and unmapped, 1 no such device, no permission or the kerne
 pub(crate) struct BarMap {
     /// The device: vfio:DOMAIN:BUS:DEVICE.FUNCTION; repeat it to map the BARs of several devices in one IOMMU address
     /// space, for all of them
-    #[arg(short, long = "device", value_name = "DEVICE", value_parser = device, required = true)]
+    #[arg(short, long = "device", value_name = "DEVICE", value_parser = vfio, required = true)]
     devices: Vec<Bdf>,
 
     /// The BAR, from 0 to 5 [default: the largest that can be mapped]
@@ -158,9 +159,8 @@ impl BarMap {
     }
 }
 
-fn device(text: &str) -> Result<Bdf, String> {
-    let bdf = text.strip_prefix("vfio:").ok_or("not a VFIO device: write vfio:0000:01:00.0")?;
-    bdf.parse().map_err(|e: dmalane::vfio::BadBdf| e.to_string())
+fn vfio(text: &str) -> Result<Bdf, String> {
+    device::parse(text)?.bdf().ok_or_else(|| "not a VFIO device: write vfio:0000:01:00.0".to_owned())
 }
 
 fn align(text: &str) -> Result<BarAlignment, &'static str> {
@@ -285,9 +285,9 @@ mod tests {
 
     #[test]
     fn devices_and_alignments() {
-        assert_eq!(device("vfio:01:00.0").unwrap().to_string(), "0000:01:00.0");
-        assert!(device("soft").unwrap_err().contains("vfio:0000:01:00.0"));
-        assert!(device("vfio:x").is_err());
+        assert_eq!(vfio("vfio:01:00.0").unwrap().to_string(), "0000:01:00.0");
+        assert!(vfio("soft").unwrap_err().contains("vfio:0000:01:00.0"));
+        assert!(vfio("vfio:x").is_err());
         assert_eq!(align("auto"), Ok(BarAlignment::LargestPage));
         assert_eq!(align("none"), Ok(BarAlignment::Any));
         assert_eq!(align("4K"), Ok(BarAlignment::Exactly(PageSize::SIZE_4K)));

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use clap::Args;
 use dmalane::DeviceSpec;
-use dmalane::registry::daemon_options;
 
 use crate::device;
 use crate::failure::Failure;
@@ -55,11 +54,11 @@ impl Top {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let mut daemons = Vec::new();
         for spec in &self.device {
-            if spec.kind().name != "daemon" {
+            let Some(daemon) = spec.daemon() else {
                 let failure = Failure::usage(format!("-d {spec}: top watches daemons (-d daemon:SOCKET)"));
                 return Err(failure.hint("a command that uses another device is shown by itself"));
-            }
-            daemons.push(daemon_options(spec.rest()).map_err(Failure::usage)?);
+            };
+            daemons.push(daemon);
         }
         let mut watch = Watcher::new(daemons);
         if self.once || self.json {
