@@ -6,12 +6,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use clap::builder::{PossibleValue, TypedValueParser};
-use clap::{Arg, Command};
+use clap::{Arg, Args, Command};
 use dmalane::daemon::ClientError;
 use dmalane::daemon::wire::Code;
 use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
+use dmalane::sim::Workers;
 use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
@@ -29,6 +30,53 @@ pub const CHUNK: Size = Size::mib(16);
 
 /// Synthetic memory of the software host, so much that it never runs out; it costs nothing until it is pinned.
 pub const LARGE_HOST: u64 = 16 << 40;
+
+/// The memory of a device that some kinds have.
+#[derive(Args, Clone, Copy)]
+pub struct MemoryOptions {
+    /// Overwrite the data of a file, a block device or a character device that serves as device memory
+    #[arg(long)]
+    pub overwrite: bool,
+
+    /// DDR size of the software card, or of a share of a daemon's card, at most 256GiB, rounded up to 2MiB
+    /// [default: 64GiB, or the most that a daemon gives a client]
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    pub card_ddr: Option<Size>,
+}
+
+impl MemoryOptions {
+    /// How the device is opened.
+    pub fn open_options(self) -> OpenOptions {
+        OpenOptions { overwrite: self.overwrite, card_ddr: self.card_ddr.map(Size::bytes), ..OpenOptions::default() }
+    }
+}
+
+/// The memory and the threads of a device that some kinds have.
+#[derive(Args, Clone, Copy)]
+pub struct CardOptions {
+    #[command(flatten)]
+    pub memory: MemoryOptions,
+
+    /// HBM size of the software card (two halves), or of a share of a daemon's card, at most 256GiB, rounded up to
+    /// 4MiB [default: 32GiB, or the most that a daemon gives a client]
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    pub card_hbm: Option<Size>,
+
+    /// Run the software card on its own threads, one per channel
+    #[arg(long)]
+    pub workers: bool,
+}
+
+impl CardOptions {
+    /// How the device is opened.
+    pub fn open_options(self) -> OpenOptions {
+        OpenOptions {
+            card_hbm: self.card_hbm.map(Size::bytes),
+            workers: self.workers.then_some(Workers::PerChannel),
+            ..self.memory.open_options()
+        }
+    }
+}
 
 /// Parses the name of a device, and tells completion scripts how the names begin.
 #[derive(Clone)]

@@ -25,12 +25,18 @@ pub struct ReadMode {
 }
 
 impl ReadMode {
-    fn options(self) -> FileOptions {
-        FileOptions::for_mode(match (self.buffered, self.direct) {
+    /// The mode that was chosen.
+    pub fn mode(self) -> Mode {
+        match (self.buffered, self.direct) {
             (true, _) => Mode::Buffered,
             (_, true) => Mode::Direct,
             _ => Mode::Auto,
-        })
+        }
+    }
+
+    /// How files are opened.
+    pub fn options(self) -> FileOptions {
+        FileOptions::for_mode(self.mode())
     }
 
     /// Opens the files of models: a directory or an index stands for its files. Also whether any did.

@@ -12,17 +12,16 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
-use dmalane::file::{FileQueue, Mode};
+use dmalane::file::FileQueue;
 use dmalane::load::container::model_files;
 use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
-use dmalane::sim::Workers;
-use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as};
+use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
 
-use crate::device::{self, CHUNK, card_memory};
+use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
 use crate::job;
-use crate::model::{self, cannot_open};
+use crate::model::{self, ReadMode, cannot_open};
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
@@ -105,18 +104,12 @@ pub(crate) struct Load {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["sample", "dry_run"])]
     manifest: Option<PathBuf>,
 
-    /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
-    /// file system supports it]
-    #[arg(long, conflicts_with = "direct")]
-    buffered: bool,
+    #[command(flatten)]
+    mode: ReadMode,
 
     /// Do not hash the data
     #[arg(long)]
     no_checksum: bool,
-
-    /// Read with direct I/O, or fail
-    #[arg(long)]
-    direct: bool,
 
     /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
     /// in host memory
@@ -158,23 +151,8 @@ pub(crate) struct Load {
     #[command(flatten)]
     replace: output::Replace,
 
-    /// Overwrite the data of a file or a block device that serves as device memory
-    #[arg(long)]
-    overwrite: bool,
-
-    /// DDR size of the software card, at most 256GiB, rounded up to 2MiB
-    /// [default: 64GiB, or the most that a daemon gives a client]
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
-    card_ddr: Option<Size>,
-
-    /// HBM size of the software card (two halves), at most 256GiB, rounded up to 4MiB
-    /// [default: 32GiB, or the most that a daemon gives a client]
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
-    card_hbm: Option<Size>,
-
-    /// Run the software card on its own threads
-    #[arg(long)]
-    workers: bool,
+    #[command(flatten)]
+    card: CardOptions,
 
     /// Seed of the physical memory layout and of the sample
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
@@ -303,7 +281,7 @@ impl Load {
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let files = self.files.iter().map(|path| model::open(path, self.file_options())).collect::<Result<_, _>>()?;
+        let files = self.files.iter().map(|path| model::open(path, self.mode.options())).collect::<Result<_, _>>()?;
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
@@ -429,14 +407,10 @@ impl Load {
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,
-            card_ddr: self.card_ddr.map(Size::bytes),
-            card_hbm: self.card_hbm.map(Size::bytes),
-            workers: self.workers.then_some(Workers::PerChannel),
             fragmentation: self.fragmentation,
             // The seed is also that of the sample.
             seed: takes_seed.then_some(self.seed),
-            overwrite: self.overwrite,
-            ..OpenOptions::default()
+            ..self.card.open_options()
         }
     }
 
@@ -493,20 +467,12 @@ impl Load {
         })
     }
 
-    fn file_options(&self) -> FileOptions {
-        FileOptions::for_mode(match (self.buffered, self.direct) {
-            (true, _) => Mode::Buffered,
-            (_, true) => Mode::Direct,
-            _ => Mode::Auto,
-        })
-    }
-
     /// The files, or the sample that was asked for instead, if it fits the card.
     fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let Some(size) = self.sample else { return Ok(files) };
         room.check_sample(size.bytes())?;
         let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
-        Ok(vec![open_as(file, sample::NAME, self.file_options()).map_err(cannot_open)?])
+        Ok(vec![open_as(file, sample::NAME, self.mode.options()).map_err(cannot_open)?])
     }
 
     /// The files that are written.
@@ -591,6 +557,7 @@ fn save_failure(error: &Error, saved: usize, of: usize) -> Failure {
 mod tests {
     use super::*;
     use clap::FromArgMatches;
+    use dmalane::file::Mode;
 
     fn load(line: &str) -> Result<Load, clap::Error> {
         let words = std::iter::once("load").chain(line.split_whitespace());
@@ -602,11 +569,11 @@ mod tests {
     fn defaults() {
         let load = load("a b").unwrap();
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
-        assert_eq!((load.device.to_string(), load.file_options().mode), ("soft".to_owned(), Mode::Auto));
+        assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
+        assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
         assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
-        assert!(!(load.verify || load.workers || load.list) && load.repeat == 1);
+        assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
         let format = load.format;
         assert!(!(format.verbose || format.json || format.csv || format.quiet));
     }
@@ -620,19 +587,19 @@ mod tests {
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
-        assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
+        assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.chunk), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
+        let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
         assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.verify && load.workers && load.list);
+        assert!(load.verify && load.card.workers && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
     #[test]
     fn direct_io_is_an_option() {
-        assert_eq!(load("a --direct").unwrap().file_options().mode, Mode::Direct);
+        assert_eq!(load("a --direct").unwrap().mode.mode(), Mode::Direct);
     }
 
     #[test]

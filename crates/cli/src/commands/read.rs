@@ -14,7 +14,6 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::device::BackingFiles;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::sim::{HostConfig, SoftHost};
@@ -22,10 +21,10 @@ use dmalane::{
     AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
 };
 
-use crate::device::{self as opening, LARGE_HOST, card_memory};
+use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
 use crate::failure::Failure;
 use crate::job;
-use crate::model;
+use crate::model::{self, ReadMode};
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
@@ -59,7 +58,11 @@ cannot be run.";
 
 /// Read files into DMA-ready memory while it is being allocated.
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(
+    after_help = EXAMPLES,
+    mut_arg("card_ddr", |arg| arg.requires("device")),
+    mut_arg("overwrite", |arg| arg.requires("device"))
+)]
 pub(crate) struct Read {
     /// Files to read, each into its own buffer; - for standard input
     #[arg(value_name = "FILE", required = true)]
@@ -94,14 +97,8 @@ pub(crate) struct Read {
     #[arg(short, long, value_parser = opening::Name, hide_possible_values = true, conflicts_with = "map")]
     device: Option<DeviceSpec>,
 
-    /// DDR size of the software card (default 64GiB), or of the share of a daemon's card; at most 256GiB, rounded up
-    /// to 2MiB
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true, requires = "device")]
-    card_ddr: Option<Size>,
-
-    /// Overwrite the data of a file or a block device that serves as device memory
-    #[arg(long, requires = "device")]
-    overwrite: bool,
+    #[command(flatten)]
+    memory: MemoryOptions,
 
     /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
@@ -115,13 +112,8 @@ pub(crate) struct Read {
     #[arg(long, conflicts_with_all = ["direct", "buffered"])]
     auto: bool,
 
-    /// Read with direct I/O, or fail
-    #[arg(long, conflicts_with = "buffered")]
-    direct: bool,
-
-    /// Read through the page cache
-    #[arg(long)]
-    buffered: bool,
+    #[command(flatten)]
+    mode: ReadMode,
 
     /// Chunk size, from 4KiB to 1GiB: bytes allocated before reading into them starts
     #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
@@ -385,19 +377,13 @@ impl Read {
     fn open_options(&self) -> OpenOptions {
         OpenOptions {
             drive: DriveOptions { timeline: self.timeline.any(), ..DriveOptions::default() },
-            card_ddr: self.card_ddr.map(Size::bytes),
-            overwrite: self.overwrite,
-            ..OpenOptions::default()
+            ..self.memory.open_options()
         }
     }
 
     fn options(&self) -> ReadOptions {
         ReadOptions {
-            mode: match (self.buffered, self.direct) {
-                (true, _) => Mode::Buffered,
-                (_, true) => Mode::Direct,
-                _ => Mode::Auto,
-            },
+            mode: self.mode.mode(),
             scheme: self.scheme,
             chunk: self.chunk.bytes(),
             depth: self.iodepth.into(),

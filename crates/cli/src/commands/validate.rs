@@ -16,7 +16,6 @@ use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::load::Output;
-use dmalane::sim::Workers;
 use dmalane::slash::SlashOptions;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, TestedDevice,
@@ -26,7 +25,7 @@ use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::device::{self, card_memory};
+use crate::device::{self, CardOptions};
 use crate::failure::{Failure, USAGE};
 use crate::job;
 use crate::number::within;
@@ -85,15 +84,6 @@ pub(crate) struct Validate {
     /// contiguous [default: packed, in HBM striped over both halves]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     offset: Option<Size>,
-
-    /// Overwrite the data of a file, a block device or a character device
-    #[arg(long)]
-    overwrite: bool,
-
-    /// Back up the data of a file or a block device on disk, and restore them at the end. After SIGKILL, the next
-    /// validate of the same device restores them
-    #[arg(long, conflicts_with = "overwrite")]
-    restore: bool,
 
     /// DMA channel of the buffers: auto, one channel, or an entry for each buffer position (two per thread) like
     /// 0,1,0,auto
@@ -196,17 +186,13 @@ pub(crate) struct Validate {
     #[arg(long)]
     direct: bool,
 
-    /// DDR size of the software card, at most 256GiB, rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
-    card_ddr: Option<Size>,
+    #[command(flatten)]
+    card: CardOptions,
 
-    /// HBM size of the software card (two halves), at most 256GiB, rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
-    card_hbm: Option<Size>,
-
-    /// Run the software card on its own threads, one per channel
-    #[arg(long)]
-    workers: bool,
+    /// Back up the data of a file or a block device on disk, and restore them at the end. After SIGKILL, the next
+    /// validate of the same device restores them
+    #[arg(long, conflicts_with = "overwrite")]
+    restore: bool,
 
     /// Measure N times, and report the median of each figure with its spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
@@ -382,7 +368,7 @@ impl Validate {
         let file = [
             ("--probe-at", self.probe_at.is_some()),
             ("--direct", self.direct),
-            ("--overwrite", self.overwrite),
+            ("--overwrite", self.card.memory.overwrite),
             ("--restore", self.restore),
         ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
@@ -427,12 +413,9 @@ impl Validate {
             // All memory is measured, and nothing is bound.
             flat: true,
             ring: self.ring_size,
-            card_ddr: self.card_ddr.map(Size::bytes),
-            card_hbm: self.card_hbm.map(Size::bytes),
-            workers: self.workers.then_some(Workers::PerChannel),
             file: takes("file").then_some(file),
             slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into(), ..SlashOptions::default() }),
-            ..OpenOptions::default()
+            ..self.card.open_options()
         }
     }
 
@@ -515,7 +498,7 @@ impl Validate {
     fn contents(&self, files: &[Metadata]) -> Contents {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
-        match (self.overwrite, self.restore) {
+        match (self.card.memory.overwrite, self.restore) {
             (_, true) => Contents::Restore,
             (true, _) => Contents::Overwrite,
             // Naming the first address of a character device permits overwriting it.

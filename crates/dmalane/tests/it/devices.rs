@@ -139,6 +139,14 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
 }
 
 #[test]
+fn sizes_of_the_software_card_are_rounded_up_to_what_the_help_says() {
+    let options = OpenOptions { card_ddr: Some(1), card_hbm: Some(1), flat: true, ..OpenOptions::default() };
+    let card = options.device(&"soft".parse().unwrap()).unwrap();
+    let regions: Vec<_> = card.regions().iter().map(|region| (&*region.name, region.span.len())).collect();
+    assert_eq!(regions, [("ddr", 2 * MIB), ("hbm0", 2 * MIB), ("hbm1", 2 * MIB)]);
+}
+
+#[test]
 fn striped_buffers_need_an_mmu() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
