@@ -99,6 +99,12 @@ impl TypedValueParser for Name {
     }
 }
 
+/// The help of `-d`: what it is for, and the kinds of devices.
+pub fn help(what: &str) -> String {
+    let kinds: Vec<_> = KINDS.iter().filter_map(|kind| kind.syntax.split('[').next()).collect();
+    format!("{what}: {}; `dmalane devices` describes them", kinds.join(", "))
+}
+
 /// Parses the name of a device.
 pub fn parse(text: &str) -> Result<DeviceSpec, String> {
     text.parse().map_err(|e| format!("{e}\nhint: `dmalane devices` lists the devices of this machine"))

@@ -78,9 +78,8 @@ pub(crate) struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to, such as soft, daemon, vfio:BDF, file:PATH, vulkan:N, cuda:N or slash:N; `dmalane devices`
-    /// lists all kinds
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
+    #[arg(help = device::help("The device to load to"))]
     device: DeviceSpec,
 
     /// List the tensors with dtype, shape, bytes and device addresses; --json always does

@@ -92,9 +92,8 @@ pub(crate) struct Read {
     #[arg(long)]
     map: bool,
 
-    /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, file:PATH,
-    /// vulkan:N, cuda:N, slash:N and others; `dmalane devices` lists all kinds
     #[arg(short, long, value_parser = opening::Name, hide_possible_values = true, conflicts_with = "map")]
+    #[arg(help = opening::help("Map each chunk for this device and transfer it while the rest is read"))]
     device: Option<DeviceSpec>,
 
     #[command(flatten)]

@@ -61,10 +61,8 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Validate {
-    /// The device, such as soft, daemon, vfio:BDF, file:PATH[,c2h=PATH], vulkan:N or cuda:N; `dmalane devices` lists
-    /// all kinds
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
-    #[arg(value_parser = device::Name, hide_possible_values = true)]
+    #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
     device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction
