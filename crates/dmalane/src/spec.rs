@@ -127,11 +127,19 @@ mod tests {
             "file:/dev/shm/x",
             "file:a,c2h=b",
             "ram:1.5GiB",
+            "vulkan:0",
+            "vulkan:Tesla: 1",
             "cuda:1,vmm",
             "cuda:GPU-2918fc3f",
+            "slash:0",
+            "vrtd",
+            "vrtd:/tmp/a:b#1",
         ];
         for text in names {
             assert_eq!(text.parse::<DeviceSpec>().unwrap().to_string(), text);
+        }
+        for kind in KINDS {
+            assert!(names.iter().any(|name| name.split(':').next() == Some(kind.name)), "no name of {}", kind.name);
         }
         let spec = |text: &str| text.parse::<DeviceSpec>().unwrap();
         assert_eq!(spec("vfio:01:00.0").bdf().unwrap().to_string(), "0000:01:00.0");
@@ -156,6 +164,10 @@ mod tests {
             ("ram:1M", "could mean"),
             ("cuda", "cuda:NUMBER|UUID[,vmm][,lib=PATH]: "),
             ("cuda:x", "neither the number of a GPU nor its UUID"),
+            ("vulkan", "vulkan:NUMBER|NAME|UUID: the number, name or UUID of a GPU is missing"),
+            ("slash", "slash:N: "),
+            ("slash:x", "slash:N: "),
+            ("vrtd:/x#y", "vrtd[:SOCKET][#N]: "),
         ] {
             let error = bad.parse::<DeviceSpec>().unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
