@@ -236,7 +236,8 @@ impl<F: Format> Under<F> {
         };
         let pages = vec![None; PAGES as usize];
         let model = Model { pages, bos: BTreeMap::new(), unfinished: BTreeMap::new(), serial: 0 };
-        Self { replay: Replay::new(header.vm(F::NAME.parse().unwrap()).unwrap()), model, steps: 0, format: std::marker::PhantomData }
+        let vm = header.vm(F::NAME.parse().unwrap()).unwrap();
+        Self { replay: Replay::new(vm), model, steps: 0, format: std::marker::PhantomData }
     }
 
     fn line(&mut self, line: Line<'_>) {
