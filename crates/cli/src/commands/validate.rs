@@ -476,7 +476,7 @@ impl Validate {
             let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
             let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
             if let Some(to) = plot.take() {
-                let to = metas.iter().fold(to, |to, meta| to.unlike(Path::new("device memory"), meta));
+                let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
                 to.check().map_err(|e| cannot_write(to.path(), &e))?;
                 *plot = Some(to);
             }
