@@ -20,7 +20,7 @@ Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, 
 Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.
 
 Options can also be set in ~/.config/dmalane.toml, in a table for each command ([load]), and in environment \
-variables (DMALANE_LOAD_CHUNK for `load --chunk`, DMALANE_CHUNK for every command).
+variables (DMALANE_LOAD_CHUNK for `load --chunk`, DMALANE_CHUNK for every command with --chunk).
 
 Exit status:
   0  success

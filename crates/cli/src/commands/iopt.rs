@@ -25,7 +25,7 @@ const BASE: u64 = 0x8000_0000;
 const EXAMPLES: &str = "\
 Examples:
   dmalane iopt build boot.json --format arm64-s1-4k -o boot.bin
-  dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234
+  dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x80001234
   dmalane iopt dump boot.bin --format arm64-s1-4k --root 0x80000000
 
 Exit status: 0 success, 1 bad specification or image, 2 usage error.";
@@ -51,7 +51,7 @@ Exit status: 0 the image is written, 1 bad specification, 2 usage error.";
 
 const WALK_EXAMPLES: &str = "\
 Examples:
-  dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234 0x9000000
+  dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x80001234 0x9000000
   dmalane iopt walk ram.bin --base 0 --format x86-64-4level --root 0x1a3000 0x401000 --user --json
 
 Exit status: 0 each address was translated or faulted; 1 bad image; 2 usage error.";

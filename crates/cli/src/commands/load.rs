@@ -41,7 +41,7 @@ Examples:
   dmalane load model.gguf --list
   dmalane load model.safetensors --tensors '*.bias' --save biases.safetensors
   dmalane load model.safetensors --dry-run --list
-  dmalane load model.safetensors --manifest weights.manifest     check while loading
+  dmalane load model.safetensors --manifest model.manifest     check while loading
   zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors

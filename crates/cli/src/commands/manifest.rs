@@ -21,8 +21,8 @@ Examples:
   dmalane manifest model.safetensors -o model.manifest
   dmalane manifest models/minilm --sha256 -o minilm.manifest     all shards of a model
   dmalane manifest model.gguf
-  dmalane verify model.safetensors --manifest weights.manifest
-  dmalane load model.safetensors --manifest weights.manifest     check while loading
+  dmalane verify model.safetensors --manifest model.manifest
+  dmalane load model.safetensors --manifest model.manifest     check while loading
 
 Every byte of a file belongs to a region: the header, a tensor, or a gap between tensors. Each has its XXH3-64, \
 which finds damage. SHA-256 (--sha256) also finds forgery, as long as the manifest comes from somebody you trust.

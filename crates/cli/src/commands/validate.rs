@@ -45,7 +45,7 @@ Examples:
   dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
-  dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
+  dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
 
 Writes to the device's memory from --starting-offset on and reads it back. The contents of a card are \
 lost. A file or a block device that holds data is measured only with --restore, which backs the data \

@@ -18,8 +18,8 @@ use crate::source;
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane verify model.safetensors --manifest weights.manifest
-  dmalane verify models/minilm --manifest weights.manifest --json     all shards of a model
+  dmalane verify model.safetensors --manifest model.manifest
+  dmalane verify models/minilm --manifest model.manifest --json     all shards of a model
 
 `dmalane manifest` makes the manifest. `dmalane load --manifest` and `dmalane read --manifest` check while they read.
 Files that the manifest has and that are not named are only missing if a directory or an index is named.
