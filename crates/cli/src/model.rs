@@ -1,15 +1,16 @@
 //! The files of a model, by name, and how they are read.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::container::model_files;
+use dmalane::load::container::{self, model_files};
 use dmalane::load::{Error, Input, Manifest};
 use dmalane::{FileOptions, open_as, open_file};
 
 use crate::failure::Failure;
-use crate::source::SourceFile;
+use crate::source::{self, SourceFile};
 
 /// How files are read.
 #[derive(Args, Clone, Copy)]
@@ -43,8 +44,7 @@ impl ReadMode {
     pub fn open(self, paths: &[PathBuf]) -> Result<(Vec<Input<FileQueue>>, bool), Failure> {
         let (mut inputs, mut whole) = (Vec::new(), false);
         for path in paths {
-            let found =
-                model_files(path).map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+            let found = files(std::slice::from_ref(path))?;
             whole |= found[..] != [path.clone()];
             for path in found {
                 inputs.push(open(&path, self.options())?);
@@ -52,6 +52,21 @@ impl ReadMode {
         }
         Ok((inputs, whole))
     }
+}
+
+/// The files to read: a directory and an index stand for those of the model.
+pub fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+    let files = paths.iter().map(|path| model_files(path).map_err(|e| cannot_read(path, &e)));
+    Ok(files.collect::<Result<Vec<_>, _>>()?.concat())
+}
+
+/// Refuses a Git LFS pointer in place of a file that is read as it is.
+pub fn refuse_lfs_pointer(path: &Path, file: &File) -> Result<(), Failure> {
+    container::refuse_lfs_pointer(path, file).map_err(|e| cannot_read(path, &e))
+}
+
+fn cannot_read(path: &Path, error: &Error) -> Failure {
+    Failure::because(format!("cannot read {}", path.display()), error)
 }
 
 /// Opens a file, or `-`.
@@ -80,10 +95,12 @@ pub fn cannot_open(error: dmalane::file::Error) -> Failure {
     }
 }
 
-/// Reads the manifest of `--manifest`; without one it is empty.
+/// Reads the manifest of `--manifest`, which may be `-`; without one it is empty.
 pub fn manifest(path: Option<&Path>) -> Result<Manifest, Failure> {
-    let read = path
-        .map(|path| Manifest::read(path).map_err(|e| Failure::because(format!("cannot use {}", path.display()), &e)));
+    let read = path.map(|path| {
+        let named = if source::is_stdin(path) { Path::new("/dev/stdin") } else { path };
+        Manifest::read(named).map_err(|e| Failure::because(format!("cannot use {}", path.display()), &e))
+    });
     Ok(read.transpose()?.unwrap_or_default())
 }
 

@@ -19,8 +19,8 @@ pub fn is_stdin(path: &Path) -> bool {
 }
 
 /// Refuses to read standard input twice.
-pub fn check(paths: &[PathBuf]) -> Result<(), Failure> {
-    match paths.iter().filter(|path| path.as_os_str() == STDIN).count() {
+pub fn check<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<(), Failure> {
+    match paths.into_iter().filter(|path| is_stdin(path)).count() {
         0 | 1 => Ok(()),
         _ => Err(Failure::usage("standard input (-) can be read once").hint("a file of that name is ./-")),
     }

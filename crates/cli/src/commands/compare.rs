@@ -12,13 +12,14 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::file::residency;
-use dmalane::load::container::model_files;
 use rustix::fs::{Advice, fadvise};
 
 use crate::failure::Failure;
+use crate::model;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
+use crate::source;
 use loaders::{Loader, Sample};
 
 const EXAMPLES: &str = "\
@@ -124,17 +125,18 @@ impl Compare {
         if let Some(name) = &self.worker {
             return worker::run(name, self.hash, &self.files);
         }
-        let mut files = Vec::new();
-        for path in &self.files {
-            let found =
-                model_files(path).map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
-            files.extend(found);
+        if self.files.iter().any(|path| source::is_stdin(path)) {
+            let usage = Failure::usage("every loader opens the files itself, so standard input (-) cannot be compared");
+            return Err(usage.hint("a file of that name is ./-"));
         }
+        let files = model::files(&self.files)?;
         let mut to = self.report.as_ref().map(|path| self.replace.output(path));
         let mut bytes = 0;
         for path in &files {
             let cannot = |e| Failure::because(format!("cannot open {}", path.display()), &e);
-            let meta = File::open(path).and_then(|file| file.metadata()).map_err(cannot)?;
+            let file = File::open(path).map_err(cannot)?;
+            let meta = file.metadata().map_err(cannot)?;
+            model::refuse_lfs_pointer(path, &file)?;
             if !meta.is_file() || meta.len() == 0 {
                 return Err(Failure::new(format!("{} is not a file with bytes in it", path.display())));
             }

@@ -1,4 +1,4 @@
-//! `dmalane inspect`: the cached part of a file, the page backing of a process.
+//! `dmalane inspect`: the cached part of files, the page backing of a process.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,6 +12,7 @@ use dmalane::file::residency;
 use serde::Serialize;
 
 use crate::failure::Failure;
+use crate::model;
 use crate::output::{self, plain};
 use crate::size::{self, Size, binary};
 use crate::source::SourceFile;
@@ -19,17 +20,18 @@ use crate::source::SourceFile;
 const EXAMPLES: &str = "\
 Examples:
   dmalane inspect model.safetensors    how much of the file is in the page cache
+  dmalane inspect models/minilm        the same of each file of a model
   dmalane inspect $(pidof trainer)     the page backing of a process's large buffers
   dmalane inspect ./4711               a file whose name is a number
   dmalane inspect - < model.bin        the file behind standard input
 
 Exit status: 0 inspected, 1 no such file or process, 2 usage error.";
 
-/// Show how much of a file is in the page cache, or the page backing of a process's buffers.
+/// Show how much of a file or a model is in the page cache, or the page backing of a process's buffers.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Inspect {
-    /// A file, - for the one behind standard input, or the ID of a process
+    /// A file, the directory or the index of a model, - for the file behind standard input, or the ID of a process
     #[arg(value_name = "FILE|PID")]
     what: PathBuf,
 
@@ -51,8 +53,13 @@ impl Inspect {
                 if self.json { output::print_json(&found)? } else { output::print(&found.text())? }
             }
             None => {
-                let found = file(&self.what)?;
-                if self.json { output::print_json(&found)? } else { output::print(&found.text())? }
+                let files = model::files(std::slice::from_ref(&self.what))?;
+                let found = files.iter().map(|path| file(path)).collect::<Result<Vec<_>, _>>()?;
+                match (&found[..], self.json) {
+                    ([only], true) if files[0] == self.what => output::print_json(only)?,
+                    (all, true) => output::print_json(&ModelReport::of(&self.what, all))?,
+                    (all, false) => output::print(&ModelReport::of(&self.what, all).text())?,
+                }
             }
         }
         Ok(ExitCode::SUCCESS)
@@ -74,11 +81,69 @@ struct FileReport {
     map: Vec<f64>,
 }
 
+/// The files of a model in the page cache.
+#[derive(Serialize)]
+struct ModelReport<'a> {
+    schema: u32,
+    command: &'static str,
+    kind: &'static str,
+    path: String,
+    bytes: u64,
+    cached_bytes: u64,
+    dirty_bytes: u64,
+    cached_share: f64,
+    files: &'a [FileReport],
+}
+
+impl<'a> ModelReport<'a> {
+    fn of(path: &Path, files: &'a [FileReport]) -> Self {
+        let sum = |count: fn(&FileReport) -> u64| files.iter().map(count).sum();
+        let (bytes, cached_bytes): (u64, u64) = (sum(|file| file.bytes), sum(|file| file.cached_bytes));
+        Self {
+            schema: 1,
+            command: "inspect",
+            kind: "model",
+            path: path.to_string_lossy().into_owned(),
+            bytes,
+            cached_bytes,
+            dirty_bytes: sum(|file| file.dirty_bytes),
+            cached_share: cached_bytes as f64 / bytes.max(1) as f64,
+            files,
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut out = String::new();
+        if self.files.len() > 1 {
+            let Self { bytes, cached_bytes, dirty_bytes, cached_share, .. } = *self;
+            out = summary(cached_share, cached_bytes, bytes, dirty_bytes, &self.path) + "\n";
+        }
+        for file in self.files {
+            out.push_str(&file.text());
+        }
+        if self.files.iter().any(|file| !file.map.is_empty()) {
+            out.push_str("# cached, + partly, . not\n");
+        }
+        out
+    }
+}
+
+/// The first line about a file or a model.
+fn summary(share: f64, cached: u64, bytes: u64, dirty: u64, path: &str) -> String {
+    let dirty = if dirty > 0 { format!(", {} not on the disk yet", binary(dirty)) } else { String::new() };
+    let (percent, cached, bytes, path) = (share * 100.0, binary(cached), binary(bytes), plain(path));
+    format!("{percent:.1} % in the page cache: {cached} of {bytes}, {path}{dirty}\n")
+}
+
 /// Bins of the cache map of a file.
 const BINS: u64 = 64;
 
 fn file(path: &Path) -> Result<FileReport, Failure> {
-    let SourceFile { file, path, .. } = SourceFile::open(path)?;
+    let source = SourceFile::open(path)?;
+    if !source.is_stdin() {
+        model::refuse_lfs_pointer(path, &source.file)?;
+    }
+    let SourceFile { file, path, .. } = source;
     let name = path.display();
     let meta = file.metadata().map_err(|e| Failure::because(format!("cannot inspect {name}"), &e))?;
     if !meta.is_file() {
@@ -118,16 +183,7 @@ fn file(path: &Path) -> Result<FileReport, Failure> {
 
 impl FileReport {
     fn text(&self) -> String {
-        let mut out = format!(
-            "{:.1} % in the page cache: {} of {}, {}",
-            self.cached_share * 100.0,
-            binary(self.cached_bytes),
-            binary(self.bytes),
-            plain(&self.path),
-        );
-        if self.dirty_bytes > 0 {
-            let _ = write!(out, ", {} not on the disk yet", binary(self.dirty_bytes));
-        }
+        let mut out = summary(self.cached_share, self.cached_bytes, self.bytes, self.dirty_bytes, &self.path);
         let mark = |share: &f64| match share {
             s if *s <= 0.0 => '.',
             s if *s >= 1.0 => '#',
@@ -135,9 +191,8 @@ impl FileReport {
         };
         let map: String = self.map.iter().map(mark).collect();
         if !map.is_empty() {
-            let _ = write!(out, "\n[{map}]\n# cached, + partly, . not");
+            let _ = writeln!(out, "[{map}]");
         }
-        out.push('\n');
         out
     }
 }

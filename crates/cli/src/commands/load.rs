@@ -12,8 +12,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
-use dmalane::file::FileQueue;
-use dmalane::load::container::model_files;
+use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
@@ -273,9 +272,9 @@ impl Load {
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         device::check(&self.device, &options)?;
-        source::check(&self.files)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
-        self.files = self.model_files()?;
+        source::check(&named)?;
+        self.files = model::files(&self.files)?;
         let outputs = self.outputs()?;
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
@@ -382,15 +381,6 @@ impl Load {
         }
         device.unload(placed)?;
         Ok(ExitCode::SUCCESS)
-    }
-
-    /// The files to load; a directory and an index stand for those of the model.
-    fn model_files(&self) -> Result<Vec<PathBuf>, Failure> {
-        let files = self
-            .files
-            .iter()
-            .map(|path| model_files(path).map_err(|e| Failure::because(format!("cannot load {}", path.display()), &e)));
-        Ok(files.collect::<Result<Vec<_>, _>>()?.concat())
     }
 
     /// How the device is opened.

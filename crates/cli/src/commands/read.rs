@@ -64,7 +64,7 @@ cannot be run.";
     mut_arg("overwrite", |arg| arg.requires("device"))
 )]
 pub(crate) struct Read {
-    /// Files to read, each into its own buffer; - for standard input
+    /// Files to read, each into its own buffer, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
@@ -252,18 +252,19 @@ impl Outcome {
 impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        source::check(&self.files)?;
+        source::check(self.files.iter().chain(&self.manifest))?;
+        let files = model::files(&self.files)?;
         let mut outputs = self.timeline.files(self.replace)?;
         if let Some(spec) = &self.device {
             opening::check(spec, &self.open_options())?;
         }
         let mut picked = self.pick_heap()?;
-        let sources = self.sources()?;
+        let sources = self.sources(&files)?;
         for source in &sources {
             let meta = source.file.metadata()?;
             outputs = outputs.map(|to| to.excluding(&source.path, &meta));
         }
-        outputs = outputs.map(|to| output::excluding(to, &self.manifest));
+        outputs = outputs.map(|to| output::excluding(to, self.files.iter().chain(&self.manifest)));
         outputs.check()?;
         let manifest = model::manifest(self.manifest.as_deref())?;
         let receiver = self.export.receiver()?;
@@ -311,15 +312,18 @@ impl Read {
     }
 
     /// The files. A file without a size that is not read once from front to back is copied first.
-    fn sources(&self) -> Result<Vec<ReadSource>, Failure> {
-        let once = self.repeat == 1 && self.files.len() == 1 && !self.map && self.device.is_none();
+    fn sources(&self, files: &[PathBuf]) -> Result<Vec<ReadSource>, Failure> {
+        let once = self.repeat == 1 && files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
         let open = |path: &PathBuf| {
             let source = SourceFile::open(path)?;
+            if !source.is_stdin() {
+                model::refuse_lfs_pointer(path, &source.file)?;
+            }
             let SourceFile { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
             Ok(ReadSource { file, path })
         };
-        self.files.iter().map(open).collect()
+        files.iter().map(open).collect()
     }
 
     /// Reads once, and checks what a device got. Gives the buffers too.

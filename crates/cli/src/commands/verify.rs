@@ -80,7 +80,7 @@ fn json(difference: &Difference) -> Value {
 impl Verify {
     /// Compares the files.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        source::check(&self.files)?;
+        source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
         let (mut inputs, whole) = self.mode.open(&self.files)?;
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));

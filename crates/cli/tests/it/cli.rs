@@ -559,7 +559,7 @@ fn what_reading_says() {
     let shm = std::path::Path::new("/dev/shm").exists();
     if shm {
         let text = fails(&["/dev/shm/../shm/../../etc/../dev/shm/.", "--direct"]);
-        assert!(text.contains("directory"), "{text}");
+        assert!(text.contains("it holds no *.safetensors.index.json"), "{text}");
     }
     assert!(fails(&["a", "--node", "61"]).contains("cannot bind it to NUMA node 61: "));
     let bound = read(&["a", "--node", "0", "--json"]);
@@ -598,7 +598,8 @@ fn what_inspect_says() {
         complains(&["inspect", "/no/such/file"], 1),
         "dmalane: cannot open /no/such/file\ncause: No such file or directory (os error 2)\n"
     );
-    assert!(complains(&["inspect", "/"], 1).contains("it is not a regular file"));
+    assert!(complains(&["inspect", "/"], 1).contains("it holds no *.safetensors.index.json, *.safetensors or"));
+    assert!(complains(&["inspect", "/dev/null"], 1).contains("it is not a regular file"));
     assert!(complains(&["inspect", "4294967295"], 1).contains("\nhint: for a file of that name write ./4294967295\n"));
     let report = json(&["inspect", "--json", &std::process::id().to_string(), "--least", "4KiB"]);
     assert_eq!((&report["kind"], &report["pid"]), (&"process".into(), &std::process::id().into()));
@@ -632,6 +633,7 @@ fn gguf() -> Vec<u8> {
 fn models_come_as_people_have_them() {
     let folder = folder("models");
     let at = |name: &str| folder.join(name);
+    let size = |path: &Path| std::fs::metadata(path).unwrap().len();
     let run = |line: &str, status| {
         let args: Vec<&str> = line.split_whitespace().collect();
         let output = command(&args).current_dir(&folder).output().unwrap();
@@ -649,8 +651,27 @@ fn models_come_as_people_have_them() {
         let said = run(&format!("load {named} --verify"), 0);
         assert!(said.contains("in 2 files") && said.contains("sharded/model-1.safetensors: safetensors"), "{said}");
     }
+    run("manifest sharded -o sharded.manifest", 0);
+    for named in ["sharded", "sharded/model.safetensors.index.json"] {
+        let said = run(&format!("read {named} --manifest sharded.manifest"), 0);
+        assert!(said.contains("sharded/model-1.safetensors") && said.contains("sharded/model-2.safetensors"), "{said}");
+        let said = run(&format!("read {named} --export fd -- printenv DMALANE_SIZE"), 0);
+        let sizes = ["sharded/model-1.safetensors", "sharded/model-2.safetensors"].map(|f| size(&at(f)).to_string());
+        assert_eq!(said.trim_end(), sizes.join(" "));
+        let inspected = command(&["inspect", named]).current_dir(&folder).output().unwrap();
+        let said = stdout(&inspected);
+        match inspected.status.success() {
+            true => assert_eq!(said.matches("in the page cache").count(), 3, "{said}"),
+            false => println!("SKIPPED: {}", stderr(&inspected)),
+        }
+        let said = run(&format!("compare {named} --only plain-read --rounds 1 --csv"), 0);
+        assert!(said.contains("plain-read"), "{said}");
+    }
     std::fs::create_dir_all(at("none")).unwrap();
-    assert!(run("load none", 1).contains("it holds no *.safetensors.index.json, *.safetensors or *.gguf file"));
+    for command in ["load", "read", "inspect", "compare", "manifest"] {
+        let said = run(&format!("{command} none"), 1);
+        assert!(said.contains("it holds no *.safetensors.index.json, *.safetensors or *.gguf file"), "{said}");
+    }
     std::fs::write(at("none/model.gguf"), gguf()).unwrap();
     let said = run("load none --verify --list", 0);
     assert!(said.contains("gguf, 2 tensors") && said.contains("Verified 2 tensors"), "{said}");
@@ -660,12 +681,18 @@ fn models_come_as_people_have_them() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";
     for name in ["model.safetensors", "pytorch_model.bin"] {
         std::fs::write(at(name), pointer).unwrap();
-        let said = run(&format!("load {name}"), 1);
-        assert!(
-            said.contains("a Git LFS pointer to a file of 548105171 bytes") && said.contains("git lfs pull"),
-            "{said}"
-        );
+        for command in ["load", "read", "inspect", "compare", "manifest"] {
+            let said = run(&format!("{command} {name}"), 1);
+            assert!(
+                said.contains("a Git LFS pointer to a file of 548105171 bytes") && said.contains("git lfs pull"),
+                "{said}"
+            );
+        }
     }
+    // As it is, where somebody wants just that.
+    let pointer = std::fs::File::open(at("model.safetensors")).unwrap();
+    let output = command(&["read", "-", "--json"]).stdin(pointer).output().unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap()["bytes"], 72);
 }
 
 #[test]
@@ -699,6 +726,10 @@ fn standard_input_is_a_file_of_every_command() {
     assert_eq!((&loaded["tensors"], &loaded["files"][0]["path"]), (&5.into(), &"stdin.safetensors".into()));
     let output = shell("dmalane load - - < m.safetensors");
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert_eq!(
+        json("dmalane manifest m.safetensors | dmalane verify m.safetensors --manifest - --json")["verified"],
+        true
+    );
     // A pipe with a name: read to its end, which is at once where nobody writes.
     let line = "bash -c 'dmalane load --json <(cat m.safetensors)'";
     if Command::new("bash").arg("--version").output().is_ok() {

@@ -24,6 +24,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("--sample 1M", "could mean MB"),
             ("--sample 4095", "at least 4KiB"),
             ("- -", "standard input (-) can be read once"),
+            ("- --manifest -", "standard input (-) can be read once"),
             ("m -d gpu0", "`dmalane devices`"),
             ("m -d soft:1", "nothing follows it"),
             ("m -d ram", "ram:SIZE"),
@@ -110,6 +111,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
         &[
             ("", "<FILE>"),
             ("m --rounds 0", "not a whole number from 1 to 1000"),
+            ("-", "standard input (-) cannot be compared"),
             ("m --only nobody", "no loader is called nobody"),
             ("m --with x", "NAME=COMMAND"),
             ("m --json --csv", "cannot be used with"),

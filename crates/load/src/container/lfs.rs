@@ -2,7 +2,10 @@
 //!
 //! Format: "Git LFS Specification" in the documentation of <https://github.com/git-lfs/git-lfs>.
 
-use super::{ContainerFile, FormatError};
+use std::fs::File;
+use std::path::Path;
+
+use super::{ContainerFile, FormatError, HEAD};
 use crate::Error;
 
 /// The first line of every pointer, without the number of the version.
@@ -10,7 +13,21 @@ const START: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// A pointer is shorter.
 const MAX: u64 = 1024;
 
-/// Refuses a pointer, under whichever name; `head` are the first bytes of the file.
+/// Refuses a pointer, under whichever name.
+///
+/// # Errors
+/// [`Error::Format`] with [`FormatError::LfsPointer`]; [`Error::File`] for a file that cannot be read.
+pub fn refuse_lfs_pointer(path: &Path, file: &File) -> Result<(), Error> {
+    let failed = |source| Error::File { path: path.to_owned(), what: "read its size", source };
+    let len = file.metadata().map_err(failed)?.len();
+    if len >= MAX {
+        return Ok(());
+    }
+    let file = ContainerFile { path, file, len };
+    refuse(&file, &file.read(0, len.min(HEAD as u64))?)
+}
+
+/// The same; `head` are the first bytes of the file.
 pub(super) fn refuse(file: &ContainerFile<'_>, head: &[u8]) -> Result<(), Error> {
     if file.len >= MAX || !START.starts_with(head) {
         return Ok(());

@@ -22,6 +22,7 @@ use thiserror::Error;
 use crate::Error as LoadError;
 use safetensors::MAX_HEADER;
 
+pub use lfs::refuse_lfs_pointer;
 pub use set::{is_index, model_files};
 
 /// Declares the kinds, in the order in which they are tried.
