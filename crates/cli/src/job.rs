@@ -51,6 +51,9 @@ pub struct Snapshot {
     pub stages: Vec<StageSnapshot>,
     /// The IOMMU of a device in the job's process.
     pub iommu: Option<IommuSnapshot>,
+    /// Operations that a device was given and has not ended, where no stage counts them.
+    #[serde(default)]
+    pub in_flight: Option<u64>,
 }
 
 /// A stage, from the beginning on.
@@ -163,7 +166,7 @@ impl ProcessJob {
         };
         let used = |s: &LiveStage| s.report.bytes > 0 || s.in_flight > 0 || !s.report.wall.is_zero();
         let counters = lock(&self.counters).as_ref().and_then(Weak::upgrade).map(|counters| counters());
-        let Counters { iommu, moved, .. } = counters.unwrap_or_default();
+        let Counters { iommu, moved, in_flight, .. } = counters.unwrap_or_default();
         Snapshot {
             schema: SCHEMA,
             command: command_line().chars().take(2000).collect(),
@@ -174,6 +177,7 @@ impl ProcessJob {
             bytes,
             stages: self.live.stages().into_iter().filter(used).map(stage).collect(),
             iommu: iommu.map(|i| IommuSnapshot { hits: i.hits, misses: i.misses, faults: i.faults }),
+            in_flight,
         }
     }
 }

@@ -718,6 +718,14 @@ pub struct ClientStatus {
     pub moved: u64,
     /// Refused requests of this client.
     pub errors: u64,
+    /// Descriptors that its queues were given and have not completed.
+    pub in_flight: u64,
+    /// Translations found in the IOTLBs of its function.
+    pub iotlb_hits: u64,
+    /// Translations that needed a walk.
+    pub iotlb_misses: u64,
+    /// Accesses of its function to memory that was not mapped for it.
+    pub faults: u64,
 }
 
 /// Queries the status of the daemon at `path` without opening a function.
@@ -757,6 +765,10 @@ pub fn status_with(options: &ClientOptions) -> Result<DaemonStatus, ClientError>
             hbm: row.hbm.get(),
             moved: row.moved.get(),
             errors: row.errors.get(),
+            in_flight: row.in_flight.get(),
+            iotlb_hits: row.iotlb_hits.get(),
+            iotlb_misses: row.iotlb_misses.get(),
+            faults: row.faults.get(),
         }));
         match clients.last() {
             // Numbers increase, so the loop ends.

@@ -449,6 +449,7 @@ impl Connection {
     /// The client's row of a status answer.
     pub(crate) fn row(&self, closing: bool) -> RowAnswer {
         let function = self.function.as_deref();
+        let host = function.map(|function| function.host().stats());
         RowAnswer {
             client: self.id.into(),
             pid: self.peer.pid.into(),
@@ -462,6 +463,10 @@ impl Connection {
             hbm: function.map_or(0, |f| f.hbm).into(),
             moved: function.map_or(0, Function::moved).into(),
             errors: self.errors.into(),
+            in_flight: function.map_or(0, Function::in_flight).into(),
+            iotlb_hits: host.as_ref().map_or(0, |host| host.iotlb_hits).into(),
+            iotlb_misses: host.as_ref().map_or(0, |host| host.iotlb_misses).into(),
+            faults: host.as_ref().map_or(0, |host| host.faults).into(),
         }
     }
 

@@ -125,6 +125,18 @@ impl Function {
         (0..self.queues()).flat_map(|queue| both.map(|r| wide(queue, r))).fold(0, u64::wrapping_add)
     }
 
+    /// Descriptors that running queues were given and have not completed.
+    pub(crate) fn in_flight(&self) -> u64 {
+        let of = |queue: usize| {
+            let head = self.register(queue, regs::CH_HEAD);
+            // The client may write anything.
+            let most = 1 << self.register(queue, regs::CH_RING_LOG2).min(regs::MAX_RING_LOG2);
+            u64::from(self.page.doorbell(queue).wrapping_sub(head).min(most))
+        };
+        let running = |queue: &usize| self.register(*queue, regs::CH_STATUS) == regs::STATUS_RUNNING;
+        (0..self.queues()).filter(running).map(of).sum()
+    }
+
     /// Resets the doorbell word before a queue is started, so that the value of its previous run is not taken as new.
     pub(crate) fn forget_doorbell(&self, queue: usize) {
         self.page.ring(queue, 0);

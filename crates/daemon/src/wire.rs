@@ -4,7 +4,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Protocol version of this crate.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u32 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -452,6 +452,14 @@ pub struct RowAnswer {
     pub moved: U64,
     /// Refused requests of this client.
     pub errors: U64,
+    /// Descriptors that its queues were given and have not completed.
+    pub in_flight: U64,
+    /// Translations found in the IOTLBs of its function.
+    pub iotlb_hits: U64,
+    /// Translations that needed a walk.
+    pub iotlb_misses: U64,
+    /// Accesses of its function to memory that was not mapped for it.
+    pub faults: U64,
 }
 
 /// Builds the answer to a refused request. The text is cut to 1024 bytes.
@@ -519,7 +527,7 @@ mod tests {
             )
             .is_err()
         );
-        assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 72, 48));
+        assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 104, 48));
         let status = size_of::<MessageHeader>() + size_of::<TotalsAnswer>() + MAX_ROWS * size_of::<RowAnswer>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }

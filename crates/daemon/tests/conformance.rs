@@ -110,7 +110,7 @@ impl Bench {
         assert_eq!(card.quarantined(), 0);
         let report = dmalane_daemon::status(&daemon.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
-        assert_eq!((row.errors, row.closing), (0, false));
+        assert_eq!((row.errors, row.closing, row.in_flight), (0, false, 0));
         drop((mmu, back));
         let report = dmalane_daemon::status(&daemon.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();

@@ -243,7 +243,7 @@ fn malformed_messages() {
     message[0] = 0xff;
     raw.send(&message, &[]).unwrap();
     assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
-    let mut hello = ClientRequest::Hello { min: 1, max: 1 }.encode(1);
+    let mut hello = ClientRequest::Hello { min: 1, max: 2 }.encode(1);
     hello[16] = b'X';
     raw.send(&hello, &[]).unwrap();
     assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
@@ -601,6 +601,10 @@ fn random_descriptors() {
         halts += u32::from(ringed.raw.read(0x1004) == 2);
         completed += u64::from(ringed.raw.read(0x1024));
         ringed.untouched();
+        if round % 32 == 0 {
+            let rows = daemon.status().clients;
+            assert!(rows.iter().all(|c| c.in_flight <= 1 << LOG2), "whatever the doorbell says: {rows:?}");
+        }
         // Overwrite the words of the page that the daemon writes.
         if round % 3 == 0 {
             for at in [64, 128, 4096, 4100, 256, 320] {
@@ -634,6 +638,11 @@ fn a_ring_that_faults_counts_no_bytes() {
     let rows = daemon.status().clients;
     let moved = rows.iter().filter(|c| c.client != bystander.client.number()).map(|c| c.moved);
     assert_eq!(moved.max(), Some(0));
+    let faults = |bystanders: bool| {
+        let of = rows.iter().filter(|c| (c.client == bystander.client.number()) == bystanders);
+        of.map(|c| c.faults).sum::<u64>()
+    };
+    assert!(faults(false) > 0 && faults(true) == 0, "{rows:?}");
     bystander.check();
     drop(ringed);
     end(daemon, bystander, before);

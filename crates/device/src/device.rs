@@ -174,6 +174,8 @@ pub struct Counters {
     pub touched: Option<u64>,
     /// Bytes of host memory that it has read and written, where these are not the job's own.
     pub moved: Option<u64>,
+    /// Operations that were given to it and have not ended, where the job's stages do not count them.
+    pub in_flight: Option<u64>,
 }
 
 /// Counters of an IOMMU.

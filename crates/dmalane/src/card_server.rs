@@ -7,10 +7,11 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use dmalane_card::regs;
+use dmalane_device::{Counters, IommuCounters, ReadCounters};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_sim::{CardConfig, CardMemory, SoftCard};
 use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, Traffic, serve};
@@ -73,7 +74,11 @@ pub struct CardServer {
     path: PathBuf,
     config: CardConfig,
     traffic: Arc<Traffic>,
+    /// The card of the client, while there is one.
+    card: Arc<Mutex<Weak<Card>>>,
 }
+
+type Card = SoftCard<ClientPort, X86_64_4Level>;
 
 /// A client that has connected to a [`CardServer`].
 pub struct CardClient<'a> {
@@ -96,7 +101,7 @@ impl CardServer {
             fs::remove_file(path).map_err(listen)?;
         }
         let listener = private_listener(path).map_err(listen)?;
-        Ok(Self { listener, path: path.to_owned(), config, traffic: Arc::default() })
+        Ok(Self { listener, path: path.to_owned(), config, traffic: Arc::default(), card: Arc::default() })
     }
 
     /// Waits for a client and serves it until it disconnects. The inner result is that of the connection.
@@ -116,9 +121,18 @@ impl CardServer {
         Ok(CardClient { server: self, stream })
     }
 
-    /// Accesses of the cards to the memory of all clients so far.
-    pub fn traffic(&self) -> Arc<Traffic> {
-        self.traffic.clone()
+    /// Counters of the cards of all clients so far. They have no IOTLB: the memory of a client is a list of mappings.
+    pub fn counters(&self) -> ReadCounters {
+        let (traffic, card) = (self.traffic.clone(), self.card.clone());
+        Arc::new(move || {
+            let card = card.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+            Counters {
+                iommu: Some(IommuCounters { faults: traffic.faults(), ..IommuCounters::default() }),
+                moved: Some(traffic.bytes()),
+                in_flight: Some(card.map_or(0, |card| card.in_flight())),
+                ..Counters::default()
+            }
+        })
     }
 }
 
@@ -130,6 +144,7 @@ impl CardClient<'_> {
     pub fn serve(self) -> Result<Result<(), ServeError>, CardServerError> {
         let memory = ClientMemory::counted(self.server.traffic.clone());
         let mut model = CardModel::new(self.server.config, &memory)?;
+        *self.server.card.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&model.card);
         Ok(serve(self.stream, &mut model, &memory))
     }
 }
@@ -210,7 +225,7 @@ fn is_eventfd(file: &OwnedFd) -> bool {
 }
 
 struct CardModel {
-    card: SoftCard<ClientPort, X86_64_4Level>,
+    card: Arc<Card>,
     memory: ClientMemory,
     events: Events,
     /// Bus mastering: without it the card neither accesses memory nor raises interrupts, which are writes too.
@@ -246,7 +261,7 @@ impl CardModel {
         memory.set_bus_master(false);
         // Compact, since HBM at its usual address would need a BAR of 512 GiB.
         let compact = CardMemory::compact(config.ddr, config.hbm)?;
-        let card = SoftCard::with_memory(compact, config, || memory.port(), interrupt)?;
+        let card = Arc::new(SoftCard::with_memory(compact, config, || memory.port(), interrupt)?);
         let end = card.memory().hbm().last().bits().max(card.memory().ddr().last().bits());
         // The length of a BAR is a power of two.
         let memory_len = (end + 1).next_power_of_two();

@@ -218,7 +218,7 @@ pub(crate) fn soft_counters(bus: &SoftBus) -> Counters {
         misses: host.iotlb_misses,
         faults: host.faults,
     };
-    Counters { iommu: Some(iommu), touched: Some(ddr + hbm), moved: None }
+    Counters { iommu: Some(iommu), touched: Some(ddr + hbm), ..Counters::default() }
 }
 
 fn list_soft(_: &Path) -> Vec<Listed> {

@@ -55,7 +55,7 @@ pub fn target(data: &[u8]) {
         let Some(client) = &clients[which % CLIENTS] else {
             let client = connected(&fixed.path);
             if kind & 1 == 0 {
-                send(&client, &ClientRequest::Hello { min: 1, max: 1 }.encode(1), &[]);
+                send(&client, &ClientRequest::Hello { min: 1, max: 2 }.encode(1), &[]);
                 send(&client, &ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2), &[]);
             }
             clients[which % CLIENTS] = Some(client);

@@ -2,11 +2,9 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use dmalane::device::{Counters, IommuCounters, ReadCounters};
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::{CardClient, CardServer, CardServerError};
 
@@ -98,12 +96,7 @@ impl Serve {
         };
         let server = CardServer::bind(&self.vfio_user, config)?;
         output::print(&format!("listening at {}\n", output::plain(&self.vfio_user.to_string_lossy())))?;
-        let (job, traffic) = (job::this(), server.traffic());
-        let counters: ReadCounters = Arc::new(move || Counters {
-            iommu: Some(IommuCounters { faults: traffic.faults(), ..IommuCounters::default() }),
-            moved: Some(traffic.bytes()),
-            ..Counters::default()
-        });
+        let (job, counters) = (job::this(), server.counters());
         job.phase("serve", true);
         job.counted(&counters);
         for client in 1u64.. {

@@ -69,6 +69,8 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
             "hbm_bytes": c.hbm,
             "moved_bytes": c.moved,
             "errors": c.errors,
+            "in_flight": c.in_flight,
+            "iommu": { "hits": c.iotlb_hits, "misses": c.iotlb_misses, "faults": c.faults },
             "closing": c.closing,
         })
     };

@@ -16,7 +16,7 @@ use ratatui::widgets::{Cell, Gauge, Paragraph, Row, Sparkline, Table, TableState
 use ratatui::{DefaultTerminal, Frame};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use super::watch::{CLIENT_HEAD, JOB_HEAD, JobView, STAGE_HEAD, View, Watcher, job_row, stage_row};
+use super::watch::{CLIENT_ALIGN, CLIENT_HEAD, JOB_HEAD, JobView, STAGE_HEAD, View, Watcher, job_row, stage_row};
 use crate::failure::Failure;
 use crate::size::per_second;
 
@@ -183,7 +183,7 @@ impl Screen {
                         .areas(details);
                 let text = Paragraph::new(format!("\n{}", daemon.text())).wrap(Wrap { trim: true });
                 frame.render_widget(text, about);
-                frame.render_widget(table(CLIENT_HEAD, daemon.client_rows().into_iter(), "rrrrrrrrr"), clients);
+                frame.render_widget(table(CLIENT_HEAD, daemon.client_rows().into_iter(), CLIENT_ALIGN), clients);
                 draw_history(frame, rates, &history);
             }
             (None, None) => {}
@@ -197,12 +197,12 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &JobView, history: &[u64]) {
         Ok(running) => running,
         Err(why) => return show(frame, format!("\nThe job has given {why}"), area),
     };
-    let iommu = running.iommu();
-    let [_, gauge, stages, cache, rates] = Layout::vertical([
+    let device = running.device();
+    let [_, gauge, stages, queues, rates] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(1),
         Constraint::Length(if running.stages.is_empty() { 0 } else { running.stages.len() as u16 + 2 }),
-        Constraint::Length(u16::from(iommu.is_some())),
+        Constraint::Length(u16::from(device.is_some())),
         Constraint::Fill(1),
     ])
     .areas(area);
@@ -214,7 +214,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &JobView, history: &[u64]) {
         None => show(frame, running.progress(), gauge),
     }
     frame.render_widget(table(STAGE_HEAD, running.stages.iter().map(stage_row), "lrrrrr"), stages);
-    show(frame, iommu.unwrap_or_default(), cache);
+    show(frame, device.unwrap_or_default(), queues);
     if running.now.bytes {
         draw_history(frame, rates, history);
     }

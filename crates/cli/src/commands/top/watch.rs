@@ -20,8 +20,8 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Watcher {
     daemons: Vec<ClientOptions>,
     jobs: HashMap<String, Snapshot>,
-    /// When each daemon was asked, and the bytes of each client.
-    clients: HashMap<usize, (Instant, HashMap<u64, u64>)>,
+    /// When each daemon was asked, and its clients then.
+    clients: HashMap<usize, (Instant, Vec<ClientStatus>)>,
 }
 
 /// A snapshot of all jobs and daemons.
@@ -70,8 +70,15 @@ pub struct StageView {
 pub struct DaemonView {
     pub socket: String,
     pub status: Result<DaemonStatus, String>,
-    /// Bytes per second of each client.
-    rates: Vec<f64>,
+    /// Those of each client.
+    rates: Vec<ClientRates>,
+}
+
+/// The rates of a client since it was last seen.
+#[cfg_attr(test, derive(Clone))]
+pub struct ClientRates {
+    bytes_per_s: f64,
+    hit_ratio: Option<f64>,
 }
 
 impl Watcher {
@@ -110,16 +117,26 @@ impl Watcher {
             self.clients.remove(&i);
             return DaemonView { socket, status: status.map_err(|e| plain(&e.to_string())), rates: Vec::new() };
         };
-        let moved = status.clients.iter().map(|c| (c.client, c.moved)).collect();
-        let before = self.clients.insert(i, (now, moved));
-        let rate = |c: &ClientStatus| {
-            let (then, bytes) = before.as_ref().and_then(|(then, of)| Some((*then, *of.get(&c.client)?)))?;
-            let time = now.saturating_duration_since(then).as_secs_f64();
-            (time > 0.0).then(|| c.moved.saturating_sub(bytes) as f64 / time)
+        let (then, before) = self.clients.insert(i, (now, status.clients.clone())).unwrap_or((now, Vec::new()));
+        let time = now.saturating_duration_since(then).as_secs_f64();
+        let rates = |c: &ClientStatus| {
+            let old = before.iter().find(|old| old.client == c.client);
+            let (hits, misses) = old.map_or((0, 0), |old| (old.iotlb_hits, old.iotlb_misses));
+            let bytes = old.filter(|_| time > 0.0).map(|old| c.moved.saturating_sub(old.moved) as f64 / time);
+            ClientRates {
+                bytes_per_s: bytes.unwrap_or(0.0),
+                hit_ratio: ratio(c.iotlb_hits.saturating_sub(hits), c.iotlb_misses.saturating_sub(misses)),
+            }
         };
-        let rates = status.clients.iter().map(|c| rate(c).unwrap_or(0.0)).collect();
+        let rates = status.clients.iter().map(rates).collect();
         DaemonView { socket, status: Ok(status.clone()), rates }
     }
+}
+
+/// The share of hits, if there was any translation.
+fn ratio(hits: u64, misses: u64) -> Option<f64> {
+    let all = hits.saturating_add(misses);
+    (all > 0).then(|| hits as f64 / all as f64)
 }
 
 impl Running {
@@ -148,10 +165,7 @@ impl Running {
             let (hits, misses) = old.map_or((0, 0), |old| (old.hits, old.misses));
             (i.hits - hits, i.misses.saturating_sub(misses))
         });
-        let hit_ratio = iommu.and_then(|(hits, misses)| {
-            let all = hits.saturating_add(misses);
-            (all > 0).then(|| hits as f64 / all as f64)
-        });
+        let hit_ratio = iommu.and_then(|(hits, misses)| ratio(hits, misses));
         let faults = now.iommu.as_ref().map_or(0, |i| i.faults);
         Self { rate: per_s(done), stages: stages.collect(), hit_ratio, faults, now }
     }
@@ -186,11 +200,13 @@ impl Running {
         self.now.stages.iter().find(|s| s.stage == "read").map_or(0, |s| s.bytes)
     }
 
-    /// The IOMMU in words; nothing for a job without one.
-    pub fn iommu(&self) -> Option<String> {
-        self.now.iommu.as_ref()?;
-        let hits = self.hit_ratio.map_or(String::new(), |ratio| format!("IOTLB: {:.2} % hits; ", ratio * 100.0));
-        Some(format!("{hits}{} faults", self.faults))
+    /// The device in words: its queues and its IOMMU; nothing for a job without either.
+    pub fn device(&self) -> Option<String> {
+        let in_flight = self.now.in_flight.map(|n| format!("{n} operations in flight"));
+        let hits = self.hit_ratio.map(|ratio| format!("IOTLB: {:.2} % hits", ratio * 100.0));
+        let faults = self.now.iommu.as_ref().map(|_| format!("{} faults", self.faults));
+        let said: Vec<String> = [in_flight, hits, faults].into_iter().flatten().collect();
+        (!said.is_empty()).then(|| said.join("; "))
     }
 }
 
@@ -233,18 +249,30 @@ pub fn stage_row(s: &StageView) -> [String; 6] {
 }
 
 /// The names of the columns of [`client_rows`].
-pub const CLIENT_HEAD: [&str; 9] = ["client", "pid", "uid", "queues", "buffers", "ddr", "hbm", "rate", "errors"];
+pub const CLIENT_HEAD: [&str; 11] =
+    ["client", "pid", "uid", "queues", "in flight", "buffers", "card", "rate", "hits", "faults", "errors"];
+/// How they are aligned.
+pub const CLIENT_ALIGN: &str = "rrrrrrrrrrr";
 
 impl DaemonView {
     /// The clients in lines.
-    pub fn client_rows(&self) -> Vec<[String; 9]> {
+    pub fn client_rows(&self) -> Vec<[String; 11]> {
         let clients = self.status.iter().flat_map(|status| &status.clients);
-        let row = |(c, rate): (&ClientStatus, &f64)| {
-            let buffers = format!("{} ({})", c.buffers, binary(c.bytes));
-            let number = |n: u32| n.to_string();
-            let client = if c.closing { format!("{} closing", c.client) } else { c.client.to_string() };
-            let (ddr, hbm, rate) = (binary(c.ddr), binary(c.hbm), per_second(*rate));
-            [client, number(c.pid), number(c.uid), number(c.queues), buffers, ddr, hbm, rate, c.errors.to_string()]
+        let row = |(c, rates): (&ClientStatus, &ClientRates)| {
+            let number = |n: u64| n.to_string();
+            [
+                if c.closing { format!("{} closing", c.client) } else { number(c.client) },
+                number(c.pid.into()),
+                number(c.uid.into()),
+                number(c.queues.into()),
+                number(c.in_flight),
+                binary(c.bytes),
+                binary(c.ddr.saturating_add(c.hbm)),
+                per_second(rates.bytes_per_s),
+                rates.hit_ratio.map_or("-".to_owned(), |ratio| format!("{:.1} %", ratio * 100.0)),
+                number(c.faults),
+                number(c.errors),
+            ]
         };
         clients.zip(&self.rates).map(row).collect()
     }
@@ -252,7 +280,7 @@ impl DaemonView {
     /// Bytes per second of all clients.
     pub fn rate(&self) -> f64 {
         // The sum of no floating-point numbers is -0.0, and would be shown so.
-        self.rates.iter().fold(0.0, |sum, rate| sum + rate)
+        self.rates.iter().fold(0.0, |sum, rates| sum + rates.bytes_per_s)
     }
 
     /// The daemon in a line.
@@ -296,13 +324,13 @@ impl View {
                 running.stages.iter().for_each(|stage| table.row(stage_row(stage)));
                 out += &table.text();
             }
-            out += &running.iommu().map_or(String::new(), |iommu| format!("{iommu}\n"));
+            out += &running.device().map_or(String::new(), |device| format!("{device}\n"));
         }
         for daemon in &self.daemons {
             out += &format!("\n{}", wrap(&daemon.text(), 2));
             let rows = daemon.client_rows();
             if !rows.is_empty() {
-                let mut table = Table::new("rrrrrrrrr", CLIENT_HEAD);
+                let mut table = Table::new(CLIENT_ALIGN, CLIENT_HEAD);
                 rows.into_iter().for_each(|row| table.row(row));
                 out += &table.text();
             }
@@ -328,14 +356,18 @@ impl View {
                 "iommu": now.iommu.map(|i| json!({
                     "hits": i.hits, "misses": i.misses, "faults": i.faults, "hit_ratio": hit_ratio,
                 })),
+                "in_flight": now.in_flight,
             }),
         };
         let daemon = |daemon: &DaemonView| {
-            let client = |(c, rate): (&ClientStatus, &f64)| {
+            let client = |(c, rates): (&ClientStatus, &ClientRates)| {
+                let ClientRates { bytes_per_s, hit_ratio } = rates;
+                let (hits, misses, faults) = (c.iotlb_hits, c.iotlb_misses, c.faults);
                 json!({
                     "client": c.client, "pid": c.pid, "uid": c.uid, "queues": c.queues, "buffers": c.buffers,
                     "buffer_bytes": c.bytes, "ddr_bytes": c.ddr, "hbm_bytes": c.hbm, "moved_bytes": c.moved,
-                    "bytes_per_s": rate, "errors": c.errors, "closing": c.closing,
+                    "bytes_per_s": bytes_per_s, "in_flight": c.in_flight, "errors": c.errors, "closing": c.closing,
+                    "iommu": { "hits": hits, "misses": misses, "faults": faults, "hit_ratio": hit_ratio },
                 })
             };
             match &daemon.status {
@@ -396,11 +428,17 @@ impl View {
             hbm: 7,
             moved: 8,
             errors: 9,
+            in_flight: 10,
+            iotlb_hits: 11,
+            iotlb_misses: 12,
+            faults: 13,
         };
         let (totals, memory) = (Totals::default(), (1 << 30, 4 << 30));
         let clients = vec![client; 3];
         let status = DaemonStatus { uptime: 7, totals, quarantined: 0, ddr: memory, hbm: memory, clients };
-        let daemon = |socket: &str, status| DaemonView { socket: socket.to_owned(), status, rates: vec![1e9; 3] };
+        let rates = ClientRates { bytes_per_s: 1e9, hit_ratio: Some(0.9) };
+        let daemon =
+            |socket: &str, status| DaemonView { socket: socket.to_owned(), status, rates: vec![rates.clone(); 3] };
         let daemons = vec![daemon("/run/a", Ok(status)), daemon("/run/b", Err("cannot connect".into()))];
         let at = SystemTime::now();
         vec![
