@@ -27,7 +27,7 @@ table{border-collapse:collapse}td,th{padding:.15em .8em .15em 0;text-align:left;
 .n{text-align:right;font-variant-numeric:tabular-nums}code{overflow-wrap:anywhere}
 svg{width:100%;height:auto;background:#fafafa;border:1px solid #ddd}
 svg text{font:11px system-ui,sans-serif;fill:#333}svg line{stroke:#ddd}
-.key{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}";
+.key{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}.key:first-child{margin-left:0}";
 
 /// The contents of a page besides the timeline.
 pub struct Page<'a> {
@@ -60,7 +60,7 @@ impl Page<'_> {
         page += "</style></head><body>\n";
         let (answer, bottleneck) = &self.answer;
         page += &format!("<h1>{}</h1>\n<p>{}</p>\n", escape(answer.trim()), escape(bottleneck.trim()));
-        page += "<h2>StageTimeline</h2>\n<p>";
+        page += "<h2>Timeline</h2>\n<p>";
         for (i, stage) in Stage::ALL.iter().enumerate().filter(|(i, _)| used(timeline, *i)) {
             page += &format!("<span class=\"key s{i}\"></span>{stage}");
         }
@@ -102,7 +102,7 @@ fn svg(timeline: &StageTimeline, wall: Duration) -> String {
     let tracks: Vec<(&Track, Vec<Vec<StageSpan>>)> =
         timeline.tracks.iter().map(|track| (track, few(track.rows(), whole / (WIDTH - NAMES)))).collect();
     let height = AXIS + tracks.iter().map(|(_, rows)| rows.len() as f64 * ROW + 8.0).sum::<f64>();
-    let mut out = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"StageTimeline\">\n");
+    let mut out = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"Timeline\">\n");
     let step = tick(whole);
     let digits = (-(step * 1e3).log10().floor()).max(0.0) as usize;
     let mut at = 0.0;

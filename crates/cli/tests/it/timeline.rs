@@ -209,9 +209,15 @@ fn a_report_is_one_page_in_which_names_are_text() {
     let mut found = given.iter().map(String::as_str).chain(names);
     let works = |name: &&str| Command::new(name).arg("--version").output().is_ok_and(|o| o.status.success());
     let Some(chromium) = found.find(works) else { return println!("SKIPPED: no chromium") };
-    let picture = folder.join("report.png");
+    // Kept, so that somebody can look at it.
+    let check = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("check");
+    fs::create_dir_all(&check).unwrap();
+    let picture = check.join("report.png");
+    let _ = fs::remove_file(&picture);
     let output = Command::new(chromium)
-        .args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1000"])
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1600"])
+        .args(["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"])
+        .args(["--disable-sync", &format!("--user-data-dir={}", folder.join("chromium").display())])
         .arg(format!("--screenshot={}", picture.display()))
         .arg(format!("file://{}/report.html", folder.display()))
         .output()
