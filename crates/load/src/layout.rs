@@ -86,7 +86,7 @@ mod tests {
         let tensor = |len: &u64| {
             Arc::new(Tensor {
                 name: String::new(),
-                dtype: String::new(),
+                dtype: Arc::default(),
                 shape: Box::default(),
                 at: FileOffset::new(0),
                 len: *len,

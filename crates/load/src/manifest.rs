@@ -547,7 +547,7 @@ impl From<&ManifestRegion> for JsonRegion {
         Self {
             kind: region.part.kind().to_owned(),
             name: tensor.map(|t| t.name.clone()),
-            dtype: tensor.map(|t| t.dtype.clone()),
+            dtype: tensor.map(|t| t.dtype.to_string()),
             shape: tensor.map(|t| t.shape.to_vec()),
             start: region.start,
             end: region.end,
@@ -593,7 +593,7 @@ impl JsonRegion {
             ("gap", None) => RegionKind::Gap,
             ("tensor", Some(name)) => RegionKind::Tensor(Arc::new(Tensor {
                 name,
-                dtype: dtype.unwrap_or_default(),
+                dtype: dtype.unwrap_or_default().into(),
                 shape: shape.unwrap_or_default().into(),
                 at: FileOffset::new(start),
                 len: end.saturating_sub(start),

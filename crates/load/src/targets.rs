@@ -75,7 +75,7 @@ mod tests {
             let mut at = header;
             let tensors = sizes.iter().map(|&len| {
                 let begin = FileOffset::new(at);
-                let t = Tensor { name: String::new(), dtype: String::new(), shape: Box::default(), at: begin, len };
+                let t = Tensor { name: String::new(), dtype: Arc::default(), shape: Box::default(), at: begin, len };
                 at += len;
                 t.into()
             });

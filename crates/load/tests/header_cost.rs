@@ -1,11 +1,13 @@
-//! The memory that headers take: at most four times their size, whatever they say.
+//! What headers cost, whatever they say: at most four times their size in memory, and time in proportion to it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use dmalane_load::Model;
 use dmalane_load::container::gguf;
 use dmalane_load::container::safetensors::{MAX_DIMS, MAX_PAIRS, parse_header};
 use peak_alloc::PeakAlloc;
+use rustix::time::{ClockId, clock_gettime};
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
@@ -18,16 +20,29 @@ fn turn() -> MutexGuard<'static, ()> {
 }
 
 /// Bytes that every header may take, however short it is.
-const SOME: usize = 1 << 20;
+const SOME: usize = 64 << 10;
 /// Bytes of a header.
-const LEN: usize = 2 << 20;
+const LEN: usize = 1 << 20;
 
-/// The most memory that `parse` took besides what there was, and whether it succeeded.
-fn cost(parse: impl FnOnce() -> Option<Model>) -> (usize, bool) {
-    let before = MEMORY.current_usage();
+/// Time of this thread for each byte: 20 times what a debug build takes at most, and less than a step that is quadratic
+/// in tensors of 30 bytes takes.
+const PER_BYTE: Duration = Duration::from_micros(4);
+
+/// Parses a header of `len` bytes, and checks what it takes. Gives whether it succeeded.
+fn parses(what: &str, len: usize, parse: impl FnOnce() -> Option<Model>) -> bool {
+    let time = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap();
+    let (before, start) = (MEMORY.current_usage(), time());
     MEMORY.reset_peak_usage();
     let model = parse();
-    (MEMORY.peak_usage() - before, model.is_some())
+    let (took, bytes) = (time() - start, MEMORY.peak_usage() - before);
+    println!(
+        "{what}: {:.2} of {len} bytes, {:.0} ns a byte",
+        bytes as f64 / len as f64,
+        took.as_nanos() as f64 / len as f64
+    );
+    assert!(bytes <= 4 * len + SOME, "{what}: {bytes} bytes for {len}");
+    assert!(took <= PER_BYTE * len as u32, "{what}: {took:?} for {len} bytes");
+    model.is_some()
 }
 
 /// A JSON object of entries, until it is long enough.
@@ -86,10 +101,8 @@ fn a_header_takes_at_most_four_times_its_size() {
     ];
     for (what, header, good) in headers {
         let len = header.len();
-        let (took, parsed) = cost(|| parse_header(header.as_bytes(), 8 + len as u64).ok());
+        let parsed = parses(what, len, || parse_header(header.as_bytes(), 8 + len as u64).ok());
         assert_eq!(parsed, good, "{what}");
-        println!("{what}: {:.2} of {len} bytes", took as f64 / len as f64);
-        assert!(took <= 4 * len + SOME, "{what}: {took} bytes for {len}");
     }
 }
 
@@ -125,6 +138,10 @@ fn a_gguf_header_takes_at_most_four_times_its_size() {
         bytes.extend((text.len() as u64).to_le_bytes());
         bytes.extend(text.bytes());
     };
+    let check = |what: &str, file: &[u8], good: bool| {
+        let parsed = parses(what, file.len(), || gguf::parse_header(file, file.len() as u64).ok());
+        assert_eq!(parsed, good, "{what}");
+    };
     // An array of empty texts, and one of arrays.
     for kind in [8u32, 9] {
         let mut file = header(0, 1);
@@ -134,23 +151,30 @@ fn a_gguf_header_takes_at_most_four_times_its_size() {
         file.extend((n as u64).to_le_bytes());
         let element = if kind == 8 { vec![0; 8] } else { [0; 12].to_vec() };
         file.extend(element.repeat(n));
-        let (took, parsed) = cost(|| gguf::parse_header(&file[..], file.len() as u64).ok());
-        assert!(parsed && took < SOME, "{took} bytes for {}", file.len());
+        check("GGUF array", &file, true);
     }
-    // Tensors of the shortest names, of no dimension and of eight; names of which two are the same.
-    for (dims, good) in [(0u32, true), (1, true), (8, true), (1, false)] {
+    // As many pairs as there may be, of bytes and of the numbers that are longest as text.
+    for (kind, value) in
+        [(0u32, &[255][..]), (1, &[128]), (7, &[0]), (11, &i64::MIN.to_le_bytes()), (12, &[1, 0, 0, 0, 0, 0, 0, 0])]
+    {
+        let mut file = header(0, MAX_PAIRS as u64);
+        file.extend([&[0; 8][..], &kind.to_le_bytes(), value].concat().repeat(MAX_PAIRS));
+        file.resize(file.len().next_multiple_of(32), 0);
+        check(&format!("GGUF pairs of type {kind}"), &file, true);
+    }
+    // Tensors of the shortest names, of no dimension and of eight; names of which two are the same; of a type that
+    // nobody knows, so that scalars may be of no bytes, and of a type for each.
+    for (dims, same, types, good) in
+        [(0u32, 1, 1, true), (1, 1, 1, true), (8, 1, 1, true), (1, 2, 1, false), (0, 1, usize::MAX, false)]
+    {
         let n = LEN / (28 + 8 * dims as usize);
         let mut file = header(n as u64, 0);
         for i in 0..n {
-            text(&mut file, &name(if good { i } else { i / 2 }));
-            // Of a type that nobody knows, so that scalars may be of no bytes.
-            file.extend(
-                [dims.to_le_bytes().to_vec(), vec![0; 8 * dims as usize], vec![9, 9, 0, 0], vec![0; 8]].concat(),
-            );
+            text(&mut file, &name(i / same));
+            let kind = (2313 + (i % types) as u32).to_le_bytes();
+            file.extend([&dims.to_le_bytes()[..], &vec![0; 8 * dims as usize], &kind, &[0; 8]].concat());
         }
         file.resize(file.len().next_multiple_of(32), 0);
-        let (took, parsed) = cost(|| gguf::parse_header(&file[..], file.len() as u64).ok());
-        println!("GGUF tensors of {dims} dimensions: {:.2} of {} bytes", took as f64 / file.len() as f64, file.len());
-        assert!(parsed == good && took <= 4 * file.len() + SOME, "{took} bytes for {}", file.len());
+        check(&format!("GGUF tensors of {dims} dimensions"), &file, good);
     }
 }

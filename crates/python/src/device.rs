@@ -272,7 +272,7 @@ impl DeviceTensor {
             file,
             index,
             name: tensor.name.clone(),
-            dtype: tensor.dtype.clone(),
+            dtype: tensor.dtype.to_string(),
             shape: crate::open::shape_of(&tensor),
             nbytes: tensor.len,
             address: va.map(|va| va.first()),

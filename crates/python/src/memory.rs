@@ -197,7 +197,7 @@ impl Tensor {
     /// When the bytes do not lie within the block.
     pub(crate) fn new(of: &dmalane::load::Tensor, shape: Vec<u64>, block: Arc<Block>, offset: u64, len: u64) -> Self {
         let slice = BlockSlice::new(block, offset as usize, len as usize);
-        Self { name: of.name.clone(), dtype: of.dtype.clone(), shape, slice }
+        Self { name: of.name.clone(), dtype: of.dtype.to_string(), shape, slice }
     }
 
     fn dlpack_type(&self) -> PyResult<DLDataType> {

@@ -331,7 +331,7 @@ impl Files {
         let (file, index) = self.inner.find(name)?;
         let source = &self.inner.files[file];
         let tensor = &source.model.tensors[index];
-        Ok((tensor.dtype.clone(), tensor.shape.to_vec(), tensor.len, source.name(), tensor.at.bits()))
+        Ok((tensor.dtype.to_string(), tensor.shape.to_vec(), tensor.len, source.name(), tensor.at.bits()))
     }
 
     /// Reads all tensors.

@@ -1,33 +1,34 @@
-//! Arbitrary bytes as a header of any container: parsing takes memory in proportion to them, whatever they claim.
+//! Arbitrary bytes as a header of any container: parsing takes memory and time in proportion to them, whatever they
+//! claim.
+
+use std::time::Duration;
 
 use dmalane_load::container::{gguf, npy, safetensors};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::MEMORY;
 
 /// Bytes that every header may take, for limits that do not depend on its length.
 const SOME: usize = 64 << 10;
 
+/// Time of this thread for each byte, in the slowest build, and for every header.
+const PER_BYTE: Duration = Duration::from_micros(100);
+const AT_ALL: Duration = Duration::from_millis(100);
+
 /// Runs the target on one input.
 pub fn target(input: &[u8]) {
     let Some((kind, header)) = input.split_first() else { return };
-    let before = MEMORY.current_usage();
+    let time = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default();
+    let (before, start) = (MEMORY.current_usage(), time());
     MEMORY.reset_peak_usage();
     // A count may claim what a large file could hold, but not what it holds.
     let len = header.len() as u64;
-    let times = match kind % 3 {
-        0 => {
-            drop(safetensors::parse_header(header, len + 8));
-            4
-        }
-        1 => {
-            drop(gguf::parse_header(header, len));
-            7
-        }
-        _ => {
-            drop(npy::parse_header(header, len, "array"));
-            4
-        }
-    };
-    let took = MEMORY.peak_usage() - before;
-    assert!(took <= times * header.len() + SOME, "{took} bytes for a header of {}", header.len());
+    match kind % 3 {
+        0 => drop(safetensors::parse_header(header, len + 8)),
+        1 => drop(gguf::parse_header(header, len)),
+        _ => drop(npy::parse_header(header, len, "array")),
+    }
+    let (took, bytes) = (time().saturating_sub(start), MEMORY.peak_usage() - before);
+    assert!(bytes <= 4 * header.len() + SOME, "{bytes} bytes for a header of {}", header.len());
+    assert!(took <= PER_BYTE * header.len() as u32 + AT_ALL, "{took:?} for a header of {} bytes", header.len());
 }

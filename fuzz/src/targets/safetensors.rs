@@ -27,7 +27,7 @@ pub fn target(file: &[u8]) {
         let info = metadata.info(&tensor.name).expect("a tensor that the library does not see");
         assert_eq!(tensor.at.bits(), data + info.data_offsets.0 as u64);
         assert_eq!(tensor.len, (info.data_offsets.1 - info.data_offsets.0) as u64);
-        assert_eq!(tensor.dtype, info.dtype.to_string());
+        assert_eq!(*tensor.dtype, *info.dtype.to_string());
         assert!(tensor.shape.iter().eq(info.shape.iter().map(|d| *d as u64).collect::<Vec<_>>().iter()));
         assert_eq!(tensor.at.bits(), next, "tensors tile the file");
         next += tensor.len;

@@ -12,7 +12,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
-use dmalane::file::{FileQueue, Mode};
+use dmalane::file::FileQueue;
 use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};

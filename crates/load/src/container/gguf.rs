@@ -4,6 +4,7 @@
 //! of typed key-value pairs and tensor descriptions is followed by the tensors' bytes, each at a multiple of
 //! `general.alignment`. Block sizes are those of ggml's type traits.
 
+use std::fmt::{Display, LowerExp};
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 
 use super::safetensors::{MAX_HEADER, MAX_PAIRS};
-use super::{Container, ContainerFile, FormatError, Model, Tensor, has_extension};
+use super::{Container, ContainerFile, FormatError, Model, Tensor, TypeNames, has_extension};
 use crate::Error;
 
 /// The first bytes of every GGUF file.
@@ -21,6 +22,8 @@ const MAGIC: &[u8] = b"GGUF";
 const ALIGNMENT: u64 = 32;
 /// The most dimensions of a tensor; ggml has 4.
 const MAX_DIMS: u32 = 8;
+/// The most types that are unknown; ggml has some forty in all.
+const MAX_UNKNOWN: usize = 64;
 /// Values of which a text longer than this is left out of [`Model::metadata`].
 const MAX_TEXT: u64 = 4096;
 
@@ -141,7 +144,7 @@ impl<R: BufRead> Header<R> {
         if pairs > MAX_PAIRS as u64 {
             return bad(format!("{pairs} pairs of metadata, more than {MAX_PAIRS}"));
         }
-        let (mut alignment, mut metadata) = (ALIGNMENT, Vec::new());
+        let (mut alignment, mut metadata) = (ALIGNMENT, Vec::with_capacity(pairs as usize));
         for _ in 0..pairs {
             let key = self.text()?;
             let kind = self.u32()?;
@@ -156,18 +159,19 @@ impl<R: BufRead> Header<R> {
         }
         // As many as the file has bytes for.
         let mut described = Vec::with_capacity(tensors as usize);
+        let no_type: Arc<str> = Arc::default();
         for _ in 0..tensors {
-            described.push(self.tensor()?);
+            described.push(self.tensor(&no_type)?);
         }
         let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad("general.alignment wraps") };
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
-        metadata.sort();
+        metadata.sort_unstable();
         Ok(Model { len: self.file, tensors, metadata: Some(metadata), container: Container::Gguf })
     }
 
     /// Reads a tensor as its description has it: `at` counts from the start of the tensors' bytes, and `len` is where
     /// the description is in the file, below its type. A file may have millions of tensors: no more is kept of each.
-    fn tensor(&mut self) -> Result<Arc<Tensor>, HeaderError> {
+    fn tensor(&mut self, no_type: &Arc<str>) -> Result<Arc<Tensor>, HeaderError> {
         const { assert!(MAX_HEADER <= u32::MAX as u64) };
         let described = self.at << 32;
         let name = self.text()?;
@@ -179,7 +183,7 @@ impl<R: BufRead> Header<R> {
         let mut shape = (0..dims).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
         shape.reverse();
         let (len, at) = (described | u64::from(self.u32()?), FileOffset::new(self.u64()?));
-        Ok(Arc::new(Tensor { name, dtype: String::new(), shape: shape.into(), at, len }))
+        Ok(Arc::new(Tensor { name, dtype: no_type.clone(), shape: shape.into(), at, len }))
     }
 
     /// Reads a value, as text where it is a short scalar or text.
@@ -191,7 +195,7 @@ impl<R: BufRead> Header<R> {
             3 => i16::from_le_bytes(self.array()?).to_string(),
             4 => self.u32()?.to_string(),
             5 => i32::from_le_bytes(self.array()?).to_string(),
-            6 => f32::from_le_bytes(self.array()?).to_string(),
+            6 => float(f32::from_le_bytes(self.array()?)),
             7 => (self.array::<1>()?[0] != 0).to_string(),
             8 => {
                 let len = self.u64()?;
@@ -203,7 +207,7 @@ impl<R: BufRead> Header<R> {
             9 => return self.skip_array(depth).map(|()| None),
             10 => self.u64()?.to_string(),
             11 => i64::from_le_bytes(self.array()?).to_string(),
-            12 => f64::from_le_bytes(self.array()?).to_string(),
+            12 => float(f64::from_le_bytes(self.array()?)),
             other => return bad(format!("a value of unknown type {other} at {}", FileOffset::new(self.at))),
         };
         Ok(Some(text))
@@ -298,6 +302,16 @@ impl<R: BufRead> Header<R> {
     }
 }
 
+/// A number as text, which is short: written out, the smallest one has 326 characters.
+fn float<F: Into<f64> + Display + LowerExp + Copy>(value: F) -> String {
+    let size: f64 = value.into().abs();
+    if size == 0.0 || !size.is_finite() || (1e-5..1e16).contains(&size) {
+        value.to_string()
+    } else {
+        format!("{value:e}")
+    }
+}
+
 /// Puts described tensors in the order of their bytes, none of which overlap, and completes them.
 fn place(
     mut tensors: Vec<Arc<Tensor>>,
@@ -314,6 +328,7 @@ fn place(
     }
     drop(by_name);
     let mut end_before = start;
+    let (mut types, mut unknown) = (TypeNames(Vec::new()), 0);
     for i in 0..tensors.len() {
         let next = tensors.get(i + 1).map_or(Some(file), |next| start.checked_add(next.at.bits()));
         let Tensor { name, dtype, shape, at: first, len } = Arc::make_mut(&mut tensors[i]);
@@ -331,11 +346,21 @@ fn place(
                 if shape.last().is_some_and(|row| row % block != 0) {
                     return Err(wrong(format!("a row is not made of whole blocks of {block} elements")));
                 }
-                ((*name).to_owned(), elements.div_ceil(*block).checked_mul(*bytes).ok_or_else(overflow)?)
+                (
+                    types.get(number, |_| (*name).to_owned()),
+                    elements.div_ceil(*block).checked_mul(*bytes).ok_or_else(overflow)?,
+                )
             }
             // A type that came later: all bytes up to the next tensor.
             None => {
-                (format!("type {number}"), next.and_then(|next| next.checked_sub(first.bits())).ok_or_else(overflow)?)
+                let name = types.get(number, |number| {
+                    unknown += 1;
+                    format!("type {number}")
+                });
+                if unknown > MAX_UNKNOWN {
+                    return Err(wrong(format!("more than {MAX_UNKNOWN} types are unknown")));
+                }
+                (name, next.and_then(|next| next.checked_sub(first.bits())).ok_or_else(overflow)?)
             }
         };
         let end = first.bits().checked_add(*len).ok_or_else(overflow)?;
@@ -432,6 +457,8 @@ mod tests {
         // A web page that was saved under the file's name is damage, not a model of one run of bytes.
         assert_eq!(Container::detect(Path::new("x.GGUF"), b"<!DOCTYPE html>"), Container::Gguf);
         assert!(parsed(b"<!DOCTYPE html>").is_err());
+        assert_eq!([0.1f32, 0.0, 1e9, f32::MIN_POSITIVE].map(float), ["0.1", "0", "1000000000", "1.1754944e-38"]);
+        assert_eq!([5e-324, -1e300, f64::NAN].map(float), ["5e-324", "-1e300", "NaN"]);
         // Version 2 has the same layout.
         let empty = Writer::new(2, 0, 0).file(32, 0);
         assert_eq!(parsed(&empty).unwrap().tensors, []);

@@ -122,14 +122,29 @@ impl ContainerFile<'_> {
 pub struct Tensor {
     /// Its name.
     pub name: String,
-    /// The type of its elements as the header spells it ("F32"); empty for a blob.
-    pub dtype: String,
+    /// The type of its elements as the header spells it ("F32"); empty for a blob. Tensors of a file share it.
+    pub dtype: Arc<str>,
     /// Its shape; empty for a scalar and for a blob.
     pub shape: Box<[u64]>,
     /// Where its bytes start in the file.
     pub at: FileOffset,
     /// Bytes; may be 0.
     pub len: u64,
+}
+
+/// The names of types, each once: a file may have millions of tensors.
+struct TypeNames<T>(Vec<(T, Arc<str>)>);
+
+impl<T: PartialEq> TypeNames<T> {
+    /// The name of this type, which `name` makes when it is new.
+    fn get(&mut self, of: T, name: impl FnOnce(&T) -> String) -> Arc<str> {
+        if let Some((_, name)) = self.0.iter().find(|(known, _)| *known == of) {
+            return name.clone();
+        }
+        let name: Arc<str> = name(&of).into();
+        self.0.push((of, name.clone()));
+        name
+    }
 }
 
 /// Contents of a file.

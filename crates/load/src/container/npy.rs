@@ -71,7 +71,7 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     if end < len {
         return Err(FormatError::TrailingBytes { at: FileOffset::new(end), extra: len - end });
     }
-    let (name, dtype, at) = (name.to_owned(), dtype.to_owned(), FileOffset::new(data));
+    let (name, dtype, at) = (name.to_owned(), dtype.into(), FileOffset::new(data));
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len: end - data })];
     // The bytes are those of the transposed array then.
     let metadata = columns_first.then(|| vec![("fortran_order".to_owned(), "True".to_owned())]);

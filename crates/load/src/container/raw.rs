@@ -19,7 +19,7 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
         return Err(file.bad(FormatError::Empty));
     }
     let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let (dtype, shape, at, len) = (String::new(), Box::default(), FileOffset::new(0), file.len);
+    let (dtype, shape, at, len) = (Arc::default(), Box::default(), FileOffset::new(0), file.len);
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len })];
     Ok(Model { len, tensors, metadata: None, container: Container::Raw })
 }

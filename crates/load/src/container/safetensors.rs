@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Container, ContainerFile, FormatError, Model, Tensor, has_extension};
+use super::{Container, ContainerFile, FormatError, Model, Tensor, TypeNames, has_extension};
 use crate::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
@@ -76,6 +76,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     // By position; names make the order of zero-size tensors the same in every run.
     entries.sort_unstable_by(|a, b| (a.start, a.end, &a.name).cmp(&(b.start, b.end, &b.name)));
     let mut tensors: Vec<Arc<Tensor>> = Vec::with_capacity(entries.len());
+    let mut types = TypeNames(Vec::new());
     let mut end = 0;
     for Entry { name, start, end: stop, at } in entries {
         let wrong = |reason: String| FormatError::Tensor { tensor: short(&name), at: place(at), reason };
@@ -104,7 +105,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
         end = stop;
         tensors.push(Arc::new(Tensor {
             name: name.into(),
-            dtype: info.dtype.to_string(),
+            dtype: types.get(info.dtype, Dtype::to_string),
             shape: info.shape.dims,
             // Neither sum exceeds `len`.
             at: FileOffset::new(data + start),
@@ -430,7 +431,7 @@ pub(crate) fn header(model: &Model) -> io::Result<Vec<u8>> {
     // Some tensors of a file may have been left out: those that are here follow each other.
     let mut begin = 0;
     for t in &model.tensors {
-        let dtype: Dtype = serde_json::from_value(t.dtype.clone().into())?;
+        let dtype: Dtype = serde_json::from_value((&*t.dtype).into())?;
         let shape = t.shape.iter().map(|d| *d as usize).collect();
         let info = TensorInfo { dtype, shape, data_offsets: (begin, begin + t.len as usize) };
         begin += t.len as usize;
@@ -588,7 +589,7 @@ mod tests {
                 let offset = (t.at.bits() as usize) - 8 - header.len();
                 let shape: Vec<usize> = t.shape.iter().map(|d| *d as usize).collect();
                 assert_eq!(
-                    (&shape, offset, t.dtype.as_str()),
+                    (&shape, offset, &*t.dtype),
                     (&info.shape, info.data_offsets.0, info.dtype.to_string().as_str())
                 );
                 assert_eq!(offset + t.len as usize, info.data_offsets.1);

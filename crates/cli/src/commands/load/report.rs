@@ -199,7 +199,7 @@ fn json_tensors(file: &LoadedFile) -> impl Serialize {
     let tensor = |t: &LoadedTensor| {
         json!({
             "name": t.tensor.name,
-            "dtype": t.tensor.dtype,
+            "dtype": &*t.tensor.dtype,
             "shape": t.tensor.shape,
             "bytes": t.tensor.len,
             "device_va": t.va.map(|va| va.first().bits()),
@@ -491,7 +491,7 @@ mod tests {
         let tensor = |name: &str, shape: &[u64], len, va| LoadedTensor {
             tensor: std::sync::Arc::new(Tensor {
                 name: name.to_owned(),
-                dtype: "F32".to_owned(),
+                dtype: "F32".into(),
                 shape: shape.into(),
                 at: FileOffset::new(0),
                 len,
