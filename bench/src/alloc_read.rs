@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
 use dmalane::dma::{
-    AnonHeap, BufferSlice, Heap, MemfdHeap, PageKind, Pool, SharedBuf, VolatileSlice, export_dma_buf, footprint,
+    AnonHeap, BufferSlice, DmaHeap, Heap, MemfdHeap, PageKind, Pool, SharedBuf, VolatileSlice, export_dma_buf,
+    footprint,
 };
 use dmalane::file::{FileQueue, Io, Mode, read_now};
 use dmalane::queue::{Operation, Queue};
-use dmalane::{AllocAndRead, AllocRead, FileOptions, ReadOptions, Scheme};
+use dmalane::{AllocAndRead, AllocRead, FileOptions, OpenDevice, Placement, ReadOptions, Scheme, open_file};
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
 
@@ -70,6 +71,7 @@ const LARGE: u64 = 64 << 20;
 const MIB: u64 = 1 << 20;
 
 const REFERENCE: &str = "reference: the same direct reads into private huge pages that are there";
+const REFERENCE_HUGE: &str = "reference: the same direct reads into a memfd of huge pages that is there";
 const FRESH: &str = "reference: the same into new memory, without its allocation";
 const FIO: &str = "reference: the same by fio, into huge pages of its own";
 const COPY: &str = "reference: one buffered pread into private huge pages that are there";
@@ -90,6 +92,11 @@ const HASHED: &str = "ours: auto, private huge pages, hashed";
 const POOLED_SHARED: &str = "ours: auto, into a pooled memfd of 4 KiB pages";
 const SHARED: &str = "ours: auto, memfd of 4 KiB pages";
 const SHARED_HUGE: &str = "ours: auto, memfd of huge pages";
+const OURS_UDMABUF: &str = "ours: auto, memfd of 4 KiB pages, as a udmabuf";
+const OURS_DMA_HEAP: &str = "ours: auto, dma-buf of the heap system";
+const OTHERS: &str = "ours: auto, private huge pages, as nobody, of a file of root's";
+const LOAD: &str = "ours: load onto the software card";
+const VERIFY: &str = "ours: verify of that load";
 const FIRST: &str = "ours: auto, private huge pages, the cached half";
 const SECOND: &str = "ours: auto, private huge pages, the other half";
 
@@ -141,16 +148,17 @@ fn name(size: u64) -> String {
     }
 }
 
-/// Medians in seconds, by row.
-type Medians = BTreeMap<&'static str, f64>;
+/// Medians in seconds, and how many rounds they are of, by row.
+type Medians = BTreeMap<&'static str, (f64, usize)>;
 
 /// Goals compare rows of the same memory. Those whose rows were not measured are left out.
 fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, half: &Medians) {
     let size = name(bench.size);
-    let ratio = |t: &Medians, a: &str, b: &str| t.get(a).zip(t.get(b)).map(|(a, b)| a / b);
+    // And the rounds of that with fewer.
+    let ratio = |t: &Medians, a: &str, b: &str| t.get(a).zip(t.get(b)).map(|(a, b)| (a.0 / b.0, a.1.min(b.1)));
     let mut at_least = |what: &str, goal, t: &Medians, than, ours| {
-        if let Some(got) = ratio(t, than, ours) {
-            report.at_least(&format!("{size} {what}"), goal, got);
+        if let Some((got, rounds)) = ratio(t, than, ours) {
+            report.of_rounds(rounds).at_least(&format!("{size} {what}"), goal, got);
         }
     };
     if bench.size < MIB {
@@ -159,7 +167,7 @@ fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, hal
         at_least("cold, private: plain read / ours", 1.0, cold, PLAIN, POOLED);
         at_least("warm, private: plain read / ours", 1.0, warm, PLAIN, POOLED);
         for (temperature, t, floor) in [("cold", cold, REFERENCE), ("warm", warm, COPY)] {
-            if let Some(got) = ratio(t, POOLED, floor) {
+            if let Some((got, _)) = ratio(t, POOLED, floor) {
                 report.note(&size, &format!("{temperature}: ours / reference"), got);
             }
         }
@@ -169,10 +177,10 @@ fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, hal
         for (temperature, t) in [("cold", cold), ("warm", warm)] {
             let shareable = [NORMAL, SENDFILE, SENDFILE_DIRECT, SYNC, UDMABUF, UDMABUF_DIRECT].as_slice();
             for (memory, others, ours) in [("shareable", shareable, POOLED_SHARED), ("private", &[PLAIN], POOLED)] {
-                let best = others.iter().filter_map(|row| t.get(row)).copied().fold(f64::INFINITY, f64::min);
-                if let Some(ours) = t.get(ours).filter(|_| best.is_finite()) {
+                let best = others.iter().filter_map(|row| t.get(row)).min_by(|a, b| a.0.total_cmp(&b.0));
+                if let Some((ours, best)) = t.get(ours).zip(best) {
                     let goal = format!("{size} {temperature}, {memory}: ours / the fastest other");
-                    report.at_most(&goal, 1.0, ours / best);
+                    report.of_rounds(ours.1.min(best.1)).at_most(&goal, 1.0, ours.0 / best.0);
                 }
             }
         }
@@ -182,29 +190,38 @@ fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, hal
     at_least("cold, shareable: normal / ours", 1.5, cold, NORMAL, SHARED);
     at_least("warm, shareable: sendfile / ours", 1.5, warm, SENDFILE, SHARED);
     at_least("warm, shareable: normal / ours", 2.0, warm, NORMAL, SHARED);
+    for (temperature, t) in [("cold", cold), ("warm", warm)] {
+        at_least(&format!("{temperature}: rate of verify / that of the load"), 0.5, t, LOAD, VERIFY);
+    }
     let mut at_most = |what: &str, goal, t: &Medians, ours, than| {
-        if let Some(got) = ratio(t, ours, than) {
-            report.at_most(&format!("{size} {what}"), goal, got);
+        if let Some((got, rounds)) = ratio(t, ours, than) {
+            report.of_rounds(rounds).at_most(&format!("{size} {what}"), goal, got);
         }
     };
-    at_most("cold, shareable huge pages: ours / reference", 1.10, cold, SHARED_HUGE, REFERENCE);
+    at_most("cold, shareable huge pages: ours / reference", 1.10, cold, SHARED_HUGE, REFERENCE_HUGE);
     at_most("cold, private huge pages: ours / reference", 1.10, cold, AUTO, REFERENCE);
     at_most("cold: hashed / not", 1.03, cold, HASHED, AUTO);
     at_most("warm: hashed / not", 1.15, warm, HASHED, AUTO);
+    at_most("warm, a file of another user: unprivileged / root", 1.1, warm, OTHERS, AUTO);
     if let (Some(both), Some(a), Some(b)) = (half.get(AUTO), half.get(FIRST), half.get(SECOND)) {
-        report.at_most(&format!("{size} half cached: ours / (one half + the other)"), 1.10, both / (a + b));
+        let goal = format!("{size} half cached: ours / (one half + the other)");
+        report.of_rounds(both.1.min(a.1).min(b.1)).at_most(&goal, 1.10, both.0 / (a.0 + b.0));
     }
     // The most that "normal / ours" could be where the disk allows no more than the reference.
     for (row, of) in [(NORMAL, "normal / reference"), (SENDFILE, "sendfile / reference")] {
-        if let Some(got) = ratio(cold, row, REFERENCE) {
+        if let Some((got, _)) = ratio(cold, row, REFERENCE) {
             report.note(&size, &format!("cold: {of}"), got);
         }
     }
-    let Some(ours) = cold.get(AUTO) else { return };
-    if let (Some(alloc), Some(io)) = (cold.get(ALLOCATION), cold.get(REFERENCE)) {
+    let Some(&(ours, rounds)) = cold.get(AUTO) else { return };
+    if let (Some((alloc, _)), Some((io, _))) = (cold.get(ALLOCATION), cold.get(REFERENCE)) {
         let first = bench.first_chunk;
         let ideal = first + (alloc - first).max(*io);
-        report.at_most(&format!("{size} cold: T / (first chunk + max(rest of allocation, I/O))"), 1.10, ours / ideal);
+        report.of_rounds(rounds).at_most(
+            &format!("{size} cold: T / (first chunk + max(rest of allocation, I/O))"),
+            1.10,
+            ours / ideal,
+        );
         report.note(&size, "cold: T / (allocation + I/O)", ours / (alloc + io));
         report.note(&size, "cold: ms, T(first chunk)", first * 1e3);
     }
@@ -221,8 +238,8 @@ struct Bench {
     _file: tempfile::NamedTempFile,
     hash: u64,
     read: ReadOptions,
-    /// Memory that is there, for the reference.
-    ready: Option<BufferSlice>,
+    /// Memory that is there, for the references: private, and a memfd.
+    ready: [Option<BufferSlice>; 2],
     pool: Pool,
     pool_shared: Pool,
     first_chunk: f64,
@@ -230,9 +247,11 @@ struct Bench {
     cpu: f64,
     /// Its peak memory beyond the buffer, in bytes.
     extra: u64,
-    /// Why there is no fio to compare with, and no udmabuf.
-    no_fio: String,
-    no_udmabuf: String,
+    /// The card of loads, and the time of the last one's verification.
+    device: Option<OpenDevice>,
+    verified: Option<f64>,
+    /// Why there are no samples of a row.
+    missing: BTreeMap<&'static str, String>,
     /// Buffers of the plain reads of small files: freed, they would be handed out again, and would not be fresh.
     kept: Vec<Vec<u8>>,
 }
@@ -247,8 +266,9 @@ enum Left {
 }
 
 /// The rows of a cold or a cached file.
-const ROWS: [&str; 21] = [
+const ROWS: [&str; 27] = [
     REFERENCE,
+    REFERENCE_HUGE,
     FRESH,
     FIO,
     COPY,
@@ -269,15 +289,23 @@ const ROWS: [&str; 21] = [
     HASHED,
     SHARED,
     SHARED_HUGE,
+    OURS_UDMABUF,
+    OURS_DMA_HEAP,
+    OTHERS,
+    LOAD,
+    VERIFY,
 ];
 
 /// Those that goals of large files are about.
-const GOALS: [&str; 8] = [REFERENCE, ALLOCATION, NORMAL, SENDFILE, AUTO, HASHED, SHARED, SHARED_HUGE];
+const GOALS: [&str; 12] =
+    [REFERENCE, REFERENCE_HUGE, ALLOCATION, NORMAL, SENDFILE, AUTO, HASHED, SHARED, SHARED_HUGE, OTHERS, LOAD, VERIFY];
 
 impl Bench {
     fn new(size: u64, options: &Options) -> Result<Self> {
         let mut file = tempfile::Builder::new().suffix(".bin").tempfile_in(&options.folder)?;
         let mut hash = XxHash3_64::with_seed(0);
+        // Also for nobody.
+        file.as_file().set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
         let (mut x, mut left) = (size | 1, size);
         let mut block = vec![0u8; MIB as usize];
         while left > 0 {
@@ -304,14 +332,15 @@ impl Bench {
             _file: file,
             hash: hash.finish(),
             read,
-            ready: None,
+            ready: [None, None],
             pool,
             pool_shared,
             first_chunk: 0.0,
             cpu: 0.0,
             extra: 0,
-            no_fio: String::new(),
-            no_udmabuf: String::new(),
+            device: None,
+            verified: None,
+            missing: BTreeMap::new(),
             kept: Vec::new(),
         })
     }
@@ -329,7 +358,11 @@ impl Bench {
             .copied()
             .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
             .filter(|row| !matches!(*row, POOLED | POOLED_SHARED) || self.size < LARGE)
-            .filter(|row| !matches!(*row, AUTO | HASHED | SHARED | SHARED_HUGE) || self.size >= LARGE)
+            .filter(|row| !matches!(*row, AUTO | HASHED | SHARED | SHARED_HUGE | REFERENCE_HUGE) || self.size >= LARGE)
+            .filter(|row| *row != REFERENCE_HUGE || cold)
+            .filter(|row| *row != OTHERS || (self.size >= LARGE && !cold))
+            // The card has as much memory again.
+            .filter(|row| !matches!(*row, LOAD | VERIFY) || (LARGE..=1 << 30).contains(&self.size))
             // It starts up for longer than it takes to read a small file, and reads past the page cache in any case.
             .filter(|row| *row != FRESH || self.size >= LARGE)
             .filter(|row| *row != FIO || (self.size >= LARGE && cold))
@@ -358,16 +391,21 @@ impl Bench {
                 break;
             }
         }
-        self.ready = None;
+        self.ready = [None, None];
+        self.device = None;
         self.kept.clear();
         let case = format!("{} {}", name(self.size), cached.name());
         let mut medians = Medians::new();
         for row in rows {
             match samples.get(row) {
-                Some(samples) => drop(medians.insert(row, report.row(&case, row, self.size, samples))),
-                None if row == FIO => eprintln!("bench: skipped: {case}: {row}: {}", self.no_fio),
-                None if row == SHARED_HUGE => eprintln!("bench: skipped: {case}: {row}: there are none"),
-                None => eprintln!("bench: skipped: {case}: {row}: {}", self.no_udmabuf),
+                Some(samples) => {
+                    let median = report.row(&case, row, self.size, samples);
+                    medians.insert(row, (median, samples.len()));
+                }
+                None => {
+                    let why = self.missing.get(row).map_or("there is none", String::as_str);
+                    eprintln!("bench: skipped: {case}: {row}: {why}");
+                }
             }
         }
         Ok(medians)
@@ -396,7 +434,7 @@ impl Bench {
 
     /// Makes the host back as much memory as a sample will need.
     fn touch(&self, row: &str) -> Result<()> {
-        if self.size < LARGE || row == REFERENCE || row == COPY || row == FIO {
+        if self.size < LARGE || matches!(row, REFERENCE | REFERENCE_HUGE | COPY | FIO | LOAD | VERIFY) {
             return Ok(());
         }
         let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
@@ -420,32 +458,35 @@ impl Bench {
         let cpu = cpu();
         let start = Instant::now();
         let left = match row {
-            REFERENCE => {
-                let seconds = self.reference()?;
-                return Ok(Some(seconds));
+            REFERENCE => return self.reference(false).map(Some),
+            REFERENCE_HUGE => {
+                if self.ready[1].is_none() {
+                    self.ready[1] = Self::huge_memfd(self.size)?.map(SharedBuf::into_slice);
+                }
+                return if self.ready[1].is_some() { self.reference(true).map(Some) } else { Ok(None) };
             }
             FRESH => {
                 // The reference reads into the same memory in each round; this lies where a load's memory lies.
-                let kept = self.ready.take();
-                let seconds = self.reference()?;
-                self.ready = kept;
+                let kept = self.ready[0].take();
+                let seconds = self.reference(false)?;
+                self.ready[0] = kept;
                 return Ok(Some(seconds));
             }
             FIO => match self.fio() {
                 Ok(seconds) => return Ok(Some(seconds)),
                 Err(why) => {
-                    self.no_fio = why;
+                    self.missing.insert(row, why);
                     return Ok(None);
                 }
             },
             COPY => {
-                let mut part = self.ready()?;
+                let mut part = self.ready(false)?;
                 let start = Instant::now();
                 let file = File::open(&self.path)?;
                 let mut front = part.split_off_front(self.size as usize).ok_or("a short buffer")?;
                 read_now(&file, &mut front, FileOffset::new(0))?;
                 let seconds = start.elapsed().as_secs_f64();
-                self.ready = Some(front.join(part).map_err(|_| "parts of two buffers")?);
+                self.ready[0] = Some(front.join(part).map_err(|_| "parts of two buffers")?);
                 return Ok(Some(seconds));
             }
             ALLOCATION => {
@@ -461,11 +502,39 @@ impl Bench {
                 let buf = self.mmap_read(mode)?;
                 // There is no udmabuf, or one of so many bytes is more than it takes: 64 MiB unless told otherwise.
                 if let Err(e) = export_dma_buf(&buf.reference()) {
-                    self.no_udmabuf = e.to_string();
+                    self.missing.insert(row, e.to_string());
                     return Ok(None);
                 }
                 Left::Buffer(buf)
             }
+            OURS_UDMABUF => {
+                let (file, heap) = (File::open(&self.path)?, MemfdHeap::starting_at(PageKind::Base));
+                let read = heap.alloc_and_read(&file, .., &self.read)?;
+                if let Err(e) = export_dma_buf(&read.buffer.shared().reference()) {
+                    self.missing.insert(row, e.to_string());
+                    return Ok(None);
+                }
+                Left::Ours(Box::new(read))
+            }
+            OURS_DMA_HEAP => match DmaHeap::open("system") {
+                Ok(heap) => Left::Ours(Box::new(heap.alloc_and_read(&File::open(&self.path)?, .., &self.read)?)),
+                Err(e) => {
+                    self.missing.insert(row, e.to_string());
+                    return Ok(None);
+                }
+            },
+            OTHERS => match self.as_nobody() {
+                Ok((seconds, read)) => {
+                    self.check(row, Left::Ours(Box::new(read)))?;
+                    return Ok(Some(seconds));
+                }
+                Err(why) => {
+                    self.missing.insert(row, why);
+                    return Ok(None);
+                }
+            },
+            LOAD => return self.load().map(Some),
+            VERIFY => return Ok(self.verified.take()),
             SENDFILE => Left::Memfd(self.sendfile(false)?),
             SENDFILE_DIRECT => Left::Memfd(self.sendfile(true)?),
             PLAIN => Left::Bytes(std::fs::read(&self.path)?),
@@ -497,6 +566,7 @@ impl Bench {
                 let pages = if row == SHARED { PageKind::Base } else { PageKind::Hugetlb2M };
                 let (file, heap) = (File::open(&self.path)?, MemfdHeap::starting_at(pages));
                 let read = heap.alloc_and_read(&file, .., &self.read)?;
+                // Those of the reference are of the same kind.
                 if row == SHARED_HUGE && read.buffer.shared().backing().kind == PageKind::Base {
                     return Ok(None);
                 }
@@ -608,17 +678,58 @@ impl Bench {
         fio_runtime(&out.stdout).map(|ms| ms / 1e3).ok_or_else(|| "fio printed no result".to_owned())
     }
 
-    /// Memory that is there, in the pages that a load would have.
-    fn ready(&mut self) -> Result<BufferSlice> {
-        match self.ready.take() {
+    /// Reads the file as nobody, whom it does not belong to: in a thread, which alone changes its user.
+    fn as_nobody(&self) -> std::result::Result<(f64, AllocRead), String> {
+        if !rustix::process::geteuid().is_root() {
+            return Err("only root can become somebody else".to_owned());
+        }
+        let (path, options) = (&self.path, &self.read);
+        let read = || {
+            let nobody = rustix::process::Uid::from_raw(65534);
+            rustix::thread::set_thread_res_uid(nobody, nobody, nobody).map_err(|e| e.to_string())?;
+            let start = Instant::now();
+            let file = File::open(path).map_err(|e| format!("nobody cannot open it: {e}"))?;
+            let read = AnonHeap::new().alloc_and_read(&file, .., options).map_err(|e| e.to_string())?;
+            Ok((start.elapsed().as_secs_f64(), read))
+        };
+        std::thread::scope(|scope| scope.spawn(read).join().unwrap_or_else(|_| Err("it panicked".to_owned())))
+    }
+
+    /// Loads the file onto the software card, and verifies it there.
+    fn load(&mut self) -> Result<f64> {
+        let device = match &mut self.device {
+            Some(device) => device,
+            none => none.insert(dmalane::open("soft")?),
+        };
+        let start = Instant::now();
+        let mut inputs = [open_file(&self.path, FileOptions::for_mode(Mode::Auto))?];
+        let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {})?;
+        let seconds = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        device.verify(&loaded, &mut inputs, &mut |_| {})?;
+        self.verified = Some(start.elapsed().as_secs_f64());
+        device.unload(loaded)?;
+        Ok(seconds)
+    }
+
+    /// A memfd of huge pages, if there are some.
+    fn huge_memfd(size: u64) -> Result<Option<SharedBuf>> {
+        let buf = MemfdHeap::starting_at(PageKind::Hugetlb2M).allocate(size as usize)?.share();
+        Ok((buf.backing().kind != PageKind::Base).then_some(buf))
+    }
+
+    /// Memory that is there, in the pages that a load would have: private or, with `shared`, a memfd.
+    fn ready(&mut self, shared: bool) -> Result<BufferSlice> {
+        match self.ready[usize::from(shared)].take() {
             Some(part) => Ok(part),
+            None if shared => Err("there are no huge pages".into()),
             None => Ok(AnonHeap::new().reserve(self.size as usize)?.populate()?.into_slice()),
         }
     }
 
     /// Direct reads by io_uring into memory that is there, in the pages that a load would have, and nothing else.
-    fn reference(&mut self) -> Result<f64> {
-        let part = self.ready()?; // not counted
+    fn reference(&mut self, shared: bool) -> Result<f64> {
+        let part = self.ready(shared)?; // not counted
         let start = Instant::now();
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
         let mut channel = FileQueue::open(&self.path, options)?;
@@ -643,7 +754,7 @@ impl Bench {
         let seconds = start.elapsed().as_secs_f64();
         back.insert(rest.offset(), rest);
         let whole = back.into_values().map(Some).reduce(|a, b| a?.join(b?).ok()).flatten();
-        self.ready = Some(whole.ok_or("parts of two buffers")?);
+        self.ready[usize::from(shared)] = Some(whole.ok_or("parts of two buffers")?);
         Ok(seconds)
     }
 }

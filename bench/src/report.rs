@@ -17,7 +17,13 @@ pub struct Report {
     goals: Vec<Goal>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     notes: Vec<Note>,
+    /// Rounds of the rows that the next goal is about.
+    #[serde(skip)]
+    rounds: Option<usize>,
 }
+
+/// Rounds that prove a goal, where a bench says how many it had.
+const PROOF: usize = 11;
 
 /// Where it ran.
 #[derive(Serialize)]
@@ -86,6 +92,9 @@ struct Goal {
     got: f64,
     unit: &'static str,
     ok: bool,
+    /// Rounds that were too few to prove it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    too_few_rounds: Option<usize>,
 }
 
 /// A ratio worth knowing that nobody promised.
@@ -106,6 +115,7 @@ impl Report {
             rows: Vec::new(),
             goals: Vec::new(),
             notes: Vec::new(),
+            rounds: None,
         }
     }
 
@@ -153,19 +163,30 @@ impl Report {
         row.details.instructions_per_item
     }
 
+    /// The next goal is about rows of so many rounds: of less than [`PROOF`] it is not proven.
+    pub fn of_rounds(&mut self, rounds: usize) -> &mut Self {
+        self.rounds = Some(rounds);
+        self
+    }
+
+    fn goal(&mut self, name: &str, goal: f64, got: f64, unit: &'static str, ok: bool) {
+        let too_few_rounds = self.rounds.take().filter(|rounds| *rounds < PROOF);
+        self.goals.push(Goal { name: name.to_owned(), goal, got, unit, ok, too_few_rounds });
+    }
+
     /// A ratio that must not exceed `goal`.
     pub fn at_most(&mut self, name: &str, goal: f64, got: f64) {
-        self.goals.push(Goal { name: name.to_owned(), goal, got, unit: "ratio, at most", ok: got <= goal });
+        self.goal(name, goal, got, "ratio, at most", got <= goal);
     }
 
     /// A number that must be `goal` or more.
     pub fn at_least(&mut self, name: &str, goal: f64, got: f64) {
-        self.goals.push(Goal { name: name.to_owned(), goal, got, unit: "ratio, at least", ok: got >= goal });
+        self.goal(name, goal, got, "ratio, at least", got >= goal);
     }
 
     /// A number with a unit that must not exceed `goal`.
     pub fn at_most_in(&mut self, name: &str, goal: f64, got: f64, unit: &'static str) {
-        self.goals.push(Goal { name: name.to_owned(), goal, got, unit, ok: got <= goal });
+        self.goal(name, goal, got, unit, got <= goal);
     }
 
     /// A ratio worth knowing.
@@ -206,7 +227,11 @@ impl Report {
         out.push('\n');
         for b in &self.goals {
             let verdict = if b.ok { "met" } else { "MISSED" };
-            let _ = writeln!(out, "{verdict:<6} {}: {:.3} ({} {})", b.name, b.got, b.unit, b.goal);
+            let verdict = match b.too_few_rounds {
+                Some(rounds) => format!("{verdict}, not proven ({rounds} of {PROOF} rounds):"),
+                None => format!("{verdict:<6}"),
+            };
+            let _ = writeln!(out, "{verdict} {}: {:.3} ({} {})", b.name, b.got, b.unit, b.goal);
         }
         for n in &self.notes {
             let _ = writeln!(out, "note   {}: {}: {:.3}", n.case, n.name, n.got);
