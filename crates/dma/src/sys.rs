@@ -343,9 +343,9 @@ impl Region {
     /// `InvalidInput` for a range that is not within this memory or the mapping; `UnexpectedEof` where the file ends
     /// before; as [`Region::write_absent`].
     pub(crate) fn write_from_file(&self, offset: usize, len: usize, file: &FileMapping, at: u64) -> io::Result<()> {
-        if let (None, Some(file)) = (&self.fd, &file.file) {
+        if self.fd.is_none() {
             self.populate(offset, len)?;
-            return self.read_absent(offset, len, file, at);
+            return self.read_from_file(offset, len, file, at);
         }
         let skip = at.checked_sub(file.start).and_then(|skip| usize::try_from(skip).ok());
         let skip = skip.filter(|skip| within(*skip, len, file.len)).ok_or(io::ErrorKind::InvalidInput)?;
@@ -367,8 +367,12 @@ impl Region {
         }
     }
 
-    /// Reads from a file into a range that nobody else has.
-    fn read_absent(&self, offset: usize, len: usize, file: &OwnedFd, at: u64) -> io::Result<()> {
+    /// Reads from a mapped file into a range that is present and that nobody else has.
+    ///
+    /// # Errors
+    /// `Unsupported` for a file that is not regular; else as [`Region::write_from_file`].
+    pub(crate) fn read_from_file(&self, offset: usize, len: usize, file: &FileMapping, at: u64) -> io::Result<()> {
+        let file = file.file.as_ref().ok_or(io::ErrorKind::Unsupported)?;
         if !within(offset, len, self.len) {
             return Err(io::ErrorKind::InvalidInput.into());
         }

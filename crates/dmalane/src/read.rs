@@ -390,7 +390,8 @@ fn read<'a>(
         files: sources.iter().zip(&choices).map(map).collect(),
         copied: sources.iter().map(|_| AtomicU64::new(0)).collect(),
     };
-    let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), ..memory };
+    let direct = choices.iter().any(|choice| choice.options.mode != Mode::Buffered);
+    let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;
     for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {

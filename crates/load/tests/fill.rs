@@ -3,21 +3,25 @@
 mod script;
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use dmalane_load::fill::{BadJob, BufferMemory, Event, Extent, FillError, FillOptions, Job, Sink, fill};
+use dmalane_queue::{Capabilities, Completion, Limits, Operation, Queue, Refused, Ticket, Work};
 use script::{Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 
 #[test]
 fn any_job_gives_what_the_slow_version_gives() {
     let sources: Vec<_> = (0..3).map(|i| noise(i, 50_000)).collect();
-    let heaps: [&dyn Heap; 3] = [
+    let heaps: [&dyn Heap; 4] = [
         &AnonHeap::starting_at(PageKind::Base),
         &MemfdHeap::starting_at(PageKind::Base),
         &Pool::new(AnonHeap::new(), 1 << 20),
+        &Pool::new(MemfdHeap::starting_at(PageKind::Base), 1 << 20),
     ];
     let mut recycled = 0;
     for seed in 0..600 {
@@ -33,7 +37,7 @@ fn any_job_gives_what_the_slow_version_gives() {
             checksum: seed % 2 == 0,
             ..FillOptions::default()
         };
-        let heap = heaps[seed as usize % 3];
+        let heap = heaps[seed as usize % 4];
         let (mut arrived, mut complete, mut allocated) = (0, vec![false; job.extents.len()], 0);
         let mut missing: Vec<u64> = job.extents.iter().map(|e| e.len).collect();
         let mut watch = |event: Event| {
@@ -52,7 +56,8 @@ fn any_job_gives_what_the_slow_version_gives() {
             }
             ControlFlow::Continue(())
         };
-        let filled = fill(BufferMemory::of(heap), Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
+        let memory = BufferMemory { direct: random.below(4) > 0, ..BufferMemory::of(heap) };
+        let filled = fill(memory, Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
         assert_eq!(arrived, job.bytes());
         assert!(complete.iter().all(|c| *c), "every extent is reported");
         recycled += usize::from(filled.report.recycled);
@@ -68,7 +73,74 @@ fn any_job_gives_what_the_slow_version_gives() {
         }
         assert_eq!(heap.stats().live, 0);
     }
-    assert!(recycled > 50, "{recycled} of 200");
+    assert!(recycled > 100, "{recycled} of 300");
+}
+
+/// A queue that notes how far into its memory the furthest read goes.
+struct Furthest(Script, Arc<AtomicUsize>);
+
+impl Queue for Furthest {
+    type Addr = FileOffset;
+
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        if let Work::Copy { host, .. } = &operation.work {
+            self.1.fetch_max(host.slice.offset() + host.slice.len(), Ordering::Relaxed);
+        }
+        self.0.submit(operation)
+    }
+
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
+        self.0.poll(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
+        self.0.wait(done, timeout)
+    }
+}
+
+#[test]
+fn direct_reads_into_small_pages_behind_a_memfd_land_elsewhere() {
+    let source = noise(5, 200_000);
+    let job = Job::whole(&[200_000]);
+    let memfd = || MemfdHeap::starting_at(PageKind::Base);
+    // Memory, whether it is used for the second time, whether reads are direct, and whether they land elsewhere.
+    let cases: [(&dyn Heap, bool, bool, bool); 5] = [
+        (&memfd(), false, true, true),
+        (&Pool::new(memfd(), 1 << 20), true, true, true),
+        (&Pool::new(memfd(), 1 << 20), true, false, false),
+        (&memfd(), false, false, false),
+        (&Pool::new(AnonHeap::new(), 1 << 20), true, true, false),
+    ];
+    for (i, (heap, again, direct, elsewhere)) in cases.into_iter().enumerate() {
+        if again {
+            heap.allocate(200_000).unwrap().fill(0xff);
+        }
+        let furthest = Arc::new(AtomicUsize::new(0));
+        let mut workers = [vec![Furthest(Script::new(source.clone(), 3, 1, Vec::new()), furthest.clone())]];
+        let options = FillOptions { chunk: 40_960, block: 8192, ..FillOptions::default() };
+        let memory = BufferMemory { direct, ..BufferMemory::of(heap) };
+        let watch = &mut |_| ControlFlow::Continue(());
+        let filled = fill(memory, Sink::Memory, &job, &mut workers, &options, watch).unwrap();
+        assert_eq!(filled.report.recycled, again, "case {i}");
+        let cpu = filled.buffers.into_iter().next().unwrap().into_shared().into_cpu().unwrap();
+        assert!(cpu[..200_000] == **source && cpu[200_000..].iter().all(|b| *b == 0), "case {i}");
+        let expected = if elsewhere { 40_960 } else { 200_000 };
+        assert_eq!(furthest.load(Ordering::Relaxed), expected, "case {i}");
+    }
 }
 
 #[test]

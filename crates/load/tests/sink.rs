@@ -198,7 +198,7 @@ impl<'a> Case<'a> {
         saw: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
         let Self { host, card, to, inline, .. } = self;
-        let memory = BufferMemory { heap, register: Some((*host, Access::READ)), cached: None };
+        let memory = BufferMemory { register: Some((*host, Access::READ)), ..BufferMemory::of(heap) };
         let sink = Sink::Device { queue: card, polled: *inline, targets: &&to[..] };
         let mut filled = fill(memory, sink, job, workers, options, saw)?;
         for (mappings, buffer) in std::mem::take(&mut filled.mappings).iter().zip(&filled.buffers) {
@@ -416,7 +416,7 @@ fn what_cannot_go_there_is_refused() {
     let heap = AnonHeap::starting_at(PageKind::Base);
     let run = |to: &[DeviceAddr], registered: bool| {
         let mut card = Card::new(&host, 20_000, 1, None);
-        let memory = BufferMemory { heap: &heap, register: registered.then_some((&host, Access::READ)), cached: None };
+        let memory = BufferMemory { register: registered.then_some((&host, Access::READ)), ..BufferMemory::of(&heap) };
         let sink = Sink::Device { queue: &mut card, polled: true, targets: &to };
         let mut workers = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
         let options = FillOptions::default();

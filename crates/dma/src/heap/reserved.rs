@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Account, PageBacking, PageKind};
 use crate::buf::Memory;
 use crate::sys::{FileMapping, Region, page};
-use crate::{BufferSlice, Error, SharedBuf, VolatileSlice};
+use crate::{BufferSlice, CopyHint, Error, SharedBuf, VolatileSlice};
 
 /// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
 /// [`BufferSlice`] when it is populated.
@@ -63,10 +63,10 @@ impl Reserved {
         self.fresh
     }
 
-    /// True for new memory of ordinary pages behind a memfd: faster to fill by [`Absent::copy_from`] than to populate,
-    /// which zeroes it, and to read into.
+    /// True for memory of ordinary pages behind a descriptor: faster to fill by direct reads into huge pages and
+    /// [`Absent::copy_from`] there than by direct reads, whose requests list pages. New pages need not be zeroed then.
     pub fn is_better_copied_to(&self) -> bool {
-        !self.present && self.backing().kind == PageKind::Base && self.rest.memory().region.has_file()
+        self.backing().kind == PageKind::Base && self.rest.memory().region.has_file()
     }
 
     /// Takes the next `len` bytes, or all that are left; `None` when none are left.
@@ -113,14 +113,19 @@ impl Absent {
     /// Fills the range with `len` bytes of a mapped file from file offset `at` on, and the rest of the last page with
     /// zeroes. Memory behind a memfd of ordinary pages is made with these contents by the kernel, which then need not
     /// zero its pages first; this process has not touched them. Private memory is populated and read into at once,
-    /// while it is in the processor's cache. Only worth it for bytes that are in the page cache.
+    /// while it is in the processor's cache; memory that is present (recycled) is read into as it is. Only worth it for
+    /// bytes that are in the page cache.
     ///
     /// # Errors
     /// The range, to be populated and read into instead, with the reason: `Unsupported` for other memory, and where
     /// `len` does not end in the range's last page; `UnexpectedEof` for a regular file that ends before; `WouldBlock`
     /// while another thread fills a range, on systems that let one do so at a time; the kernel's.
     pub fn copy_from_file(self, file: &FileMapping, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
-        self.made_by(len, |region, offset| region.write_from_file(offset, len, file, at))
+        let present = self.present;
+        self.made_by(len, |region, offset| match present {
+            true => region.read_from_file(offset, len, file, at),
+            false => region.write_from_file(offset, len, file, at),
+        })
     }
 
     /// Fills the range as [`Absent::copy_from_file`] does, with bytes of other memory.
@@ -128,7 +133,14 @@ impl Absent {
     /// # Errors
     /// As [`Absent::copy_from_file`].
     pub fn copy_from(self, from: VolatileSlice<'_>) -> Result<BufferSlice, (Self, io::Error)> {
-        self.made_by(from.len(), |region, offset| region.write_from_view(offset, from))
+        let present = self.present;
+        self.made_by(from.len(), |region, offset| match region.view().sub(offset, from.len()).filter(|_| present) {
+            Some(there) => {
+                there.copy_from(from, CopyHint::Keep);
+                Ok(())
+            }
+            None => region.write_from_view(offset, from),
+        })
     }
 
     fn made_by(
@@ -140,11 +152,20 @@ impl Absent {
         let whole_pages =
             self.offset().is_multiple_of(page()) && len.checked_next_multiple_of(page()) == Some(self.len());
         let huge_file = memory.region.has_file() && memory.backing.kind != PageKind::Base;
-        if self.present || huge_file || !whole_pages {
+        if (huge_file && !self.present) || !whole_pages {
             return Err((self, io::ErrorKind::Unsupported.into()));
         }
         match write(&memory.region, self.offset()) {
-            Ok(()) => Ok(self.now_present()),
+            Ok(()) => {
+                // Pages that were made now have zeroes there.
+                let (end, left) = (self.offset() + len, self.len() - len);
+                if self.present
+                    && let Some(rest) = memory.region.view().sub(end, left)
+                {
+                    rest.fill(0);
+                }
+                Ok(self.now_present())
+            }
             Err(e) => Err((self, e)),
         }
     }

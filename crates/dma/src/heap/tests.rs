@@ -311,7 +311,28 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     let same = |b: &[u8]| b[..page() + 5] == data[777..][..page() + 5] && b[page() + 5..].iter().all(|b| *b == 0);
     assert_eq!(slice.with_bytes(|bytes| same(bytes)), Some(true), "read into");
     assert_eq!(refused(&private, 99_999, 2 * page()), std::io::ErrorKind::UnexpectedEof);
-    assert_eq!(refused(&pool, 0, 2 * page()), Unsupported, "present already");
+    assert_eq!(refused(&pool, 0, page()), Unsupported, "a page would keep its bytes");
+    assert_eq!(refused(&pool, 99_999, 2 * page()), std::io::ErrorKind::UnexpectedEof);
+    let from = pool.allocate(4 * page()).unwrap().share();
+    from.view().write(&data[..4 * page()]);
+    let other = pool.allocate(4 * page()).unwrap().share();
+    other.view().fill(0xff);
+    drop(other);
+    for ways in [[true, false], [false, true]] {
+        let mut reserved = pool.reserve(4 * page()).unwrap();
+        assert!(!reserved.is_fresh() && reserved.is_better_copied_to());
+        // From a file, and from other memory, in either order.
+        let mut filled = ways.map(|file| {
+            let absent = reserved.next(2 * page()).unwrap();
+            match file {
+                true => absent.copy_from_file(&mapping, 777, page() + 5).unwrap(),
+                false => absent.copy_from(from.view().sub(777, page() + 5).unwrap()).unwrap(),
+            }
+        });
+        let as_wanted = filled.each_mut().map(|slice| slice.with_bytes(|bytes| same(bytes)));
+        assert_eq!(as_wanted, [Some(true); 2], "recycled pages have these bytes, and zeroes behind them");
+        filled.iter().for_each(|slice| slice.view().fill(0xff));
+    }
     assert_eq!(refused(&heap, 0, page()), Unsupported, "a page would stay absent");
     let _ = refused(&heap, 99_999, 2 * page());
     let _ = refused(&heap, 1 << 40, 2 * page());

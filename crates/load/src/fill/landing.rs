@@ -1,25 +1,30 @@
 //! Landing places: huge pages that reads arrive in, where the buffers have small pages behind a memfd.
 //!
 //! A disk request lists pages, and the kernel zeroes pages of a memfd that are touched. Reads into huge pages that are
-//! used again and again, and copies from there into pages that the kernel makes with these contents, take less
-//! processor time, and leave the disk's requests as long as they are elsewhere.
+//! used again and again, and copies from there into pages that the kernel makes with these contents, or that are there
+//! already, take less time, and leave the disk's requests as long as they are elsewhere.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
-use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Reserved, SharedBuf};
+use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Pool, Reserved, SharedBuf};
 
 use super::locked;
 use super::state::Fragment;
 
-/// Bytes of all landing places together.
+/// Bytes of all landing places of a job together.
 const BYTES: usize = 32 << 20;
-/// More of them than this, of small chunks, help nobody.
-const PLACES: usize = 64;
+/// Bytes of landing places that the process keeps for its next jobs.
+const KEPT: usize = 8 << 20;
+/// Landing places are multiples of a huge page: places of one length are used again by jobs of any chunk.
+const HUGE: usize = 2 << 20;
+
+/// A huge page is made as slowly as a small file is read.
+static PLACES: LazyLock<Pool> = LazyLock::new(|| Pool::new(AnonHeap::starting_at(PageKind::Transparent), KEPT));
 
 /// The landing places of a job.
 pub(super) struct Landing {
-    heap: AnonHeap,
-    /// Bytes of each: a chunk.
+    heap: Pool,
+    /// Bytes of each: at least a chunk.
     len: usize,
     places: Mutex<Places>,
 }
@@ -67,12 +72,9 @@ impl Landing {
     /// that there is memory for so many bytes besides the buffers.
     pub fn new(reserved: &[Reserved], chunk: usize, room: impl FnOnce(usize) -> bool) -> Option<Self> {
         let wanted = chunk <= BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to) && room(BYTES);
-        let places = Places { free: Vec::new(), made: 0, left: (BYTES / chunk.max(1)).clamp(2, PLACES) };
-        wanted.then(|| Self {
-            heap: AnonHeap::starting_at(PageKind::Transparent),
-            len: chunk,
-            places: Mutex::new(places),
-        })
+        let len = chunk.next_multiple_of(HUGE);
+        let places = Places { free: Vec::new(), made: 0, left: BYTES / len };
+        wanted.then(|| Self { heap: PLACES.clone(), len, places: Mutex::new(places) })
     }
 
     /// A landing place; `None` where there is no memory for any, so that chunks are read where they stay.
@@ -160,12 +162,32 @@ mod tests {
     use super::*;
 
     #[test]
+    fn landing_places_are_used_again_by_other_jobs() {
+        let reserved = [MemfdHeap::starting_at(PageKind::Base).reserve(8 << 20).unwrap()];
+        let kept = Pool::new(AnonHeap::starting_at(PageKind::Transparent), KEPT);
+        for (job, chunk) in [2 << 20, 4096, 1 << 20].into_iter().enumerate() {
+            let mut landing = Landing::new(&reserved, chunk, |_| true).unwrap();
+            assert_eq!(landing.len, HUGE);
+            landing.heap = kept.clone();
+            let mut there = Vec::new();
+            while let Ok(place) = landing.take() {
+                let absent = MemfdHeap::starting_at(PageKind::Base).reserve(chunk).unwrap().next(chunk).unwrap();
+                there.push(landing.begin(place.unwrap(), absent).map_err(drop).unwrap());
+            }
+            assert_eq!(there.len() * HUGE, BYTES, "all of them are in use");
+            drop((landing, there));
+            let stats = kept.pool_stats();
+            assert_eq!((stats.kept, stats.hits), (KEPT, job * (KEPT / HUGE)));
+        }
+    }
+
+    #[test]
     fn without_memory_for_landing_places_chunks_are_read_where_they_stay() {
         let mut reserved = vec![MemfdHeap::starting_at(PageKind::Base).reserve(8 << 20).unwrap()];
         assert!(Landing::new(&reserved, 2 << 20, |_| false).is_none(), "there is no room");
         let mut landing = Landing::new(&reserved, 2 << 20, |more| more == BYTES).unwrap();
         // A node that no machine has.
-        landing.heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(62));
+        landing.heap = Pool::new(AnonHeap::starting_at(PageKind::Base).bound_to(Some(62)), 0);
         let place = |landing: &Landing| landing.take().map_or(None, |place| place);
         let (first, second) = (place(&landing).unwrap(), place(&landing).unwrap());
         let chunk = reserved[0].next(2 << 20).unwrap();

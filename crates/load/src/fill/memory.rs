@@ -17,6 +17,8 @@ pub struct BufferMemory<'a> {
     pub register: Option<(&'a dyn Registrar, Access)>,
     /// Fills chunks without making them present first, where it can.
     pub cached: Option<&'a dyn FillCached>,
+    /// Reads are the disk's work, and not copies out of the page cache.
+    pub direct: bool,
 }
 
 /// Fills memory that is not present with bytes that a source has in memory already, such as the page cache.
@@ -31,9 +33,9 @@ pub trait FillCached: Sync {
 }
 
 impl<'a> BufferMemory<'a> {
-    /// Buffers that are not registered, and made present before they are read into.
+    /// Buffers that are not registered, of direct reads.
     pub fn of(heap: &'a dyn Heap) -> Self {
-        Self { heap, register: None, cached: None }
+        Self { heap, register: None, cached: None, direct: true }
     }
 }
 

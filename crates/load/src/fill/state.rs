@@ -214,7 +214,8 @@ impl<'a, 'w> State<'a, 'w> {
                 }
                 enough(&reserved, 0)?;
                 let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
-                landing = Landing::new(&reserved, chunk, |more| enough(&reserved, more.min(all)).is_ok());
+                let room = |more: usize| enough(&reserved, more.min(all)).is_ok();
+                landing = stays.direct.then(|| Landing::new(&reserved, chunk, room)).flatten();
                 Pages::Buffers(reserved)
             }
         };
