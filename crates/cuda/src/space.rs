@@ -41,7 +41,7 @@ impl MapSpace {
         let odd = from.iter().flat_map(|(at, len)| [at, len]).chain([&va.bits()]).any(|n| n % self.page.bytes() != 0);
         if short || odd || len == 0 {
             let what = format!("{len} bytes from {offset} of the buffer at {va} are not pages of {}", self.page);
-            return Err(driver(crate::Error::Memory(what)));
+            return Err(refused(what));
         }
         Ok(from)
     }
@@ -65,7 +65,7 @@ impl MapSpace {
                     self.window(span).ok_or(SpaceError::NotReserved(*span))?;
                     if !span.is_aligned(self.page) {
                         let what = format!("{span} is not pages of {}", self.page);
-                        return Err(driver(crate::Error::Memory(what)));
+                        return Err(refused(what));
                     }
                     pages.extend(each(span.first().bits(), span.len()).map(|at| (at, None)));
                 }
@@ -110,6 +110,10 @@ impl MapSpace {
 
 fn driver(error: crate::Error) -> SpaceError {
     SpaceError::Driver(Box::new(error))
+}
+
+fn refused(what: String) -> SpaceError {
+    SpaceError::Refused(Box::new(crate::Error::Memory(what)))
 }
 
 impl AddressSpace for MapSpace {

@@ -46,7 +46,7 @@ pub trait AddressSpace: Send {
     ///
     /// # Errors
     /// [`SpaceError::NoBatches`] where a space binds one range at a time, [`SpaceError::NotReserved`],
-    /// [`SpaceError::Vm`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is
+    /// [`SpaceError::Vm`], [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is
     /// bound where the requests were; after the latter the memory must not be used again.
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
         let _ = requests;
@@ -177,6 +177,9 @@ pub enum SpaceError {
     /// The device could not be made to forget translations. Ranges that were unbound must not be used again.
     #[error("cannot invalidate the device's translations: {0}")]
     Invalidate(#[source] Box<dyn Error + Send + Sync>),
+    /// The requests were refused before the driver was asked: its limits, or memory that is not there.
+    #[error(transparent)]
+    Refused(Box<dyn Error + Send + Sync>),
     /// The driver's call failed.
     #[error(transparent)]
     Driver(Box<dyn Error + Send + Sync>),

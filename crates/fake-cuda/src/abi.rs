@@ -516,6 +516,9 @@ functions! {
         undo("cuStreamDestroy_v2", |state| match state.streams.get_mut(&stream).filter(|s| !s.destroyed) {
             Some(stream) => {
                 stream.destroyed = true;
+                if stream.waiters > 0 {
+                    state.violation("a stream was destroyed while a thread waited for it".to_owned());
+                }
                 Ok(())
             }
             None => {
@@ -533,16 +536,28 @@ functions! {
     }
     fn cuStreamSynchronize(stream: u64) {
         let code = with_context("cuStreamSynchronize", |state| {
-            if state.streams.contains_key(&stream) { Ok(()) } else { Err(INVALID_HANDLE) }
-        });
-        let mut state = MODEL.lock();
-        while code == 0 && state.streams.get(&stream).is_some_and(|s| s.done < s.given) {
-            if let Some(broken) = state.broken() {
-                return broken;
+            match state.streams.get_mut(&stream).filter(|s| !s.destroyed) {
+                Some(stream) => stream.waiters += 1,
+                // The real driver uses memory that it has freed.
+                None => {
+                    state.violation(format!("a thread waits for stream {stream:#x}, which does not exist"));
+                    return Err(INVALID_HANDLE);
+                }
             }
+            Ok(())
+        });
+        if code != 0 {
+            return code;
+        }
+        let mut state = MODEL.lock();
+        while state.broken().is_none() && state.streams.get(&stream).is_some_and(|s| s.done < s.given) {
             state = MODEL.wait(state);
         }
-        code
+        let code = state.broken().filter(|_| state.streams.get(&stream).is_some_and(|s| s.done < s.given));
+        if let Some(stream) = state.streams.get_mut(&stream) {
+            stream.waiters -= 1;
+        }
+        code.unwrap_or(0)
     }
     fn cuStreamWaitEvent(stream: u64, event: u64, flags: c_uint) {
         with_context("cuStreamWaitEvent", |state| {

@@ -92,6 +92,8 @@ pub(crate) struct Stream {
     pub jobs: VecDeque<Item>,
     pub given: u64,
     pub done: u64,
+    /// Threads that wait for it.
+    pub waiters: u32,
     pub destroyed: bool,
 }
 

@@ -228,7 +228,8 @@ impl Context {
     /// Waits until all streams have ended what they were given. Each is asked twice, in case that only the call failed.
     pub(super) fn settle(&self) -> Result<(), Error> {
         let (driver, _current) = (self.driver, self.current_to_undo()?);
-        let streams = lock(&self.streams).clone();
+        // Locked until all are asked: a stream takes itself off the list before it is destroyed.
+        let streams = lock(&self.streams);
         let wait = |stream: &RawHandle| call!(driver.stream_synchronize(stream.0));
         streams.iter().try_for_each(|stream| self.note(wait(stream).or_else(|_| wait(stream))))
     }

@@ -234,9 +234,11 @@ impl Stream {
         len: u64,
     ) -> Result<(), OpError> {
         let (kind, at) = kind(at);
-        // Each slice of host memory is one operation's alone, but device memory may be written twice.
+        // Each slice of host memory is one operation's alone, but device memory may be written twice: where addresses
+        // overlap, or where one of them is bound, behind which any memory may lie.
         let twice = |range: &TransferRange| {
-            direction == Direction::FromHost && range.at < at + len && at < range.at + range.len
+            let bound = [kind, range.kind].contains(&RangeKind::Bound);
+            direction == Direction::FromHost && (bound || (range.at < at + len && at < range.at + range.len))
         };
         let batch = &self.batch;
         if batch.direction != direction || batch.ranges.len() >= BATCH || batch.ranges.iter().any(twice) {

@@ -1,12 +1,15 @@
 //! The suites of devices and queues.
 
-use dmalane_addr::{CardAddr, Span};
+use dmalane_addr::{Access, CardAddr, SgIndex, Span};
 use dmalane_cuda::{CudaDevice, Error, GpuName, gpus};
 use dmalane_device::conformance::suite;
-use dmalane_device::{AddressSpaceKind, Device};
+use dmalane_device::{AddressSpaceKind, Bind, Device};
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, drain};
+use dmalane_vm::Bo;
+use std::sync::Arc;
+use std::time::Duration;
 
 use crate::gpu::{Gpu, LONG, named, real};
 
@@ -231,4 +234,58 @@ fn operations_that_the_driver_has_not_got_are_taken_back() {
     assert_eq!(gpu.read(1, at, 5).unwrap(), b"first");
     drop(gpu);
     fake.assert_clean("taken back");
+}
+
+#[test]
+fn writes_to_the_same_memory_by_two_addresses_keep_their_order() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, ",vmm")).unwrap();
+    let (table, span) = gpu.allocate(2 << 20).unwrap();
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+    let space = gpu.device.address_space();
+    let ranges = [(); 2].map(|()| space.reserve(&table, 2 << 20).unwrap());
+    for range in &ranges {
+        space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: 2 << 20, access: Access::RW }).unwrap();
+    }
+    let card = DeviceAddr::Card(span.first());
+    let [a, b] = ranges.each_ref().map(|range| space.at(range.first()));
+    for (i, (first, second)) in [(a, b), (b, a), (card, a), (a, card)].into_iter().enumerate() {
+        let bytes = [format!("first {i}"), format!("later {i}")];
+        let hosts = bytes.each_ref().map(|bytes| gpu.host(bytes.as_bytes()).unwrap());
+        for (host, at) in hosts.into_iter().zip([first, second]) {
+            let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+        }
+        assert!(drain(&mut *gpu.queues[0], LONG).iter().all(|end| end.result.is_ok()));
+        assert_eq!(gpu.read(0, card, 7).unwrap(), bytes[1].as_bytes(), "{first:?}, {second:?}");
+    }
+    for range in ranges {
+        gpu.device.address_space().unbind(range).unwrap();
+    }
+    drop(gpu);
+    fake.assert_clean("two addresses");
+}
+
+#[test]
+fn a_queue_that_is_dropped_while_memory_is_freed_is_not_waited_for_any_more() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let (_, busy) = gpu.allocate(2 << 20).unwrap();
+    let (table, _) = gpu.allocate(2 << 20).unwrap();
+    let idle = gpu.queues.pop().unwrap();
+    let host = gpu.host(b"held").unwrap();
+    fake.hold(true);
+    let _ticket = gpu.queues[0].submit(Operation::write(host, DeviceAddr::Card(busy.first()))).unwrap();
+    gpu.queues[0].flush();
+    std::thread::scope(|scope| {
+        let memory = &mut gpu.memory;
+        let _freed = scope.spawn(move || memory.free(table.segments()).unwrap());
+        // It waits for the first queue by now, and has the second before it.
+        std::thread::sleep(Duration::from_millis(50));
+        let _dropped = scope.spawn(move || drop(idle));
+        std::thread::sleep(Duration::from_millis(50));
+        fake.hold(false);
+    });
+    assert_eq!(drain(&mut *gpu.queues[0], LONG).len(), 1);
+    drop(gpu);
+    fake.assert_clean("dropped while memory was freed");
 }
