@@ -23,7 +23,7 @@ pub(crate) struct Channel<T> {
     queue: usize,
     pool: vk::CommandPool,
     /// `None` only during drop.
-    timeline: Option<Timeline>,
+    timeline: Option<Arc<Timeline>>,
     /// Command buffers that nothing uses.
     free: Vec<vk::CommandBuffer>,
     flights: VecDeque<Flight<T>>,
@@ -45,6 +45,8 @@ pub(crate) struct Recording {
     commands: vk::CommandBuffer,
     keep: Vec<Arc<Buffer>>,
     program: Option<Arc<Program>>,
+    /// The commands wait for this one.
+    after: Option<Arc<Timeline>>,
 }
 
 /// Time that the drop of a channel waits for the GPU.
@@ -62,7 +64,7 @@ impl Recording {
 
 impl<T> Channel<T> {
     pub fn new(gpu: &Arc<Gpu>, queue: usize) -> Result<Self, CallError> {
-        let timeline = Timeline::new(gpu)?;
+        let timeline = Arc::new(Timeline::new(gpu)?);
         let info = vk::CommandPoolCreateInfo::default()
             .queue_family_index(gpu.queue(queue).family)
             .flags(vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER);
@@ -78,7 +80,7 @@ impl<T> Channel<T> {
         self.flights.len()
     }
 
-    fn timeline(&self) -> &Timeline {
+    fn timeline(&self) -> &Arc<Timeline> {
         self.timeline.as_ref().expect("taken by drop only")
     }
 
@@ -99,7 +101,7 @@ impl<T> Channel<T> {
         // SAFETY: the command buffer is not in flight: it is new, or was in the list of free ones. Beginning resets it.
         let begun = self.gpu.call("vkBeginCommandBuffer", |d| unsafe { d.begin_command_buffer(commands, &info) });
         match begun {
-            Ok(()) => Ok(Recording { commands, keep: Vec::new(), program: None }),
+            Ok(()) => Ok(Recording { commands, keep: Vec::new(), program: None, after: None }),
             Err(e) => {
                 self.free.push(commands);
                 Err(e)
@@ -223,14 +225,24 @@ impl<T> Channel<T> {
         unsafe { self.gpu.device().cmd_pipeline_barrier(into.commands, before, after, none, &memory, &[], &[]) }
     }
 
+    /// Takes back a recording that is not sent.
+    pub fn discard(&mut self, recording: Recording) {
+        self.free.push(recording.commands);
+    }
+
+    /// The timeline, and the value that it reaches when the last submission has ended.
+    pub fn last(&self) -> (&Arc<Timeline>, u64) {
+        (self.timeline(), self.last)
+    }
+
     /// Sends the commands to the GPU, to begin when `after` has reached its value.
     ///
     /// # Errors
     /// With the load back; nothing was sent.
     pub fn submit(
         &mut self,
-        recording: Recording,
-        after: Option<(&Timeline, u64)>,
+        mut recording: Recording,
+        after: Option<(Arc<Timeline>, u64)>,
         load: T,
     ) -> Result<(), (T, CallError)> {
         // SAFETY: the recording has begun, and all commands were recorded.
@@ -254,8 +266,9 @@ impl<T> Channel<T> {
             .signal_semaphores(&signals)
             .push_next(&mut timeline);
         let queue = self.gpu.queue(self.queue).lock();
-        // SAFETY: the structures live until the call returns; what the commands use is kept by the recording, which
-        // becomes a flight; the queue is locked. The owner of `after` keeps it until it has reached its value.
+        recording.after = after.map(|(timeline, _)| timeline);
+        // SAFETY: the structures live until the call returns; what the commands use and wait for is kept by the
+        // recording, which becomes a flight; the queue is locked.
         let sent = self.gpu.call("vkQueueSubmit", |d| unsafe { d.queue_submit(*queue, &[info], vk::Fence::null()) });
         drop(queue);
         match sent {

@@ -2,7 +2,7 @@
 
 use crate::error::CallError;
 
-/// Counts calls, and makes one of them fail.
+/// Counts calls, and makes some of them fail.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     #[cfg(test)]
@@ -13,8 +13,19 @@ pub(crate) struct Faults {
 #[derive(Debug, Default)]
 struct State {
     calls: u64,
-    fails: Option<(u64, ash::vk::Result)>,
+    fails: Option<Failing>,
     failed: Option<&'static str>,
+}
+
+#[cfg(test)]
+#[derive(Debug)]
+struct Failing {
+    /// Only calls of this function count.
+    call: Option<&'static str>,
+    number: u64,
+    /// All later ones fail, too.
+    for_good: bool,
+    result: ash::vk::Result,
 }
 
 impl Faults {
@@ -27,12 +38,13 @@ impl Faults {
         #[cfg(test)]
         {
             let mut state = self.state.lock().unwrap();
-            state.calls += 1;
-            if let Some((at, result)) = state.fails
-                && at == state.calls
-            {
-                state.failed = Some(call);
-                return Err(CallError { call, result });
+            let State { calls, fails, failed } = &mut *state;
+            if let Some(failing) = fails.as_ref().filter(|failing| failing.call.is_none_or(|of| of == call)) {
+                *calls += 1;
+                if *calls == failing.number || (failing.for_good && *calls > failing.number) {
+                    failed.get_or_insert(call);
+                    return Err(CallError { call, result: failing.result });
+                }
             }
         }
         let _ = call;
@@ -42,10 +54,33 @@ impl Faults {
     /// Makes the call of this number fail, counted from 1 and from now on.
     #[cfg(test)]
     pub fn fail(&self, number: u64, result: ash::vk::Result) {
-        *self.state.lock().unwrap() = State { calls: 0, fails: Some((number, result)), failed: None };
+        self.set(Some(Failing { call: None, number, for_good: false, result }));
     }
 
-    /// The call that was made to fail, once it was made.
+    /// Makes the next call of a function fail.
+    #[cfg(test)]
+    pub fn fail_call(&self, call: &'static str, result: ash::vk::Result) {
+        self.set(Some(Failing { call: Some(call), number: 1, for_good: false, result }));
+    }
+
+    /// Makes all calls of a function fail from now on.
+    #[cfg(test)]
+    pub fn fail_from(&self, call: &'static str, result: ash::vk::Result) {
+        self.set(Some(Failing { call: Some(call), number: 1, for_good: true, result }));
+    }
+
+    /// Lets all calls work again.
+    #[cfg(test)]
+    pub fn heal(&self) {
+        self.set(None);
+    }
+
+    #[cfg(test)]
+    fn set(&self, fails: Option<Failing>) {
+        *self.state.lock().unwrap() = State { calls: 0, fails, failed: None };
+    }
+
+    /// The first call that was made to fail, once it was made.
     #[cfg(test)]
     pub fn failed(&self) -> Option<&'static str> {
         self.state.lock().unwrap().failed

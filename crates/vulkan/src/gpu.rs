@@ -9,7 +9,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ash::{Device, ext, khr, vk};
@@ -58,6 +58,8 @@ pub(crate) struct Gpu {
     sparse: Option<usize>,
     /// Which of the queues runs programs that use device addresses.
     compute: Option<usize>,
+    /// Memory types that sparse buffers take, once there is one.
+    sparse_types: OnceLock<u32>,
     live: Arc<Live>,
     library: Arc<Library>,
 }
@@ -206,6 +208,7 @@ impl Gpu {
             queues,
             sparse,
             compute,
+            sparse_types: OnceLock::new(),
             live,
             library,
         }))
@@ -323,7 +326,9 @@ impl Gpu {
         }
         let buffer = self.create_buffer(&create)?;
         let needs = buffer.requirements();
-        let kind = |flags| self.memory_type(needs.memory_type_bits, flags, Some(heap));
+        // It may be bound to sparse buffers, too.
+        let bits = needs.memory_type_bits & self.sparse_types.get().unwrap_or(&u32::MAX);
+        let kind = |flags| self.memory_type(bits, flags, Some(heap));
         let mapped = if self.direct { kind(DIRECT) } else { None };
         let kind = mapped.or_else(|| kind(vk::MemoryPropertyFlags::DEVICE_LOCAL));
         let kind = kind.ok_or(Error::NoMemoryType("buffers in this heap"))?;
@@ -448,8 +453,9 @@ impl Gpu {
         let flags = vk::BufferCreateFlags::SPARSE_BINDING | vk::BufferCreateFlags::SPARSE_RESIDENCY;
         let create = vk::BufferCreateInfo::default().size(len).usage(self.copied()).flags(flags);
         let buffer = self.create_buffer(&create)?;
-        let granule = buffer.requirements().alignment;
-        Ok((Arc::new(buffer), granule))
+        let needs = buffer.requirements();
+        self.sparse_types.get_or_init(|| needs.memory_type_bits);
+        Ok((Arc::new(buffer), needs.alignment))
     }
 
     /// Does what the specification forbids, which the validation layers must notice.

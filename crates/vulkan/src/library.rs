@@ -4,7 +4,7 @@
 //! own a reference to it.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -53,18 +53,17 @@ pub(crate) struct Library {
 impl Library {
     /// Loads Vulkan. With `messages`, the validation layers check every call, where they are installed.
     pub fn load(messages: Option<Messages>, faults: Arc<Faults>) -> Result<Arc<Self>, Error> {
-        let entry = loader()?;
-        let messages = messages.filter(|_| layer_is_installed(&entry)).map(Arc::new);
+        let entry = loader(&faults)?;
+        let messages = match messages {
+            Some(messages) => layer_is_installed(&entry, &faults)?.then(|| Arc::new(messages)),
+            None => None,
+        };
         let application = vk::ApplicationInfo::default()
             .application_name(c"dmalane")
             .engine_name(c"dmalane")
             .api_version(vk::API_VERSION_1_3);
-        let (mut layers, mut extensions) = (Vec::new(), Vec::new());
-        let mut flags = vk::InstanceCreateFlags::empty();
-        if has_extension(&entry, None, khr::portability_enumeration::NAME) {
-            extensions.push(khr::portability_enumeration::NAME.as_ptr());
-            flags |= vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR;
-        }
+        let (flags, mut extensions) = portability(&entry, &faults)?;
+        let mut layers = Vec::new();
         let enabled = [vk::ValidationFeatureEnableEXT::SYNCHRONIZATION_VALIDATION];
         let mut features = vk::ValidationFeaturesEXT::default().enabled_validation_features(&enabled);
         let mut creation = messages.as_ref().map(messenger);
@@ -73,7 +72,7 @@ impl Library {
             layers.push(LAYER.as_ptr());
             extensions.push(ext::debug_utils::NAME.as_ptr());
             info = info.push_next(creation);
-            if has_extension(&entry, Some(LAYER), ext::validation_features::NAME) {
+            if has_extension(&entry, Some(LAYER), ext::validation_features::NAME, &faults)? {
                 extensions.push(ext::validation_features::NAME.as_ptr());
                 info = info.push_next(&mut features);
             }
@@ -235,15 +234,18 @@ impl Drop for Library {
 /// NVIDIA's (580.159) cannot be loaded again and again; after some tens of devices there was no driver any more.
 static LEAKED: Mutex<Option<Entry>> = Mutex::new(None);
 
-fn loader() -> Result<Entry, Error> {
+fn loader(faults: &Faults) -> Result<Entry, Error> {
     let mut loader = LEAKED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(entry) = &*loader {
         return Ok(entry.clone());
     }
     // SAFETY: the system's Vulkan loader is what it says: its initialisation has no requirements.
     let entry = unsafe { Entry::load() }.map_err(|e| Error::NoLoader(e.to_string()))?;
-    // SAFETY: a structure without anything in it.
-    match unsafe { entry.create_instance(&vk::InstanceCreateInfo::default(), None) } {
+    let (flags, extensions) = portability(&entry, faults)?;
+    let info = vk::InstanceCreateInfo::default().flags(flags).enabled_extension_names(&extensions);
+    faults.before("vkCreateInstance")?;
+    // SAFETY: the structure and the names live until the call returns.
+    match unsafe { entry.create_instance(&info, None) } {
         Ok(_for_ever) => *loader = Some(entry.clone()),
         Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => return Err(Error::NoDriver),
         Err(result) => return Err(CallError { call: "vkCreateInstance", result }.into()),
@@ -251,16 +253,33 @@ fn loader() -> Result<Entry, Error> {
     Ok(entry)
 }
 
-fn layer_is_installed(entry: &Entry) -> bool {
-    // SAFETY: the loader was loaded.
-    let layers = unsafe { entry.enumerate_instance_layer_properties() }.unwrap_or_default();
-    layers.iter().any(|l| l.layer_name_as_c_str() == Ok(LAYER))
+/// Flags and extensions with which the loader also lists drivers that are not quite Vulkan (Apple's GPUs).
+fn portability(entry: &Entry, faults: &Faults) -> Result<(vk::InstanceCreateFlags, Vec<*const c_char>), CallError> {
+    Ok(match has_extension(entry, None, khr::portability_enumeration::NAME, faults)? {
+        true => {
+            let flags = vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR;
+            (flags, vec![khr::portability_enumeration::NAME.as_ptr()])
+        }
+        false => (vk::InstanceCreateFlags::empty(), Vec::new()),
+    })
 }
 
-fn has_extension(entry: &Entry, layer: Option<&CStr>, name: &CStr) -> bool {
+fn layer_is_installed(entry: &Entry, faults: &Faults) -> Result<bool, CallError> {
+    const CALL: &str = "vkEnumerateInstanceLayerProperties";
+    faults.before(CALL)?;
     // SAFETY: the loader was loaded.
-    let found = unsafe { entry.enumerate_instance_extension_properties(layer) }.unwrap_or_default();
-    found.iter().any(|e| e.extension_name_as_c_str() == Ok(name))
+    let layers = unsafe { entry.enumerate_instance_layer_properties() };
+    let layers = layers.map_err(|result| CallError { call: CALL, result })?;
+    Ok(layers.iter().any(|l| l.layer_name_as_c_str() == Ok(LAYER)))
+}
+
+fn has_extension(entry: &Entry, layer: Option<&CStr>, name: &CStr, faults: &Faults) -> Result<bool, CallError> {
+    const CALL: &str = "vkEnumerateInstanceExtensionProperties";
+    faults.before(CALL)?;
+    // SAFETY: the loader was loaded.
+    let found = unsafe { entry.enumerate_instance_extension_properties(layer) };
+    let found = found.map_err(|result| CallError { call: CALL, result })?;
+    Ok(found.iter().any(|e| e.extension_name_as_c_str() == Ok(name)))
 }
 
 fn messenger(messages: &Arc<Messages>) -> vk::DebugUtilsMessengerCreateInfoEXT<'static> {

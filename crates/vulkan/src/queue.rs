@@ -32,6 +32,8 @@ const EAGER: usize = 256;
 /// A poll does not ring the doorbell while so many submissions are in flight: the longer it waits, the more goes into
 /// one.
 const BUSY: usize = 2;
+/// Rows of one operation: each is a region of a command, and held in memory until the command is written.
+const MOST_ROWS: u32 = 1 << 20;
 /// Bytes of patterns that fills copy from: what `vkCmdUpdateBuffer` takes at a time.
 const SCRATCH: u64 = 64 << 10;
 
@@ -113,6 +115,8 @@ struct Writer<'a> {
     regions: &'a mut Regions,
     /// Host memory is written.
     to_host: bool,
+    /// Memory is used by a bound address.
+    bound: bool,
 }
 
 impl Writer<'_> {
@@ -148,10 +152,17 @@ impl Writer<'_> {
         self.order(Some(place(from, from_side, at.0)), place(to, to_side, at.1));
         let region = vk::BufferCopy { src_offset: from.offset + at.0, dst_offset: to.offset + at.1, size: len };
         self.regions.push(&from.buffer, &to.buffer, region);
-        for memory in [&from.behind, &to.behind].into_iter().flatten() {
-            self.recording.keep(memory);
-        }
+        self.keep_behind(from);
+        self.keep_behind(to);
         self.to_host |= to_side == Side::Host;
+    }
+
+    /// Keeps the memory that is bound where a run lies.
+    fn keep_behind(&mut self, run: &Run) {
+        if let Some(memory) = &run.behind {
+            self.recording.keep(memory);
+            self.bound = true;
+        }
     }
 
     /// Copies between two lists of runs with as many bytes.
@@ -186,9 +197,7 @@ impl Writer<'_> {
             behind: to.behind.clone(),
         };
         self.order(None, (Side::Card, to.address + head, to.address + head + middle));
-        if let Some(memory) = &to.behind {
-            self.recording.keep(memory);
-        }
+        self.keep_behind(to);
         self.channel.fill(self.recording, &to.buffer, to.offset + head, middle, word as u32);
         for (at, len) in [(0, head), (head + middle, to.len - head - middle)] {
             if len > 0 {
@@ -308,6 +317,10 @@ fn write(
     host_runs.clear();
     device_runs.clear();
     let shape = operation.shape.as_deref();
+    if let Some(shape) = shape.filter(|shape| shape.rows > MOST_ROWS) {
+        let (len, max) = (shape.bytes().unwrap_or(u64::MAX), u64::from(MOST_ROWS) * shape.row);
+        return (0, Err(OpError::Refused(Refusal::TooLong { len, max })));
+    }
     let advance = |at: DeviceAddr, by: u64| at.advance(by).expect("checked when it was submitted");
     let all = |done: Result<(), OpError>| (if done.is_ok() { operation.bytes() } else { 0 }, done);
     let copies = |direction: Direction, writer: &mut Writer<'_>, host: &[Run], device: &[Run]| match direction {
@@ -417,12 +430,16 @@ impl GpuQueue {
     /// Submits the next operations.
     fn batch(&mut self, mut recording: Recording) -> Result<(), CallError> {
         let mut load = Vec::new();
+        let sparse = self.parts.sparse.clone();
+        // What is looked up stays bound until the GPU has the commands, and unbinding waits for these.
+        let _stays = sparse.as_ref().map(|sparse| sparse.stays());
         let mut writer = Writer {
             channel: &self.channel,
             recording: &mut recording,
             hazards: &mut self.hazards,
             regions: &mut self.regions,
             to_host: false,
+            bound: false,
         };
         if self.parts.gpu.copy_queues() > 1 {
             self.channel.see_others(writer.recording);
@@ -443,6 +460,7 @@ impl GpuQueue {
             load.push(Completion { ticket, operation, result, bytes });
         }
         writer.emit();
+        let uses_bound = writer.bound;
         // They would keep buffers that nothing uses any more.
         self.host_runs.clear();
         self.device_runs.clear();
@@ -451,15 +469,19 @@ impl GpuQueue {
         }
         self.state.flushed();
         // Pending binds must be done before the commands use them.
-        let bound = self.parts.sparse.as_ref().and_then(|sparse| sparse.pending());
-        let after = bound.as_ref().map(|(timeline, value)| (&**timeline, *value));
-        self.channel.submit(recording, after, load).map_err(|(load, e)| {
+        let after = sparse.as_ref().and_then(|sparse| sparse.pending());
+        if let Err((load, e)) = self.channel.submit(recording, after, load) {
             // Nothing of it happened.
             self.hazards.clear();
             self.scratch.pattern = None;
             self.late.extend(load.into_iter().map(stopped_by(&e)));
-            e
-        })
+            return Err(e);
+        }
+        if let Some(sparse) = sparse.as_ref().filter(|_| uses_bound) {
+            let (timeline, value) = self.channel.last();
+            sparse.used_until(timeline, value);
+        }
+        Ok(())
     }
 
     /// Ends the operations that the GPU has not received, if the queue has stopped.

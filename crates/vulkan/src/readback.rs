@@ -1,13 +1,16 @@
 //! Reading device memory as programs see it: a program on the GPU copies it, by its device address.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use ash::vk;
 use dmalane_device::PolledQueue;
-use dmalane_queue::{Capabilities, DeviceQueue, Direction, Limits, OpError, Operation, Refusal, StopReason, Work};
+use dmalane_queue::{
+    Capabilities, DeviceQueue, Direction, HostSlice, Limits, OpError, Operation, Refusal, StopReason, Work,
+};
 
-use crate::channel::Channel;
+use crate::channel::{Channel, Recording};
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Program};
 use crate::queue::{MAX_LEN, Parts, Run};
@@ -15,6 +18,8 @@ use crate::shader;
 
 /// Time that a read may take.
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// Pause before the driver is asked again whether a read that failed has ended.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Reads through a program, one operation at a time.
 struct Reader {
@@ -55,9 +60,32 @@ impl Reader {
             return Err(OpError::Refused(Refusal::Unsupported(operation.needs())));
         };
         operation.check_registered(&self.parts.importer).map_err(OpError::Refused)?;
+        // Nothing is unbound between the look at it and the end of the read.
+        let sparse = self.parts.sparse.clone();
+        let _stays = sparse.as_ref().map(|sparse| sparse.stays());
         self.device_runs.clear();
         self.parts.device(*at, host.slice.len() as u64, false, &mut self.device_runs)?;
         let mut recording = self.channel.begin().map_err(stopped)?;
+        if let Err(e) = self.record(&mut recording, host) {
+            self.channel.discard(recording);
+            return Err(e);
+        }
+        let after = sparse.as_ref().and_then(|sparse| sparse.pending());
+        self.channel.submit(recording, after, ()).map_err(|((), e)| stopped(e))?;
+        let ended = self.channel.wait(TIMEOUT).and_then(|()| self.channel.ended(drop));
+        if ended.is_ok() && self.channel.in_flight() == 0 {
+            return Ok(());
+        }
+        // The GPU may still write into the caller's memory, which is given back with the error.
+        while !self.channel.give_up(drop) {
+            thread::sleep(PAUSE);
+        }
+        let timeout = CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT };
+        Err(stopped(ended.err().unwrap_or(timeout)))
+    }
+
+    /// Writes down the copies of all runs.
+    fn record(&mut self, recording: &mut Recording, host: &HostSlice) -> Result<(), OpError> {
         let mut done = 0;
         for run in &self.device_runs {
             if let Some(memory) = &run.behind {
@@ -66,33 +94,22 @@ impl Reader {
             let mut within = 0;
             while within < run.len {
                 let len = (run.len - within).min(shader::MOST);
-                self.channel.before_read(&recording);
+                self.channel.before_read(recording);
                 let from = (&run.buffer, run.offset + within);
-                self.channel.read(&mut recording, &self.program, from, &self.scratch, len);
-                self.channel.after_read(&recording);
+                self.channel.read(recording, &self.program, from, &self.scratch, len);
+                self.channel.after_read(recording);
                 self.host_runs.clear();
                 self.parts.host(host, done, len, &mut self.host_runs)?;
                 let mut src_offset = 0;
                 for to in &self.host_runs {
                     let region = vk::BufferCopy { src_offset, dst_offset: to.offset, size: to.len };
-                    self.channel.copy(&mut recording, &self.scratch, &to.buffer, &[region]);
+                    self.channel.copy(recording, &self.scratch, &to.buffer, &[region]);
                     src_offset += to.len;
                 }
                 (within, done) = (within + len, done + len);
             }
         }
-        self.channel.show_host(&recording);
-        let bound = self.parts.sparse.as_ref().and_then(|sparse| sparse.pending());
-        let after = bound.as_ref().map(|(timeline, value)| (&**timeline, *value));
-        self.channel.submit(recording, after, ()).map_err(|((), e)| stopped(e))?;
-        let ended = self.channel.wait(TIMEOUT).and_then(|()| self.channel.ended(drop));
-        match ended {
-            Ok(()) if self.channel.in_flight() == 0 => Ok(()),
-            Ok(()) => Err(stopped(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT })),
-            Err(e) => {
-                self.channel.give_up(drop);
-                Err(stopped(e))
-            }
-        }
+        self.channel.show_host(recording);
+        Ok(())
     }
 }

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
@@ -32,6 +32,11 @@ pub(crate) struct SparseMap {
     granule: PageSize,
     timeline: Arc<Timeline>,
     state: Mutex<State>,
+    /// Read while commands are written down and sent that use what is bound, written while that changes; locked before
+    /// `state`.
+    stays: RwLock<()>,
+    /// Submissions that use bound memory: the timeline of their queue, and the value that says that they have ended.
+    uses: Mutex<Vec<(Arc<Timeline>, u64)>>,
     gpu: Arc<Gpu>,
 }
 
@@ -44,6 +49,8 @@ struct State {
     bound: BTreeMap<u64, (u64, Arc<Area>)>,
     /// Memory that was taken away, until the driver has reached this value.
     retired: VecDeque<(u64, Vec<Arc<Area>>)>,
+    /// Memory of binds that failed: it may be seen as long as the buffer exists.
+    lost: Vec<Arc<Area>>,
     /// Most ranges that may be bound.
     limit: u64,
 }
@@ -131,10 +138,11 @@ impl SparseMap {
         };
         let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
         let limit = if gpu.info().kind == "software GPU" { maps_left() } else { u64::MAX };
-        let state = State { vm, last: 0, bound: BTreeMap::new(), retired: VecDeque::new(), limit };
+        let (bound, retired) = (BTreeMap::new(), VecDeque::new());
+        let state = State { vm, last: 0, bound, retired, lost: Vec::new(), limit };
         let timeline = Arc::new(Timeline::new(gpu)?);
-        let state = Mutex::new(state);
-        Ok(Arc::new(Self { buffer, range, granule: size, timeline, state, gpu: gpu.clone() }))
+        let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
+        Ok(Arc::new(Self { buffer, range, granule: size, timeline, state, stays, uses, gpu: gpu.clone() }))
     }
 
     pub fn buffer(&self) -> &Arc<Buffer> {
@@ -148,6 +156,31 @@ impl SparseMap {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nothing is unbound while this is held.
+    pub fn stays(&self) -> RwLockReadGuard<'_, ()> {
+        self.stays.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a submission, which ends when its timeline reaches `value`, uses what is bound.
+    pub fn used_until(&self, timeline: &Arc<Timeline>, value: u64) {
+        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        // A queue that is gone has ended all that it was given, or keeps its timeline for ever.
+        uses.retain(|(other, _)| !Arc::ptr_eq(other, timeline) && Arc::strong_count(other) > 1);
+        uses.push((timeline.clone(), value));
+    }
+
+    /// Waits until no submission uses what is bound.
+    fn unused(&self) -> Result<(), Error> {
+        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        for (timeline, value) in &*uses {
+            if !timeline.wait(*value, TIMEOUT)? {
+                return Err(CallError { call: "vkWaitSemaphores", result: ash::vk::Result::TIMEOUT }.into());
+            }
+        }
+        uses.clear();
+        Ok(())
     }
 
     /// The last bind, if it may not have happened yet.
@@ -217,6 +250,10 @@ fn driver(e: impl Into<Error>) -> SpaceError {
     SpaceError::Driver(Box::new(e.into()))
 }
 
+fn refused(e: Error) -> SpaceError {
+    SpaceError::Refused(Box::new(e))
+}
+
 impl SparseSpace {
     pub fn new(map: &Arc<SparseMap>, memory: &Arc<GpuMemory>) -> Self {
         let free = RangeAllocator::new(map.range, map.granule);
@@ -261,7 +298,7 @@ impl AddressSpace for SparseSpace {
             ControlFlow::Break(())
         });
         match there {
-            Some(va) => Err(driver(Error::Bound(va))),
+            Some(va) => Err(refused(Error::Bound(va))),
             None => self.apply(&[bind.request()]),
         }
     }
@@ -276,10 +313,18 @@ impl AddressSpace for SparseSpace {
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
-        let mut touched = Vec::new();
+        let (mut touched, mut more) = (Vec::new(), 0);
         for request in requests {
             let span = match request {
-                BindRequest::Bind { va, len, .. } => Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?,
+                BindRequest::Bind { va, bo, offset, len, .. } => {
+                    let runs = offset.checked_add(*len).and_then(|end| bo.sg().runs(*offset..end));
+                    let areas = self.memory.areas();
+                    for run in runs.into_iter().flatten() {
+                        let found = areas.resolve(run.addr, run.len, |_, _, _, _, _| more += 1);
+                        found.map_err(|at| refused(Error::NotAllocated(at)))?;
+                    }
+                    Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?
+                }
                 BindRequest::Unbind(span) => *span,
                 BindRequest::Prefetch(_) => continue,
                 // Sparse buffers have neither.
@@ -291,7 +336,12 @@ impl AddressSpace for SparseSpace {
             touched.push(span);
         }
         let touched = union(touched);
+        let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.map.lock();
+        let wanted = state.bound.len() as u64 + more;
+        if more > 0 && wanted > state.limit {
+            return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
+        }
         let committed = state.vm.apply(requests.to_vec(), false).map_err(|PlanError { error, .. }| error)?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
@@ -373,10 +423,6 @@ fn mirror(
     };
     holes.retain(|(at, len)| was_bound(state, *at, *len));
     let replaced = bindings.iter().any(|p| was_bound(state, p.at, p.len));
-    let wanted = state.bound.len() as u64 + bindings.len() as u64;
-    if wanted > state.limit {
-        return Err(driver(Error::TooManyBinds { wanted, limit: state.limit }));
-    }
     let binds = bindings.iter().map(|p| SparseBind {
         at: p.at,
         len: p.len,
@@ -386,15 +432,19 @@ fn mirror(
     let all: Vec<_> = unbinds.chain(binds).collect();
     let value = state.last + 1;
     let takes_away = replaced || !holes.is_empty();
-    let sent = if all.is_empty() {
-        Ok(())
-    } else {
-        map.gpu.bind_sparse(&map.buffer, &all, &map.timeline, value).map(|()| state.last = value)
-    };
-    let done = sent.map_err(Error::from).and_then(|()| if takes_away { map.wait(value) } else { Ok(()) });
+    let done = (|| {
+        if takes_away {
+            map.unused()?;
+        }
+        if !all.is_empty() {
+            map.gpu.bind_sparse(&map.buffer, &all, &map.timeline, value)?;
+            state.last = value;
+        }
+        if takes_away { map.wait(value) } else { Ok(()) }
+    })();
     if let Err(e) = done {
         // The old memory stays in `bound`: it may be seen for ever. So may the new.
-        state.retired.push_back((u64::MAX, bindings.into_iter().map(|p| p.area).collect()));
+        state.lost.extend(bindings.into_iter().map(|p| p.area));
         return Err(match takes_away {
             true => SpaceError::Invalidate(Box::new(e)),
             false => driver(e),
@@ -417,7 +467,8 @@ impl Drop for SparseMap {
         let last = self.lock().last;
         if self.wait(last).is_err() && !self.gpu.has_bound() {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.retired));
+            let (bound, retired) = (std::mem::take(&mut state.bound), std::mem::take(&mut state.retired));
+            let memory = (bound, retired, std::mem::take(&mut state.lost));
             std::mem::forget((self.buffer.clone(), memory, self.timeline.clone()));
         }
     }

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
-use dmalane_device::{AddressSpaceKind, Bind, Device, Placement};
+use dmalane_device::{AddressSpaceKind, Bind, Device, Placement, SpaceError};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar, SharedBuf};
 use dmalane_queue::{
-    Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, StopReason, drain,
+    Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, Shape, StopReason, drain,
 };
 use dmalane_vm::{BindRequest, Bo};
 
@@ -176,6 +176,178 @@ fn make_every_call_fail(host_import: bool) {
 /// Calls whose failure changes nothing for the user but how something is done.
 const SURVIVED: [&str; 4] = ["vkGetSemaphoreCounterValue", "vkCreateBuffer", "vkCreateSemaphore", "vkWaitSemaphores"];
 
+/// An opened GPU, its parts, and a buffer of device memory.
+struct Opened {
+    queues: Vec<Box<DeviceQueue>>,
+    memory: dmalane_device::DeviceMemory,
+    registrar: Arc<dyn Registrar>,
+    device: VulkanDevice,
+    faults: Arc<Faults>,
+    live: Arc<Live>,
+    messages: Messages,
+}
+
+impl Opened {
+    /// `None` where there is no GPU, or none that binds sparse buffers and that was asked for.
+    fn new(sparse: bool) -> Option<Self> {
+        let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
+        let options =
+            VulkanOptions { sparse, direct: 0, validation: Some(messages.clone()), ..VulkanOptions::default() };
+        let mut device = open(&options, &faults, &live)?.unwrap();
+        if sparse && device.sparse_pages().is_none() {
+            println!("SKIPPED: the driver cannot bind sparse buffers");
+            return None;
+        }
+        let (registrar, memory, queues) = (device.registrar(), device.memory(), device.take_queues());
+        Some(Self { queues, memory, registrar, device, faults, live, messages })
+    }
+
+    fn allocate(&mut self, len: u64) -> (Arc<Bo>, DeviceAddr, SgTable<dmalane_addr::CardAddr>) {
+        let table = self.memory.allocate(len, &Placement::Default).unwrap();
+        let first = table.segments().next().unwrap().addr;
+        (Arc::new(Bo::new(first.bits(), SgIndex::from_table(&table).unwrap())), DeviceAddr::Card(first), table)
+    }
+
+    fn host(&self, bytes: &[u8]) -> HostSlice {
+        let (buf, via) = register(&*self.registrar, &*self.registrar.heap(None), bytes).unwrap();
+        (buf.into_slice(), via).into()
+    }
+
+    /// Drops everything, which must leave nothing, and no message.
+    fn end(self) {
+        let Self { queues, memory, registrar, device, live, messages, .. } = self;
+        drop((queues, memory, registrar, device));
+        assert_eq!(left(&live), [0; 6]);
+        checked(&messages);
+    }
+}
+
+fn bytes_of(end: Completion) -> Vec<u8> {
+    let slice = end.operation.into_slice().unwrap();
+    let mut bytes = vec![0; slice.len()];
+    slice.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn a_read_by_a_program_that_timed_out_has_ended_when_its_memory_is_given_back() {
+    const LEN: usize = 64 << 20;
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let (_, at, _table) = gpu.allocate(LEN as u64);
+    drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, LEN as u64, 0x0707_0707_0707_0707)]).unwrap());
+    let mut programs = gpu.device.program_queue().unwrap();
+    let host = gpu.host(&vec![0; LEN]);
+    gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
+    let _ticket = programs.submit(Operation::read(host, at)).unwrap();
+    let mut done = drain(&mut *programs, LONG);
+    assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
+    let mut last = [0];
+    done.remove(0).operation.into_slice().unwrap().read(LEN - 1, &mut last).unwrap();
+    assert_eq!(last, [7], "the GPU writes no more");
+    drop((done, programs));
+    gpu.end();
+}
+
+#[test]
+fn shapes_of_too_many_rows_are_refused() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let (_, at, _table) = gpu.allocate(1 << 20);
+    let shape = Shape { row: 1, rows: u32::MAX, host_pitch: 0, device_pitch: 0 };
+    let fill = Operation::fill(at, shape.bytes().unwrap(), 1).shaped(shape);
+    let error = run(&mut *gpu.queues[0], vec![fill]).unwrap_err();
+    assert!(error.contains("4294967295"), "{error}");
+    gpu.end();
+}
+
+#[test]
+fn a_bind_stays_known_to_the_copies_that_wait_for_it() {
+    const LEN: u64 = 128 << 20;
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let (bo, at, table) = gpu.allocate(LEN);
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, LEN).unwrap();
+    let fill = |at| Operation::fill(at, LEN, 0x0102_0304_0506_0708);
+    // The bind waits for this one on the same queue of the driver, and the next for the bind.
+    let _first = gpu.queues[0].submit(fill(at)).unwrap();
+    gpu.queues[0].flush();
+    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: LEN, access: Access::RW }).unwrap();
+    let at = space.at(range.first());
+    let _second = gpu.queues[0].submit(fill(at)).unwrap();
+    gpu.queues[0].flush();
+    // The space goes first, and the queue has the last reference to the bind.
+    let Opened { queues, memory, registrar, device, live, messages, .. } = gpu;
+    drop((memory, registrar, device));
+    drop(queues);
+    assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
+}
+
+#[test]
+fn a_bind_that_failed_keeps_only_its_own_memory() {
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let (bo, _, table) = gpu.allocate(1 << 20);
+    let (other, _, other_table) = gpu.allocate(1 << 20);
+    let held = left(&gpu.live)[0];
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 1 << 20).unwrap();
+    let bind = |bo, access| Bind { va: range.first(), bo, offset: 0, len: 1 << 20, access };
+    gpu.faults.fail_call("vkQueueBindSparse", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+    assert!(matches!(space.bind(&bind(&bo, Access::RW)), Err(SpaceError::Driver(_))));
+    gpu.faults.heal();
+    space.bind(&bind(&other, Access::RW)).unwrap();
+    space.unbind(range).unwrap();
+    gpu.memory.free(table.segments()).unwrap();
+    gpu.memory.free(other_table.segments()).unwrap();
+    assert_eq!(left(&gpu.live)[0], held - 1, "that of the bind that worked is the driver's again");
+    gpu.end();
+}
+
+#[test]
+fn a_batch_that_is_refused_leaves_old_binds() {
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let (bo, at, table) = gpu.allocate(1 << 20);
+    let (gone, _, gone_table) = gpu.allocate(1 << 20);
+    drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, 1 << 20, 0x0505_0505_0505_0505)]).unwrap());
+    gpu.memory.free(gone_table.segments()).unwrap();
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 1 << 20).unwrap();
+    let request = |bo: &Arc<Bo>| BindRequest::Bind {
+        va: range.first(),
+        bo: bo.clone(),
+        offset: 0,
+        len: 1 << 20,
+        access: Access::RW,
+    };
+    space.apply(&[request(&bo)]).unwrap();
+    let refused = space.apply(&[BindRequest::Unbind(range), request(&gone)]);
+    assert!(matches!(refused, Err(SpaceError::Refused(_))), "{refused:?}");
+    let at = space.at(range.first());
+    let read = Operation::read(gpu.host(&[0; 4096]), at);
+    assert_eq!(bytes_of(run(&mut *gpu.queues[0], vec![read]).unwrap().remove(0)), [5; 4096]);
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
+}
+
+#[test]
+fn unbinding_waits_for_copies_that_use_what_is_bound() {
+    const LEN: u64 = 128 << 20;
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let (bo, _, table) = gpu.allocate(LEN);
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, LEN).unwrap();
+    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: LEN, access: Access::RW }).unwrap();
+    let at = space.at(range.first());
+    let _ticket = gpu.queues[0].submit(Operation::fill(at, LEN, 0x0102_0304_0506_0708)).unwrap();
+    gpu.queues[0].flush();
+    // The driver's own order would hide it: the space asks before it gives the driver anything.
+    gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
+    let refused = gpu.device.address_space().unbind(range);
+    let Err(SpaceError::Invalidate(error)) = refused else { panic!("{refused:?}") };
+    assert!(error.to_string().contains("vkWaitSemaphores"), "{error}");
+    drop(drain(&mut *gpu.queues[0], LONG));
+    gpu.end();
+}
+
 #[test]
 fn memory_is_freed_when_no_copy_uses_it_any_more() {
     let (live, messages) = (Arc::<Live>::default(), Messages::new());
@@ -336,7 +508,7 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
         assert!(imported.err().unwrap().to_string().contains(call), "{call}");
         assert_eq!(left(&live), before, "{call}");
     }
-    faults.fail(0, vk::Result::SUCCESS);
+    faults.heal();
     // The GPU's copy equals the contents of the memfd.
     let imported = gpu.import_dma_buf(&buf.reference(), fd).unwrap();
     assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
