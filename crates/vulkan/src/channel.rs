@@ -26,6 +26,8 @@ pub(crate) struct Channel<T> {
     timeline: Option<Arc<Timeline>>,
     /// Command buffers that nothing uses.
     free: Vec<vk::CommandBuffer>,
+    /// Command buffers that were allocated.
+    made: usize,
     flights: VecDeque<Flight<T>>,
     /// The value of the last submission.
     last: u64,
@@ -72,7 +74,17 @@ impl<T> Channel<T> {
         let pool = gpu.call("vkCreateCommandPool", |d| unsafe { d.create_command_pool(&info, None) })?;
         gpu.live().pools.fetch_add(1, Ordering::Relaxed);
         let (free, flights) = (Vec::new(), VecDeque::new());
-        Ok(Self { gpu: gpu.clone(), queue, pool, timeline: Some(timeline), free, flights, last: 0, lost: false })
+        Ok(Self {
+            gpu: gpu.clone(),
+            queue,
+            pool,
+            timeline: Some(timeline),
+            free,
+            made: 0,
+            flights,
+            last: 0,
+            lost: false,
+        })
     }
 
     /// Submissions in flight.
@@ -94,7 +106,10 @@ impl<T> Channel<T> {
                     .level(vk::CommandBufferLevel::PRIMARY)
                     .command_buffer_count(1);
                 // SAFETY: the pool exists, and nobody else uses it: `self` is borrowed mutably.
-                self.gpu.call("vkAllocateCommandBuffers", |d| unsafe { d.allocate_command_buffers(&info) })?[0]
+                let made =
+                    self.gpu.call("vkAllocateCommandBuffers", |d| unsafe { d.allocate_command_buffers(&info) })?;
+                self.made += 1;
+                made[0]
             }
         };
         let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
@@ -354,6 +369,7 @@ impl<T> Drop for Channel<T> {
             std::mem::forget((std::mem::take(&mut self.flights), self.timeline.take()));
             return;
         }
+        debug_assert_eq!(self.free.len() + self.flights.len(), self.made, "a recording was neither sent nor discarded");
         self.flights.clear();
         // SAFETY: none of the command buffers is in flight: the timeline has reached the value of the last, or the
         // device is lost.

@@ -63,10 +63,10 @@ impl Faults {
         self.set(Some(Failing { call: Some(call), number: 1, for_good: false, result }));
     }
 
-    /// Makes all calls of a function fail from now on.
+    /// Makes all calls fail from now on.
     #[cfg(test)]
-    pub fn fail_from(&self, call: &'static str, result: ash::vk::Result) {
-        self.set(Some(Failing { call: Some(call), number: 1, for_good: true, result }));
+    pub fn fail_for_good(&self, result: ash::vk::Result) {
+        self.set(Some(Failing { call: None, number: 1, for_good: true, result }));
     }
 
     /// Lets all calls work again.

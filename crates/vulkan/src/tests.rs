@@ -133,7 +133,10 @@ fn make_every_call_fail(host_import: bool) {
     let options =
         VulkanOptions { sparse: true, host_import, validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &faults, &live) else { return };
-    use_all(&mut opened.unwrap()).unwrap();
+    let mut opened = opened.unwrap();
+    let (validated, binds) = (opened.shared().is_validated(), opened.sparse_pages().is_some());
+    use_all(&mut opened).unwrap();
+    drop(opened);
     assert_eq!(left(&live), [0; 6], "nothing is left when nothing fails");
     let mut named = std::collections::BTreeMap::<&str, u32>::new();
     for result in [vk::Result::ERROR_OUT_OF_DEVICE_MEMORY, vk::Result::ERROR_DEVICE_LOST] {
@@ -158,15 +161,30 @@ fn make_every_call_fail(host_import: bool) {
     }
     println!("{named:?}");
     let called = [
-        "vkCreateInstance",
-        "vkCreateDevice",
+        "vkAllocateCommandBuffers",
         "vkAllocateMemory",
+        "vkBeginCommandBuffer",
         "vkBindBufferMemory",
-        "vkCreateShaderModule",
-        "vkCreatePipelineLayout",
+        "vkCreateBuffer",
+        "vkCreateCommandPool",
         "vkCreateComputePipelines",
+        "vkCreateDevice",
+        "vkCreateInstance",
+        "vkCreatePipelineLayout",
+        "vkCreateSemaphore",
+        "vkCreateShaderModule",
+        "vkEndCommandBuffer",
+        "vkEnumerateDeviceExtensionProperties",
+        "vkEnumerateInstanceExtensionProperties",
+        "vkEnumerateInstanceLayerProperties",
+        "vkEnumeratePhysicalDevices",
+        "vkGetSemaphoreCounterValue",
         "vkQueueSubmit",
+        "vkWaitSemaphores",
     ];
+    let of_this = if host_import { "vkGetMemoryHostPointerPropertiesEXT" } else { "vkMapMemory" };
+    let more = [(true, of_this), (validated, "vkCreateDebugUtilsMessengerEXT"), (binds, "vkQueueBindSparse")];
+    let called = called.into_iter().chain(more.into_iter().filter(|(made, _)| *made).map(|(_, call)| call));
     for call in called {
         assert!(named.contains_key(call), "{call} was never made to fail: {named:?}");
     }
@@ -346,6 +364,45 @@ fn unbinding_waits_for_copies_that_use_what_is_bound() {
     assert!(error.to_string().contains("vkWaitSemaphores"), "{error}");
     drop(drain(&mut *gpu.queues[0], LONG));
     gpu.end();
+}
+
+#[test]
+fn what_a_driver_that_answers_nothing_may_still_use_is_never_freed() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let (_, at, _table) = gpu.allocate(4 << 20);
+    let host = gpu.host(&vec![7; 4 << 20]);
+    let share = host.slice.reference();
+    let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+    gpu.queues[0].flush();
+    let (faults, live) = (gpu.faults.clone(), gpu.live.clone());
+    faults.fail_for_good(vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let mut done = Vec::new();
+    assert_eq!(gpu.queues[0].poll(&mut done), 0, "nothing says that it has ended");
+    assert!(gpu.queues[0].halted().is_some());
+    let Opened { queues, memory, registrar, device, .. } = gpu;
+    drop((queues, memory, registrar, device));
+    let [memories, imports, buffers, semaphores, pools, _] = left(&live);
+    assert!(memories >= 2 && imports == 1 && buffers >= 2 && semaphores == 1 && pools == 1, "{:?}", left(&live));
+    assert!(!share.is_last(), "the GPU may still read it");
+}
+
+#[test]
+fn binds_that_a_driver_may_still_make_keep_their_memory() {
+    const LEN: u64 = 64 << 20;
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let (bo, at, table) = gpu.allocate(LEN);
+    // The bind waits for this on the same queue of the driver.
+    let _ticket = gpu.queues[0].submit(Operation::fill(at, LEN, 0x0102_0304_0506_0708)).unwrap();
+    gpu.queues[0].flush();
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, LEN).unwrap();
+    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: LEN, access: Access::RW }).unwrap();
+    let (faults, live) = (gpu.faults.clone(), gpu.live.clone());
+    faults.fail_for_good(vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let Opened { queues, memory, registrar, device, .. } = gpu;
+    drop((queues, memory, registrar, device));
+    let [memories, _, buffers, semaphores, ..] = left(&live);
+    assert!(memories >= 1 && buffers >= 2 && semaphores >= 2, "{:?}", left(&live));
 }
 
 #[test]
@@ -537,6 +594,10 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
             match device.export_dma_buf(span) {
                 Ok((fd, offset)) => {
                     assert!(can && offset == 0);
+                    faults.fail_call("vkGetMemoryFdKHR", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+                    let error = device.export_dma_buf(span).unwrap_err();
+                    assert!(error.to_string().contains("vkGetMemoryFdKHR"), "{error}");
+                    faults.heal();
                     match SharedBuf::import_dma_buf(fd) {
                         Ok(shared) => assert!(shared.len() >= SIZE),
                         Err(e) => println!("SKIPPED: what the driver exports cannot be mapped: {e}"),

@@ -157,8 +157,12 @@ fn every_call_fails_once() {
             let before = fake.calls(call);
             everything(&name).unwrap();
             let made = fake.calls(call) - before;
-            // The first, one in the middle, the last.
-            let mut which = vec![1, made / 2, made];
+            // The first, one in the middle, the last; all of them in scripts/nightly.
+            let mut which = if std::env::var_os("DMALANE_EVERY_CALL").is_some() {
+                (1..=made).collect()
+            } else {
+                vec![1, made / 2, made]
+            };
             which.retain(|n| (1..=made).contains(n));
             which.sort_unstable();
             which.dedup();
@@ -191,7 +195,7 @@ fn every_call_fails_once() {
         }
         fake.assert_clean("at the end");
     }
-    assert!(clear > 100 && missed < 40, "{clear} errors, {missed} calls were not made");
+    assert!(clear > 100 && missed < clear / 3, "{clear} errors, {missed} calls were not made");
 }
 
 #[test]
