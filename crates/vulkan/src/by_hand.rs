@@ -10,10 +10,11 @@ use dmalane_queue::Direction;
 
 use crate::channel::Channel;
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
-use crate::sparse::Granule;
 use crate::{CallError, Error, VulkanDevice};
 
 const LONG: Duration = Duration::from_secs(60);
+/// Bytes of the sparse buffer, where the driver has such long ones.
+const LONGEST: u64 = 1 << 34;
 
 /// Commands and binds without a queue or an address space of this crate.
 pub struct ByHand {
@@ -102,7 +103,8 @@ impl ByHand {
         binds: impl Iterator<Item = (u64, u64, Option<u64>)>,
     ) -> Result<(), Error> {
         if self.sparse.is_none() {
-            let (buffer, _) = Granule::of(&self.gpu)?.into_buffer();
+            let longest = self.gpu.info().max_buffer.min(LONGEST);
+            let (buffer, _) = self.gpu.sparse_buffer(longest / page.bytes() * page.bytes())?;
             self.sparse = Some((buffer, Timeline::new(&self.gpu)?, 0));
         }
         let (buffer, timeline, value) = self.sparse.as_mut().expect("made above");
@@ -117,7 +119,7 @@ impl ByHand {
             })
             .collect();
         *value += 1;
-        Ok(self.gpu.bind_sparse(buffer, &binds, timeline, *value)?)
+        Ok(self.gpu.bind_sparse(&[(buffer.clone(), binds)], timeline, *value)?)
     }
 
     /// Waits for all binds.

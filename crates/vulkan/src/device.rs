@@ -18,7 +18,7 @@ use crate::memory::{Allocator, GpuMemory};
 use crate::queue::{GpuQueue, Parts};
 use crate::readback;
 use crate::registrar::Importer;
-use crate::sparse::{Granule, SparseMap, SparseSpace};
+use crate::sparse::{SparseMap, SparseSpace};
 
 /// How a GPU is opened.
 #[derive(Clone, Debug)]
@@ -33,6 +33,10 @@ pub struct VulkanOptions {
     /// Copies of at most so many bytes are the processor's while the GPU is idle, where it shares its memory with the
     /// host; 0 for none.
     pub direct: u64,
+    /// Queues of the device, which share the queues of the driver; `None` for one on each.
+    pub channels: Option<usize>,
+    /// Bytes of one buffer and of one allocation at most, below the driver's own limits; `None` for these.
+    pub largest: Option<u64>,
     /// Have the validation layers, where they are installed, check every call, and collect their messages here.
     pub validation: Option<Messages>,
 }
@@ -42,7 +46,15 @@ const DIRECT: u64 = 64 << 10;
 
 impl Default for VulkanOptions {
     fn default() -> Self {
-        Self { sparse: true, host_import: true, exportable: false, direct: DIRECT, validation: None }
+        Self {
+            sparse: true,
+            host_import: true,
+            exportable: false,
+            direct: DIRECT,
+            channels: None,
+            largest: None,
+            validation: None,
+        }
     }
 }
 
@@ -60,7 +72,8 @@ pub struct VulkanDevice {
 }
 
 impl VulkanDevice {
-    /// Opens a GPU by number, name or UUID.
+    /// Opens a GPU by number, name or UUID. After that, `,flat` asks for no [sparse](VulkanOptions::sparse) binding,
+    /// and `,channels=N` for so many [queues](VulkanOptions::channels).
     ///
     /// # Errors
     /// [`Error`].
@@ -75,8 +88,12 @@ impl VulkanDevice {
         live: Arc<Live>,
     ) -> Result<Self, Error> {
         let library = Library::load(options.validation.clone(), faults)?;
-        let (handle, info) = find(library.gpus()?, name)?;
-        Self::of(&library, handle, info, options, live)
+        let (name, options) = named(name, options);
+        let (handle, mut info) = find(library.gpus()?, name)?;
+        if let Some(largest) = options.largest {
+            (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
+        }
+        Self::of(&library, handle, info, &options, live)
     }
 
     fn of(
@@ -93,23 +110,22 @@ impl VulkanDevice {
         let sparse = match () {
             () if !options.sparse => Err("it was not asked for".to_owned()),
             () if !gpu.binds() => Err("the driver cannot bind sparse buffers".to_owned()),
-            () => Granule::of(&gpu).map(|g| (g.size, g)).map_err(|e| e.to_string()),
+            () => SparseMap::new(&gpu).map_err(|e| e.to_string()),
         };
-        let sparse = sparse.and_then(|(size, granule)| {
-            SparseMap::new(&gpu, granule).map(|map| (size, map)).map_err(|e| e.to_string())
-        });
-        let granule = sparse.as_ref().map_or(PageSize::SIZE_4K, |(size, _)| *size);
+        let granule = sparse.as_ref().map_or(PageSize::SIZE_4K, |map| map.granule());
         notes.push(match &sparse {
-            Ok((size, _)) => format!("binds sparse buffers, in pages of {size}"),
+            Ok(map) => format!("binds sparse buffers, in pages of {}", map.granule()),
             Err(why) => format!("addresses are card addresses: {why}"),
         });
         let memory = GpuMemory::new(&gpu, granule);
+        let refused = gpu.try_import();
         match gpu.import_align() {
             Some(align) => notes.push(format!("imports host memory, at multiples of {align} bytes")),
             None => {
-                let why = match gpu.info().host_import {
-                    Some(_) => "it was not asked for",
-                    None => "the driver has no VK_EXT_external_memory_host",
+                let why = match (refused, gpu.info().host_import) {
+                    (Some(why), _) => format!("the driver refuses it ({why})"),
+                    (_, Some(_)) => "it was not asked for".to_owned(),
+                    (_, None) => "the driver has no VK_EXT_external_memory_host".to_owned(),
                 };
                 notes.push(format!("registers only host memory that the driver allocates, no import: {why}"));
             }
@@ -127,13 +143,14 @@ impl VulkanDevice {
             notes.push("the validation layers check every call, which makes it slow".to_owned());
         }
         let space: Box<dyn AddressSpace> = match &sparse {
-            Ok((_, map)) => Box::new(SparseSpace::new(map, &memory)),
+            Ok(map) => Box::new(SparseSpace::new(map, &memory)),
             Err(_) => Box::new(FlatSpace::new()),
         };
-        let sparse = sparse.ok().map(|(_, map)| map);
-        let parts = Parts { importer: Importer::new(&gpu), memory, sparse, gpu, direct };
-        let queues = (0..parts.gpu.copy_queues())
-            .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index)?) as Box<DeviceQueue>))
+        let copying = gpu.copy_queues();
+        let channels = options.channels.unwrap_or(copying);
+        let parts = Parts { importer: Importer::new(&gpu), memory, sparse: sparse.ok(), channels, gpu, direct };
+        let queues = (0..channels)
+            .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index % copying)?) as Box<DeviceQueue>))
             .collect::<Result<_, Error>>()?;
         Ok(Self { regions: parts.memory.regions(), parts, notes, queues, space })
     }
@@ -208,7 +225,7 @@ impl Device for VulkanDevice {
             name: self.gpu().name.clone(),
             notes: self.notes.clone(),
             polled: false,
-            concurrent: self.parts.gpu.copy_queues() > 1,
+            concurrent: self.parts.gpu.copy_queues().min(self.parts.channels) > 1,
         }
     }
 
@@ -241,6 +258,21 @@ impl std::fmt::Debug for VulkanDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "VulkanDevice({})", self.gpu())
     }
+}
+
+/// The GPU's name without what follows it, and the options with that.
+fn named<'a>(name: &'a str, options: &VulkanOptions) -> (&'a str, VulkanOptions) {
+    let (mut name, mut options) = (name, options.clone());
+    // A name may have commas of its own.
+    while let Some((first, last)) = name.rsplit_once(',') {
+        match last.strip_prefix("channels=").and_then(|n| n.parse().ok()).filter(|n| (1..=16).contains(n)) {
+            Some(channels) => options.channels = Some(channels),
+            None if last == "flat" => options.sparse = false,
+            None => break,
+        }
+        name = first;
+    }
+    (name, options)
 }
 
 /// One line about a GPU.

@@ -97,6 +97,17 @@ pub enum Error {
     /// No memory type of the GPU is fit for a use.
     #[error("the GPU has no memory type for {0}")]
     NoMemoryType(&'static str),
+    /// A range of addresses that no buffer of this driver is long enough for.
+    #[error(
+        "a range of {len} bytes is longer than the driver's longest buffer (room for {most}): split the file, or open \
+         the GPU as vulkan:NAME,flat"
+    )]
+    LongRange {
+        /// Bytes of the range.
+        len: u64,
+        /// Bytes of the longest range.
+        most: u64,
+    },
     /// More bindings than the driver can hold.
     #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]
     TooManyBinds {

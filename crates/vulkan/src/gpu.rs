@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ash::{Device, ext, khr, vk};
-use dmalane_dma::{BufferRef, DriverMemory, VolatileSlice};
+use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSlice};
 
 use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, GpuInfo, Library};
@@ -47,6 +47,8 @@ pub(crate) struct Live {
 pub(crate) struct Gpu {
     device: Device,
     host: Option<ext::external_memory_host::Device>,
+    /// Why the driver does not import host memory, although it states that it can.
+    refused: OnceLock<String>,
     descriptors: Option<khr::external_memory_fd::Device>,
     exportable: bool,
     direct: bool,
@@ -200,6 +202,7 @@ impl Gpu {
         Ok(Arc::new(Self {
             device,
             host,
+            refused: OnceLock::new(),
             descriptors,
             exportable,
             direct,
@@ -228,7 +231,18 @@ impl Gpu {
 
     /// The alignment of host memory that can be imported; `None` when none can.
     pub fn import_align(&self) -> Option<u64> {
-        self.host.as_ref().and(self.info.host_import)
+        self.host.as_ref().filter(|_| self.refused.get().is_none()).and(self.info.host_import)
+    }
+
+    /// Imports some memory, and none any more if the driver refuses: it may state an extension that does not work on
+    /// this system. Gives the reason.
+    pub fn try_import(self: &Arc<Self>) -> Option<&str> {
+        let align = usize::try_from(self.import_align()?).ok()?;
+        let memory = AnonHeap::starting_at(PageKind::Base).allocate(2 * align.max(4096)).ok()?.share().reference();
+        let first = memory.address().next_multiple_of(align) - memory.address();
+        let imported = self.import(&memory, first, align.max(4096).next_multiple_of(align));
+        let refused = imported.err().map(|e| self.refused.get_or_init(|| e.to_string()))?;
+        Some(refused)
     }
 
     /// True when device memory is mapped into this process, of the heaps that have such memory.
@@ -475,35 +489,35 @@ impl Gpu {
         }
     }
 
-    /// Binds and unbinds ranges of a sparse buffer; it happens when the semaphore reaches `value`.
+    /// Binds and unbinds ranges of sparse buffers; it happens when the semaphore reaches `value`.
     pub fn bind_sparse(
         &self,
-        to: &Buffer,
-        binds: &[SparseBind<'_>],
+        all: &[(Arc<Buffer>, Vec<SparseBind<'_>>)],
         semaphore: &Timeline,
         value: u64,
     ) -> Result<(), CallError> {
-        let binds: Vec<_> = binds
-            .iter()
-            .map(|b| {
-                let inside = b.at.checked_add(b.len).is_some_and(|end| end <= to.len);
-                let there = b.memory.is_none_or(|(m, at)| at.checked_add(b.len).is_some_and(|end| end <= m.len));
-                assert!(inside && there, "a range that is not in its buffer");
-                let bind = vk::SparseMemoryBind::default().resource_offset(b.at).size(b.len);
-                match b.memory {
-                    Some((memory, at)) => bind.memory(memory.memory).memory_offset(at),
-                    None => bind,
-                }
-            })
-            .collect();
-        let buffers = [vk::SparseBufferMemoryBindInfo::default().buffer(to.buffer).binds(&binds)];
+        let bind = |to: &Buffer, b: &SparseBind<'_>| {
+            let inside = b.at.checked_add(b.len).is_some_and(|end| end <= to.len);
+            let there = b.memory.is_none_or(|(m, at)| at.checked_add(b.len).is_some_and(|end| end <= m.len));
+            assert!(inside && there, "a range that is not in its buffer");
+            let bind = vk::SparseMemoryBind::default().resource_offset(b.at).size(b.len);
+            match b.memory {
+                Some((memory, at)) => bind.memory(memory.memory).memory_offset(at),
+                None => bind,
+            }
+        };
+        let binds: Vec<Vec<_>> = all.iter().map(|(to, binds)| binds.iter().map(|b| bind(to, b)).collect()).collect();
+        let of = |((to, _), binds): (&(Arc<Buffer>, _), _)| {
+            vk::SparseBufferMemoryBindInfo::default().buffer(to.buffer).binds(binds)
+        };
+        let buffers: Vec<_> = all.iter().zip(binds.iter().map(Vec::as_slice)).map(of).collect();
         let (signals, values) = ([semaphore.semaphore], [value]);
         let mut timeline = vk::TimelineSemaphoreSubmitInfo::default().signal_semaphore_values(&values);
         let info =
             vk::BindSparseInfo::default().buffer_binds(&buffers).signal_semaphores(&signals).push_next(&mut timeline);
         let queue = self.queue(self.sparse.expect("a GPU with sparse buffers has a queue that binds them")).lock();
-        // SAFETY: the ranges lie in the buffer and in the memories, as was checked; the caller keeps all three; the
-        // queue is locked.
+        // SAFETY: the ranges lie in the buffers and in the memories, as was checked; the caller keeps them and the
+        // semaphore; the queue is locked.
         self.call("vkQueueBindSparse", |d| unsafe { d.queue_bind_sparse(*queue, &[info], vk::Fence::null()) })
     }
 }

@@ -95,9 +95,9 @@ impl GpuMemory {
             (region.name, region.group, region.granule) = (name.clone().into(), name.into(), granule);
             regions.push((region, index));
         }
-        let whole = granule.bytes().max(PageSize::SIZE_2M.bytes());
-        let chunk = info.max_allocation.min(info.max_buffer).min(HEAP) / whole * whole;
-        let chunk = if chunk == 0 { granule.bytes() } else { chunk };
+        let most = info.max_allocation.min(info.max_buffer).min(HEAP);
+        let whole = [PageSize::SIZE_2M.bytes(), granule.bytes()].into_iter().find(|whole| *whole <= most);
+        let chunk = whole.map_or(granule.bytes(), |whole| most / whole * whole);
         Arc::new(Self { gpu: gpu.clone(), regions, chunk, areas: Mutex::default() })
     }
 

@@ -64,6 +64,8 @@ pub(crate) struct Parts {
     pub memory: Arc<GpuMemory>,
     pub importer: Importer,
     pub sparse: Option<Arc<SparseMap>>,
+    /// Queues of the device.
+    pub channels: usize,
     /// Bytes of a copy by the processor, at most.
     pub direct: u64,
 }
@@ -242,8 +244,8 @@ impl Parts {
             (DeviceAddr::Card(at), _) => card(at, len, None).map_err(OpError::NoCardMemory),
             (DeviceAddr::Va(va), Some(sparse)) => {
                 let mut gone = Ok(());
-                let found = sparse.resolve(va, len, writes, |offset, to, len| {
-                    gone = gone.and(card(to, len, Some((sparse.buffer(), offset))));
+                let found = sparse.resolve(va, len, writes, |buffer, offset, to, len| {
+                    gone = gone.and(card(to, len, Some((buffer, offset))));
                 });
                 found.map_err(OpError::MmuFault).and(gone.map_err(OpError::NoCardMemory))
             }
@@ -280,7 +282,7 @@ impl Parts {
             (DeviceAddr::Card(at), _) => card(at, len),
             (DeviceAddr::Va(va), Some(sparse)) => {
                 let mut there = true;
-                sparse.resolve(va, len, !reads, |_, to, len| there = there && card(to, len)).is_ok() && there
+                sparse.resolve(va, len, !reads, |_, _, to, len| there = there && card(to, len)).is_ok() && there
             }
             (DeviceAddr::Va(_), None) => false,
         };
@@ -441,7 +443,7 @@ impl GpuQueue {
             to_host: false,
             bound: false,
         };
-        if self.parts.gpu.copy_queues() > 1 {
+        if self.parts.channels > 1 {
             self.channel.see_others(writer.recording);
         }
         let mut moved = 0u64;

@@ -1,5 +1,5 @@
-//! The address space of a GPU with sparse binding: a sparse buffer, whose address is the GPU's, over memory that is
-//! bound to it page by page.
+//! The address space of a GPU with sparse binding: a sparse buffer for each range that is reserved, whose address is
+//! the GPU's, over memory that is bound to it page by page.
 //!
 //! A VM of a format with the same page size checks each bind and knows what is bound. `vkQueueBindSparse` mirrors its
 //! bindings.
@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
 use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
 use dmalane_vm::{AnyVm, BindRequest, PlanError, Vm};
@@ -22,13 +22,11 @@ use crate::memory::{Area, GpuMemory};
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Ranges start at multiples of this.
 const LARGE: PageSize = PageSize::SIZE_2M;
-/// The longest sparse buffer that is asked for; drivers prepare page tables for all of it.
-const LONGEST: u64 = 1 << 38;
+/// Addresses of sparse buffers, as all formats of the VM have them.
+const ADDRESSES: u64 = 1 << 47;
 
-/// A sparse buffer and its bindings.
+/// Sparse buffers and their bindings.
 pub(crate) struct SparseMap {
-    buffer: Arc<Buffer>,
-    range: Span<DeviceVa>,
     granule: PageSize,
     timeline: Arc<Timeline>,
     state: Mutex<State>,
@@ -42,20 +40,47 @@ pub(crate) struct SparseMap {
 
 struct State {
     vm: Box<dyn AnyVm + Send>,
+    /// The reserved ranges, by first address. No two are adjacent.
+    windows: BTreeMap<u64, Window>,
     /// The value of the last bind.
     last: u64,
-    /// The ranges that the driver has bound, by the offset in the buffer: how long each is, and its memory, which
-    /// nothing frees while it is bound.
+    /// The ranges that the driver has bound, by address: how long each is, and its memory, which nothing frees while
+    /// it is bound.
     bound: BTreeMap<u64, (u64, Arc<Area>)>,
     /// Memory that was taken away, until the driver has reached this value.
     retired: VecDeque<(u64, Vec<Arc<Area>>)>,
-    /// Memory of binds that failed: it may be seen as long as the buffer exists.
+    /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
     /// Most ranges that may be bound.
     limit: u64,
 }
 
+/// A reserved range.
+struct Window {
+    range: Span<DeviceVa>,
+    buffer: Arc<Buffer>,
+    /// The offset of the range in its buffer.
+    offset: u64,
+}
+
 impl State {
+    /// The range that an address lies in.
+    fn window(&self, at: u64) -> Option<&Window> {
+        let (_, window) = self.windows.range(..=at).next_back()?;
+        (at <= window.range.last().bits()).then_some(window)
+    }
+
+    /// True when all of the span lies in one range that is reserved.
+    fn holds(&self, span: &Span<DeviceVa>) -> bool {
+        self.window(span.first().bits()).is_some_and(|window| window.range.covers(span))
+    }
+
+    /// True when the driver has bound something in a range.
+    fn is_bound(&self, at: u64, len: u64) -> bool {
+        let before = self.bound.range(..at + len).next_back();
+        before.is_some_and(|(first, (bound, _))| first + bound > at)
+    }
+
     /// Forgets what is bound in a range; what reaches out of it is cut. The memory is kept until `value` is reached.
     fn forget(&mut self, first: u64, end: u64, into: &mut Vec<Arc<Area>>) {
         let before = self.bound.range(..first).next_back().map(|(at, (len, _))| (*at, at + len));
@@ -81,7 +106,7 @@ impl State {
     }
 }
 
-/// Something to bind: where in the buffer, how much, and to which part of which memory.
+/// Something to bind: at which address, how much, and to which part of which memory.
 struct Binding {
     at: u64,
     len: u64,
@@ -90,63 +115,56 @@ struct Binding {
     offset: u64,
 }
 
-/// The page size with which a GPU binds, and a sparse buffer of it.
-pub(crate) struct Granule {
-    buffer: Arc<Buffer>,
-    pub size: PageSize,
-}
-
-impl Granule {
-    /// Creates the sparse buffer of a GPU.
-    pub fn of(gpu: &Arc<Gpu>) -> Result<Self, Error> {
-        let info = gpu.info();
-        let memory: u64 = info.heaps.iter().filter(|h| h.device_local).map(|h| h.bytes).sum();
-        // Twice the memory, so that there is room between buffers. This is the only sparse buffer of the device.
-        let most = info.sparse.unwrap_or(0).min(info.max_buffer).min(LONGEST);
-        let len = memory.saturating_mul(2).min(most) / LARGE.bytes() * LARGE.bytes();
-        let unsuitable = |missing: &str| Error::Unsuitable { name: info.name.clone(), missing: missing.to_owned() };
-        if len == 0 {
-            return Err(unsuitable("no address space for sparse buffers"));
-        }
-        let (buffer, granule) = gpu.sparse_buffer(len)?;
+impl SparseMap {
+    /// Finds out in which pages a GPU binds, and where.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Arc<Self>, Error> {
+        let unsuitable = |missing: String| Error::Unsuitable { name: gpu.info().name.clone(), missing };
+        let (buffer, granule) = gpu.sparse_buffer(LARGE.bytes())?;
         let size = [PageSize::SIZE_4K, PageSize::SIZE_16K, PageSize::SIZE_64K]
             .into_iter()
             .find(|size| size.bytes() >= granule)
-            .ok_or_else(|| unsuitable("it binds in pages of more than 64 KiB"))?;
-        Ok(Self { buffer, size })
-    }
-}
-
-#[cfg(feature = "by-hand")]
-impl Granule {
-    pub fn into_buffer(self) -> (Arc<Buffer>, PageSize) {
-        (self.buffer, self.size)
-    }
-}
-
-impl SparseMap {
-    pub fn new(gpu: &Arc<Gpu>, Granule { buffer, size }: Granule) -> Result<Arc<Self>, Error> {
-        let unsuitable = |missing: String| Error::Unsuitable { name: gpu.info().name.clone(), missing };
+            .ok_or_else(|| unsuitable("it binds in pages of more than 64 KiB".to_owned()))?;
         let base = buffer.device_address().unwrap_or_default();
-        let range = Span::new(DeviceVa::new(base), buffer.len()).filter(|range| range.is_aligned(size) && base > 0);
-        let range = range.ok_or_else(|| unsuitable(format!("its sparse buffer lies at {base:#x}")))?;
+        let all = Span::new(DeviceVa::new(size.bytes()), ADDRESSES - size.bytes()).expect("a constant span");
+        if !all.contains(DeviceVa::new(base)) {
+            return Err(unsuitable(format!("its sparse buffers lie at {base:#x}")));
+        }
         let tables = HeapTables::new(CardAddr::new(0));
         let vm: Result<Box<dyn AnyVm + Send>, _> = match size {
-            PageSize::SIZE_4K => Vm::<X86_64_4Level, _>::new(range, tables).map(|vm| Box::new(vm) as Box<_>),
-            PageSize::SIZE_16K => Vm::<Arm64S1<14>, _>::new(range, tables).map(|vm| Box::new(vm) as Box<_>),
-            _ => Vm::<Arm64S1<16>, _>::new(range, tables).map(|vm| Box::new(vm) as Box<_>),
+            PageSize::SIZE_4K => Vm::<X86_64_4Level, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
+            PageSize::SIZE_16K => Vm::<Arm64S1<14>, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
+            _ => Vm::<Arm64S1<16>, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
         };
         let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
-        let limit = if gpu.info().kind == "software GPU" { maps_left() } else { u64::MAX };
-        let (bound, retired) = (BTreeMap::new(), VecDeque::new());
-        let state = State { vm, last: 0, bound, retired, lost: Vec::new(), limit };
+        let limit = if gpu.info().kind == "software GPU" { binds_left() } else { u64::MAX };
+        let (windows, bound, retired) = (BTreeMap::new(), BTreeMap::new(), VecDeque::new());
+        let state = State { vm, windows, last: 0, bound, retired, lost: Vec::new(), limit };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
-        Ok(Arc::new(Self { buffer, range, granule: size, timeline, state, stays, uses, gpu: gpu.clone() }))
+        Ok(Arc::new(Self { granule: size, timeline, state, stays, uses, gpu: gpu.clone() }))
     }
 
-    pub fn buffer(&self) -> &Arc<Buffer> {
-        &self.buffer
+    /// Reserves a range that starts at a multiple of 2 MiB: a sparse buffer.
+    fn reserve(&self, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
+        let info = self.gpu.info();
+        let whole = LARGE.round_up(len.max(1)).ok_or(SpaceError::Exhausted(len))?;
+        // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
+        let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
+        if asked > info.max_buffer {
+            return Err(refused(Error::LongRange { len, most: info.max_buffer.saturating_sub(2 * LARGE.bytes()) }));
+        }
+        let mut state = self.lock();
+        let taken: u64 = state.windows.values().map(|window| window.range.len() + LARGE.bytes()).sum();
+        if taken.saturating_add(asked) > info.sparse.unwrap_or(0) {
+            return Err(SpaceError::Exhausted(len));
+        }
+        let (buffer, _) = self.gpu.sparse_buffer(asked).map_err(driver)?;
+        let base = buffer.device_address().unwrap_or_default();
+        let range = LARGE.round_up(base).and_then(|first| Span::new(DeviceVa::new(first), whole));
+        let range = range.filter(|range| state.vm.range().covers(range)).ok_or(SpaceError::Exhausted(len))?;
+        let offset = range.first().bits() - base;
+        state.windows.insert(range.first().bits(), Window { range, buffer, offset });
+        Ok(range)
     }
 
     /// The pages in which it is bound.
@@ -190,7 +208,7 @@ impl SparseMap {
         (!reached).then(|| (self.timeline.clone(), last))
     }
 
-    /// Calls `each` with what is bound in a range: the offset in the buffer, the card address behind it, bytes.
+    /// Calls `each` with what is bound in a range: sparse buffer, offset in it, the card address behind it, bytes.
     ///
     /// # Errors
     /// The first address where nothing is bound, or not for writing; `each` was called for what lies before it.
@@ -199,17 +217,20 @@ impl SparseMap {
         va: DeviceVa,
         len: u64,
         writes: bool,
-        mut each: impl FnMut(u64, CardAddr, u64),
+        mut each: impl FnMut(&Arc<Buffer>, u64, CardAddr, u64),
     ) -> Result<(), DeviceVa> {
-        let Some(span) = Span::new(va, len).filter(|span| self.range.covers(span)) else { return Err(va) };
+        let state = self.lock();
+        let Some(span) = Span::new(va, len).filter(|span| state.holds(span)) else { return Err(va) };
+        let window = state.window(va.bits()).ok_or(va)?;
         let mut next = Some(va);
-        self.lock().vm.mapping(span, &mut |mapped| {
+        state.vm.mapping(span, &mut |mapped| {
             let here = mapped.span;
             let permitted = mapped.access.contains(if writes { Access::WRITE } else { Access::READ });
             if next != Some(here.first()) || !permitted {
                 return ControlFlow::Break(());
             }
-            each(here.first().bits() - self.range.first().bits(), mapped.to, here.len());
+            let within = here.first().bits() - window.range.first().bits();
+            each(&window.buffer, window.offset + within, mapped.to, here.len());
             next = here.last().checked_add(1);
             ControlFlow::Continue(())
         });
@@ -227,22 +248,20 @@ impl SparseMap {
     }
 }
 
-/// Mappings that this process may still make: a driver that binds with one `mmap` each does not notice when there are
-/// no more.
-fn maps_left() -> u64 {
+/// Binds that this process may still make: a driver that binds with one `mmap` each does not notice when there are no
+/// more.
+fn binds_left() -> u64 {
     let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
     let most: u64 = most.and_then(|text| text.trim().parse().ok()).unwrap_or(65_530);
     let used = std::fs::read_to_string("/proc/self/maps").map_or(0, |maps| maps.lines().count() as u64);
-    // The rest of the process needs some too; and each bind in a mapping cuts it in up to three.
-    most.saturating_sub(used) / 4 * 3
+    // Each takes two mappings where it has holes on both sides; and the rest of the process needs some too.
+    most.saturating_sub(used) / 8 * 3
 }
 
 /// The address space.
 pub(crate) struct SparseSpace {
     map: Arc<SparseMap>,
     memory: Arc<GpuMemory>,
-    free: RangeAllocator<DeviceVa>,
-    reserved: BTreeMap<DeviceVa, u64>,
     observer: Observer,
 }
 
@@ -256,20 +275,7 @@ fn refused(e: Error) -> SpaceError {
 
 impl SparseSpace {
     pub fn new(map: &Arc<SparseMap>, memory: &Arc<GpuMemory>) -> Self {
-        let free = RangeAllocator::new(map.range, map.granule);
-        Self {
-            map: map.clone(),
-            memory: memory.clone(),
-            free,
-            reserved: BTreeMap::new(),
-            observer: Observer::default(),
-        }
-    }
-
-    /// True when all of the span lies in one range that is reserved.
-    fn holds(&self, span: &Span<DeviceVa>) -> bool {
-        let range = self.reserved.range(..=span.first()).next_back();
-        range.and_then(|(first, len)| Span::new(*first, *len)).is_some_and(|range| range.covers(span))
+        Self { map: map.clone(), memory: memory.clone(), observer: Observer::default() }
     }
 }
 
@@ -283,10 +289,7 @@ impl AddressSpace for SparseSpace {
     }
 
     fn reserve(&mut self, _: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
-        let whole = LARGE.round_up(len.max(1));
-        let span = whole.and_then(|whole| self.free.allocate(whole, LARGE).ok()).ok_or(SpaceError::Exhausted(len))?;
-        self.reserved.insert(span.first(), span.len());
-        Ok(span)
+        self.map.reserve(len)
     }
 
     fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
@@ -304,12 +307,13 @@ impl AddressSpace for SparseSpace {
     }
 
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
-        if self.reserved.get(&range.first()) != Some(&range.len()) {
+        if self.map.lock().windows.get(&range.first().bits()).is_none_or(|window| window.range != range) {
             return Err(SpaceError::NotReserved(range));
         }
         self.apply(&[BindRequest::Unbind(range)])?;
-        self.reserved.remove(&range.first());
-        self.free.free(range).map_err(|_| SpaceError::NotReserved(range))
+        // Commands that use the buffer, and ended with an error since, keep it.
+        self.map.lock().windows.remove(&range.first().bits());
+        Ok(())
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
@@ -330,7 +334,7 @@ impl AddressSpace for SparseSpace {
                 // Sparse buffers have neither.
                 _ => return Err(SpaceError::NoBatches),
             };
-            if !self.holds(&span) {
+            if !self.map.lock().holds(&span) {
                 return Err(SpaceError::NotReserved(span));
             }
             touched.push(span);
@@ -389,13 +393,12 @@ fn mirror(
     state: &mut State,
     touched: &[Span<DeviceVa>],
 ) -> Result<(), SpaceError> {
-    let base = map.range.first().bits();
     let (mut bindings, mut holes, mut missing): (Vec<Binding>, Vec<(u64, u64)>, _) = (Vec::new(), Vec::new(), None);
     let areas = memory.areas();
     for span in touched {
-        let (mut next, end) = (span.first().bits() - base, span.last().bits() - base + 1);
+        let (mut next, end) = (span.first().bits(), span.last().bits() + 1);
         state.vm.mapping(*span, &mut |mapped| {
-            let (at, len) = (mapped.span.first().bits() - base, mapped.span.len());
+            let (at, len) = (mapped.span.first().bits(), mapped.span.len());
             if at > next {
                 holes.push((next, at - next));
             }
@@ -417,31 +420,42 @@ fn mirror(
     }
     // Unbind what was bound there before; holes where nothing was bound need no unbind.
     let mut gone = Vec::new();
-    let was_bound = |state: &State, at: u64, len: u64| {
-        let before = state.bound.range(..at + len).next_back();
-        before.is_some_and(|(first, (bound, _))| first + bound > at)
-    };
-    holes.retain(|(at, len)| was_bound(state, *at, *len));
-    let replaced = bindings.iter().any(|p| was_bound(state, p.at, p.len));
-    let binds = bindings.iter().map(|p| SparseBind {
-        at: p.at,
-        len: p.len,
-        memory: Some((&**p.buffer.memory().expect("device memory has memory"), p.offset)),
-    });
-    let unbinds = holes.iter().map(|(at, len)| SparseBind { at: *at, len: *len, memory: None });
-    let all: Vec<_> = unbinds.chain(binds).collect();
+    holes.retain(|(at, len)| state.is_bound(*at, *len));
+    let replaced = bindings.iter().any(|p| state.is_bound(p.at, p.len));
+    let binds = bindings
+        .iter()
+        .map(|p| (p.at, p.len, Some((&**p.buffer.memory().expect("device memory has memory"), p.offset))));
+    let unbinds = holes.iter().map(|(at, len)| (*at, *len, None));
+    // By sparse buffer; most batches have one.
+    let mut all: Vec<(Arc<Buffer>, Vec<SparseBind<'_>>)> = Vec::new();
+    let mut window: Option<&Window> = None;
+    for (at, len, memory) in unbinds.chain(binds) {
+        if window.is_none_or(|window| !(window.range.first().bits()..=window.range.last().bits()).contains(&at)) {
+            window = state.window(at);
+        }
+        let Some(window) = window else { continue }; // all were found in one
+        let bind = SparseBind { at: at - window.range.first().bits() + window.offset, len, memory };
+        match all.iter_mut().find(|(buffer, _)| Arc::ptr_eq(buffer, &window.buffer)) {
+            Some((_, binds)) => binds.push(bind),
+            None => all.push((window.buffer.clone(), vec![bind])),
+        }
+    }
     let value = state.last + 1;
     let takes_away = replaced || !holes.is_empty();
+    let mut sent = false;
     let done = (|| {
         if takes_away {
             map.unused()?;
         }
         if !all.is_empty() {
-            map.gpu.bind_sparse(&map.buffer, &all, &map.timeline, value)?;
-            state.last = value;
+            map.gpu.bind_sparse(&all, &map.timeline, value)?;
+            sent = true;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
     })();
+    if sent {
+        state.last = value;
+    }
     if let Err(e) = done {
         // The old memory stays in `bound`: it may be seen for ever. So may the new.
         state.lost.extend(bindings.into_iter().map(|p| p.area));
@@ -463,13 +477,13 @@ fn mirror(
 
 impl Drop for SparseMap {
     fn drop(&mut self) {
-        // The buffer and the memory that is bound to it must not go while a bind is under way.
+        // The buffers and the memory that is bound to them must not go while a bind is under way.
         let last = self.lock().last;
         if self.wait(last).is_err() && !self.gpu.has_bound() {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             let (bound, retired) = (std::mem::take(&mut state.bound), std::mem::take(&mut state.retired));
             let memory = (bound, retired, std::mem::take(&mut state.lost));
-            std::mem::forget((self.buffer.clone(), memory, self.timeline.clone()));
+            std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
         }
     }
 }

@@ -1,12 +1,12 @@
 //! The suites of devices and queues.
 
-use dmalane_addr::{Access, CardAddr, SgIndex, Span};
-use dmalane_cuda::{CudaDevice, Error, GpuName, gpus};
+use dmalane_addr::{Access, SgIndex, Span};
+use dmalane_cuda::{Binds, CudaDevice, Error, GpuName, gpus};
 use dmalane_device::conformance::suite;
 use dmalane_device::{AddressSpaceKind, Bind, Device};
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
-use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, drain};
+use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, QueueAddr, drain};
 use dmalane_vm::Bo;
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +48,7 @@ fn a_real_gpu_takes_the_suite_of_devices() {
 /// A queue to memory of a device that is opened anew for each; the other queue looks at that memory.
 struct Queues {
     name: GpuName,
-    now: Option<(Gpu, Span<CardAddr>)>,
+    now: Option<(Gpu, DeviceAddr)>,
     rounds: u64,
 }
 
@@ -62,7 +62,7 @@ impl Queues {
         this
     }
 
-    fn now(&mut self) -> &mut (Gpu, Span<CardAddr>) {
+    fn now(&mut self) -> &mut (Gpu, DeviceAddr) {
         self.now.as_mut().expect("opened")
     }
 }
@@ -73,9 +73,17 @@ impl Fixture for Queues {
     fn queue(&mut self) -> Box<DeviceQueue> {
         self.now = None;
         let mut gpu = Gpu::open(&self.name).unwrap();
-        let (_, span) = gpu.allocate(TARGET).unwrap();
+        let (table, span) = gpu.allocate(TARGET).unwrap();
+        let mut at = DeviceAddr::Card(span.first());
+        if self.name.binds == Binds::CuMemMap {
+            let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+            let space = gpu.device.address_space();
+            let va = space.reserve(&table, TARGET).unwrap().first();
+            space.bind(&Bind { va, bo: &bo, offset: 0, len: TARGET, access: Access::RW }).unwrap();
+            at = space.at(va);
+        }
         let queue = gpu.queues.remove(1);
-        self.now = Some((gpu, span));
+        self.now = Some((gpu, at));
         queue
     }
 
@@ -84,8 +92,8 @@ impl Fixture for Queues {
     }
 
     fn at(&self, offset: u64) -> DeviceAddr {
-        let (_, span) = self.now.as_ref().expect("opened");
-        DeviceAddr::Card(CardAddr::new(span.first().bits() + offset))
+        let (_, at) = self.now.as_ref().expect("opened");
+        at.advance(offset).unwrap()
     }
 
     fn host(&mut self, len: usize) -> HostSlice {
@@ -110,16 +118,20 @@ impl Fixture for Queues {
 #[test]
 fn the_fake_gpu_takes_the_suite_of_queues() {
     let fake = Fake::turn();
-    conformance::suite(&mut Queues::new(named(&fake, ""), 40));
-    fake.assert_clean("the suite of queues");
+    for (binds, rounds) in [("", 40), (",vmm", 10)] {
+        conformance::suite(&mut Queues::new(named(&fake, binds), rounds));
+        fake.assert_clean("the suite of queues");
+    }
     assert!(fake.calls("cuMemcpyBatchAsync_v2") > 0, "small copies go in batches");
 }
 
 #[test]
 fn a_real_gpu_takes_the_suite_of_queues() {
-    match real("") {
-        Some(name) => conformance::suite(&mut Queues::new(name, 60)),
-        None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+    for binds in ["", ",vmm"] {
+        match real(binds) {
+            Some(name) => conformance::suite(&mut Queues::new(name, 60)),
+            None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+        }
     }
 }
 

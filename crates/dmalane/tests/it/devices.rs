@@ -50,8 +50,9 @@ fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
 
     test(&format!("vfio-user:{}", served(folder.path().join("card"))), &OpenOptions::default());
 
-    for flat in [false, true] {
-        on_gpu(flat, &mut test);
+    // The last has files lie in several buffers of the driver.
+    for (flat, largest) in [(false, None), (true, None), (true, Some(2 * MIB))] {
+        on_gpu(flat, largest, &mut test);
     }
 
     let fake = Fake::turn();
@@ -62,13 +63,13 @@ fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
 }
 
 /// Runs `test` with the first GPU, if there is one. Any message of the validation layers fails it.
-fn on_gpu(flat: bool, test: &mut impl FnMut(&str, &OpenOptions)) {
+fn on_gpu(flat: bool, largest: Option<u64>, test: &mut impl FnMut(&str, &OpenOptions)) {
     match dmalane::vulkan::gpus() {
         Ok(_) => {}
         Err(e) => return println!("SKIPPED: {e}"),
     }
     let messages = Messages::new();
-    let vulkan = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let vulkan = VulkanOptions { largest, channels: Some(2), validation: Some(messages.clone()), ..VulkanOptions::default() };
     test("vulkan:0", &OpenOptions { flat, vulkan: Some(vulkan), ..OpenOptions::default() });
     let messages = messages.take();
     assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));

@@ -1,10 +1,11 @@
 //! The suites of all devices and of all queues.
 
-use dmalane_addr::{Access, CardAddr, Span};
-use dmalane_device::{Device, DeviceMemory, Placement};
+use dmalane_addr::{Access, CardAddr, SgIndex, SgTable};
+use dmalane_device::{AddressSpaceKind, Bind, Device, DeviceMemory, Placement};
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_queue::conformance::Fixture;
-use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, run};
+use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, QueueAddr, Registered, run};
+use dmalane_vm::Bo;
 use dmalane_vulkan::{Error, Messages, VulkanDevice, VulkanOptions};
 use std::sync::Arc;
 use std::time::Duration;
@@ -49,7 +50,8 @@ struct Gpu {
     other: Box<DeviceQueue>,
     registrar: Arc<dyn Registrar>,
     _memory: DeviceMemory,
-    span: Span<CardAddr>,
+    table: SgTable<CardAddr>,
+    at: DeviceAddr,
 }
 
 impl Gpu {
@@ -57,9 +59,18 @@ impl Gpu {
         let device = VulkanDevice::open(name, options).unwrap();
         let (other, registrar, mut memory) = (device.open_queue().unwrap(), device.registrar(), device.memory());
         let table = memory.allocate(TARGET, &Placement::Default).unwrap();
-        let only = table.segments().next().unwrap();
-        let span = Span::new(only.addr, only.len).unwrap();
-        Self { device, queue: None, other, registrar, _memory: memory, span }
+        let at = DeviceAddr::Card(table.segments().next().unwrap().addr);
+        Self { device, queue: None, other, registrar, _memory: memory, table, at }
+    }
+
+    /// Uses the memory by a bound address from now on. Nothing is bound behind it.
+    fn bind(&mut self) {
+        let bo = Arc::new(Bo::new(1, SgIndex::from_table(&self.table).unwrap()));
+        let space = self.device.address_space();
+        let range = space.reserve(&self.table, TARGET).unwrap();
+        let at = range.first();
+        space.bind(&Bind { va: at, bo: &bo, offset: 0, len: TARGET, access: Access::RW }).unwrap();
+        self.at = space.at(at);
     }
 
     fn whole(&mut self, fill: Option<&[u8]>) -> HostSlice {
@@ -83,7 +94,7 @@ impl Fixture for Gpu {
     }
 
     fn at(&self, offset: u64) -> DeviceAddr {
-        DeviceAddr::Card(CardAddr::new(self.span.first().bits() + offset))
+        self.at.advance(offset).unwrap()
     }
 
     fn host(&mut self, len: usize) -> HostSlice {
@@ -113,6 +124,38 @@ fn a_queue_takes_the_suite_of_queues() {
         for direct in [options.direct, 0] {
             let options = VulkanOptions { direct, ..options.clone() };
             dmalane_queue::conformance::suite(&mut Gpu::new(name, &options));
+        }
+    });
+}
+
+#[test]
+fn a_gpu_of_small_buffers_takes_the_suites() {
+    on_gpu(false, true, |name, options| {
+        let options = VulkanOptions { largest: Some(256 << 10), direct: 0, ..options.clone() };
+        dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, &options).unwrap()));
+        dmalane_queue::conformance::suite(&mut Gpu::new(name, &options));
+    });
+}
+
+#[test]
+fn several_channels_take_the_suite_of_devices() {
+    on_gpu(true, true, |name, options| {
+        let options = VulkanOptions { channels: Some(2), ..options.clone() };
+        dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, &options).unwrap()));
+        dmalane_queue::conformance::suite(&mut Gpu::new(name, &options));
+    });
+}
+
+#[test]
+fn a_queue_takes_the_suite_through_bound_addresses() {
+    on_gpu(true, true, |name, options| {
+        let mut gpu = Gpu::new(name, options);
+        match gpu.device.address_space().kind() {
+            AddressSpaceKind::Flat => println!("SKIPPED: the driver cannot bind sparse buffers"),
+            _ => {
+                gpu.bind();
+                dmalane_queue::conformance::suite(&mut gpu);
+            }
         }
     });
 }
