@@ -84,6 +84,16 @@ def test_the_real_file_over_each_channel(dmalane, minilm, whole, out, placement,
     load_whole(dmalane, minilm, whole, out, "--placement", placement, "--mm-channel", channel)
 
 
+@pytest.mark.parametrize("channel", ["auto", "0", "1"])
+@pytest.mark.parametrize("device", ["vulkan:0,channels=2", "vulkan:0,flat,channels=2"])
+def test_the_real_file_on_a_gpu(dmalane, minilm, whole, out, device, channel):
+    listed = dmalane.run("devices")
+    if "vulkan:0\n" not in listed.stdout:
+        pytest.skip("no Vulkan driver: apt install libvulkan1 mesa-vulkan-drivers")
+    load_whole(dmalane, minilm, whole, out, "-d", device, "--mm-channel", channel)
+    dmalane.load(minilm, "--verify", "-d", device, "--mm-channel", channel)
+
+
 @pytest.mark.parametrize("how", ["--buffered", "--direct"])
 def test_the_real_file_read_both_ways(dmalane, minilm, whole, shards, out, how):
     if how == "--direct" and not direct_works(minilm):

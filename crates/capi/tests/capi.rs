@@ -1,6 +1,8 @@
 //! A program in C against the header and both libraries.
 
 // A V80 for a program that knows nothing of it; that module has the reasons for its unsafe code.
+#[path = "../../cli/tests/it/layers.rs"]
+mod layers;
 #[path = "../../cli/tests/it/supervisor.rs"]
 mod supervisor;
 
@@ -8,10 +10,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dmalane_slash::model::{DriverModel, Version, Vrtd};
+use layers::Layers;
 
 /// Where cargo has put the libraries: beside this test.
 fn libraries() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
+    // By the name that it was started with: `scripts/mesa` starts it through another loader of libraries.
+    let test = std::path::absolute(std::env::args_os().next().unwrap()).unwrap();
     test.parent().unwrap().to_owned()
 }
 
@@ -78,13 +82,21 @@ fn example(device: &str) {
     let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
     let name = format!("device-{}", device.replace(':', "-"));
     let program = compile("cc", "examples/device.c", &name, &["-std=c11"], &library);
-    let ran = Command::new(&program).arg(device).output().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, vec![7; 1_000_000]).unwrap();
+    let layers = Layers::new();
+    let ran = layers.command(&program).arg(device).arg(&file).output().unwrap();
     let (said, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
     if ran.status.code() == Some(2) && device != "soft" {
         println!("SKIPPED: {errors}");
         return;
     }
     assert!(ran.status.success() && said.contains("went there and back"), "{}: {said}{errors}", ran.status);
+    assert!(said.contains("1000000 bytes at "), "{said}");
+    if device != "soft" {
+        layers.check(&ran);
+    }
 }
 
 #[test]

@@ -143,7 +143,7 @@ impl CudaDevice {
     }
 
     /// Gives allocated memory, whole 4 KiB pages, to other devices: a dma-buf, which holds the memory until it is
-    /// closed. Import it into a network card, or map it for a device behind iommufd.
+    /// closed. Import it into a network card; iommufd maps only dma-bufs of the BARs of VFIO devices (Linux 7.2).
     ///
     /// # Errors
     /// [`Error::Unsupported`] where [`Gpu::dma_buf`] is false; [`Error::Memory`] for memory that is not allocated;

@@ -23,7 +23,7 @@
 //!
 //! `cudarc` (0.19) is not used: it looks for libraries of fixed names, keeps one for the process, and panics where a
 //! library or a symbol is missing; the tests need a library of their own, and people an error. About fifty functions
-//! are declared in `sys.rs`, the only file with `unsafe`.
+//! are declared in `sys.rs`; it and the files below it are the only ones with `unsafe`.
 
 mod device;
 mod error;

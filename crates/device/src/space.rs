@@ -46,8 +46,9 @@ pub trait AddressSpace: Send {
     ///
     /// # Errors
     /// [`SpaceError::NoBatches`] where a space binds one range at a time, [`SpaceError::NotReserved`],
-    /// [`SpaceError::Vm`], [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is
-    /// bound where the requests were; after the latter the memory must not be used again.
+    /// [`SpaceError::Vm`], [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and
+    /// [`SpaceError::Invalidate`] nothing is bound where the requests were; after the latter the memory must not be
+    /// used again.
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
         let _ = requests;
         Err(SpaceError::NoBatches)

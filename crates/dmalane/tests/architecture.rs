@@ -85,7 +85,7 @@ const CRATES: &[Crate] = &[
     )
     .tests_use(&["fake-cuda"]),
     Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]).tests_use(&["slash"]),
-    Crate::std("cli", &["dmalane"]).tests_use(&["slash"]),
+    Crate::std("cli", &["dmalane"]).tests_use(&["fake-cuda", "slash"]),
     Crate::std("python", &["dmalane", "cli"]),
 ];
 

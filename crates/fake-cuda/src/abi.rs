@@ -87,12 +87,17 @@ fn call(name: &str, body: impl FnOnce(&mut State) -> Result) -> Code {
 /// Runs a call that needs a current context, too.
 fn with_context(name: &str, body: impl FnOnce(&mut State) -> Result) -> Code {
     call(name, |state| {
-        if CURRENT.with_borrow(|stack| stack.is_empty()) {
+        if current() == 0 {
             state.violation(format!("{name} without a current context"));
             return Err(INVALID_CONTEXT);
         }
         body(state)
     })
+}
+
+/// The current context of this thread; 0 for none.
+fn current() -> u64 {
+    CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0))
 }
 
 /// Runs a call that undoes something: it is done even when it is made to fail.
@@ -133,11 +138,15 @@ fn queue(state: &mut State, stream: *mut c_void, jobs: Vec<Job>) -> Result {
         state.violation(format!("a copy on stream {id:#x}, which does not exist"));
         return Err(INVALID_HANDLE);
     }
+    if state.streams.get(&id).is_some_and(|stream| stream.context != current()) {
+        state.violation(format!("a copy on stream {id:#x} of another context"));
+        return Err(INVALID_HANDLE);
+    }
     for job in &jobs {
         if job.row == 0 || job.rows == 0 {
             return Err(INVALID_VALUE);
         }
-        if let Some(why) = state.bad_use(job) {
+        if let Some(why) = state.bad_use(job, current()) {
             if why.contains("not registered") {
                 state.violation(why);
             }
@@ -319,12 +328,16 @@ functions! {
                 return Err(INVALID_CONTEXT);
             }
             CURRENT.with_borrow_mut(|stack| stack.push(context));
+            state.pushed += 1;
             Ok(())
         })
     }
     fn cuCtxPopCurrent_v2(to: *mut u64) {
         undo("cuCtxPopCurrent_v2", |state| match CURRENT.with_borrow_mut(Vec::pop) {
-            Some(context) => put(to, context),
+            Some(context) => {
+                state.pushed = state.pushed.saturating_sub(1);
+                put(to, context)
+            }
             None => {
                 state.violation("cuCtxPopCurrent without a context".to_owned());
                 Err(INVALID_CONTEXT)
@@ -347,7 +360,8 @@ functions! {
             }
             let at = state.number() << 36;
             let memory = Arc::new(Mutex::new(vec![0xcd; len]));
-            state.mapped.insert(at, Mapping { len: len as u64, memory, access: (true, true), plain: true });
+            let (len, context) = (len as u64, current());
+            state.mapped.insert(at, Mapping { len, memory, access: (true, true), plain: true, context });
             put(to, at)
         })
     }
@@ -507,7 +521,7 @@ functions! {
                 return Err(INVALID_VALUE);
             }
             let id = state.number();
-            state.streams.insert(id, Stream::default());
+            state.streams.insert(id, Stream { context: current(), ..Stream::default() });
             std::thread::spawn(move || MODEL.work(id, move_bytes));
             put(to, id)
         })
@@ -643,7 +657,9 @@ functions! {
             }
             let handle = state.number();
             // Not zeroes, which would hide what was never written.
-            state.handles.insert(handle, (len as u64, Arc::new(Mutex::new(vec![0xcd; len]))));
+            // SAFETY: callers pass a pointer to this structure, which was checked above.
+            let of = context_of(unsafe { *property }.location.1);
+            state.handles.insert(handle, (len as u64, Arc::new(Mutex::new(vec![0xcd; len])), of));
             put(to, handle)
         })
     }
@@ -658,7 +674,7 @@ functions! {
     }
     fn cuMemMap(at: u64, len: usize, offset: usize, handle: u64, flags: u64) {
         with_context("cuMemMap", |state| {
-            let Some((has, memory)) = state.handles.get(&handle).cloned() else {
+            let Some((has, memory, context)) = state.handles.get(&handle).cloned() else {
                 // The real driver crashes.
                 state.violation(format!("memory {handle:#x} was mapped and does not exist"));
                 return Err(INVALID_VALUE);
@@ -673,7 +689,7 @@ functions! {
             if !inside || over || !at.is_multiple_of(GRANULE) || flags != 0 {
                 return Err(INVALID_VALUE);
             }
-            state.mapped.insert(at, Mapping { len, memory, access: (false, false), plain: false });
+            state.mapped.insert(at, Mapping { len, memory, access: (false, false), plain: false, context });
             Ok(())
         })
     }
@@ -685,6 +701,10 @@ functions! {
                 || state.mapped.range(..at).next_back().is_some_and(|(first, m)| first + m.len > at);
             if cut {
                 state.violation(format!("a part of a mapping was unmapped at {at:#x}"));
+                return Err(INVALID_VALUE);
+            }
+            // As the real driver: only what is mapped as a whole.
+            if inside.iter().map(|(_, has)| has).sum::<u64>() != len as u64 {
                 return Err(INVALID_VALUE);
             }
             if state.is_busy(Place::Device(at), len as u64) {
@@ -703,7 +723,8 @@ functions! {
             }
             let end = at + len as u64;
             let all: u64 = state.mapped.range(at..end).map(|(_, m)| m.len).sum();
-            if all != len as u64 {
+            let to = context_of(access.location.1);
+            if all != len as u64 || state.mapped.range(at..end).any(|(_, m)| m.context != to) {
                 return Err(INVALID_VALUE);
             }
             state.mapped.range_mut(at..end).for_each(|(_, m)| m.access = (true, access.flags == 3));
@@ -714,7 +735,7 @@ functions! {
         with_context("cuMemGetHandleForAddressRange", |state| {
             let job = copy(Place::Device(at), Place::Device(at), len);
             let odd = !at.is_multiple_of(4096) || !len.is_multiple_of(4096) || len == 0;
-            if odd || state.bad_use(&job).is_some() || kind != 1 || flags != 0 {
+            if odd || state.bad_use(&job, current()).is_some() || kind != 1 || flags != 0 {
                 return Err(INVALID_VALUE);
             }
             let file = std::fs::File::open("/dev/null").map_err(|_| NOT_SUPPORTED)?;
@@ -723,12 +744,16 @@ functions! {
     }
 }
 
-fn check_property(state: &State, property: *const Property) -> Result {
+fn check_property(state: &mut State, property: *const Property) -> Result {
     if !state.settings.virtual_memory {
         return Err(NOT_SUPPORTED);
     }
     // SAFETY: callers pass a pointer to this structure.
-    let Property { kind, handle_types, location, .. } = unsafe { *property };
+    let Property { kind, handle_types, location, rest } = unsafe { *property };
+    // The byte behind that of compression: network cards reach only memory that was allocated so.
+    if rest[1].to_le_bytes()[1] != 1 && state.is_whole() {
+        state.violation("memory without gpuDirectRDMACapable, which the GPU has".to_owned());
+    }
     if (kind, handle_types, location.0) == (1, 0, 1) { check_device(state, location.1) } else { Err(INVALID_VALUE) }
 }
 
@@ -890,9 +915,13 @@ impl Fake {
 }
 
 /// The library that cargo builds beside the tests.
-fn library() -> PathBuf {
+///
+/// # Panics
+/// When it was not built.
+pub fn library() -> PathBuf {
     let name = "libdmalane_fake_cuda";
-    let exe = std::env::current_exe().expect("a test is a file");
+    // By the name that it was started with: `scripts/mesa` starts it through another loader of libraries.
+    let exe = std::env::args_os().next().and_then(|name| std::path::absolute(name).ok()).expect("a test is a file");
     let folder = exe.parent().expect("in a folder");
     let mut found: Vec<_> = [folder.to_owned(), folder.join("deps")]
         .iter()

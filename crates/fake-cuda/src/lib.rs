@@ -17,4 +17,4 @@
 mod abi;
 mod model;
 
-pub use abi::{Fake, Seen};
+pub use abi::{Fake, Seen, library};

@@ -41,6 +41,8 @@ pub(crate) struct Mapping {
     pub access: (bool, bool),
     /// Of `cuMemAlloc`.
     pub plain: bool,
+    /// The context of the GPU that may use it.
+    pub context: u64,
 }
 
 /// A range that an operation uses.
@@ -94,6 +96,7 @@ pub(crate) struct Stream {
     pub done: u64,
     /// Threads that wait for it.
     pub waiters: u32,
+    pub context: u64,
     pub destroyed: bool,
 }
 
@@ -131,7 +134,10 @@ pub(crate) struct State {
     pub initialised: bool,
     /// References to the primary contexts, by device.
     pub retained: BTreeMap<i32, u32>,
-    pub handles: BTreeMap<u64, (u64, Memory)>,
+    /// Contexts that threads have made current and not given back.
+    pub pushed: usize,
+    /// Allocations: bytes, the memory, the context of their GPU.
+    pub handles: BTreeMap<u64, (u64, Memory, u64)>,
     pub reserved: BTreeMap<u64, u64>,
     pub mapped: BTreeMap<u64, Mapping>,
     pub registered: BTreeMap<usize, usize>,
@@ -191,7 +197,8 @@ impl Model {
             }
             let Some(item) = state.streams.get_mut(&id).and_then(|stream| stream.jobs.pop_front()) else { continue };
             if let Item::Job(job) = item {
-                match state.bad_use(&job) {
+                let context = state.streams.get(&id).map_or(0, |stream| stream.context);
+                match state.bad_use(&job, context) {
                     Some(why) => {
                         state.violation(format!("when a stream came to it: {why}"));
                         state.sticky = Some(LAUNCH_FAILED);
@@ -250,6 +257,11 @@ impl State {
         self.faults.iter().all(|fault| fault.nth == 0)
     }
 
+    /// True when no call was made to fail.
+    pub fn is_whole(&self) -> bool {
+        self.faults.is_empty()
+    }
+
     /// Forgets faults, and that a context is broken.
     pub fn heal(&mut self) {
         self.faults.clear();
@@ -265,7 +277,7 @@ impl State {
         // Allocations whose handle was released live as long as they are mapped.
         let mut seen: Vec<*const Mutex<Vec<u8>>> = Vec::new();
         let mut used = 0;
-        let all = self.handles.values().map(|(_, memory)| memory).chain(self.mapped.values().map(|m| &m.memory));
+        let all = self.handles.values().map(|(_, memory, _)| memory).chain(self.mapped.values().map(|m| &m.memory));
         for memory in all {
             if !seen.contains(&Arc::as_ptr(memory)) {
                 seen.push(Arc::as_ptr(memory));
@@ -275,14 +287,17 @@ impl State {
         used
     }
 
-    /// Finds an invalid access of a job, if there is one, and describes it.
-    pub fn bad_use(&self, job: &Job) -> Option<String> {
+    /// Finds an invalid access of a job in a context, if there is one, and describes it.
+    pub fn bad_use(&self, job: &Job, context: u64) -> Option<String> {
         job.uses().into_iter().find_map(|(place, len, write)| match place {
             Place::Device(at) => {
                 let mut next = at;
                 while next < at + len {
                     let found = self.mapped.range(..=next).next_back().filter(|(first, m)| next - **first < m.len);
                     let Some((first, m)) = found else { return Some(format!("nothing is mapped at {next:#x}")) };
+                    if m.context != context {
+                        return Some(format!("{next:#x} is memory of another GPU"));
+                    }
                     if !(if write { m.access.1 } else { m.access.0 }) {
                         return Some(format!("no access to {next:#x} (write: {write})"));
                     }
@@ -317,6 +332,7 @@ impl State {
         let contexts: u32 = self.retained.values().sum();
         let counts = [
             ("contexts", contexts as usize),
+            ("contexts that are current", self.pushed),
             ("allocations", self.handles.len()),
             ("reservations", self.reserved.len()),
             ("mappings", self.mapped.len()),

@@ -20,8 +20,8 @@ impl Reference {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Copies => {
-                "the faster of plain and streaming copies of as many buffers by as many threads, in memory, both ways \
-                 in turns"
+                "the faster of plain and streaming copies of as many buffers by as many threads, in host memory (not \
+                 the device's link), both ways in turns"
             }
             Self::Files(_) => {
                 "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns \

@@ -15,7 +15,7 @@ from .settings import Settings, Skip
 from .suites import test_binaries
 
 USAGE = """\
-usage: scripts/mesa test [ARGUMENT...]   run the tests of the crate `vulkan` on the newest lavapipe
+usage: scripts/mesa test [ARGUMENT...]   run the tests that use a GPU on the newest lavapipe
        scripts/mesa run PROGRAM...       run a program of this machine with it
        scripts/mesa fetch                only fetch it
 
@@ -24,7 +24,11 @@ Exit status 77: it cannot be had; the last line says why."""
 
 PACKAGES = ["mesa-vulkan-drivers", "vulkan-validationlayers", "libvulkan1", "libstdc++6"]
 LAYER = "VkLayer_khronos_validation.json"
-TESTS = [("dmalane-vulkan", "dmalane_vulkan"), ("dmalane-vulkan", "it")]
+# Packages and targets, with the tests of them that use a GPU.
+TESTS = {
+    ("dmalane-vulkan", "dmalane_vulkan"): None, ("dmalane-vulkan", "it"): None, ("dmalane-cli", "it"): "gpu::vulkan",
+    ("dmalane-capi", "capi"): "on_a_gpu", ("dmalane", "it"): "devices::every_kind",
+}  # fmt: skip
 
 
 def fetch(settings):
@@ -76,7 +80,10 @@ def started(folder, program):
     environment = {
         "VK_DRIVER_FILES": str(driver), "VK_LAYER_PATH": str(layer.parent), "VK_LOADER_LAYERS_DISABLE": "~implicit~",
     }  # fmt: skip
-    return [str(loader), "--library-path", str(lib), *program], os.environ | environment
+    runner = [str(loader), "--library-path", str(lib)]
+    # For programs that tests start: a word a line.
+    environment["DMALANE_RUNNER"] = "\n".join(runner)
+    return [*runner, *program], os.environ | environment
 
 
 def main(arguments):
@@ -91,7 +98,11 @@ def main(arguments):
         if programs is None:
             # The binaries that part "test" of scripts/check builds, so that nothing is built again.
             options = ["--tests", "--workspace", "--all-features"]
-            programs = [[path, *rest] for path in test_binaries(*TESTS, options=options)]
+            paths = test_binaries(*TESTS, options=options)
+            # A filter of the caller is for all.
+            filtered = any(not argument.startswith("-") for argument in rest)
+            selections = [[only] if only and not filtered else [] for only in TESTS.values()]
+            programs = [[path, *only, *rest] for path, only in zip(paths, selections, strict=True)]
         status = 0
         for program in programs:
             command, environment = started(folder, program)

@@ -200,6 +200,10 @@ pub(crate) struct Validate {
     #[arg(long, conflicts_with_all = ["json", "csv"])]
     mb: bool,
 
+    /// Print the rates as nvbandwidth does, under its names (host_to_device_memcpy_ce and so on)
+    #[arg(long, conflicts_with_all = ["json", "csv", "mb"])]
+    nvbandwidth: bool,
+
     #[command(flatten)]
     format: output::OutputFormat,
 
@@ -340,6 +344,7 @@ impl Validate {
         match (self.format.json, self.format.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
+            _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,
             _ => output::print(&report::text(outcome, path, self.format.verbose, self.mb))?,
         }
         drawn.unwrap_or(Ok(()))

@@ -331,19 +331,6 @@ fn a_replay_in_the_address_space_of_a_device() {
 }
 
 #[test]
-fn a_replay_on_a_gpu() {
-    let (status, text, stderr) = pages(100).run("vm replay trace.jsonl -d vulkan:0 --json");
-    if status == 1 && (stderr.contains("binds nothing") || stderr.contains("cannot open vulkan:0")) {
-        println!("SKIPPED: {stderr}");
-        return;
-    }
-    assert_eq!((status, stderr.as_str()), (0, ""));
-    let json: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(json["device"]["kind"], "sparse binding");
-    assert_eq!(json["device"]["times"]["batched"]["other_binds"]["operations"], 100);
-}
-
-#[test]
 fn times_as_the_original_report_prints_them() {
     let batch = |op: &str| {
         let each = |page: u64| op.replace("VA", &(page << 14).to_string());

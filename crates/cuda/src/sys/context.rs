@@ -133,20 +133,22 @@ impl Context {
         }
         let (driver, _current) = (self.driver, self.current()?);
         let property = self.property();
-        let mut handles = Vec::new();
+        let (mut handles, mut done) = (Vec::new(), 0);
         let mut make = || {
             for i in 0..len / chunk {
                 let mut handle = 0;
                 may_call!(driver.create(&raw mut handle, chunk as usize, &raw const property, 0))?;
                 handles.push(handle);
                 may_call!(driver.map(at + i * chunk, chunk as usize, 0, handle, 0))?;
+                done += chunk;
             }
             self.set_access(at, len, true)
         };
         if let Err(e) = self.note(make()) {
             // Steps that cannot be undone after an error stay with the driver.
-            if !handles.is_empty() {
-                let _ = may_call!(driver.unmap(at, (handles.len() as u64 * chunk) as usize));
+            if done > 0 {
+                // The driver unmaps nothing where a part is not mapped.
+                let _ = may_call!(driver.unmap(at, done as usize));
             }
             handles.into_iter().for_each(|handle| drop(may_call!(driver.release_memory(handle))));
             return Err(e);

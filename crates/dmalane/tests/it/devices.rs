@@ -69,7 +69,8 @@ fn on_gpu(flat: bool, largest: Option<u64>, test: &mut impl FnMut(&str, &OpenOpt
         Err(e) => return println!("SKIPPED: {e}"),
     }
     let messages = Messages::new();
-    let vulkan = VulkanOptions { largest, channels: Some(2), validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let vulkan =
+        VulkanOptions { largest, channels: Some(2), validation: Some(messages.clone()), ..VulkanOptions::default() };
     test("vulkan:0", &OpenOptions { flat, vulkan: Some(vulkan), ..OpenOptions::default() });
     let messages = messages.take();
     assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));

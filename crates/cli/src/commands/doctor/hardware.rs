@@ -206,8 +206,18 @@ pub fn vulkan(probe: &Probe) -> Check {
     let about = |gpu: &dmalane::vulkan::GpuInfo| {
         let missing = [
             (gpu.missing().is_some(), gpu.missing().unwrap_or_default()),
-            (gpu.host_import.is_none(), "no host import (VK_EXT_external_memory_host)"),
-            (gpu.sparse.is_none(), "no sparse binding, so buffers are contiguous"),
+            (
+                gpu.host_import.is_none(),
+                "no host import (VK_EXT_external_memory_host), so buffers are the driver's: a newer driver has it",
+            ),
+            (
+                !gpu.device_address,
+                "no addresses for shaders (bufferDeviceAddress), so copies verify loads: a newer driver has them",
+            ),
+            (
+                gpu.sparse.is_none(),
+                "no sparse binding, so buffers are contiguous: a newer driver may have it (lavapipe: Mesa 24.2)",
+            ),
         ];
         let missing = missing.iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| format!(": {what}"));
         format!("vulkan:{} {gpu}{}", gpu.index, missing.collect::<String>())

@@ -199,6 +199,33 @@ pub fn csv(outcome: &Outcome) -> String {
     out
 }
 
+/// The fastest rates under the names of nvbandwidth, in its form.
+pub fn nvbandwidth(outcome: &Outcome) -> String {
+    let Outcome { report, settings, device, .. } = outcome;
+    // With traffic both ways, nvbandwidth's figure is that of one of them, too.
+    let tests = [
+        ("host_to_device_memcpy_ce", Directions::Write, true, "->"),
+        ("device_to_host_memcpy_ce", Directions::Read, false, "<-"),
+        ("host_to_device_bidirectional_memcpy_ce", Directions::Both, true, "<->"),
+        ("device_to_host_bidirectional_memcpy_ce", Directions::Both, false, "<->"),
+    ];
+    let mut out = String::new();
+    for (name, directions, writes, arrow) in tests {
+        let figures = report.figures.iter().filter(|f| f.directions == directions);
+        let rates = figures.filter_map(|f| if writes { f.write.as_ref() } else { f.read.as_ref() });
+        let Some(rate) = rates.map(|rate| rate.bytes_per_s / 1e9).reduce(f64::max) else { continue };
+        out += &format!(
+            "Running {name}.\nmemcpy CE CPU(row) {arrow} GPU(column) bandwidth (GB/s)\n           0\n \
+             0{rate:>10.2}\n\nSUM {name} {rate:.2}\n\n"
+        );
+    }
+    let (threads, device) = (settings.threads, plain(device));
+    out + &format!(
+        "NOTE: measured by dmalane on {device}: {threads} threads, each of which waits for each of its copies;\n\
+         NOTE: nvbandwidth queues many on one stream. The best of all memories, page sizes and buffer sizes.\n"
+    )
+}
+
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
 pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool, mb: bool) -> String {
     let Outcome { settings, report, .. } = outcome;

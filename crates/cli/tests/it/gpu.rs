@@ -1,0 +1,98 @@
+//! A GPU in every command: the first of Vulkan under the validation layers, and the fake CUDA driver.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::layers::Layers;
+
+const DMALANE: &str = env!("CARGO_BIN_EXE_dmalane");
+
+/// Runs a command, and gives what it prints; `None`, and why on stdout, where the GPU cannot be opened.
+fn run(layers: Option<&Layers>, folder: &Path, line: &str) -> Option<String> {
+    let program = Path::new(DMALANE);
+    let mut command = layers.map_or_else(|| std::process::Command::new(program), |layers| layers.command(program));
+    let output = command.args(line.split_whitespace()).current_dir(folder).output().unwrap();
+    let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    if errors.contains("cannot open vulkan:0") {
+        println!("SKIPPED: {errors}");
+        return None;
+    }
+    assert!(output.status.success(), "{line}: {}\n{text}{errors}", output.status);
+    Some(layers.map_or_else(|| text.into_owned(), |layers| layers.check(&output)))
+}
+
+/// Takes a device through every command that has one; `None` where it cannot be opened.
+fn in_every_command(layers: Option<&Layers>, device: &str) -> Option<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |line: &str| run(layers, folder.path(), line);
+    let json = |line: &str| run(line).map(|text| serde_json::from_str::<Value>(&text).unwrap());
+    let loaded = json(&format!("load -d {device} --sample 3MiB --verify --json"))?;
+    assert!(loaded["command"] == "load" && loaded["bytes"].as_u64() > Some(2 << 20), "{loaded}");
+    std::fs::write(folder.path().join("file"), vec![7; 1_234_567]).unwrap();
+    let read = json(&format!("read file -d {device} --verify --json"))?;
+    assert_eq!(read["command"], "read");
+    let quick = "-j 2 --buffer-size 64KiB --iterations 2";
+    let validated = json(&format!("validate -d {device} {quick} --json"))?;
+    assert_eq!(validated["passed"], true);
+    let named = run(&format!("validate -d {device} {quick} --nvbandwidth"))?;
+    for name in [
+        "host_to_device_memcpy_ce",
+        "device_to_host_memcpy_ce",
+        "host_to_device_bidirectional_memcpy_ce",
+        "device_to_host_bidirectional_memcpy_ce",
+    ] {
+        let sum = named.lines().find_map(|line| line.strip_prefix(&format!("SUM {name} ")));
+        let sum: f64 = sum.unwrap_or_else(|| panic!("{name}: {named}")).parse().unwrap();
+        assert!(sum > 0.0 && named.contains(&format!("Running {name}.\nmemcpy CE CPU(row) ")), "{named}");
+    }
+    Some(())
+}
+
+#[test]
+fn vulkan_in_every_command() {
+    let layers = Layers::new();
+    for how in ["", ",flat,channels=2"] {
+        if in_every_command(Some(&layers), &format!("vulkan:0{how}")).is_none() {
+            return;
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let listed = run(Some(&layers), folder.path(), "devices --json").unwrap();
+    assert!(listed.contains("\"vulkan:0\""), "{listed}");
+    run(Some(&layers), folder.path(), "doctor").unwrap();
+}
+
+#[test]
+fn vulkan_binds_what_a_trace_binds() {
+    let folder = tempfile::tempdir().unwrap();
+    let bind = |page: u64| {
+        let at = page << 14;
+        format!(r#"{{"op":"bind","va":{at},"bo":1,"offset":{at},"len":16384,"access":"rw"}}"#)
+    };
+    let header = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
+    let bo = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x1000000"}]}"#;
+    let lines: Vec<_> = [header.to_owned(), bo.to_owned()].into_iter().chain((0..101).map(bind)).collect();
+    std::fs::write(folder.path().join("trace.jsonl"), lines.join("\n")).unwrap();
+    let layers = Layers::new();
+    let mut command = layers.command(Path::new(DMALANE));
+    let output = command.args(["vm", "replay", "trace.jsonl", "-d", "vulkan:0", "--json"]).current_dir(folder.path());
+    let output = output.output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if errors.contains("binds nothing") || errors.contains("cannot open vulkan:0") {
+        println!("SKIPPED: the first GPU binds nothing, or there is none");
+        return;
+    }
+    assert!(output.status.success(), "{errors}");
+    let json: Value = serde_json::from_str(&layers.check(&output)).unwrap();
+    assert_eq!(json["device"]["kind"], "sparse binding");
+    assert_eq!(json["device"]["times"]["batched"]["other_binds"]["operations"], 100);
+}
+
+#[test]
+fn cuda_in_every_command() {
+    let library = dmalane_fake_cuda::library();
+    for binds in ["", ",vmm"] {
+        in_every_command(None, &format!("cuda:0{binds},lib={}", library.display())).unwrap();
+    }
+}
