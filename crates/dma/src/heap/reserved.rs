@@ -134,12 +134,14 @@ impl Absent {
     /// As [`Absent::copy_from_file`].
     pub fn copy_from(self, from: VolatileSlice<'_>) -> Result<BufferSlice, (Self, io::Error)> {
         let present = self.present;
-        self.made_by(from.len(), |region, offset| match region.view().sub(offset, from.len()).filter(|_| present) {
-            Some(there) => {
-                there.copy_from(from, CopyHint::Keep);
-                Ok(())
+        self.made_by(from.len(), |region, offset| {
+            match region.as_volatile_slice().sub(offset, from.len()).filter(|_| present) {
+                Some(there) => {
+                    there.copy_from(from, CopyHint::Keep);
+                    Ok(())
+                }
+                None => region.write_from_view(offset, from),
             }
-            None => region.write_from_view(offset, from),
         })
     }
 
@@ -160,7 +162,7 @@ impl Absent {
                 // Pages that were made now have zeroes there.
                 let (end, left) = (self.offset() + len, self.len() - len);
                 if self.present
-                    && let Some(rest) = memory.region.view().sub(end, left)
+                    && let Some(rest) = memory.region.as_volatile_slice().sub(end, left)
                 {
                     rest.fill(0);
                 }

@@ -314,9 +314,9 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     assert_eq!(refused(&pool, 0, page()), Unsupported, "a page would keep its bytes");
     assert_eq!(refused(&pool, 99_999, 2 * page()), std::io::ErrorKind::UnexpectedEof);
     let from = pool.allocate(4 * page()).unwrap().share();
-    from.view().write(&data[..4 * page()]);
+    from.as_volatile_slice().write(&data[..4 * page()]);
     let other = pool.allocate(4 * page()).unwrap().share();
-    other.view().fill(0xff);
+    other.as_volatile_slice().fill(0xff);
     drop(other);
     for ways in [[true, false], [false, true]] {
         let mut reserved = pool.reserve(4 * page()).unwrap();
@@ -326,12 +326,12 @@ fn absent_memory_takes_the_bytes_of_a_file() {
             let absent = reserved.next(2 * page()).unwrap();
             match file {
                 true => absent.copy_from_file(&mapping, 777, page() + 5).unwrap(),
-                false => absent.copy_from(from.view().sub(777, page() + 5).unwrap()).unwrap(),
+                false => absent.copy_from(from.as_volatile_slice().sub(777, page() + 5).unwrap()).unwrap(),
             }
         });
         let as_wanted = filled.each_mut().map(|slice| slice.with_bytes(|bytes| same(bytes)));
         assert_eq!(as_wanted, [Some(true); 2], "recycled pages have these bytes, and zeroes behind them");
-        filled.iter().for_each(|slice| slice.view().fill(0xff));
+        filled.iter().for_each(|slice| slice.as_volatile_slice().fill(0xff));
     }
     assert_eq!(refused(&heap, 0, page()), Unsupported, "a page would stay absent");
     let _ = refused(&heap, 99_999, 2 * page());

@@ -176,7 +176,7 @@ mod tests {
             assert_eq!(there.len() * HUGE, BYTES, "all of them are in use");
             drop((landing, there));
             let stats = PLACES.pool_stats();
-            assert_eq!((stats.kept, stats.hits), (KEPT, job * (KEPT / HUGE)));
+            assert_eq!((stats.cached, stats.hits), (KEPT, job * (KEPT / HUGE)));
         }
     }
 
