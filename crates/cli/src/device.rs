@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::time::UNIX_EPOCH;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Args, Command};
@@ -13,10 +14,12 @@ use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
 use dmalane::sim::Workers;
+use dmalane::validate::backup_left;
 use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
 use crate::size::{self, Size, binary};
+use crate::timeline::date;
 
 /// Default size of the software card's DDR.
 pub const CARD_DDR: Size = Size::new(registry::CARD_DDR);
@@ -124,9 +127,27 @@ fn refused(spec: &DeviceSpec, option: &str) -> Failure {
     Failure::usage(format!("--{option} is for {}, not for {spec}", have.join(" and ")))
 }
 
-/// Opens a device.
+/// Opens a device, unless it is made of files whose contents a validation has yet to restore.
 pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Failure> {
-    options.open(spec).map_err(|e| cannot_open(&e, options))
+    let device = options.open(spec).map_err(|e| cannot_open(&e, options))?;
+    match device.backing_files().map(|files| backup_left(&files)).transpose()?.flatten() {
+        Some(backup) => {
+            let why =
+                format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {}", backup.display());
+            Err(with_backup(Failure::new(why), spec, &backup))
+        }
+        None => Ok(device),
+    }
+}
+
+/// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it.
+pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path) -> Failure {
+    let made = backup.metadata().and_then(|meta| meta.modified()).ok();
+    let Some(made) = made.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) else { return failure };
+    failure
+        .cause(format!("the backup was made on {}", date(made.as_secs())))
+        .hint(format!("to restore it, and to keep the present data beside it: dmalane validate -d {spec} --recover"))
+        .hint(format!("to drop it: rm {}", backup.display()))
 }
 
 /// The error of opening a device, with what helps against it.

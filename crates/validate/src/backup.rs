@@ -3,28 +3,36 @@
 //!
 //! A backup is one file. Its first line is a JSON object with the identity of the backed-up file and its extents; the
 //! bytes of the extents follow in order, and then XXH3-64 of all that, little-endian. It lies beside a regular file as
-//! `.NAME.dmalane-backup`, and for a block device in `/var/tmp`. It gets that name when it is whole and on the disk,
-//! and nothing of the file is overwritten before.
+//! `.NAME.dmalane-backup`, and for a block device in a directory of this user. It gets that name when it is whole and
+//! on the disk, and nothing of the file is overwritten before.
+//!
+//! A later run restores a backup unasked only where nothing can be lost: each sector of the file still holds what was
+//! backed up, or what a validation writes.
 
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File};
 use std::hash::Hasher;
 use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
 
+use dmalane_device::BackingFiles;
 use dmalane_device::contents::{FileExtent, extents, holds_data, reopen};
-use rustix::fs::{CWD, FallocateFlags, FlockOperation, OFlags, RenameFlags, fallocate};
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, OFlags, RenameFlags, fallocate, major, minor};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use crate::ValidateError;
+use crate::walk::is_pattern;
+use crate::{Recovered, ValidateError};
 
 /// The most bytes of the first line of a backup.
 const MAX_HEADER: u64 = 64 << 20;
 /// Bytes that are copied at a time.
 const BLOCK: usize = 1 << 20;
+/// Bytes that are written whole or not at all, whatever ends a run.
+const SECTOR: usize = 512;
 
 /// A file that can be backed up, opened for reading and writing through the page cache.
 pub(crate) struct Original {
@@ -35,11 +43,14 @@ pub(crate) struct Original {
 }
 
 /// Which file a backup is of: the device number of a block device, or file system and inode.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct Identity {
     rdev: u64,
     dev: u64,
     ino: u64,
+    /// The time of birth of a regular file, as inodes are used again; the start of the machine and the sequence number
+    /// of a disk, as device numbers are. Empty where there is none.
+    born: String,
 }
 
 /// The first line of a backup.
@@ -58,6 +69,58 @@ pub(crate) struct Backup {
     done: bool,
 }
 
+/// A backup that was found, and checked.
+struct Saved {
+    backup: File,
+    of: Identity,
+    extents: Vec<FileExtent>,
+}
+
+/// The backup of the contents of a device that is made of files, which a run left that was killed or is under way.
+///
+/// # Errors
+/// The kernel's.
+pub fn backup_left(files: &BackingFiles) -> io::Result<Option<PathBuf>> {
+    let kind = files.written.metadata()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Ok(None);
+    }
+    let (_, backup) = identify(&files.written)?;
+    Ok(backup.symlink_metadata().is_ok().then_some(backup))
+}
+
+/// Which file this is, and where its backup lies.
+fn identify(file: &File) -> io::Result<(Identity, PathBuf)> {
+    let meta = file.metadata()?;
+    if meta.file_type().is_block_device() {
+        let rdev = meta.rdev();
+        let sys = PathBuf::from(format!("/sys/dev/block/{}:{}", major(rdev), minor(rdev)));
+        // That of a partition is its disk's.
+        let disk = ["diskseq", "../diskseq"].iter().find_map(|name| fs::read_to_string(sys.join(name)).ok());
+        let start = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let born = format!("{} {}", start.trim(), disk.unwrap_or_default().trim());
+        let backup = folder()?.join(format!("backup-of-device-{rdev:x}"));
+        return Ok((Identity { rdev, dev: 0, ino: 0, born }, backup));
+    }
+    let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let born = meta.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    let born = born.map_or(String::new(), |at| at.as_nanos().to_string());
+    let id = Identity { rdev: 0, dev: meta.dev(), ino: meta.ino(), born };
+    Ok((id, path.with_file_name(format!(".{name}.dmalane-backup"))))
+}
+
+/// The directory of the backups of block devices, in which nobody else can take a name.
+fn folder() -> io::Result<PathBuf> {
+    if rustix::process::geteuid().is_root() {
+        return Ok("/var/lib/dmalane".into());
+    }
+    let set = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = set("XDG_STATE_HOME").or_else(|| Some(set("HOME")?.join(".local/state")));
+    let missing = || io::Error::other("neither XDG_STATE_HOME nor HOME is set, for a place of the backup");
+    Ok(state.ok_or_else(missing)?.join("dmalane"))
+}
+
 impl Original {
     /// The regular file or block device behind a descriptor, whatever that was opened for; `None` for anything else.
     ///
@@ -70,23 +133,11 @@ impl Original {
     /// The file is locked until this is dropped, so that no other run restores it meanwhile.
     fn open(written: &File) -> io::Result<Option<Self>> {
         let Some(file) = reopen(written)? else { return Ok(None) };
-        let meta = file.metadata()?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => return Err(io::Error::other("another process has locked it")),
             other => other?,
         }
-        let (id, backup) = match meta.file_type().is_block_device() {
-            true => {
-                let (rdev, place) = (meta.rdev(), Path::new("/var/tmp"));
-                (Identity { rdev, dev: 0, ino: 0 }, place.join(format!("dmalane-backup-of-device-{rdev:x}")))
-            }
-            false => {
-                let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-                let name = path.file_name().unwrap_or_default().to_string_lossy();
-                let id = Identity { rdev: 0, dev: meta.dev(), ino: meta.ino() };
-                (id, path.with_file_name(format!(".{name}.dmalane-backup")))
-            }
-        };
+        let (id, backup) = identify(&file)?;
         Ok(Some(Self { file, id, backup }))
     }
 
@@ -98,18 +149,50 @@ impl Original {
         holds_data(&self.file, at, len).map_err(ValidateError::Backup)
     }
 
-    /// Restores the file from the backup of a run that was killed, if there is one, and returns the backup's
-    /// path.
+    /// Restores the file from the backup of a run that was killed, if there is one, and returns the backup's path.
+    ///
+    /// # Errors
+    /// [`ValidateError::Left`] when something else would be lost, [`ValidateError::Recover`]: the backup stays.
+    pub fn recover(&self) -> Result<Option<PathBuf>, ValidateError> {
+        let Some(saved) = self.saved()? else { return Ok(None) };
+        let left = |why| Err(ValidateError::Left { backup: self.backup.clone(), why });
+        if saved.of != self.id {
+            return left("it is of another file or disk that had this name");
+        }
+        if self.is_written_since(&saved).map_err(|e| self.failed(e))? {
+            return left("the device was written since");
+        }
+        self.restore_from(&saved).map(|()| Some(self.backup.clone()))
+    }
+
+    /// Restores the file from its backup, whatever it holds now, which gets a backup of another name first.
     ///
     /// # Errors
     /// [`ValidateError::Recover`]: the backup stays.
-    pub fn recover(&self) -> Result<Option<PathBuf>, ValidateError> {
-        let failed = |source| ValidateError::Recover { backup: self.backup.clone(), source };
-        match self.restore_from(&self.backup) {
-            Ok(()) => Ok(Some(self.backup.clone())),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(failed(e)),
-        }
+    pub fn recover_over(&self) -> Result<Recovered, ValidateError> {
+        let saved = self.needed()?;
+        let (first, last) = (saved.extents.first(), saved.extents.last());
+        let range = first.map_or(0, |e| e.at)..last.map_or(0, |e| e.at + e.len);
+        let free = |n: u32| with_end(&self.backup, &format!("-replaced-{n}"));
+        let kept = (1..).map(free).find(|path| path.symlink_metadata().is_err()).unwrap_or_default();
+        let now = extents(&self.file, range.start, range.end);
+        self.write_backup(&kept, &now).map_err(|e| self.failed(named(e, &kept)))?;
+        self.restore_from(&saved)?;
+        Ok(Recovered { backup: self.backup.clone(), range, kept })
+    }
+
+    /// Restores the file from the backup of this run.
+    fn put_back(&self) -> Result<(), ValidateError> {
+        self.needed().and_then(|saved| self.restore_from(&saved))
+    }
+
+    /// The backup, which must be there.
+    fn needed(&self) -> Result<Saved, ValidateError> {
+        self.saved()?.ok_or_else(|| self.failed(ErrorKind::NotFound.into()))
+    }
+
+    fn failed(&self, source: io::Error) -> ValidateError {
+        ValidateError::Recover { backup: self.backup.clone(), source }
     }
 
     /// Copies what the file holds from `at` on into a backup on the disk.
@@ -118,13 +201,16 @@ impl Original {
     /// [`ValidateError::Backup`], also when there is a backup already; nothing is left of the new one.
     pub fn back_up(self, at: u64, len: u64) -> Result<Backup, ValidateError> {
         let extents = extents(&self.file, at, at.saturating_add(len));
-        let written = self.write_backup(&extents);
+        let written = self.write_backup(&self.backup, &extents);
         written.map_err(|e| ValidateError::Backup(named(e, &self.backup)))?;
         Ok(Backup { original: self, done: false })
     }
 
-    fn write_backup(&self, extents: &[FileExtent]) -> io::Result<()> {
-        let new = unfinished(&self.backup);
+    fn write_backup(&self, path: &Path, extents: &[FileExtent]) -> io::Result<()> {
+        if let Some(folder) = path.parent().filter(|_| self.id.rdev != 0) {
+            DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        }
+        let new = unfinished(path);
         // That of a run that was killed before it had overwritten anything: this one has the lock.
         match fs::remove_file(&new) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
@@ -133,12 +219,12 @@ impl Original {
         let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC).bits() as i32;
         let backup = File::options().write(true).create_new(true).mode(0o600).custom_flags(flags).open(&new)?;
         let written = self.copy_to(&backup, extents).and_then(|()| {
-            match rustix::fs::renameat_with(CWD, &new, CWD, &self.backup, RenameFlags::NOREPLACE) {
-                // A file system that cannot do that; `recover` found no backup there.
-                Err(Errno::INVAL) => fs::rename(&new, &self.backup)?,
+            match rustix::fs::renameat_with(CWD, &new, CWD, path, RenameFlags::NOREPLACE) {
+                // A file system that cannot do that; there was no backup before.
+                Err(Errno::INVAL) => fs::rename(&new, path)?,
                 other => other?,
             }
-            sync_folder(&self.backup)
+            sync_folder(path)
         });
         if written.is_err() {
             let _ = fs::remove_file(&new);
@@ -149,7 +235,7 @@ impl Original {
     fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {
         let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new() };
         let listed = extents.iter().map(|e| (e.at, e.len, e.data)).collect();
-        let mut header = serde_json::to_vec(&Header { dmalane_backup: 1, file: self.id, extents: listed })?;
+        let mut header = serde_json::to_vec(&Header { dmalane_backup: 2, file: self.id.clone(), extents: listed })?;
         header.push(b'\n');
         if header.len() as u64 > MAX_HEADER {
             return Err(io::Error::other("the file has too many extents"));
@@ -168,62 +254,43 @@ impl Original {
         backup.sync_all()
     }
 
-    /// Restores the file from a backup, and removes that.
-    fn restore_from(&self, path: &Path) -> io::Result<()> {
+    /// The backup, if there is one.
+    fn saved(&self) -> Result<Option<Saved>, ValidateError> {
         let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK).bits() as i32;
-        let backup = File::options().read(true).custom_flags(flags).open(path)?;
-        let meta = backup.metadata()?;
-        if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() {
-            return Err(io::Error::new(ErrorKind::PermissionDenied, "it is not a file of this user"));
+        match File::options().read(true).custom_flags(flags).open(&self.backup) {
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            opened => opened.and_then(Saved::check).map(Some).map_err(|e| self.failed(e)),
         }
-        let extents = self.extents_of(&backup, meta.len())?;
-        let mut input = BufReader::with_capacity(BLOCK, &backup);
-        io::Seek::rewind(&mut input)?;
-        input.skip_until(b'\n')?;
-        let mut block = vec![0; BLOCK];
-        for extent in &extents {
-            if !extent.data {
-                self.clear(extent.at, extent.len)?;
-                continue;
-            }
-            for (at, n) in extent.blocks(BLOCK) {
-                input.read_exact(&mut block[..n])?;
-                self.file.write_all_at(&block[..n], at)?;
-            }
-        }
-        self.file.sync_all()?;
-        fs::remove_file(path)?;
-        sync_folder(path)
     }
 
-    /// The extents of a backup of `len` bytes, which is checked as a whole.
-    fn extents_of(&self, backup: &File, len: u64) -> io::Result<Vec<FileExtent>> {
-        let damaged = || io::Error::new(ErrorKind::InvalidData, "it is damaged");
-        let mut input = BufReader::with_capacity(BLOCK, backup);
-        let mut line = Vec::new();
-        input.by_ref().take(MAX_HEADER).read_until(b'\n', &mut line)?;
-        let header = serde_json::from_slice(&line).map_err(|_| damaged())?;
-        let Header { dmalane_backup: 1, file, extents } = header else { return Err(damaged()) };
-        if file != self.id {
-            return Err(io::Error::other("it is of another file that had this name"));
-        }
-        let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| FileExtent { at, len, data }).collect();
-        let data = extents.iter().filter(|e| e.data).try_fold(line.len() as u64 + 8, |sum, e| sum.checked_add(e.len));
-        if data != Some(len) {
-            return Err(damaged());
-        }
-        let mut hash = XxHash3_64::new();
-        hash.write(&line);
-        let (mut left, mut block) = (len - 8 - line.len() as u64, vec![0; BLOCK]);
-        while left > 0 {
-            let bytes = &mut block[..left.min(BLOCK as u64) as usize];
-            input.read_exact(bytes)?;
-            hash.write(bytes);
-            left -= bytes.len() as u64;
-        }
-        let mut end = [0; 8];
-        input.read_exact(&mut end)?;
-        if u64::from_le_bytes(end) == hash.finish() { Ok(extents) } else { Err(damaged()) }
+    /// Whether the file holds something that is neither in the backup nor what a validation writes.
+    fn is_written_since(&self, saved: &Saved) -> io::Result<bool> {
+        let (mut now, mut written) = (vec![0; BLOCK], false);
+        saved.each_block(|at, before, _| {
+            let now = &mut now[..before.len()];
+            match self.file.read_exact_at(now, at) {
+                Err(e) if e.kind() == ErrorKind::UnexpectedEof => written = true,
+                other => other?,
+            }
+            let mut sectors = now.chunks(SECTOR).zip(before.chunks(SECTOR));
+            written |= sectors.any(|(now, before)| now != before && !is_pattern(now));
+            Ok(())
+        })?;
+        Ok(written)
+    }
+
+    /// Restores the file from a backup, and removes that.
+    fn restore_from(&self, saved: &Saved) -> Result<(), ValidateError> {
+        let restore = || {
+            saved.each_block(|at, bytes, data| match data {
+                true => self.file.write_all_at(bytes, at),
+                false => self.clear(at, bytes.len() as u64),
+            })?;
+            self.file.sync_all()?;
+            fs::remove_file(&self.backup)?;
+            sync_folder(&self.backup)
+        };
+        restore().map_err(|e| self.failed(e))
     }
 
     /// Makes a hole, or zeros where the file system has none.
@@ -237,6 +304,61 @@ impl Original {
     }
 }
 
+impl Saved {
+    /// A backup, which is checked as a whole.
+    fn check(backup: File) -> io::Result<Self> {
+        let meta = backup.metadata()?;
+        if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() {
+            return Err(io::Error::new(ErrorKind::PermissionDenied, "it is not a file of this user"));
+        }
+        let damaged = || io::Error::new(ErrorKind::InvalidData, "it is damaged");
+        let mut input = BufReader::with_capacity(BLOCK, &backup);
+        let mut line = Vec::new();
+        input.by_ref().take(MAX_HEADER).read_until(b'\n', &mut line)?;
+        let header = serde_json::from_slice(&line).map_err(|_| damaged())?;
+        let Header { dmalane_backup: 2, file: of, extents } = header else { return Err(damaged()) };
+        let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| FileExtent { at, len, data }).collect();
+        let mut rest = meta.len().checked_sub(line.len() as u64 + 8).ok_or_else(damaged)?;
+        let data = extents.iter().filter(|e| e.data).try_fold(0u64, |sum, e| sum.checked_add(e.len));
+        if data != Some(rest) {
+            return Err(damaged());
+        }
+        let mut hash = XxHash3_64::new();
+        hash.write(&line);
+        let mut block = vec![0; BLOCK];
+        while rest > 0 {
+            let bytes = &mut block[..rest.min(BLOCK as u64) as usize];
+            input.read_exact(bytes)?;
+            hash.write(bytes);
+            rest -= bytes.len() as u64;
+        }
+        let mut end = [0; 8];
+        input.read_exact(&mut end)?;
+        drop(input);
+        if u64::from_le_bytes(end) == hash.finish() { Ok(Self { backup, of, extents }) } else { Err(damaged()) }
+    }
+
+    /// Calls `f` with each place in the file, what was there, and whether that was data and not a hole.
+    fn each_block(&self, mut f: impl FnMut(u64, &[u8], bool) -> io::Result<()>) -> io::Result<()> {
+        let mut input = BufReader::with_capacity(BLOCK, &self.backup);
+        io::Seek::rewind(&mut input)?;
+        input.skip_until(b'\n')?;
+        let mut block = vec![0; BLOCK];
+        for extent in &self.extents {
+            if !extent.data {
+                block.fill(0);
+            }
+            for (at, n) in extent.blocks(BLOCK) {
+                if extent.data {
+                    input.read_exact(&mut block[..n])?;
+                }
+                f(at, &block[..n], extent.data)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Backup {
     /// Restores the file now, on the disk too, and removes the backup.
     ///
@@ -244,7 +366,7 @@ impl Backup {
     /// [`ValidateError::Recover`]: the backup stays.
     pub fn restore(mut self) -> Result<(), ValidateError> {
         self.done = true;
-        self.original.recover().map(drop)
+        self.original.put_back()
     }
 
     /// Leaves the file as it is, and returns the path of the backup, which stays: a call on a device that hangs would
@@ -259,7 +381,7 @@ impl Drop for Backup {
     fn drop(&mut self) {
         if !self.done {
             // On the way out of a panic. Where it fails, the backup stays.
-            let _ = self.original.recover();
+            let _ = self.original.put_back();
         }
     }
 }
@@ -279,8 +401,12 @@ impl<W: Write> Hashed<W> {
 
 /// The name of a backup that is being written.
 fn unfinished(backup: &Path) -> PathBuf {
-    let mut name = backup.as_os_str().to_owned();
-    name.push(".new");
+    with_end(backup, ".new")
+}
+
+fn with_end(path: &Path, end: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(end);
     name.into()
 }
 
@@ -296,6 +422,7 @@ fn sync_folder(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::walk::pattern;
 
     const LEN: u64 = 4 << 20;
 
@@ -313,6 +440,13 @@ mod tests {
         Original::of(&File::options().write(true).open(path).unwrap()).unwrap().unwrap()
     }
 
+    /// The contents after a validation, past the first page.
+    fn written() -> Vec<u8> {
+        let mut bytes = vec![0; LEN as usize - 4096];
+        pattern(7, 0, &mut bytes);
+        bytes
+    }
+
     fn names(folder: &Path) -> usize {
         fs::read_dir(folder).unwrap().count()
     }
@@ -326,7 +460,7 @@ mod tests {
             let backup = original(&path).back_up(4096, LEN - 4096).unwrap();
             let again = Original::of(&File::open(&path).unwrap()).err().map(|e| e.to_string());
             assert!(again.is_some_and(|e| e.contains("another process has locked it")), "one at a time");
-            File::options().write(true).open(&path).unwrap().write_all_at(&vec![9; LEN as usize - 4096], 4096).unwrap();
+            File::options().write(true).open(&path).unwrap().write_all_at(&written(), 4096).unwrap();
             match how {
                 0 => drop(backup),
                 1 => backup.restore().unwrap(),
@@ -382,15 +516,70 @@ mod tests {
     #[test]
     fn a_backup_of_something_else_is_refused_and_stays() {
         let folder = tempfile::tempdir().unwrap();
-        let (path, _) = file(folder.path());
+        let (path, before) = file(folder.path());
         let backup = original(&path).back_up(0, LEN).unwrap().leave();
         fs::rename(&path, folder.path().join("moved")).unwrap();
         fs::write(&path, b"another file").unwrap();
         let error = original(&path).recover().unwrap_err().to_string();
         assert!(error.contains("it is of another file") && error.contains(".card.dmalane-backup"), "{error}");
         assert!(backup.exists() && fs::read(&path).unwrap() == b"another file");
-        fs::remove_file(&backup).unwrap();
+        // Another file of the same inode.
+        let whole = fs::read(&backup).unwrap();
+        fs::rename(folder.path().join("moved"), &path).unwrap();
+        assert_eq!(original(&path).recover().unwrap(), Some(backup.clone()));
+        let end = whole.iter().position(|b| *b == b'\n').unwrap();
+        let mut header: Header = serde_json::from_slice(&whole[..end]).unwrap();
+        assert!(!header.file.born.is_empty(), "this file system tells the time of birth");
+        header.file.born.push('0');
+        let mut bytes = serde_json::to_vec(&header).unwrap();
+        bytes.extend(&whole[end..whole.len() - 8]);
+        let mut hash = XxHash3_64::new();
+        hash.write(&bytes);
+        bytes.extend(hash.finish().to_le_bytes());
+        fs::write(&backup, bytes).unwrap();
+        assert!(original(&path).recover().unwrap_err().to_string().contains("it is of another file"));
+        // It is restored where that is asked for.
+        assert_eq!(original(&path).recover_over().unwrap().backup, backup);
+        assert!(fs::read(&path).unwrap() == before);
         std::os::unix::fs::symlink(folder.path().join("moved"), &backup).unwrap();
         assert!(original(&path).recover().is_err() && original(&path).back_up(0, 4096).is_err(), "no link is followed");
+    }
+
+    #[test]
+    fn nothing_that_was_written_since_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, before) = file(folder.path());
+        let out = File::options().write(true).open(&path).unwrap();
+        for at in [0, 4096, 1 << 20, (1 << 20) + 50_000, LEN - 512] {
+            let backup = original(&path).back_up(0, LEN).unwrap().leave();
+            out.write_all_at(&written(), 4096).unwrap();
+            out.write_all_at(b"new", at).unwrap();
+            let new = fs::read(&path).unwrap();
+            let error = original(&path).recover().unwrap_err();
+            assert!(
+                matches!(error, ValidateError::Left { .. }) && error.to_string().contains("written since"),
+                "{error}"
+            );
+            assert!(backup.exists() && fs::read(&path).unwrap() == new);
+            // Restored after all, and back.
+            let kept = original(&path).recover_over().unwrap().kept;
+            assert!(fs::read(&path).unwrap() == before && !backup.exists());
+            fs::rename(kept, &backup).unwrap();
+            fs::remove_file(original(&path).recover_over().unwrap().kept).unwrap();
+            assert!(fs::read(&path).unwrap() == new);
+            out.write_all_at(&before, 0).unwrap();
+        }
+        let backup = original(&path).back_up(0, LEN).unwrap().leave();
+        out.set_len(LEN - 1).unwrap();
+        assert!(original(&path).recover().is_err() && backup.exists(), "it ends before");
+    }
+
+    #[test]
+    fn backups_of_block_devices_lie_where_only_their_user_writes() {
+        let folder = folder().unwrap();
+        match rustix::process::geteuid().is_root() {
+            true => assert_eq!(folder, Path::new("/var/lib/dmalane")),
+            false => assert!(folder.ends_with("dmalane") && !folder.starts_with("/var/tmp"), "{}", folder.display()),
+        }
     }
 }

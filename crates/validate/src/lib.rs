@@ -29,12 +29,13 @@ use dmalane_dma::PageKind;
 use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
+pub use backup::backup_left;
 pub use channels::Channels;
 pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
-pub use target::{Contents, SLOWER, TestedDevice, emulations};
+pub use target::{Contents, Recovered, SLOWER, TestedDevice, emulations, recover};
 
 /// The directions of the bytes that a figure or a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -320,6 +321,14 @@ pub enum ValidateError {
         backup: PathBuf,
         /// The step that failed.
         source: std::io::Error,
+    },
+    /// An earlier run, which was killed, has left a backup that is not restored unasked: [`recover`] does that.
+    #[error("an earlier run, which was killed, left a backup of the device's contents, {}; {why}", backup.display())]
+    Left {
+        /// The backup.
+        backup: PathBuf,
+        /// Why restoring it might lose something.
+        why: &'static str,
     },
     /// The device is a character device, whose contents cannot be restored, and [`Contents`] does not allow that.
     #[error("{0} is a character device: its contents would be overwritten and cannot be restored")]

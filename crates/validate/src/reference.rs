@@ -10,6 +10,7 @@ use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
 use crate::target::{Reference, TestedDevice};
+use crate::walk::pattern;
 use crate::workers::Worker;
 use crate::{Directions, Stop, ValidateError};
 
@@ -169,7 +170,12 @@ fn files(
         let places = worker.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
         let mut work = Vec::new();
         for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
-            work.push((up, at, heap.allocate(len).map_err(ValidateError::Memory)?));
+            let mut buffer = heap.allocate(len).map_err(ValidateError::Memory)?;
+            if up {
+                // As all that is written here, so that a later run knows that nobody else wrote it.
+                pattern(0, 0, &mut buffer[..len]);
+            }
+            work.push((up, at, buffer));
         }
         works.push(work);
     }

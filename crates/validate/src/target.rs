@@ -1,5 +1,6 @@
 //! Devices that can be validated.
 
+use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -30,9 +31,9 @@ pub enum Contents {
     /// They are overwritten.
     Overwrite,
     /// They are backed up on disk before anything is written, and restored at the end. A regular file's backup lies
-    /// beside it as `.NAME.dmalane-backup`, a block device's in `/var/tmp`; after SIGKILL the next
-    /// [`TestedDevice::new`] with the same device finds and restores it. Character devices cannot be restored,
-    /// and are refused.
+    /// beside it as `.NAME.dmalane-backup`, a block device's in `/var/lib/dmalane` (root's) or the user's
+    /// `~/.local/state/dmalane`; after SIGKILL the next [`TestedDevice::new`] with the same device finds and restores
+    /// it, unless the device was written since. Character devices cannot be restored, and are refused.
     Restore,
 }
 
@@ -177,13 +178,37 @@ fn slower(link: &Link) -> Link {
     Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
+/// A backup that was restored, and is gone.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Recovered {
+    /// The path that it had.
+    pub backup: PathBuf,
+    /// The bytes of the device that were restored; others are as they were.
+    pub range: Range<u64>,
+    /// A backup of what the device held before, in the same form: under the path of the first, it can be restored too.
+    pub kept: PathBuf,
+}
+
+/// Restores the backup that a killed run left of a device which is made of files, although the device was written
+/// since or is another one.
+///
+/// # Errors
+/// [`ValidateError::Recover`], also without a backup or for a device whose contents cannot be kept;
+/// [`ValidateError::Backup`].
+pub fn recover(device: &dyn Device) -> Result<Recovered, ValidateError> {
+    let original = device.backing_files().map(|files| Original::of(&files.written)).transpose()?.flatten();
+    let none = || ValidateError::Backup(std::io::Error::other("it is no file or block device"));
+    original.ok_or_else(none)?.recover_over()
+}
+
 impl TestedDevice {
     /// Takes the queues of a device that nothing else uses. `contents` says what becomes of what a device that is made
     /// of files holds; that of other devices is lost. A backup of a run that was killed is restored first, whatever
-    /// `contents` says.
+    /// `contents` says, unless the device holds something that is neither in the backup nor what a run writes.
     ///
     /// # Errors
-    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], and then nothing was written.
+    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`], and then
+    /// nothing was written.
     pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
         Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))
     }

@@ -18,8 +18,9 @@ use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::load::Output;
 use dmalane::slash::SlashOptions;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, TestedDevice,
-    ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
+    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Recovered, Stop, Sweep,
+    TestedDevice, ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, recover,
+    run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -51,8 +52,8 @@ Writes to the device's memory from --starting-offset on and reads it back. The c
 lost. A file or a block device that holds data is measured only with --restore, which backs the data \
 up on disk and restores them at the end, or with --overwrite; a character device with
 --starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run \
-restores the data. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30); --mb adds v80-smi's unit \
-(2^20 bytes). Bandwidth is reported only where the data read back was equal.
+restores the data, unless the device was written since: --recover does that. Rates are in GB/s (10^9 \
+bytes), sizes in GiB (2^30); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is reported only where the data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error, \
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
@@ -192,6 +193,11 @@ pub(crate) struct Validate {
     #[arg(long, conflicts_with = "overwrite")]
     restore: bool,
 
+    /// Only restore the backup that a killed run left, although the device was written since; the data that it holds
+    /// now are kept in a second backup
+    #[arg(long, conflicts_with_all = ["overwrite", "restore", "json", "csv"])]
+    recover: bool,
+
     /// Measure N times, and report the median of each figure with its spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
@@ -262,6 +268,9 @@ impl Validate {
     /// Measures, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
         self.check_options()?;
+        if self.recover {
+            return self.recover_backup();
+        }
         // Before anything is written: from here on a signal ends this after what was overwritten is put back.
         let signals = Signals::catch()?;
         let settings = self.settings();
@@ -333,6 +342,23 @@ impl Validate {
         Ok(ExitCode::SUCCESS)
     }
 
+    /// Restores the backup of a run that was killed.
+    fn recover_backup(&self) -> Result<ExitCode, Failure> {
+        let options = self.open_options();
+        let device = options.device(&self.device).map_err(|e| self.cannot_open(&e, &options))?;
+        let Recovered { backup, range, kept } = recover(&*device).map_err(|e| self.failure(e))?;
+        output::print(&format!(
+            "Restored bytes {}..{} of {} from {}\nThe data that were there before are in {}\nUnder the name of the \
+             first backup, --recover restores them\n",
+            range.start,
+            range.end,
+            self.device,
+            backup.display(),
+            kept.display()
+        ))?;
+        Ok(ExitCode::SUCCESS)
+    }
+
     /// Prints the figures, and draws them.
     fn print(&self, outcome: &Outcome, plot: Option<&Output>) -> Result<(), Failure> {
         let plot = plot.filter(|_| !outcome.report.figures.is_empty());
@@ -373,6 +399,7 @@ impl Validate {
             ("--direct", self.direct),
             ("--overwrite", self.card.memory.overwrite),
             ("--restore", self.restore),
+            ("--recover", self.recover),
         ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         let takes = |option| self.device.kind().options.contains(&option);
@@ -538,8 +565,13 @@ impl Validate {
             error,
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
+        let left = match &error {
+            ValidateError::Left { backup, .. } | ValidateError::Recover { backup, .. } => Some(backup.clone()),
+            _ => None,
+        };
         let failure = Failure::from(error).status(if usage { USAGE } else { 1 });
-        hint.into_iter().fold(failure, Failure::hint)
+        let failure = hint.into_iter().fold(failure, Failure::hint);
+        left.into_iter().fold(failure, |failure, backup| device::with_backup(failure, &self.device, &backup))
     }
 
     fn hint(&self, error: &ValidateError) -> Option<String> {

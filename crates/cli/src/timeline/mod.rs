@@ -13,6 +13,7 @@ use dmalane::load::{Output, StageTimeline};
 use crate::failure::Failure;
 use crate::output;
 use machine::Machine;
+pub use machine::date;
 pub use page::Page;
 
 /// The options of commands that record a timeline.

@@ -19,3 +19,8 @@ mod top;
 mod usage;
 mod validate;
 mod vm;
+
+/// How often tests kill a program: 50 times, or as often as `DMALANE_KILLS` says.
+fn kills() -> u64 {
+    std::env::var("DMALANE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)
+}

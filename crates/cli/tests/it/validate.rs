@@ -1,8 +1,8 @@
 //! `dmalane validate` as its users meet it.
 
 use std::path::PathBuf;
-use std::process::{Command, Output};
-use std::time::Instant;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -280,15 +280,15 @@ fn a_signal_leaves_a_file_as_it_was() {
             "600",
         ]);
         command.args(["--pages", "4k", "--plot", plot.to_str().unwrap()]);
-        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
-        let begun = std::time::Instant::now();
+        let begun = Instant::now();
         while std::fs::read(file.path()).unwrap() == before {
             assert!(begun.elapsed().as_secs() < 60, "it writes");
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(5));
         }
         // Into the measurement, where nothing else would end it.
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        std::thread::sleep(Duration::from_millis(300));
         kill_process(Pid::from_child(&child), signal).unwrap();
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
@@ -309,12 +309,13 @@ fn a_killed_run_loses_nothing() {
     let validate = || {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
         command.arg("validate").args(args).args(["--iterations", "3"]);
-        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     };
     let start = Instant::now();
     assert!(validate().wait().unwrap().success());
     let (whole, mut left, mut state) = (start.elapsed(), 0, 42u64);
-    for kill in 0..50 {
+    let kills = crate::kills();
+    for kill in 0..kills {
         let mut child = validate();
         // Knuth's MMIX generator: moments of a whole run, before, in and after the backup, the writes, the restoring.
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -323,15 +324,103 @@ fn a_killed_run_loses_nothing() {
         child.wait().unwrap();
         let was_left = backup.exists();
         left += usize::from(was_left);
-        // Whatever is asked for, a backup is restored first; without --restore nothing is overwritten after that.
-        let next = run(&["-d", &device, "-j", "1", "--buffer-size", "4KiB", "--iterations", "1"]);
-        let said = text(&next.stderr);
-        assert_eq!(said.contains("restored the data of an earlier run"), was_left, "{said}");
-        assert!(said.contains("holds data"), "{said}");
+        let next = || run(&["-d", &device, "-j", "1", "--buffer-size", "4KiB", "--iterations", "1"]).stderr;
+        // Half of them find a file that somebody has written since, as by `cp new card.img`.
+        if was_left && kill % 2 == 1 {
+            let new: Vec<u8> = before.iter().map(|byte| byte ^ 1).collect();
+            std::fs::write(file.path(), &new).unwrap();
+            let said = next();
+            let said = text(&said);
+            assert!(said.contains("the device was written since") && said.contains("--recover"), "{said}");
+            assert!(std::fs::read(file.path()).unwrap() == new && backup.exists(), "after kill {kill}");
+            let said = run(&["-d", &device, "--recover"]);
+            assert!(text(&said.stdout).starts_with("Restored bytes 0..262144 of file:"), "{}", text(&said.stdout));
+            assert!(said.status.success() && backup_holds(&said.stdout, &new), "{}", text(&said.stdout));
+            // The rest was not backed up, and is as it was written.
+            let now = std::fs::read(file.path()).unwrap();
+            assert!(now[..1 << 18] == before[..1 << 18] && now[1 << 18..] == new[1 << 18..], "after kill {kill}");
+            std::fs::write(file.path(), &before).unwrap();
+        } else {
+            // Whatever is asked for, a backup is restored first; without --restore nothing is overwritten after that.
+            let said = next();
+            let said = text(&said);
+            assert_eq!(said.contains("restored the data of an earlier run"), was_left, "{said}");
+            assert!(said.contains("holds data"), "{said}");
+        }
         assert!(std::fs::read(file.path()).unwrap() == before && !backup.exists(), "after kill {kill}");
     }
-    println!("{left} of 50 runs were killed with a backup on the disk");
+    println!("{left} of {kills} runs were killed with a backup on the disk");
     assert!(left > 0, "no run was killed in the middle");
+}
+
+/// Whether the backup that this output names holds these bytes, and removes it.
+fn backup_holds(said: &[u8], bytes: &[u8]) -> bool {
+    let path = text(said).split(" are in ").nth(1).and_then(|rest| rest.lines().next()).unwrap();
+    let holds = std::fs::read(path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    holds.windows(512).any(|window| window == &bytes[..512])
+}
+
+#[test]
+fn a_backup_of_a_disk_is_not_restored_onto_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let losetup = |args: &[&str]| Command::new("losetup").args(args).current_dir(folder.path()).output();
+    let disk = |name: &str| match losetup(&["--find", "--show", name]) {
+        Ok(output) if output.status.success() => Some(text(&output.stdout).trim().to_owned()),
+        _ => None,
+    };
+    let images = ["one", "other"].map(|name| (folder.path().join(name), vec![name.len() as u8; 1 << 20]));
+    images.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
+    let Some(first) = disk("one") else { return println!("SKIPPED: no loop devices") };
+    let device = format!("file:{first}");
+    let args = ["validate", "-d", &device, "--restore", "-j", "1", "--buffer-size", "64KiB", "--duration", "600"];
+    let mut child = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+    let mut child = child.args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let begun = Instant::now();
+    while std::fs::read(&first).unwrap() == images[0].1 && begun.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let detached = losetup(&["--detach", &first]).unwrap();
+    assert!(detached.status.success(), "{}", text(&detached.stderr));
+    // Most often it gets the same number.
+    let second = disk("other").unwrap();
+    let said = run(&["-d", &format!("file:{second}"), "-j", "1", "--buffer-size", "4KiB", "--iterations", "1"]);
+    let (bytes, said) = (std::fs::read(&second).unwrap(), text(&said.stderr).to_owned());
+    let recovered = run(&["-d", &format!("file:{second}"), "--recover"]);
+    let restored = std::fs::read(&second).unwrap();
+    losetup(&["--detach", &second]).unwrap();
+    assert!(bytes == images[1].1, "{said}");
+    if second == first {
+        assert!(said.contains("it is of another file or disk"), "{said}");
+        assert!(restored[..1 << 17] == images[0].1[..1 << 17] && backup_holds(&recovered.stdout, &images[1].1));
+    }
+}
+
+#[test]
+fn a_device_with_a_backup_is_left_alone() {
+    let (file, device) = file(1 << 20);
+    let name = file.path().file_name().unwrap().display().to_string();
+    let backup = file.path().with_file_name(format!(".{name}.dmalane-backup"));
+    std::fs::write(&backup, b"not a backup").unwrap();
+    for words in [
+        &["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..],
+        &["read", "/proc/self/exe", "-d", &device, "--overwrite"],
+        &["validate", "-d", &device, "--overwrite"],
+        &["validate", "-d", &device, "--restore"],
+        &["validate", "-d", &device, "--recover"],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("cause: the backup was made on 20"), "{said}");
+        assert!(said.contains("--recover") && said.contains(&format!("rm {}", backup.display())), "{said}");
+        assert!(std::fs::read(file.path()).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
+        assert_eq!(std::fs::read(&backup).unwrap(), b"not a backup");
+    }
+    std::fs::remove_file(&backup).unwrap();
+    let output = run(&["-d", &device, "--recover"]);
+    assert!(output.status.code() == Some(1), "there is none: {}", text(&output.stderr));
 }
 
 #[test]
