@@ -97,11 +97,9 @@ pub fn cannot_open(error: dmalane::file::Error) -> Failure {
 
 /// Reads the manifest of `--manifest`, which may be `-`; without one it is empty.
 pub fn manifest(path: Option<&Path>) -> Result<Manifest, Failure> {
-    let read = path.map(|path| {
-        let named = if source::is_stdin(path) { Path::new("/dev/stdin") } else { path };
-        Manifest::read(named).map_err(|e| Failure::because(format!("cannot use {}", path.display()), &e))
-    });
-    Ok(read.transpose()?.unwrap_or_default())
+    let Some(path) = path else { return Ok(Manifest::default()) };
+    let from = SourceFile::open(path)?.reader()?;
+    Manifest::read_from(from, path).map_err(|e| Failure::because(format!("cannot use {}", path.display()), &e))
 }
 
 /// Differences that are listed in a message.

@@ -1,7 +1,7 @@
 //! Files to read from: by name, from standard input, and what has no size that can be believed.
 
 use std::fs::{File, FileType};
-use std::io::{self, IsTerminal};
+use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 
 use crate::failure::Failure;
+use crate::size::binary;
 
 /// The name of standard input on the command line.
 const STDIN: &str = "-";
@@ -73,24 +74,58 @@ impl SourceFile {
         rustix::fs::fstatfs(&self.file).is_ok_and(|s| GENERATED.contains(&(s.f_type as u32)))
     }
 
+    /// What it holds, to be read once from front to back.
+    pub fn reader(self) -> Result<BufReader<File>, Failure> {
+        self.check_end()?;
+        let (stream, path) = (self.is_stream() && !self.stdin, self.path);
+        let mut from = BufReader::with_capacity(1 << 16, self.file);
+        let begun = from.fill_buf().map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+        match stream && begun.is_empty() {
+            true => Err(nobody_writes(&path)),
+            false => Ok(from),
+        }
+    }
+
+    /// All that it holds, at most so many bytes.
+    pub fn read(self, most: u64) -> Result<Vec<u8>, Failure> {
+        let path = self.path.clone();
+        let mut bytes = Vec::new();
+        let read = self.reader()?.take(most + 1).read_to_end(&mut bytes);
+        read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+        match bytes.len() as u64 > most {
+            true => Err(Failure::new(format!("{} has more than {}", path.display(), binary(most)))),
+            false => Ok(bytes),
+        }
+    }
+
+    /// Refuses what never ends.
+    fn check_end(&self) -> Result<(), Failure> {
+        match self.is_endless() {
+            true => Err(Failure::new(format!("{} is a character device, which has no end", self.path.display()))),
+            false => Ok(()),
+        }
+    }
+
     /// The same bytes in a file with a size: what has none is read to its end, into a temporary file without a name.
     pub fn with_size(self) -> Result<Self, Failure> {
         if self.has_size() {
             let path = if self.stdin { stdin_name(&self.file) } else { self.path };
             return Ok(Self { path, ..self });
         }
+        self.check_end()?;
         let path = self.path.display();
-        if self.is_endless() {
-            return Err(Failure::new(format!("{path} is a character device, which has no end")));
-        }
         let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
         let bytes = io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
         if bytes == 0 && !self.stdin && self.is_stream() {
-            return Err(Failure::new(format!("{path} is a pipe that nobody writes to")));
+            return Err(nobody_writes(&self.path));
         }
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
         Ok(Self { file: copy, path, ..self })
     }
+}
+
+fn nobody_writes(path: &Path) -> Failure {
+    Failure::new(format!("{} is a pipe that nobody writes to", path.display()))
 }
 
 /// Opens a file by name, at once: a pipe without a writer is at its end instead of waiting for one.

@@ -17,6 +17,7 @@ use dmalane_addr::FileOffset;
 use dmalane_device::NoIommu;
 use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
+use dmalane_vm::trace::plain_json;
 use serde::{Deserialize, Serialize};
 
 use crate::container::safetensors::short;
@@ -358,10 +359,19 @@ impl Manifest {
     /// # Errors
     /// [`Error::File`]; [`Error::Format`] for a file that is no manifest.
     pub fn read(path: &Path) -> Result<Self, Error> {
+        let file = File::open(path);
+        Self::read_from(file.map_err(|source| Error::File { path: path.to_owned(), what: "read it", source })?, path)
+    }
+
+    /// Reads a manifest from a file that is open; `path` is its name in errors.
+    ///
+    /// # Errors
+    /// As [`Manifest::read`].
+    pub fn read_from(from: impl Read, path: &Path) -> Result<Self, Error> {
         let failed = |source| Error::File { path: path.to_owned(), what: "read it", source };
         let bad = |source| Error::Format { path: path.to_owned(), source };
         let mut text = Vec::new();
-        File::open(path).map_err(failed)?.take(MAX_MANIFEST + 1).read_to_end(&mut text).map_err(failed)?;
+        from.take(MAX_MANIFEST + 1).read_to_end(&mut text).map_err(failed)?;
         if text.len() as u64 > MAX_MANIFEST {
             let reason = format!("it has more than the {MAX_MANIFEST} bytes that are allowed");
             return Err(bad(FormatError::Manifest { reason }));
@@ -377,7 +387,7 @@ impl Manifest {
     pub fn parse(text: &[u8]) -> Result<Self, FormatError> {
         let json: JsonManifest = serde_json::from_slice(text).map_err(|e| {
             let newer = serde_json::from_slice::<JsonSchema>(text).is_ok_and(|head| head.schema > SCHEMA);
-            bad(if newer { "it is of a newer version of dmalane".to_owned() } else { short(&e.to_string()) })
+            bad(if newer { "it is of a newer version of dmalane".to_owned() } else { plain_json(&e, "value") })
         })?;
         if json.schema != SCHEMA || json.command != COMMAND {
             let JsonManifest { schema, command, .. } = json;

@@ -3,8 +3,6 @@
 mod on_device;
 mod report;
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -19,6 +17,7 @@ use super::iopt::format;
 use crate::device;
 use crate::failure::Failure;
 use crate::output;
+use crate::source::SourceFile;
 use report::ReplayReport;
 
 const EXAMPLES: &str = "\
@@ -101,13 +100,9 @@ impl Vm {
 impl Replay {
     /// Replays a trace and prints the results.
     fn run(self) -> Result<ExitCode, Failure> {
-        let (name, from): (_, Box<dyn BufRead>) = if self.trace.as_os_str() == "-" {
-            ("stdin".to_owned(), Box::new(io::stdin().lock()))
-        } else {
-            let name = self.trace.display().to_string();
-            let file = File::open(&self.trace).map_err(|e| Failure::because(format!("cannot read {name}"), &e))?;
-            (name, Box::new(BufReader::with_capacity(1 << 16, file)))
-        };
+        let source = SourceFile::open(&self.trace)?;
+        let name = source.path.display().to_string();
+        let from = source.reader()?;
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
         let shorter = |format: FormatId| {
             let bits = format.input_bits();

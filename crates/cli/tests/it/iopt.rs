@@ -237,7 +237,7 @@ fn a_bad_mapping_is_named() {
     assert!(text.starts_with("dmalane: spec.json: mappings[409"), "{text}");
     assert!(text.contains("the tables outgrow 256 MiB"), "{text}");
     assert!(!place.path("image.bin").exists());
-    assert!(Place::new("{").complains(line, 1).contains("spec.json: not JSON: "));
+    assert!(Place::new("{").complains(line, 1).contains("spec.json: it ends too early"));
     assert!(
         Place::new("{").complains("build other.json -f arm64-s1-4k -o image.bin", 1).contains("cannot read other.json")
     );

@@ -229,14 +229,71 @@ const FAILS: &[&str] = &[
     "iopt build missing -f arm64-s1-4k -o i",
     "iopt walk missing -f arm64-s1-4k --root 0 0",
     "iopt dump m -f arm64-s1-4k --root 0x40000000",
+    "iopt build /dev/zero -f arm64-s1-4k -o i",
+    "iopt build pipe -f arm64-s1-4k -o i",
+    "iopt build m -f arm64-s1-4k -o i",
+    "iopt build list -f arm64-s1-4k -o i",
     "vm replay missing",
     "vm replay m",
+    "vm replay pipe",
+    "vm replay list",
+    "vm replay /dev/zero",
+    "verify m --manifest pipe",
+    "verify m --manifest list",
+    "verify m --manifest object",
+    "verify m --manifest schema",
+    "verify m --manifest /dev/zero",
+    "load pipe",
+    "load shape.safetensors",
+    "load dtype.safetensors",
+    "load offsets.safetensors",
+    "load negative.safetensors",
+    "load list.safetensors",
+    "compare list.safetensors.index.json",
+    "load list.safetensors.index.json",
+    "load map.safetensors.index.json",
+    "load name.safetensors.index.json",
+    "load object.safetensors.index.json",
     "top",
 ];
 
 /// Words of programmers.
-const NEVER: &[&str] =
-    &["panicked", "usize", "u64", "u32", "f64", "Os {", "Some(", "None", "Err(", "unknown variant", "::", "RUST_"];
+const NEVER: &[&str] = &[
+    "panicked",
+    "usize",
+    "u64",
+    "u32",
+    "f64",
+    "Os {",
+    "Some(",
+    "None",
+    "Err(",
+    "unknown variant",
+    "::",
+    "RUST_",
+    "struct ",
+    "a sequence",
+    "a map of",
+    "a tuple",
+    "invalid type",
+    "field `",
+];
+
+/// Files that are JSON, but not of the form that is expected: of a safetensors file, its header.
+const FILES: &[(&str, &str)] = &[
+    ("list", "[1]"),
+    ("object", "{}"),
+    ("schema", r#"{"schema": "x"}"#),
+    ("shape.safetensors", r#"{"a":{"dtype":"U8","shape":["x"],"data_offsets":[0,0]}}"#),
+    ("dtype.safetensors", r#"{"a":{"dtype":"U9","shape":[1],"data_offsets":[0,1]}}"#),
+    ("offsets.safetensors", r#"{"a":{"dtype":"U8","shape":[0],"data_offsets":[0]}}"#),
+    ("negative.safetensors", r#"{"a":{"dtype":"U8","shape":[-1],"data_offsets":{}}}"#),
+    ("list.safetensors", "[1]"),
+    ("list.safetensors.index.json", "[]"),
+    ("map.safetensors.index.json", r#"{"weight_map":[1]}"#),
+    ("name.safetensors.index.json", r#"{"weight_map":{"a":1}}"#),
+    ("object.safetensors.index.json", "{}"),
+];
 
 fn folder() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("usage");
@@ -244,6 +301,12 @@ fn folder() -> PathBuf {
     fs::create_dir_all(folder.join("folder")).unwrap();
     fs::write(folder.join("m"), vec![7; 100_000]).unwrap();
     fs::write(folder.join("folder/m"), vec![7; 100]).unwrap();
+    for (name, text) in FILES {
+        let header =
+            if name.ends_with(".safetensors") { (text.len() as u64).to_le_bytes().to_vec() } else { Vec::new() };
+        fs::write(folder.join(name), [&header, text.as_bytes()].concat()).unwrap();
+    }
+    assert!(Command::new("mkfifo").arg(folder.join("pipe")).status().unwrap().success());
     folder
 }
 

@@ -163,7 +163,7 @@ fn what_is_no_trace() {
     }
     let place = Place::new();
     for (line, status, says) in [
-        ("vm replay missing.jsonl", 1, "cannot read missing.jsonl"),
+        ("vm replay missing.jsonl", 1, "cannot open missing.jsonl"),
         ("vm replay .", 1, "Is a directory"),
         ("vm replay", 2, "TRACE"),
         ("vm", 2, "replay"),
@@ -431,7 +431,7 @@ fn messages_without_words_of_the_parser() {
         (r#"{"op":"batch","ops":null}"#, "batch needs a field ops"),
         (r#"{"op":"batch","ops":[null]}"#, "null instead of an object"),
         (r#"{"op":"bind","access":"rq"}"#, "not letters out of"),
-        (r#"{"op":"bind""#, "the line ends too early"),
+        (r#"{"op":"bind""#, "it ends too early"),
         (r#"{"op":bind}"#, "not JSON"),
     ] {
         let (_, text, _) = Place::with(&[HEADER, line]).run("vm replay trace.jsonl");

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use dmalane_addr::FileOffset;
+use dmalane_vm::trace::plain_json;
 use safetensors::tensor::{Dtype, TensorInfo};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
@@ -81,7 +82,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     for Entry { name, start, end: stop, at } in entries {
         let wrong = |reason: String| FormatError::Tensor { tensor: short(&name), at: place(at), reason };
         // It was parsed before, and only its place kept.
-        let info = info(&text[at as usize..]).map_err(|e| wrong(short(&e.to_string())))?;
+        let info = info(&text[at as usize..]).map_err(|e| wrong(plain_json(&e, "dtype")))?;
         if let Some(reason) = misfit(&info) {
             return Err(wrong(reason));
         }
@@ -150,7 +151,7 @@ fn entries(text: &str) -> Result<Entries, FormatError> {
     let parsed = json.deserialize_map(Descriptions { text, entries: &mut entries, wrong: &mut wrong });
     match parsed.and_then(|()| json.end()) {
         Ok(()) => Ok(entries),
-        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::Header { reason: short(&e.to_string()) })),
+        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::Header { reason: plain_json(&e, "dtype") })),
     }
 }
 
@@ -166,7 +167,7 @@ impl<'de> Visitor<'de> for Descriptions<'de> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a map of tensors")
+        f.write_str("an object with a field for each tensor")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
@@ -186,7 +187,7 @@ impl<'de> Visitor<'de> for Descriptions<'de> {
             let (start, end) = match info(value.get()) {
                 Ok(info) => info.data_offsets,
                 Err(e) => {
-                    let reason = short(&e.to_string());
+                    let reason = plain_json(&e, "dtype");
                     *self.wrong = Some(FormatError::Tensor { tensor: short(&name), at: place(at), reason });
                     return Err(A::Error::custom("a bad tensor"));
                 }
@@ -326,7 +327,7 @@ impl<'de> Deserialize<'de> for Pairs {
             type Value = Pairs;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a map of texts")
+                f.write_str("an object with texts")
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs, A::Error> {

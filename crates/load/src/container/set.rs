@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
+use dmalane_vm::trace::plain_json;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
@@ -34,7 +35,7 @@ fn values<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<String>
         type Value = BTreeSet<String>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a map of names to files")
+            f.write_str("an object with a file for each tensor")
         }
 
         fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<BTreeSet<String>, A::Error> {
@@ -109,7 +110,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, Error> {
     if text.len() as u64 > MAX_HEADER {
         return Err(bad(format!("it has more than the {MAX_HEADER} bytes that are allowed")));
     }
-    let Index { weight_map: names } = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
+    let Index { weight_map: names } = serde_json::from_slice(&text).map_err(|e| bad(plain_json(&e, "value")))?;
     if names.is_empty() {
         return Err(bad("it lists no files".to_owned()));
     }
@@ -175,10 +176,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.safetensors.index.json");
         for (text, says) in [
-            (String::new(), "EOF"),
-            ("[]".to_owned(), "invalid"),
+            (String::new(), "it ends too early"),
+            ("[]".to_owned(), "a list "),
             ("{}".to_owned(), "weight_map"),
-            (r#"{"weight_map": {"t": 5}}"#.to_owned(), "invalid type"),
+            (r#"{"weight_map": {"t": 5}}"#.to_owned(), "5 instead of a string"),
             (index(&[]), "lists no files"),
             (index(&["../elsewhere.safetensors"]), "not the name of a file beside it"),
             (index(&["/etc/shadow"]), "not the name of a file beside it"),

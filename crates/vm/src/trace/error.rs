@@ -3,7 +3,6 @@
 use std::prelude::v1::*;
 
 use dmalane_addr::{CardAddr, SgError};
-use serde_json::error::Category;
 use thiserror::Error;
 
 use super::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
@@ -140,36 +139,4 @@ impl TraceRefusal {
             Self::Vm(error) => (error.name(), error.errno()),
         }
     }
-}
-
-/// Describes the error in a line of JSON in the words of the format and not in those of the parser.
-pub(super) fn plain(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    let text = text.split(" at line ").next().unwrap_or(&text).replace('`', "\"");
-    // "FOUND, expected WANTED": what is found may be a text of the trace, in which there may be anything.
-    let (found, wanted) = text.rsplit_once(", expected ").unwrap_or((&text, ""));
-    let wanted = match wanted {
-        "a sequence" => "a list",
-        "a boolean" => "true or false",
-        "u64" => "a whole number",
-        name if name.starts_with("struct ") => "an object",
-        other => other,
-    };
-    let invalid = found.strip_prefix("invalid type: ").or(found.strip_prefix("invalid value: "));
-    let says = match (invalid, error.classify()) {
-        (Some("sequence"), _) => format!("a list instead of {wanted}"),
-        (Some("map"), _) => format!("an object instead of {wanted}"),
-        (Some(value), _) => {
-            let value =
-                ["integer ", "string ", "floating point ", "boolean "].iter().find_map(|w| value.strip_prefix(w));
-            format!(
-                "{} instead of {wanted}",
-                value.map_or("null".to_owned(), |value| value.trim_matches('"').to_owned())
-            )
-        }
-        (None, Category::Eof) => "the line ends too early".to_owned(),
-        (None, Category::Syntax) => format!("not JSON ({found})"),
-        (None, _) => found.replace("missing field", "there is no field").replace("variant", "operation"),
-    };
-    format!("{says}, at column {}", error.column())
 }

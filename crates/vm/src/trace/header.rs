@@ -7,8 +7,8 @@ use dmalane_addr::{CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{FormatId, HeapTables};
 use serde::{Deserialize, Serialize};
 
-use super::error::plain;
 use super::number::Number;
+use super::plain::plain_json;
 use super::{Line, Lines, TraceError};
 use crate::{AnyVm, any_vm};
 
@@ -103,7 +103,7 @@ impl TraceHeader {
             trace: String,
             version: u64,
         }
-        let no_header = |e: serde_json::Error| TraceError::NoHeader(plain(&e));
+        let no_header = |e: serde_json::Error| TraceError::NoHeader(plain_json(&e, "operation"));
         let Version { trace, version } = serde_json::from_slice(bytes).map_err(no_header)?;
         if trace != FORMAT {
             return Err(TraceError::NoHeader(format!("it is a trace of {trace:?}, not of {FORMAT:?}")));

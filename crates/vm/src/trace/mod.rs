@@ -30,6 +30,7 @@ mod header;
 mod lines;
 mod number;
 mod operation;
+mod plain;
 mod record;
 mod replay;
 
@@ -38,5 +39,6 @@ pub use error::{TraceError, TraceRefusal};
 pub use header::{FORMAT, TraceHeader, VERSION};
 pub use lines::{Line, Lines, MAX_LINE};
 pub use operation::{MAX_BATCH, TraceOperation};
+pub use plain::plain_json;
 pub use record::Recorder;
 pub use replay::{Done, Outcome, Replay, Timed, Times};

@@ -7,9 +7,9 @@ use dmalane_addr::{Access, CardAddr, DeviceVa, Segment};
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::error::plain;
 use super::header::RawSegment;
 use super::number::{Number, decimal};
+use super::plain::plain_json;
 use super::{Line, TraceRefusal};
 
 /// Operations of a batch, at most.
@@ -379,7 +379,8 @@ impl TraceOperation {
         if !bytes.trim_ascii_start().starts_with(b"{") {
             return Err((None, TraceRefusal::BadLine("not an object".to_owned())));
         }
-        let fields: Fields = serde_json::from_slice(bytes).map_err(|e| (None, TraceRefusal::BadLine(plain(&e))))?;
+        let fields: Fields =
+            serde_json::from_slice(bytes).map_err(|e| (None, TraceRefusal::BadLine(plain_json(&e, "operation"))))?;
         fields.operation(false)
     }
 

@@ -1,17 +1,20 @@
 //! The specification of an image: a list of mappings as JSON.
 
 use std::fmt;
-use std::fs::{File, Metadata};
-use std::io::Read;
+use std::fs::Metadata;
 use std::path::Path;
 
 use dmalane::addr::Access;
+use dmalane::vm::trace::plain_json;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 use crate::failure::Failure;
-use crate::source::{self, SourceFile};
+use crate::source::SourceFile;
+
+/// Bytes of a specification, at most.
+const MOST: u64 = 256 << 20;
 
 /// One mapping of a specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,11 +31,9 @@ pub struct SpecMapping {
 
 /// Reads the specification in a file; with it come the file's metadata.
 pub fn read(path: &Path) -> Result<(Vec<SpecMapping>, Metadata), Failure> {
-    let mut text = Vec::new();
-    let file = if source::is_stdin(path) { Ok(SourceFile::open(path)?.file) } else { File::open(path) };
-    let read = file.and_then(|mut file| file.read_to_end(&mut text).and_then(|_| file.metadata()));
-    let meta = read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
-    Ok((parse(&text).map_err(|what| wrong(path, what))?, meta))
+    let file = SourceFile::open(path)?;
+    let meta = file.file.metadata()?;
+    Ok((parse(&file.read(MOST)?).map_err(|what| wrong(path, what))?, meta))
 }
 
 /// A specification that cannot be used, and why.
@@ -56,7 +57,7 @@ pub fn number(text: &str) -> Result<u64, String> {
 fn parse(text: &[u8]) -> Result<Vec<SpecMapping>, String> {
     let Unique(spec) = serde_json::from_slice(text).map_err(|e| match e.classify() {
         Category::Data => e.to_string(),
-        _ => format!("not JSON: {e}"),
+        _ => plain_json(&e, "value"),
     })?;
     let spec = object("the specification", &spec, &["schema", "mappings"])?;
     match spec.get("schema") {
@@ -213,7 +214,7 @@ mod tests {
             assert!(refusal.contains(says), "{mapping}: {refusal}");
         }
         for (spec, says) in [
-            ("", "not JSON: EOF"),
+            ("", "it ends too early"),
             ("[]", "the specification: not an object"),
             ("{\"schema\":1,\n\"schema\":1,\"mappings\":[]}", "duplicate field \"schema\" at line 2"),
             (r#"{"schema":1,"mappings":[{"va":0,"pa":0,"len":4096,"va":4096}]}"#, "duplicate field \"va\""),
