@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -72,6 +72,8 @@ pub enum CardServerError {
 pub struct CardServer {
     listener: UnixListener,
     path: PathBuf,
+    /// Device and inode of the socket file.
+    file: Option<(u64, u64)>,
     config: CardConfig,
     traffic: Arc<Traffic>,
     /// The card of the client, while there is one.
@@ -101,7 +103,8 @@ impl CardServer {
             fs::remove_file(path).map_err(listen)?;
         }
         let listener = private_listener(path).map_err(listen)?;
-        Ok(Self { listener, path: path.to_owned(), config, traffic: Arc::default(), card: Arc::default() })
+        let file = file_at(path);
+        Ok(Self { listener, path: path.to_owned(), file, config, traffic: Arc::default(), card: Arc::default() })
     }
 
     /// Waits for a client and serves it until it disconnects. The inner result is that of the connection.
@@ -151,8 +154,16 @@ impl CardClient<'_> {
 
 impl Drop for CardServer {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        // Another server may have taken the path since.
+        if self.file.is_some() && file_at(&self.path) == self.file {
+            let _ = fs::remove_file(&self.path);
+        }
     }
+}
+
+/// Device and inode of a file.
+fn file_at(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
 /// Listens at a path, to which only this user may ever connect: `bind` creates the file with the mode of the socket.

@@ -414,3 +414,16 @@ fn a_path_that_is_taken() {
     let none = CardServer::bind(&dir.path().join("x"), CardConfig { channels: 0, ..CONFIG });
     assert!(matches!(none, Err(CardServerError::Card(_))));
 }
+
+#[test]
+fn the_socket_of_another_server_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("card");
+    let first = CardServer::bind(&path, CONFIG).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let second = CardServer::bind(&path, CONFIG).unwrap();
+    drop(first);
+    assert!(path.exists());
+    drop(second);
+    assert!(!path.exists());
+}
