@@ -105,6 +105,14 @@ impl WallTimes {
         (runs, median)
     }
 
+    /// The names of the cells of a CSV.
+    pub const CSV_HEAD: [&str; 3] = ["median_s", "fastest_s", "slowest_s"];
+
+    /// The cells of a CSV.
+    pub fn csv(&self) -> [String; 3] {
+        [self.median_s, self.fastest_s, self.slowest_s].map(|seconds| seconds.to_string())
+    }
+
     /// A line for people; nothing for a single run.
     pub fn text(&self) -> String {
         match self.runs_s.len() {
@@ -119,12 +127,12 @@ impl WallTimes {
 }
 
 /// A line of CSV. Cells with commas, quotes or line ends are quoted.
-pub fn csv_line<const N: usize>(cells: [String; N]) -> String {
-    let quoted = cells.map(|cell| match cell.contains([',', '"', '\n', '\r']) {
+pub fn csv_line(cells: impl IntoIterator<Item = String>) -> String {
+    let quoted = cells.into_iter().map(|cell| match cell.contains([',', '"', '\n', '\r']) {
         true => format!("\"{}\"", cell.replace('"', "\"\"")),
         false => cell,
     });
-    format!("{}\n", quoted.join(","))
+    format!("{}\n", quoted.collect::<Vec<_>>().join(","))
 }
 
 /// The option of every command that writes files.
@@ -155,11 +163,26 @@ pub fn excluding<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -
     })
 }
 
+/// Refuses two outputs, each with its option, that are one file.
+pub fn check_apart<'a>(outputs: impl IntoIterator<Item = (&'static str, &'a Output)>) -> Result<(), Failure> {
+    let mut seen: Vec<(&str, &Output)> = Vec::new();
+    for (option, to) in outputs {
+        if let Some((other, _)) = seen.iter().find(|(_, other)| other.is_same_place(to)) {
+            return Err(Failure::usage(format!("{other} and {option} both write {}", to.path().display())));
+        }
+        seen.push((option, to));
+    }
+    Ok(())
+}
+
 /// The failure of an output: `what` could not be done because of `error`.
 pub fn refused(what: impl Into<String>, error: &Error) -> Failure {
     let failure = Failure::because(what, error);
     match error {
         Error::File { source, .. } if source.kind() == ErrorKind::AlreadyExists => failure.hint("--force replaces it"),
+        Error::File { source, .. } if source.to_string().contains("is a symbolic link in a directory") => {
+            failure.hint("name the file that it stands for, or take the right to write in that directory from others")
+        }
         _ => failure,
     }
 }

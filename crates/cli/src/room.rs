@@ -59,7 +59,11 @@ impl<'a> LoadRoom<'a> {
 
     /// The error of a load, with what helps where the device is too small.
     pub fn load_failure(&self, error: &Error, inputs: &[Input<FileQueue>]) -> Failure {
-        let failure = Failure::because("the load failed, and nothing of it stays on the device", error);
+        let failure = match error {
+            // Before anything was begun.
+            Error::Format { .. } => Failure::because("nothing was loaded", error),
+            _ => Failure::because("the load failed, and nothing of it stays on the device", error),
+        };
         match error {
             Error::DeviceMemory { source: dmalane::device::MemoryError::Full { .. }, .. } => {
                 let layouts = inputs.iter().map(|i| Layout::new(&i.model().ok()?).map(|l| l.bo_len));

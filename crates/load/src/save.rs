@@ -62,6 +62,15 @@ impl Output {
         &self.path
     }
 
+    /// Whether both are one file, under whichever names.
+    pub fn is_same_place(&self, other: &Self) -> bool {
+        match (resolve(&self.path), resolve(&other.path)) {
+            (Ok(here), Ok(there)) => here == there,
+            // What cannot be found cannot be written.
+            _ => self.path == other.path,
+        }
+    }
+
     /// Whether the file could be written now. Writing it checks again.
     ///
     /// # Errors

@@ -101,6 +101,8 @@ struct Outcome {
     bytes: u64,
     rounds: u32,
     loaders: Vec<Compared>,
+    /// The page that was written.
+    reported: Option<PathBuf>,
 }
 
 /// A loader with its results.
@@ -215,7 +217,7 @@ impl Compare {
             }
         }
         steps.finish();
-        Ok(Outcome { files, bytes, rounds: self.rounds, loaders })
+        Ok(Outcome { files, bytes, rounds: self.rounds, loaders, reported: self.report.clone() })
     }
 }
 

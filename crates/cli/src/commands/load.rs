@@ -466,19 +466,12 @@ impl Load {
 
     /// The files that are written.
     fn outputs(&self) -> Result<Outputs, Failure> {
-        let save = self.save_targets()?;
-        let timeline::TimelineOptions { trace, report } = &self.timeline;
-        let others = [(&self.record, "--record"), (trace, "--trace"), (report, "--report")];
-        let mut seen: Vec<(&PathBuf, &str)> = save.iter().map(|path| (path, "--save")).collect();
-        for (path, option) in others.into_iter().filter_map(|(path, option)| Some((path.as_ref()?, option))) {
-            if let Some((_, other)) = seen.iter().find(|(other, _)| *other == path) {
-                return Err(Failure::usage(format!("{other} and {option} both write {}", path.display())));
-            }
-            seen.push((path, option));
-        }
         let output = |path: &PathBuf| self.replace.output(path);
+        let save: Vec<Output> = self.save_targets()?.iter().map(output).collect();
         let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
-        Ok(Outputs { save: save.iter().map(output).collect(), record, timeline })
+        let saved = save.iter().map(|to| ("--save", to));
+        output::check_apart(saved.chain(record.as_ref().map(|to| ("--record", to))).chain(timeline.each()))?;
+        Ok(Outputs { save, record, timeline })
     }
 
     /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for

@@ -7,6 +7,7 @@ use std::time::Instant;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::load::Manifest as Hashes;
+use serde_json::json;
 
 use crate::failure::Failure;
 use crate::layout::count;
@@ -51,6 +52,10 @@ pub(crate) struct Manifest {
     #[command(flatten)]
     mode: ReadMode,
 
+    /// Print what was written as JSON, with --output; without it, stdout is the manifest, which is JSON
+    #[arg(long)]
+    json: bool,
+
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
@@ -68,7 +73,7 @@ impl Manifest {
         }
         to = to.map(|to| output::excluding(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the manifest", &e)))?;
-        let bar = Progress::new("manifest", !self.quiet);
+        let bar = Progress::new("manifest", !(self.quiet || self.json));
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         bar.set_length(bytes);
         let start = Instant::now();
@@ -83,6 +88,18 @@ impl Manifest {
         to.write(hashes.to_json().as_bytes()).map_err(|e| output::refused("cannot write the manifest", &e))?;
         let tensors = hashes.files.iter().flat_map(|file| &file.regions).filter(|r| r.part.tensor().is_some()).count();
         let bytes: u64 = hashes.files.iter().map(|file| file.bytes).sum();
+        if self.json {
+            output::print_json(&json!({
+                "schema": 1,
+                "command": "manifest",
+                "written": to.path().to_string_lossy(),
+                "files": hashes.files.len(),
+                "tensors": tensors,
+                "bytes": bytes,
+                "wall_s": time.as_secs_f64(),
+            }))?;
+            return Ok(ExitCode::SUCCESS);
+        }
         output::print(&format!(
             "Wrote {}: {} in {}, {} hashed in {} ({})\n",
             output::plain(&to.path().display().to_string()),

@@ -36,13 +36,9 @@ impl TimelineOptions {
 
     /// The files that are written, which must be two.
     pub fn files(&self, replace: output::Replace) -> Result<Files, Failure> {
-        if let (Some(trace), Some(report)) = (&self.trace, &self.report)
-            && trace == report
-        {
-            return Err(Failure::usage(format!("--trace and --report both write {}", trace.display())));
-        }
         let output = |path: &Option<PathBuf>| path.as_ref().map(|path| replace.output(path));
-        Ok(Files { trace: output(&self.trace), report: output(&self.report) })
+        let files = Files { trace: output(&self.trace), report: output(&self.report) };
+        output::check_apart(files.each()).map(|()| files)
     }
 }
 
@@ -53,6 +49,11 @@ pub struct Files {
 }
 
 impl Files {
+    /// Each of them with its option.
+    pub fn each(&self) -> impl Iterator<Item = (&'static str, &Output)> {
+        [("--trace", &self.trace), ("--report", &self.report)].into_iter().filter_map(|(o, to)| Some((o, to.as_ref()?)))
+    }
+
     /// Refuses what cannot be written.
     pub fn check(&self) -> Result<(), Failure> {
         for (to, what) in [(&self.trace, "cannot write the timeline"), (&self.report, "cannot write the report")] {

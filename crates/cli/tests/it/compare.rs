@@ -99,6 +99,7 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
         assert!(skipped.contains(why), "{name}: {skipped}");
     }
     assert!(loader(&result, "huge")["skipped"].is_string());
+    assert_eq!(result["reported"], "out.html");
     let page = fs::read_to_string(folder.join("out.html")).unwrap();
     assert!(
         page.contains("<b>WRONG</b>") && page.contains("did not end within 3 s") && !page.contains("http"),
@@ -109,8 +110,9 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
     let (report, said) = (String::from_utf8_lossy(&none.stdout), String::from_utf8_lossy(&none.stderr));
     assert!(report.contains(": none cold, none warm") && report.contains("fails (exit status: 1)\n"), "{report}");
     assert!(said.contains("no loader could run here"), "{said}");
-    let text = dmalane(&folder, "compare model.safetensors --rounds 1 --only plain-read --only cat");
+    let text = dmalane(&folder, "compare model.safetensors --rounds 1 --only plain-read --only cat --report text.html");
     let text = String::from_utf8_lossy(&text.stdout);
+    assert!(text.ends_with("\nReport: text.html\n"), "{text}");
     assert!(
         text.starts_with("Fastest into DMA-ready memory: plain-read cold, plain-read warm (3.00 MiB in 1"),
         "{text}"

@@ -3,7 +3,8 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Instant;
 
 const INDEX: &str = "indexed/a.safetensors.index.json";
 
@@ -68,6 +69,7 @@ impl Place {
 fn an_output_that_is_an_input_or_exists_is_refused() {
     let place = Place::new("outputs");
     let card = "-d file:card.img";
+    symlink("sub", place.at("alias")).unwrap();
     for (line, why) in [
         // The input itself, under each of its names.
         ("load model.safetensors --save model.safetensors --force", "it is the input"),
@@ -127,12 +129,20 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         // One name for two outputs.
         ("load boot.json --save sub/new --record sub/new", "both write sub/new"),
         ("load boot.json --trace sub/new --report sub/new", "both write sub/new"),
+        ("load boot.json --save sub/new --record ./sub/new", "both write ./sub/new"),
+        ("load boot.json --save sub/../new --report new", "both write new"),
+        ("load boot.json --save alias/new --trace sub/new --force", "both write sub/new"),
+        ("read boot.json --trace alias/new --report sub/new", "both write sub/new"),
+        (&format!("load boot.json --save sub --record {}", place.at("sub/boot.json").display()), "both write /"),
     ] {
         let status = if why.starts_with("both") { 2 } else { 1 };
         let said = place.dmalane(line, status);
         assert!(said.contains(why), "dmalane {line}\n{said}");
         if why.contains("exists") {
             assert!(said.contains("--force replaces it"), "{said}");
+        }
+        if why.contains("a symbolic link") {
+            assert!(said.contains("hint: name the file that it stands for"), "{said}");
         }
         place.stays(line);
     }
@@ -191,4 +201,97 @@ fn force_replaces_what_is_no_input() {
         place.stays(line);
     }
     assert!(fs::symlink_metadata(place.at("alias")).unwrap().is_symlink());
+}
+
+/// A killed process can leave its file whole under a hidden name, between the two calls that replace the old one.
+#[test]
+fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
+    const NAMES: [&str; 4] = ["save", "record", "trace", "report"];
+    let place = Place::new("killed");
+    let outputs = NAMES.map(|name| format!("--{name} {name}")).join(" ");
+    let line = format!("load -q model.safetensors --card-ddr 16MiB --card-hbm 4MiB {outputs}");
+    let begun = Instant::now();
+    place.dmalane(&line, 0);
+    let whole = begun.elapsed();
+    let record = fs::read(place.at("record")).unwrap();
+    let is_new = |name: &str, bytes: &[u8]| match name {
+        "save" => bytes == place.precious[0].1,
+        "record" => bytes == record,
+        "trace" => serde_json::from_slice::<serde_json::Value>(bytes).is_ok(),
+        _ => bytes.starts_with(b"<!doctype html>") && bytes.ends_with(b"</html>\n"),
+    };
+    let (mut old, mut new) = (0, 0);
+    for kill in 0..crate::kills() {
+        // Every other run replaces nothing.
+        let replaces = kill % 2 == 0;
+        for name in NAMES {
+            fs::remove_file(place.at(name)).unwrap_or_default();
+            if replaces {
+                fs::write(place.at(name), "old").unwrap();
+            }
+        }
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        command.args(line.split_whitespace()).args(replaces.then_some("--force")).current_dir(&place.folder);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // The golden ratio spreads the moments evenly over a run.
+        std::thread::sleep(whole.mul_f64(kill as f64 * 0.618_033_988_75 % 1.0));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        for name in NAMES {
+            match fs::read(place.at(name)) {
+                Ok(bytes) if replaces && bytes == b"old" => old += 1,
+                Err(_) if !replaces => old += 1,
+                Ok(bytes) if is_new(name, &bytes) => new += 1,
+                other => panic!("kill {kill}: {name} is neither old nor new: {other:?}"),
+            }
+        }
+        for hidden in fs::read_dir(&place.folder).unwrap().flatten() {
+            let name = hidden.file_name().into_string().unwrap();
+            let Some(of) = name.strip_prefix('.').and_then(|name| name.split('.').next()) else { continue };
+            assert!(is_new(of, &fs::read(hidden.path()).unwrap()), "kill {kill} left a part as {name}");
+            fs::remove_file(hidden.path()).unwrap();
+        }
+        place.stays(&line);
+    }
+    println!("{old} outputs were old and {new} new");
+    assert!(old > 0, "all runs were killed after their end");
+}
+
+#[test]
+fn a_full_file_system_keeps_what_is_there() {
+    let place = Place::new("full");
+    fs::create_dir(place.at("disk")).unwrap();
+    let mounted = "mount -t tmpfs -o size=64k none disk && head -c 16k card.img >disk/old || exit 96
+        head -c 1M /dev/zero >disk/filler 2>&-
+        \"$@\"; status=$?
+        head -c 16k card.img | cmp -s - disk/old || status=97
+        [ \"$(ls -A disk | tr '\\n' ' ')\" = 'filler old ' ] || status=98
+        exit $status";
+    for line in [
+        "load -q model.safetensors --save disk/old --force",
+        "load -q model.safetensors --record disk/old --force",
+        "load -q model.safetensors --trace disk/old --force",
+        "load -q model.safetensors --report disk/old --force",
+        "read model.safetensors --trace disk/old --force",
+        "read model.safetensors --report disk/old --force",
+        "iopt build boot.json --format x86-64-4level -o disk/old --force",
+        "compare model.safetensors --rounds 1 --only plain-read --report disk/old --force",
+        "manifest model.safetensors -o disk/old --force",
+        "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --plot disk/old --force",
+        "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1 --restore",
+        "doctor --bundle disk/old --force",
+        "load -q model.safetensors --save disk/new",
+    ] {
+        let mut command = Command::new("unshare");
+        command.args(["-rm", "sh", "-c", mounted, "sh", env!("CARGO_BIN_EXE_dmalane")]).args(line.split_whitespace());
+        let output = match command.current_dir(&place.folder).output() {
+            Ok(output) if output.status.code() == Some(96) => return println!("SKIPPED: no tmpfs can be mounted"),
+            Ok(output) if output.stderr.starts_with(b"unshare:") => return println!("SKIPPED: no namespaces"),
+            Ok(output) => output,
+            Err(e) => return println!("SKIPPED: no unshare: {e}"),
+        };
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("No space left"), "dmalane {line}: {output:?}");
+        place.stays(line);
+    }
 }

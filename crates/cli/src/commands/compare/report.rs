@@ -86,6 +86,7 @@ pub fn json(o: &Outcome) -> Value {
     let Outcome { bytes, rounds, .. } = o;
     json!({
         "schema": 1, "command": "compare", "files": files, "bytes": bytes, "rounds": rounds, "loaders": ordered(o),
+        "reported": o.reported.as_ref().map(|path| path.to_string_lossy()),
     })
 }
 
@@ -168,6 +169,9 @@ pub fn text(o: &Outcome) -> String {
         for l in skipped {
             out += &wrap(&format!("  {}: {}", plain(&l.name), l.skipped.as_deref().unwrap_or_default()), 4);
         }
+    }
+    if let Some(path) = &o.reported {
+        out += &format!("\nReport: {}\n", plain(&path.to_string_lossy()));
     }
     out
 }
