@@ -21,6 +21,14 @@ const FILE: &str = "DMALANE_CONFIG";
 const MOST: u64 = 1 << 20;
 /// Options that lose data are given for each command.
 const NEVER: [&str; 2] = ["force", "overwrite"];
+/// The commands for which a general `device` is meant. To others the option says something else: where a copy goes, or
+/// what is watched.
+const OF_DEVICE: [&str; 2] = ["load", "validate"];
+
+/// Whether a setting for every command is one for this command.
+fn is_meant(path: &[String], name: &str) -> bool {
+    name != "device" || matches!(path, [command] if OF_DEVICE.contains(&&**command))
+}
 
 /// The environment of this process, or of a test.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -125,6 +133,7 @@ impl File {
                 _ => general.push(self.option(&every, key, value)?),
             }
         }
+        general.retain(|setting| is_meant(path, &setting.name));
         // The more special comes first, and the first wins.
         special.append(&mut general);
         Ok(special)
@@ -278,7 +287,10 @@ fn from_environment(
     let special = format!("DMALANE_{}_{}", upper(&path.join("_")), upper(name));
     let general = format!("DMALANE_{}", upper(name));
     let found = [(special, true), (general, false)];
-    let found = found.into_iter().find_map(|(name, special)| Some((environment(&name)?, name, special)));
+    let found = found
+        .into_iter()
+        .filter(|(_, special)| *special || is_meant(path, name))
+        .find_map(|(name, special)| Some((environment(&name)?, name, special)));
     let Some((value, variable, special)) = found.filter(|_| !NEVER.contains(&name)) else { return Ok(None) };
     let wrong = |why: &str| Failure::usage(format!("{variable}: {why}"));
     let value = value.into_string().map_err(|_| wrong("not UTF-8"))?;
@@ -314,6 +326,12 @@ pub fn complete(
         let Some(found) = command.find_subcommand(name) else { break };
         (command, matches) = (found, below);
         path.push(name.to_owned());
+    }
+    if !path.is_empty()
+        && command.get_arguments().all(|arg| option(command, arg.get_long().unwrap_or_default()).is_none())
+    {
+        // `completions`, with which a shell starts, has no options.
+        return Ok(words);
     }
     let file = File::find(environment)?;
     let settings = file.map_or(Ok(Vec::new()), |file| file.settings(program, &path))?;

@@ -687,7 +687,12 @@ fn models_come_as_people_have_them() {
                 said.contains("a Git LFS pointer to a file of 548105171 bytes") && said.contains("git lfs pull"),
                 "{said}"
             );
+            assert!(!said.contains("the load failed"), "nothing was begun: {said}");
         }
+    }
+    std::fs::write(at("empty.bin"), "").unwrap();
+    for line in ["load empty.bin", "load empty.bin --dry-run"] {
+        assert!(run(line, 1).starts_with("dmalane: nothing was loaded\ncause: "), "{line}");
     }
     // As it is, where somebody wants just that.
     let pointer = std::fs::File::open(at("model.safetensors")).unwrap();
@@ -785,7 +790,16 @@ fn runs_are_repeated_and_their_median_is_reported() {
     let csv = run(&["load", "--sample", "1MiB", "--csv"]);
     let lines: Vec<Vec<&str>> = stdout(&csv).lines().map(|line| line.split(',').collect()).collect();
     assert_eq!((lines[0][0], lines.last().unwrap()[0]), ("stage", "load"));
-    assert!(lines.iter().all(|line| line.len() == 7) && lines.iter().any(|line| line[0] == "transfer"));
+    assert!(lines.iter().all(|line| line.len() == 10) && lines.iter().any(|line| line[0] == "transfer"));
+    for words in [["load", "--sample=1MiB"], ["read", env!("CARGO_BIN_EXE_dmalaned")]] {
+        let csv = run(&[&words[..], &["--repeat", "3", "--csv"]].concat());
+        let lines: Vec<Vec<&str>> = stdout(&csv).lines().map(|line| line.split(',').collect()).collect();
+        let (head, whole) = (&lines[0], lines.last().unwrap());
+        assert_eq!(head[head.len() - 3..], ["median_s", "fastest_s", "slowest_s"]);
+        let times: Vec<f64> = whole[head.len() - 3..].iter().map(|time| time.parse().unwrap()).collect();
+        let wall: f64 = whole[2].parse().unwrap();
+        assert!(times[0] == wall && times[1] <= wall && wall <= times[2], "{whole:?}");
+    }
     let text = run(&["read", env!("CARGO_BIN_EXE_dmalaned"), "--repeat", "2"]);
     assert!(stdout(&text).contains("\nMedian of 2 runs: "), "{}", stdout(&text));
 }
@@ -879,6 +893,23 @@ fn options_come_from_a_file_and_from_the_environment() {
     assert_eq!(device(load(text, &[], &[])), "ram:8MiB");
     assert_eq!(device(load(text, &[("DMALANE_DEVICE", "ram:9MiB")], &[])), "ram:9MiB");
     assert_eq!(device(load(text, &[("DMALANE_DEVICE", "ram:9MiB")], &["-d", "ram:7MiB"])), "ram:7MiB");
+    // What it means to other commands is said for each.
+    let alone = |args: &[&str]| {
+        let mut command = command(args);
+        command.env("HOME", folder.join("home")).env_remove("XDG_CONFIG_HOME").env("DMALANE_DEVICE", "ram:64MiB");
+        command.output().unwrap()
+    };
+    let trace = folder.join("trace");
+    std::fs::write(&trace, "{\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}\n").unwrap();
+    for args in [&["top", "--once"][..], &["vm", "replay", trace.to_str().unwrap()], &["read", trace.to_str().unwrap()]]
+    {
+        let output = alone(args);
+        assert!(output.status.code() != Some(2) && !stdout(&output).contains("ram:64MiB"), "{args:?}: {output:?}");
+    }
+    // A shell that starts asks for completions.
+    std::fs::write(&file, "nonsense").unwrap();
+    assert!(alone(&["completions", "bash"]).status.success());
+    assert_eq!(alone(&["devices"]).status.code(), Some(2));
     let failed = load("[load]\nchunk = \"1MB\"\nchnk = 1\n", &[], &[]);
     assert_eq!(failed.status.code(), Some(2));
     let said = stderr(&failed);
