@@ -1,12 +1,12 @@
 //! The error of a command: message, causes, hints and exit status.
 
 use std::error::Error;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::process::ExitCode;
 
 use rustix::io::Errno;
 
-use crate::layout::wrap;
+use crate::layout::wrap_message;
 use crate::output::plain;
 
 /// The exit status of a command line that cannot be run.
@@ -85,14 +85,8 @@ impl Failure {
 
     /// Prints the failure of this program to stderr, and gives its exit status.
     pub fn report(&self, program: &str) -> ExitCode {
-        let mut text = self.text(program);
-        let mut stderr = std::io::stderr().lock();
-        // A program finds each cause in a line.
-        if stderr.is_terminal() {
-            text = text.lines().map(|line| wrap(line, 2)).collect();
-        }
         // A closed stderr leaves nobody to tell.
-        let _ = stderr.write_all(text.as_bytes());
+        let _ = std::io::stderr().write_all(wrap_message(&self.text(program)).as_bytes());
         ExitCode::from(self.status)
     }
 

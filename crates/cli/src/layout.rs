@@ -1,7 +1,8 @@
 //! Text for people: tables, wrapped sentences and colours, as wide as the reader's terminal.
 
 use std::fmt::Display;
-use std::io::{IsTerminal, stdout};
+use std::io::{IsTerminal, stderr, stdout};
+use std::os::fd::AsFd;
 
 use clap::builder::styling::{AnsiColor, Style};
 
@@ -25,8 +26,11 @@ pub fn bad(text: &str) -> String {
 
 /// Columns of the terminal that shows stdout; `None` for a pipe or a file.
 pub fn terminal() -> Option<usize> {
-    let stdout = stdout();
-    stdout.is_terminal().then(|| terminal_size::terminal_size_of(&stdout).map_or(WIDEST, |(w, _)| w.0.max(20).into()))
+    width(&stdout())
+}
+
+fn width(of: &(impl IsTerminal + AsFd)) -> Option<usize> {
+    of.is_terminal().then(|| terminal_size::terminal_size_of(of).map_or(WIDEST, |(w, _)| w.0.max(20).into()))
 }
 
 /// Columns for a sentence.
@@ -38,6 +42,13 @@ fn columns() -> usize {
 /// line is not divided, nor is an [`unbroken`] text.
 pub fn wrap(text: &str, indent: usize) -> String {
     wrap_to(text, indent, columns())
+}
+
+/// The lines of a message for stderr, as wide as the terminal that shows it. Elsewhere a program finds each cause in a
+/// line.
+pub fn wrap_message(text: &str) -> String {
+    let Some(columns) = width(&stderr()) else { return text.to_owned() };
+    text.lines().map(|line| wrap_to(line, 2, columns.min(WIDEST))).collect()
 }
 
 fn wrap_to(text: &str, indent: usize, columns: usize) -> String {

@@ -10,6 +10,7 @@ use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
 
 use crate::failure::{Failure, USAGE};
+use crate::layout::wrap_message;
 use crate::{config, output};
 
 /// Parses a command line, the program's name first, as `P` and runs it; reports what fails. `configured` programs take
@@ -60,7 +61,7 @@ fn not_run<P: Parser>(error: &clap::Error) -> Result<ExitCode, Failure> {
     let name = P::command().get_name().to_owned();
     let text = text.strip_prefix("error: ").map_or(text.clone(), |rest| format!("{name}: {rest}"));
     // A closed stderr leaves nobody to tell.
-    let _ = std::io::stderr().write_all(text.replace("\n  tip: ", "\nhint: ").as_bytes());
+    let _ = std::io::stderr().write_all(wrap_message(&text.replace("\n  tip: ", "\nhint: ")).as_bytes());
     Ok(ExitCode::from(USAGE))
 }
 

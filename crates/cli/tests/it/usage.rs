@@ -364,3 +364,22 @@ fn wrong_usage_is_2_and_everything_else_is_1() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(files(&folder), before, "nothing was written");
 }
+
+#[test]
+fn errors_are_as_wide_as_the_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    for line in ["load --chunk x", "load m -d gpu0", "compare --only nobody m", "validate --emulate nothing", "load"] {
+        std::fs::write(folder.path().join("m"), "x").unwrap();
+        let shell = format!("stty rows 24 cols 60; {} {line}", env!("CARGO_BIN_EXE_dmalane"));
+        let mut command = Command::new("script");
+        let output = match command.args(["-qec", &shell, "/dev/null"]).current_dir(folder.path()).output() {
+            Ok(output) => output,
+            Err(e) => return println!("SKIPPED: no script: {e}"),
+        };
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            text.contains("dmalane: ") && text.lines().all(|l| l.trim_end().chars().count() <= 60),
+            "{line}: {text}"
+        );
+    }
+}
