@@ -207,7 +207,7 @@ impl TestedDevice {
     /// `contents` says, unless the device holds something that is neither in the backup nor what a run writes.
     ///
     /// # Errors
-    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`], and then
+    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`];
     /// nothing was written.
     pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
         Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))

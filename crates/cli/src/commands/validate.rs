@@ -53,7 +53,8 @@ lost. A file or a block device that holds data is measured only with --restore, 
 up on disk and restores them at the end, or with --overwrite; a character device with
 --starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run \
 restores the data, unless the device was written since: --recover does that. Rates are in GB/s (10^9 \
-bytes), sizes in GiB (2^30); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is reported only where the data read back was equal.
+bytes), sizes in GiB (2^30); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is reported only where the \
+data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error, \
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
