@@ -1,8 +1,8 @@
 //! The card's MMU: device virtual addresses to card addresses.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa};
 use dmalane_iopt::{Format, Walked, walk};
@@ -15,6 +15,8 @@ pub(crate) struct Mmu<F> {
     /// The root table that the next write to the control register activates.
     root: AtomicU64,
     state: RwLock<State>,
+    /// The state has a root: a lock for reading would wait behind a write, which waits for steps under way.
+    on: AtomicBool,
     format: PhantomData<fn() -> F>,
 }
 
@@ -30,7 +32,12 @@ pub(crate) type Held<'a> = RwLockReadGuard<'a, State>;
 
 impl<F: Format> Mmu<F> {
     pub(crate) fn new() -> Self {
-        Self { root: AtomicU64::new(0), state: RwLock::new(State { root: None, epoch: 0 }), format: PhantomData }
+        Self {
+            root: AtomicU64::new(0),
+            state: RwLock::new(State { root: None, epoch: 0 }),
+            on: AtomicBool::new(false),
+            format: PhantomData,
+        }
     }
 
     /// The root register.
@@ -38,21 +45,36 @@ impl<F: Format> Mmu<F> {
         &self.root
     }
 
-    /// Writes the control register.
-    pub(crate) fn control(&self, enable: bool) {
-        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+    /// The state, to be changed: `None` if that would wait for a step under way, unless it `waits`.
+    fn change(&self, waits: bool) -> Option<RwLockWriteGuard<'_, State>> {
+        if waits {
+            return Some(self.state.write().unwrap_or_else(PoisonError::into_inner));
+        }
+        match self.state.try_write() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Writes the control register; `None` if that would wait for a step under way, unless it `waits`.
+    pub(crate) fn control(&self, enable: bool, waits: bool) -> Option<()> {
+        let mut state = self.change(waits)?;
         state.root = enable.then(|| self.root.load(Ordering::Relaxed));
         state.epoch = state.epoch.wrapping_add(1);
+        self.on.store(enable, Ordering::SeqCst);
+        Some(())
     }
 
     pub(crate) fn is_on(&self) -> bool {
-        self.hold().root.is_some()
+        self.on.load(Ordering::SeqCst)
     }
 
-    /// Forgets all translations.
-    pub(crate) fn invalidate(&self) {
-        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+    /// Forgets all translations; `None` as for [`Mmu::control`].
+    pub(crate) fn invalidate(&self, waits: bool) -> Option<()> {
+        let mut state = self.change(waits)?;
         state.epoch = state.epoch.wrapping_add(1);
+        Some(())
     }
 
     /// Keeps translations valid until the result is dropped.
@@ -147,4 +169,35 @@ impl Tlb {
 
 fn index(at: DeviceVa) -> usize {
     (at.bits() >> 12) as usize % ENTRIES
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use dmalane_iopt::X86_64_4Level;
+
+    use super::*;
+
+    /// A lock for reading waits behind one who waits to write, and so for the step under way.
+    #[test]
+    fn the_control_register_is_read_while_a_write_of_it_waits() {
+        let mmu = Mmu::<X86_64_4Level>::new();
+        let (says, said) = channel();
+        std::thread::scope(|s| {
+            let step = mmu.hold();
+            s.spawn(|| mmu.control(true, true));
+            while mmu.state.try_read().is_ok() {
+                std::thread::yield_now();
+            }
+            s.spawn(|| says.send(mmu.is_on()));
+            let read = said.recv_timeout(Duration::from_secs(10));
+            assert_eq!((mmu.control(true, false), mmu.invalidate(false)), (None, None), "these would wait");
+            drop(step);
+            assert_eq!(read, Ok(false));
+        });
+        assert_eq!((mmu.is_on(), mmu.control(false, false), mmu.is_on()), (true, Some(()), false));
+        assert_eq!(mmu.invalidate(false), Some(()));
+    }
 }

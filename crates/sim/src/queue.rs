@@ -534,6 +534,8 @@ impl Engine {
                 Direction::FromHost => work.mem.read(host, there, hint),
                 Direction::ToHost => work.mem.write(host, there, hint),
             };
+            // Also where it failed: what lies before the fault was copied.
+            work.cost += len;
             let sequence = CompletionEntry::sequence_of(self.head.wrapping_add(self.ended.len() as u32 / 2));
             let (status, detail) = match moved {
                 Ok(()) => {
@@ -542,7 +544,6 @@ impl Engine {
                         Direction::ToHost => &mut work.c2h,
                     } += len;
                     work.ok += 1;
-                    work.cost += len;
                     (Status::Ok, None)
                 }
                 Err(fault) => {
@@ -584,8 +585,8 @@ impl Engine {
             };
             let want = u64::from(job.len - within).min(work.left());
             let moved = self.do_some(job, work, host_offset, card_offset, within, want);
-            // A failure costs too.
-            work.cost += moved.as_ref().map_or(ROW_COST, |moved| ROW_COST.max(*moved));
+            // A failure costs as if all had been done: a fault or a difference may come after the last but one byte.
+            work.cost += ROW_COST.max(*moved.as_ref().unwrap_or(&want));
             work.charge(self.tlb.entries_read);
             let moved = moved?;
             job.done += moved as u32; // at most `len - within`

@@ -31,13 +31,17 @@ struct Raw {
 
 impl Raw {
     fn new() -> Self {
+        Self::with_data(64 << 10)
+    }
+
+    fn with_data(len: usize) -> Self {
         let bus = bus();
         let buffer = |len| {
             let buf = AnonHeap::new().allocate(len).unwrap().share();
             let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
             (buf, via)
         };
-        let ((ring, ring_map), (data, data_map)) = (buffer(8192), buffer(64 << 10));
+        let ((ring, ring_map), (data, data_map)) = (buffer(8192), buffer(len));
         let this = Self { bus, ring, data, registered: [ring_map, data_map], written: 0 };
         let base = this.registered[0].mapping().span().first().bits() as u32;
         this.set(regs::CH_RING_LOG2, ENTRIES.ilog2());
@@ -129,6 +133,36 @@ fn a_full_ring_is_done_and_one_more_halts() {
 }
 
 /// An operation that runs off the end of card memory fails before its first byte, on either side.
+/// A step ends after 1 MiB, also where operations fail after all but the last of their bytes.
+#[test]
+fn failed_work_costs_what_it_would_have() {
+    let mut raw = Raw::with_data(MIB as usize);
+    raw.data.view().sub(MIB as usize - 1, 1).unwrap().write(&[1]);
+    raw.card_bytes(0, 1); // no first touches in the steps
+    let (card, len) = (at(0), MIB as u32);
+    let beyond = Task::Copy { direction: Direction::FromHost, host: raw.data_at(4096), card, len };
+    let differs = Task::Compare { host: raw.data_at(0), card, len };
+    for (task, chained, status) in [
+        (beyond, false, Status::HostNotMapped),
+        (beyond, true, Status::HostNotMapped),
+        (differs, false, Status::Differs),
+    ] {
+        // A chained copy is alone in its operation: a fence ends it.
+        let pushed = |raw: &mut Raw| {
+            raw.push(task, chained);
+            if chained {
+                raw.push(Task::Fence, false);
+            }
+        };
+        let operations = if chained { ENTRIES / 2 } else { ENTRIES };
+        (0..operations).for_each(|_| pushed(&mut raw));
+        raw.set(regs::CH_DOORBELL, raw.written);
+        let steps = (0..).take_while(|_| raw.bus.progress()).count();
+        assert!(steps >= operations as usize - 1, "{operations} operations of 1 MiB in {steps} steps");
+        assert_eq!(raw.statuses(ENTRIES)[0], status.code());
+    }
+}
+
 #[test]
 fn a_range_that_ends_outside_moves_nothing() {
     let end = 8 * MIB;
