@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dmalane_addr::{Address, CardAddr, Span};
 use dmalane_dma::{SharedBuf, VolatileSlice};
 
+use crate::present::Present;
 use crate::{CardSetting, Error};
 
 /// Memory is made present in blocks of this many bytes.
@@ -90,7 +91,7 @@ impl CardMemory {
 
     /// Bytes of DDR and of HBM that are present, in blocks of 2 MiB.
     pub fn touched(&self) -> (u64, u64) {
-        (self.ddr.touched.load(Ordering::Relaxed), self.hbm.touched.load(Ordering::Relaxed))
+        (self.ddr.present.count() * BLOCK, self.hbm.present.count() * BLOCK)
     }
 
     /// True when all of a range is present, so that no access to it needs new memory.
@@ -240,9 +241,7 @@ impl<'m> Block<'m> {
 struct Bank {
     span: Span<CardAddr>,
     buf: SharedBuf,
-    /// One bit per block: it is present.
-    present: Box<[AtomicU64]>,
-    touched: AtomicU64,
+    present: Present,
     allowance: Option<Arc<dyn Allowance>>,
 }
 
@@ -255,14 +254,7 @@ fn bank(setting: CardSetting, base: u64, len: u64, multiple: u64) -> Result<Span
 
 impl Bank {
     fn new(span: Span<CardAddr>, buf: SharedBuf) -> Self {
-        let words = (span.len() / BLOCK).div_ceil(64);
-        Self {
-            span,
-            buf,
-            present: (0..words).map(|_| AtomicU64::new(0)).collect(),
-            touched: AtomicU64::new(0),
-            allowance: None,
-        }
+        Self { span, buf, present: Present::new(span.len() / BLOCK), allowance: None }
     }
 
     #[inline]
@@ -286,8 +278,7 @@ impl Bank {
 
     #[inline]
     fn is_present(&self, block: u64) -> bool {
-        // Pairs with the release in `make_present`: a thread that sees the bit sees the page.
-        self.present[(block / 64) as usize].load(Ordering::Acquire) >> (block % 64) & 1 == 1
+        self.present.contains(block)
     }
 
     /// Asks the kernel for the pages now, where a refusal is an error, instead of touching them, where it is a SIGBUS.
@@ -311,12 +302,10 @@ impl Bank {
             give();
             no_memory(source)
         })?;
-        let bit = 1 << (block % 64);
-        if self.present[(block / 64) as usize].fetch_or(bit, Ordering::Release) & bit != 0 {
-            give();
-        } else {
-            self.touched.fetch_add(BLOCK, Ordering::Relaxed);
+        if self.present.insert(block) {
             *made += BLOCK;
+        } else {
+            give();
         }
         Ok(())
     }
