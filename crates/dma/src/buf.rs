@@ -440,12 +440,13 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_is_not_dumped() {
+    fn memory_for_devices_is_not_dumped() {
         let (buffers, _fd) = SharedBuf::sparse_ranges("dumped", &[0..0x1000, 0x2000..0x3000]).unwrap();
         let made = crate::MemfdHeap::new().allocate(4096).unwrap().share();
         let imported = SharedBuf::import(made.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        let anonymous = crate::AnonHeap::new().allocate(4096).unwrap().share();
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        for buf in [&buffers[0], &imported] {
+        for buf in [&buffers[0], &made, &imported, &anonymous] {
             let start = format!("{:x}-", buf.as_volatile_slice().as_ptr().addr());
             let flags = maps.split_once(&start).and_then(|(_, rest)| rest.split_once("VmFlags:")).unwrap().1;
             assert!(flags.lines().next().unwrap().contains(" dd"), "{flags:.80}");

@@ -82,11 +82,15 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// A mapping that was just made, with the file behind it.
+    /// A mapping that was just made, with the file behind it. Core files are without it: it holds data of users and of
+    /// other processes.
     fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
         let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let (exported, writing) = (AtomicBool::new(false), Mutex::new(()));
-        Ok(Self { ptr, len, fd, exported, writing, home: None, slab: None, driver: None })
+        let region = Self { ptr, len, fd, exported, writing, home: None, slab: None, driver: None };
+        // A kernel that refuses only dumps more.
+        let _ = region.advise(0, len, Advice::LinuxDontDump);
+        Ok(region)
     }
 
     /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
@@ -171,8 +175,6 @@ impl Region {
             let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, range.start) }?;
             let region = Self::whole(base.cast(), len, None)?;
             region.exported.store(true, Ordering::Relaxed);
-            // Data that users keep on a card does not belong in a core file. A kernel that refuses only dumps more.
-            let _ = region.advise(0, len, Advice::LinuxDontDump);
             Ok(region)
         };
         let mapped = ranges.iter().map(map).collect::<io::Result<_>>()?;
@@ -216,8 +218,6 @@ impl Region {
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
         let region = Self::whole(base.cast(), len, Some(fd))?;
         region.exported.store(exported, Ordering::Relaxed);
-        // As above: the memory of other processes.
-        let _ = region.advise(0, len, Advice::LinuxDontDump);
         Ok(region)
     }
 
