@@ -1,4 +1,4 @@
-//! The daemon's memory, by user: what the kernel may charge to the daemon for its clients.
+//! The daemon's memory, by user: what the kernel may charge to the daemon for its clients. And its descriptors.
 //!
 //! Card memory counts when it is touched. A mapped buffer counts whole, although its pages usually belong to the
 //! client: a client may give pages back to the kernel at any time, and then the daemon's next access allocates them.
@@ -12,8 +12,10 @@ use dmalane_sim::Allowance;
 /// Bytes in use, with the limits.
 #[derive(Debug)]
 pub(crate) struct Account {
-    /// Most bytes in all, and of one user.
+    /// Most in all, and of one user.
     limits: (u64, u64),
+    /// What is counted, and the options that limit it in all and for a user.
+    names: [&'static str; 3],
     used: Mutex<Used>,
 }
 
@@ -24,33 +26,39 @@ struct Used {
 }
 
 impl Account {
+    /// Of bytes of memory.
     pub(crate) fn new(all: u64, user: u64) -> Self {
-        Self { limits: (all, user), used: Mutex::default() }
+        Self { limits: (all, user), names: ["bytes of memory", "--memory", "--user-memory"], used: Mutex::default() }
+    }
+
+    /// Of descriptors.
+    pub(crate) fn of_descriptors((all, user): (u64, u64)) -> Self {
+        let names = ["descriptors", "LimitNOFILE= of the unit", "three quarters of LimitNOFILE="];
+        Self { limits: (all, user), names, used: Mutex::default() }
     }
 
     fn used(&self) -> MutexGuard<'_, Used> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes bytes for a user.
+    /// Takes so much for a user.
     ///
     /// # Errors
-    /// Why the user cannot have them; then nothing is taken.
-    fn take(&self, user: u32, bytes: u64) -> Result<(), String> {
+    /// Why the user cannot have it; then nothing is taken.
+    fn take(&self, user: u32, more: u64) -> Result<(), String> {
+        let [what, option, user_option] = self.names;
         let mut used = self.used();
         let has = used.users.get(&user).copied().unwrap_or(0);
-        let fits = |used: u64, limit: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
+        let fits = |used: u64, limit: u64| used.checked_add(more).filter(|sum| *sum <= limit);
         let all = fits(used.all, self.limits.0).ok_or_else(|| {
             format!(
-                "{bytes} bytes of memory; all clients use {} of {} (--memory): unmap buffers, or wait until other \
-                 clients end",
+                "{more} {what}; all clients use {} of {} ({option}): unmap buffers, or wait until other clients end",
                 used.all, self.limits.0
             )
         })?;
         let user_now = fits(has, self.limits.1).ok_or_else(|| {
             format!(
-                "{bytes} bytes of memory; this user has {has} of {} (--user-memory): unmap buffers, or end another \
-                 client",
+                "{more} {what}; this user has {has} of {} ({user_option}): unmap buffers, or end another client",
                 self.limits.1
             )
         })?;

@@ -27,6 +27,11 @@ impl Default for ClientLimits {
     }
 }
 
+/// Descriptors of a client without queues and buffers: socket, register page, kick, the card's two memories.
+pub(crate) const FUNCTION_DESCRIPTORS: u64 = 5;
+/// Descriptors for what is no client's: those that wait for the deferred close, and 64 more.
+const RESERVED_DESCRIPTORS: u64 = 1024 + 64;
+
 /// Configuration of a daemon.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Config {
@@ -50,6 +55,9 @@ pub struct Config {
     pub memory: Option<u64>,
     /// The same for all clients of one user; `None` for three quarters of `memory`.
     pub user_memory: Option<u64>,
+    /// Descriptors that the daemon may open, a reserve included; `None` for no limit. One user may have three quarters of
+    /// them.
+    pub descriptors: Option<u64>,
     /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
     pub uids: Vec<u32>,
     /// Groups whose members may connect, by number: a process's own group and its supplementary ones count.
@@ -69,7 +77,7 @@ pub struct Config {
     pub hello_timeout: Duration,
     /// Time within which a client must open a function.
     pub open_timeout: Duration,
-    /// Time that a request to map memory may take, with the requests of the same user before it.
+    /// Time that a request to map memory may take, from its beginning on.
     pub map_timeout: Duration,
 }
 
@@ -87,6 +95,7 @@ impl Default for Config {
             user_hbm: None,
             memory: None,
             user_memory: None,
+            descriptors: None,
             uids: Vec::new(),
             gids: Vec::new(),
             admins: Vec::new(),
@@ -200,10 +209,8 @@ impl Config {
     /// (`None` for no limit). `overcommit`: contents of `vm.overcommit_memory`.
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
-        // Each client: socket, register page, kick, call descriptors, the card's two memories, and its buffers. In all:
-        // descriptors that wait for the deferred close, and a reserve of 64.
         let ClientLimits { queues, buffers, .. } = self.limits;
-        let needed = self.clients as u64 * (5 + u64::from(queues) + u64::from(buffers)) + 1024 + 64;
+        let needed = self.clients as u64 * (FUNCTION_DESCRIPTORS + u64::from(queues + buffers)) + RESERVED_DESCRIPTORS;
         if let Some(have) = descriptors.filter(|have| *have < needed) {
             warnings.push(format!(
                 "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some \
@@ -269,6 +276,12 @@ impl Config {
         (all, self.user_memory.unwrap_or(if all == u64::MAX { all } else { all - all / 4 }))
     }
 
+    /// Most descriptors of clients' functions and buffers in all, and of one user.
+    pub(crate) fn descriptor_limits(&self) -> (u64, u64) {
+        let all = self.descriptors.map_or(u64::MAX, |all| all - RESERVED_DESCRIPTORS.min(all / 4));
+        (all, if self.clients_per_user() == self.clients { all } else { all - all / 4 })
+    }
+
     /// Most DDR and HBM of one user.
     fn memory_per_user(&self) -> (u64, u64) {
         let most = |asked: Option<u64>, all: u64, client: u64| asked.unwrap_or((all - all / 4).max(client));
@@ -307,7 +320,15 @@ impl Budget {
         self.shares.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// DDR and HBM in use, by all users or by this one.
+    pub(crate) fn in_use(&self, user: Option<u32>) -> (u64, u64) {
+        let shares = self.shares();
+        let counted = shares.users.iter().filter(|(uid, _)| user.is_none_or(|user| user == **uid));
+        counted.fold((0, 0), |sum, (_, has)| (sum.0 + has.0, sum.1 + has.1))
+    }
+
     /// Free DDR and HBM.
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn left(&self) -> (u64, u64) {
         self.shares().left
     }
@@ -400,6 +421,8 @@ mod tests {
         assert!(refused.contains("the card has 0 bytes of DDR"), "{refused}");
         budget.give(7, gib, gib);
         budget.take(7, gib, gib).unwrap();
+        assert_eq!(budget.in_use(Some(8)), (8 * gib, 8 * gib));
+        assert_eq!(budget.in_use(None), (32 * gib, 32 * gib));
         budget.give(7, 24 * gib, 24 * gib);
         budget.give(8, 8 * gib, 8 * gib);
         assert_eq!((budget.left(), budget.shares().users.len()), ((32 * gib, 32 * gib), 0));

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
@@ -16,10 +16,11 @@ use dmalane_dma::{Mapping, Registrar, SharedBuf};
 use zerocopy::IntoBytes;
 
 use crate::account::{Account, Charge};
-use crate::config::{Budget, Config};
+use crate::config::{Budget, Config, FUNCTION_DESCRIPTORS};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
 use crate::peer::Peer;
+use crate::pool::take_time;
 use crate::wire::{
     ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment, OpenAnswer, RowAnswer,
     VERSION, failed, message,
@@ -29,14 +30,24 @@ use crate::worker::RunQueue;
 /// Bytes of a buffer that are populated at once.
 const POPULATED_AT_ONCE: usize = 8 << 20;
 
+/// Registers whose writes wait for a step under way that uses the MMU.
+const WAITING: [u64; 3] = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE];
+
+/// How often populating looks whether it may go on.
+const PACE: Duration = Duration::from_micros(50);
+
 /// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
 const MAPPED_PER_BYTE: u64 = 64;
+/// And what a mapping takes beside that, and each of its segments: a segment of one page was measured at 210 bytes.
+const MAPPING_BYTES: u64 = 512;
+const SEGMENT_BYTES: u64 = 256;
 
 /// State that all connections share.
 pub(crate) struct ServerState {
     pub config: Config,
     pub budget: Arc<Budget>,
     pub account: Arc<Account>,
+    pub descriptors: Arc<Account>,
     pub run_queue: Arc<RunQueue>,
     pub deferred_close: DeferredClose,
 }
@@ -67,8 +78,8 @@ struct Buffer {
     buf: SharedBuf,
     /// Mappings that contain a part of it.
     maps: usize,
-    /// After the buffer, which is freed first.
-    _charge: Charge,
+    /// For its memory and its descriptor. After the buffer, which is freed first.
+    _charges: [Charge; 2],
 }
 
 struct Mapped {
@@ -105,7 +116,9 @@ pub(crate) struct Connection {
     bytes: u64,
     pub errors: u64,
     pub function: Option<Arc<Function>>,
-    /// When the request under way has to end.
+    /// Of the function.
+    descriptors: Option<Charge>,
+    /// When the request under way has to end; `None` outside of the pool.
     pub deadline: Option<Instant>,
     /// The connection has ended: what is under way for it should end.
     pub abort: Arc<AtomicBool>,
@@ -123,13 +136,30 @@ impl Connection {
             bytes: 0,
             errors: 0,
             function: None,
+            descriptors: None,
             deadline: None,
             abort: Arc::default(),
         }
     }
 
-    /// True for a request that the client can make long: it is not for the control thread.
-    pub(crate) fn is_long(&self, bytes: &[u8]) -> bool {
+    /// Handles a message without descriptors, unless the client can make that long: then it is not for the control thread,
+    /// and the result is `None`.
+    pub(crate) fn handle_at_once(&mut self, state: &ServerState, bytes: &[u8]) -> Option<Handled> {
+        if let Some(function) = &self.function
+            && let Ok((seqno, request)) = ClientRequest::decode(bytes)
+            && let ClientRequest::Write { bar: BAR_REGISTERS, offset, value } = request
+            && WAITING.contains(&offset)
+        {
+            let written = function.card().try_write_register(offset, value);
+            state.run_queue.wake();
+            let bytes = message(request.opcode() | ANSWER, seqno, &[]);
+            return written.then_some(Handled::Answer(Answer { bytes, fds: Vec::new() }));
+        }
+        (!self.is_long(bytes)).then(|| self.handle(state, bytes, Vec::new()))
+    }
+
+    /// True for a request that the client can make long.
+    fn is_long(&self, bytes: &[u8]) -> bool {
         let Some(function) = self.function.as_deref() else {
             return matches!(ClientRequest::decode(bytes), Ok((_, ClientRequest::Open { .. })));
         };
@@ -141,25 +171,29 @@ impl Connection {
                 ClientRequest::Map { .. } | ClientRequest::Unmap { .. } => true,
                 ClientRequest::Read { bar, offset } => touches(bar, offset, 4),
                 ClientRequest::WriteBytes { bar, offset, bytes } => touches(bar, offset, bytes.len() as u64),
-                ClientRequest::Write { bar, offset, .. } => {
-                    // These wait for the step under way.
-                    let waits = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE].contains(&offset);
-                    (bar == BAR_REGISTERS && waits) || touches(bar, offset, 4)
-                }
+                ClientRequest::Write { bar, offset, .. } => touches(bar, offset, 4),
                 _ => false,
             },
             Err(_) => false,
         }
     }
 
-    /// Populates a range of a buffer in pieces, so that the address space is not locked for long.
-    fn populate(&self, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
+    /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than the
+    /// user's share of the worker pays for.
+    fn populate(&self, run_queue: &RunQueue, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
         for first in range.clone().step_by(POPULATED_AT_ONCE) {
-            if self.abort.load(Ordering::Relaxed) {
-                return Err("the client has disconnected".to_owned());
-            }
-            if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
-                return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
+            run_queue.charge(self.peer.user, take_time());
+            loop {
+                if self.abort.load(Ordering::Relaxed) {
+                    return Err("the client has disconnected".to_owned());
+                }
+                if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
+                    return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
+                }
+                if self.deadline.is_none() || !run_queue.owes(self.peer.user) {
+                    break;
+                }
+                std::thread::sleep(PACE);
             }
             let len = POPULATED_AT_ONCE.min(range.end - first);
             buf.populate(first, len).map_err(|e| format!("no memory: {e}"))?;
@@ -305,6 +339,7 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
+        let descriptors = self.charge(&state.descriptors, FUNCTION_DESCRIPTORS + u64::from(queues))?;
         let (function, calls) =
             Function::new(limits, ddr, hbm, queues, self.peer.user, (&state.budget, &state.account))
                 .map_err(|NoFunction(code, text)| Refused(code, text))?;
@@ -312,7 +347,7 @@ impl Connection {
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
         let function = Arc::new(function);
         state.run_queue.add(function.clone()).map_err(failed)?;
-        self.function = Some(function);
+        (self.function, self.descriptors) = (Some(function), Some(descriptors));
         let answer =
             OpenAnswer { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved: Default::default() };
         Ok((answer.as_bytes().to_vec(), std::iter::once(page).chain(calls).collect()))
@@ -346,9 +381,9 @@ impl Connection {
         Ok(())
     }
 
-    /// Charges memory to the user.
-    fn charge(&self, state: &ServerState, bytes: u64) -> Result<Charge, Refused> {
-        Charge::new(&state.account, self.peer.user, bytes).map_err(|text| Refused(Code::Quota, text))
+    /// Charges memory or descriptors to the user.
+    fn charge(&self, account: &Arc<Account>, amount: u64) -> Result<Charge, Refused> {
+        Charge::new(account, self.peer.user, amount).map_err(|text| Refused(Code::Quota, text))
     }
 
     fn map(
@@ -399,11 +434,13 @@ impl Connection {
                     return Err(Refused(Code::Malformed, text));
                 };
                 // Populate now, where a failure is an error; during a transfer it would be SIGBUS.
-                self.populate(buf, first..end).map_err(|e| Refused(Code::Failed, format!("segment {i}: {e}")))?;
+                self.populate(&state.run_queue, buf, first..end)
+                    .map_err(|e| Refused(Code::Failed, format!("segment {i}: {e}")))?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);
             }
-            let charge = self.charge(state, all / MAPPED_PER_BYTE)?;
+            let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
+            let charge = self.charge(&state.account, all / MAPPED_PER_BYTE + notes)?;
             let mapping = host.map_list(pinned, access).map_err(failed)?;
             Ok((mapping, keys, charge))
         });
@@ -437,9 +474,9 @@ impl Connection {
                 // The memfd is sealed against shrinking only: it may have grown since.
                 let len = buf.len() as u64;
                 self.check_quota(state, len)?;
-                let charge = self.charge(state, len)?;
+                let charges = [self.charge(&state.account, len)?, self.charge(&state.descriptors, 1)?];
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { buf, maps: 1, _charge: charge });
+                self.buffers.insert(key, Buffer { buf, maps: 1, _charges: charges });
             }
             taken.push(key);
         }

@@ -10,6 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use crate::pool::take_time;
+use crate::worker::RunQueue;
+
 /// While so many descriptors of one user wait to be closed, none are received from that user.
 const USER_LIMIT: usize = 256;
 /// While so many descriptors wait in all, no connection is accepted.
@@ -23,17 +26,22 @@ struct User {
     served: bool,
 }
 
-#[derive(Default)]
 struct Users {
     users: Mutex<HashMap<u32, User>>,
     empty: Condvar,
+    /// Charged for the processor time: a descriptor may be the last of a large file.
+    run_queue: Arc<RunQueue>,
 }
 
 /// Descriptors that are still to be closed, by user.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(crate) struct DeferredClose(Arc<Users>);
 
 impl DeferredClose {
+    pub(crate) fn new(run_queue: Arc<RunQueue>) -> Self {
+        Self(Arc::new(Users { users: Mutex::default(), empty: Condvar::new(), run_queue }))
+    }
+
     /// Queues descriptors that came from this user, or over a connection of this user.
     pub(crate) fn put(&self, uid: u32, fds: impl IntoIterator<Item = OwnedFd>) {
         let mut users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
@@ -78,6 +86,7 @@ impl Users {
             let first = first.take();
             drop(users);
             drop(first);
+            self.run_queue.charge(uid, take_time());
             users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(user) = users.get_mut(&uid) {
                 user.left.pop_front();
@@ -96,7 +105,7 @@ mod tests {
 
     #[test]
     fn connections_are_accepted_where_few_descriptors_wait() {
-        let waiting = DeferredClose::default();
+        let waiting = DeferredClose::new(Arc::new(RunQueue::new().unwrap()));
         assert!(!waiting.is_full() && !waiting.is_full_of(0));
     }
 }

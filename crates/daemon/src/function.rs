@@ -19,8 +19,10 @@ use crate::wire::Code;
 /// The least that a step costs, in bytes: about the time of 32 short copies.
 const MIN_COST: i64 = 64 << 10;
 
-/// Memory that a function takes before anything is touched or mapped.
+/// Memory that a function takes before anything is touched or mapped, and each of its queues: what was copied recently,
+/// and the translations at hand.
 const BASE_BYTES: u64 = 1 << 20;
+const QUEUE_BYTES: u64 = 192 << 10;
 
 /// Registers, queues, an MMU, card memory and an IOMMU domain for one client.
 ///
@@ -63,7 +65,8 @@ impl Function {
         let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
-        let charge = Charge::new(account, uid, BASE_BYTES).map_err(|text| NoFunction(Code::Quota, text))?;
+        let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
+        let charge = Charge::new(account, uid, base).map_err(|text| NoFunction(Code::Quota, text))?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let config = CardConfig { ddr, hbm, channels: queues, workers: Workers::Inline };
         let page = Page::new().map_err(|e| failed(&e))?;

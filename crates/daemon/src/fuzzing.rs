@@ -36,7 +36,8 @@ fn fixed() -> Fixed {
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
     let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
     let budget = Arc::new(Budget::new(&config));
-    let account = Arc::new(Account::new(u64::MAX, u64::MAX));
+    // A function, a touched block and a buffer: what comes after that is refused.
+    let account = Arc::new(Account::new(u64::MAX, 4 << 20));
     let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
@@ -45,7 +46,14 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        state: ServerState { config, budget, account, run_queue, deferred_close: DeferredClose::default() },
+        state: ServerState {
+            config,
+            budget,
+            account,
+            descriptors: Arc::new(Account::of_descriptors((u64::MAX, 14))),
+            deferred_close: DeferredClose::new(run_queue.clone()),
+            run_queue,
+        },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
     }
@@ -161,7 +169,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
         assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }
-    assert_eq!(state.account.in_use(), 0, "memory leaked");
+    assert_eq!((state.account.in_use(), state.descriptors.in_use()), (0, 0), "memory or descriptors leaked");
     assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory leaked");
 }
 

@@ -10,9 +10,6 @@ use rustix::io::Errno;
 
 use crate::config::Config;
 
-/// NGROUPS_MAX of the kernel: no process has more supplementary groups.
-const MOST_GROUPS: usize = 1 << 16;
-
 /// A client, as the kernel knew it when it connected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Peer {
@@ -48,19 +45,27 @@ impl Peer {
 
 /// The supplementary groups that the peer had when it connected; none before Linux 4.13, which does not tell.
 fn supplementary(socket: impl AsFd) -> Result<Vec<u32>, Errno> {
-    let mut groups = vec![0u32; MOST_GROUPS];
-    let mut bytes = libc::socklen_t::try_from(size_of_val(&groups[..])).expect("256 KiB");
-    let fd = socket.as_fd().as_raw_fd();
-    // SAFETY: `bytes` is the length of `groups` (the line above); the kernel writes at most so many bytes into it.
-    let result = unsafe {
-        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, groups.as_mut_ptr().cast(), &raw mut bytes)
-    };
-    match (result, nix::errno::Errno::last()) {
-        (0, _) => groups.truncate(bytes as usize / size_of::<u32>()),
-        (_, nix::errno::Errno::ENOPROTOOPT) => groups.clear(),
-        (_, e) => return Err(Errno::from_raw_os_error(e as i32)),
+    // As many as most processes have; for more, the kernel says how many there are.
+    let mut groups = vec![0u32; 32];
+    loop {
+        let mut bytes = libc::socklen_t::try_from(size_of_val(&groups[..])).expect("256 KiB at most");
+        let fd = socket.as_fd().as_raw_fd();
+        // SAFETY: `bytes` is the length of `groups` (the line before); the kernel writes at most so many bytes into it.
+        let result = unsafe {
+            libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, groups.as_mut_ptr().cast(), &raw mut bytes)
+        };
+        let count = bytes as usize / size_of::<u32>();
+        match (result, nix::errno::Errno::last()) {
+            (0, _) => groups.truncate(count),
+            (_, nix::errno::Errno::ERANGE) if count > groups.len() => {
+                groups.resize(count, 0);
+                continue;
+            }
+            (_, nix::errno::Errno::ENOPROTOOPT) => groups.clear(),
+            (_, e) => return Err(Errno::from_raw_os_error(e as i32)),
+        }
+        return Ok(groups);
     }
-    Ok(groups)
 }
 
 #[cfg(test)]

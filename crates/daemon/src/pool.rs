@@ -4,6 +4,7 @@
 //! turns, and a user has one job under way at a time, so a user with many connections delays only itself. The processor
 //! time of jobs is charged to their users: the threads compete with the worker for processors.
 
+use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -48,7 +49,8 @@ struct Shared<T> {
 pub(crate) struct Pool<T: Send + 'static>(Arc<Shared<T>>);
 
 impl<T: Send + 'static> Pool<T> {
-    /// A pool that calls `charge` with the user and the processor time of each job before its result can be taken.
+    /// A pool that calls `charge` with the user and the processor time of each job ([`take_time`]) before its result can
+    /// be taken.
     pub(crate) fn new(charge: impl Fn(u32, Duration) + Send + Sync + 'static) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let jobs = Jobs {
@@ -126,9 +128,9 @@ impl<T: Send + 'static> Shared<T> {
                 continue;
             };
             drop(jobs);
-            let before = thread_time();
+            take_time();
             let result = job();
-            (self.charge)(user, thread_time().saturating_sub(before));
+            (self.charge)(user, take_time());
             jobs = self.lock();
             jobs.done.push(result);
             // The write fails only when the counter is full, and then the eventfd is readable anyway.
@@ -148,6 +150,13 @@ impl<T: Send + 'static> Shared<T> {
 /// Processor time of this thread so far.
 fn thread_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
+}
+
+/// Processor time of this thread since the last call.
+pub(crate) fn take_time() -> Duration {
+    thread_local!(static TAKEN: Cell<Duration> = const { Cell::new(Duration::ZERO) });
+    let now = thread_time();
+    now.saturating_sub(TAKEN.replace(now))
 }
 
 impl<T: Send + 'static> Drop for Pool<T> {

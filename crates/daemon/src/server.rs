@@ -27,7 +27,7 @@ use crate::function::{Function, MemoryCharge};
 use crate::listener::Listener;
 use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
-use crate::pool::Pool;
+use crate::pool::{Pool, take_time};
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
@@ -38,6 +38,8 @@ const OPERATOR_CONNECTIONS: usize = 4;
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time of the control thread that a user may take at once, twice.
 const BURST: Duration = Duration::from_millis(20);
+/// Requests of a user in the pool. Further ones wait in their sockets: each may have 64 descriptors.
+const MAX_IN_POOL: usize = 4;
 /// Interval of the checks whether a queue has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -198,6 +200,7 @@ impl Server {
         let budget = Arc::new(Budget::new(&config));
         let (all, user) = config.memory_limits();
         let account = Arc::new(Account::new(all, user));
+        let descriptors = Arc::new(Account::of_descriptors(config.descriptor_limits()));
         let (run, spin) = (run_queue.clone(), config.spin);
         let charged = run_queue.clone();
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
@@ -206,8 +209,9 @@ impl Server {
                 config,
                 budget,
                 account,
+                descriptors,
+                deferred_close: DeferredClose::new(run_queue.clone()),
                 run_queue,
-                deferred_close: DeferredClose::default(),
             }),
             pool: Pool::new(move |user, took| charged.charge(user, took))?,
             connections: BTreeMap::new(),
@@ -264,12 +268,19 @@ impl Server {
             let first = self.connections.values().next().map(|c| c.peer.user);
             let alone = self.connections.values().all(|c| Some(c.peer.user) == first);
             let waits = |user: u32| self.turns.waits(user, now).filter(|_| !alone);
-            // Of a busy connection, and of users with too many descriptors to close or messages, only the end is
-            // noticed.
+            let run_queue = &self.state.run_queue;
+            let mut in_pool: HashMap<u32, usize> = HashMap::new();
+            for entry in self.connections.values().filter(|c| c.connection.is_none()) {
+                *in_pool.entry(entry.peer.user).or_default() += 1;
+            }
+            // Of a busy connection, and of users with too many descriptors to close or messages, or whose share of the
+            // worker does not pay for what this thread and the pool do for them, only the end is noticed.
             let interest = |c: &Entry| match c.ended {
                 Some(_) => None,
                 None if c.connection.is_none() || deferred_close.is_full_of(c.peer.user) => Some(Interest::End),
+                None if in_pool.get(&c.peer.user).is_some_and(|n| *n >= MAX_IN_POOL) => Some(Interest::End),
                 None if waits(c.peer.user).is_some() => Some(Interest::End),
+                None if !alone && run_queue.owes(c.peer.user) => Some(Interest::End),
                 None => Some(Interest::Requests),
             };
             let clients: Vec<(u64, Interest)> =
@@ -282,7 +293,7 @@ impl Server {
                 });
                 let listening = can_accept.then_some(listener.as_fd());
                 let always = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-                let mut fds: Vec<PollFd<'_>> = [always(stop), always(self.pool.wake())]
+                let mut fds: Vec<PollFd<'_>> = [always(stop), always(self.pool.wake()), always(run_queue.paid())]
                     .into_iter()
                     .chain(sockets)
                     .chain(listening.map(always))
@@ -303,12 +314,13 @@ impl Server {
                 }
                 let answers = |i: usize| fds.get(i).is_some_and(|fd| !fd.revents().is_empty());
                 let ready: Vec<(u64, Interest)> =
-                    (2..).zip(clients).filter(|(i, _)| answers(*i)).map(|(_, c)| c).collect();
+                    (3..).zip(clients).filter(|(i, _)| answers(*i)).map(|(_, c)| c).collect();
                 (answers(0), listening.is_some() && answers(fds.len() - 1), ready)
             };
             if stopped {
                 return Ok(());
             }
+            self.state.run_queue.take_paid();
             if !self.worker_lives() {
                 return Err(ServerError::WorkerDied);
             }
@@ -327,13 +339,17 @@ impl Server {
             let user = |id: u64| Some((self.connections.get(&id)?.peer.user, id));
             for (user, id) in self.turns.choose(asking.into_iter().filter_map(|(id, _)| user(id))) {
                 let began = Instant::now();
+                take_time();
                 self.receive(id, &mut buffer);
+                self.state.run_queue.charge(user, take_time());
                 let now = Instant::now();
                 self.turns.charge(user, now, now - began);
             }
             self.collect();
             if incoming && let Err(e) = self.accept(listener) {
-                (self.log)(&ServerEvent::AcceptFailed(e));
+                if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
+                    (self.log)(&ServerEvent::AcceptFailed(e));
+                }
                 accept_retry = Some(Instant::now() + Duration::from_millis(100));
             }
             self.release();
@@ -349,9 +365,10 @@ impl Server {
         };
         let peer = match Peer::of(&socket, &self.state.config) {
             Ok(peer) => peer,
-            Err(e) => {
+            // Of this peer alone: others are accepted.
+            Err(_) => {
                 self.disconnect(u32::MAX, socket, !self.rights_off);
-                return Err(e);
+                return Ok(());
             }
         };
         let Peer { pid, uid, user, allowed, admin } = peer;
@@ -441,17 +458,24 @@ impl Server {
             self.state.deferred_close.put(entry.peer.user, std::mem::take(&mut fds));
         }
         let handled = match received {
-            Ok(Received::Message(n)) if connection.is_long(&buffer[..n]) => {
-                let (state, bytes) = (self.state.clone(), buffer[..n].to_vec());
-                let Some(mut connection) = entry.connection.take() else { return };
-                entry.row = connection.row(false);
-                connection.deadline = Some(Instant::now() + state.config.map_timeout);
-                return self.pool.put(entry.peer.user, move || {
-                    let handled = connection.handle(&state, &bytes, fds);
-                    Done::Handled(connection, handled)
-                });
+            Ok(Received::Message(n)) => {
+                // The last descriptor of a memfd frees its memory, which takes time.
+                let none = fds.is_empty();
+                match none.then(|| connection.handle_at_once(&self.state, &buffer[..n])).flatten() {
+                    Some(handled) => handled,
+                    None => {
+                        let (state, bytes) = (self.state.clone(), buffer[..n].to_vec());
+                        let Some(mut connection) = entry.connection.take() else { return };
+                        entry.row = connection.row(false);
+                        return self.pool.put(entry.peer.user, move || {
+                            // From now on: the time that the jobs of others took does not count.
+                            connection.deadline = Some(Instant::now() + state.config.map_timeout);
+                            let handled = connection.handle(&state, &bytes, fds);
+                            Done::Handled(connection, handled)
+                        });
+                    }
+                }
             }
-            Ok(Received::Message(n)) => connection.handle(&self.state, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
                 let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to open \
                            them (RLIMIT_NOFILE)";
@@ -549,18 +573,23 @@ impl Server {
         rows.sort_by_key(|(id, ..)| *id);
         let more = rows.len() > MAX_ROWS;
         rows.truncate(MAX_ROWS);
-        let (config, left) = (&self.state.config, self.state.budget.left());
+        let config = &self.state.config;
+        // Others see what their own user has and does.
+        let (ddr, hbm) = self.state.budget.in_use((!peer.admin).then_some(peer.user));
+        let sum = if peer.admin { self.totals } else { Totals::default() };
+        let clients = self.connections.values().filter(|c| shown(c)).count();
+        let quarantined = self.closing.values().filter(|c| c.quarantined && shown(&c.entry)).count();
         let totals = TotalsAnswer {
             uptime: self.started.elapsed().as_secs().into(),
-            clients: (self.connections.len() as u32).into(),
-            quarantined: (self.closing.values().filter(|c| c.quarantined).count() as u32).into(),
-            served: self.totals.served.into(),
-            released: self.totals.released.into(),
-            refused: self.totals.refused.into(),
-            requests: self.totals.requests.into(),
-            errors: self.totals.errors.into(),
-            ddr: (config.ddr - left.0).into(),
-            hbm: (config.hbm - left.1).into(),
+            clients: (clients as u32).into(),
+            quarantined: (quarantined as u32).into(),
+            served: sum.served.into(),
+            released: sum.released.into(),
+            refused: sum.refused.into(),
+            requests: sum.requests.into(),
+            errors: sum.errors.into(),
+            ddr: ddr.into(),
+            hbm: hbm.into(),
             ddr_total: config.ddr.into(),
             hbm_total: config.hbm.into(),
             rows: (rows.len() as u32).into(),
@@ -648,10 +677,11 @@ mod tests {
     use std::sync::Mutex;
 
     use dmalane_card::Card;
-    use dmalane_dma::MemfdHeap;
+    use dmalane_dma::{Heap, MemfdHeap, PageKind};
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
     use super::*;
+    use crate::wire::MapSegment;
     use crate::{Client, ClientOptions, status};
 
     #[test]
@@ -725,6 +755,50 @@ mod tests {
         assert!(answered(&served[0]), "the daemon goes on");
         drop((peer, stop));
         assert_eq!(daemon.join().unwrap().refused, 1);
+    }
+
+    #[test]
+    fn the_time_of_a_request_begins_when_a_thread_has_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let config = Config { map_timeout: Duration::from_millis(50), ..Config::default() };
+        let mut server = Server::new(config, |_| {}).unwrap();
+        server.rights_off = listener.rights_off;
+        let client = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::connect(&client, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        server.accept(listener.socket.as_ref().unwrap()).unwrap();
+        let mut buffer = [0; MAX_MESSAGE];
+        let mut send = |server: &mut Server, request: ClientRequest<'_>, fds: &[BorrowedFd<'_>]| {
+            socket::send(&client, &request.encode(1), fds, false).unwrap();
+            server.receive(1, &mut buffer);
+        };
+        let answered = |server: &mut Server| {
+            while server.connections[&1].connection.is_none() {
+                server.collect();
+                thread::yield_now();
+            }
+        };
+        send(&mut server, ClientRequest::Hello { min: 1, max: 9 }, &[]);
+        send(&mut server, ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]);
+        answered(&mut server);
+        // All threads of the pool are held for longer than a request may take.
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        for user in 0..8 {
+            let wait = wait.clone();
+            server.pool.put(1_000_000 + user, move || {
+                let _ = wait.lock().unwrap().recv();
+                Done::Released(u64::MAX, None)
+            });
+        }
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+        let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: 4096.into() };
+        send(&mut server, ClientRequest::Map { access: 3, segments: &[segment] }, &[buf.export().unwrap()]);
+        thread::sleep(Duration::from_millis(100));
+        drop(go);
+        answered(&mut server);
+        assert_eq!((server.totals.requests, server.totals.errors), (3, 0));
     }
 
     #[test]

@@ -5,12 +5,14 @@
 //! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Work of other threads
 //! for a user, such as mapping memory, is charged to the user's share of the worker.
 
+use std::cell::Cell;
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::sys::resource::{UsageWho, getrusage};
 use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
 
 use crate::function::Function;
@@ -21,11 +23,13 @@ const QUANTUM: i64 = 1 << 20;
 /// see, such as pages of a buffer that the client has given back to the kernel. About as fast as memory is copied: with
 /// less, a user with slow steps gets more time than one who copies.
 const NANOSECOND_COST: i64 = 16;
-/// The most that time can cost, because another process may have had the processor.
+/// The most that the time of a step can cost that did not wait: another process may have had the processor.
 const MAX_TIME_COST: i64 = 32 << 20;
 /// The most that a user can owe for work of other threads, some 64 ms: who maps memory all the time, and then stops, is
 /// served again soon.
 const MAX_OTHER_COST: i64 = 1 << 30;
+/// While a user owes more than this for work of other threads, some 1 ms, they do no more of it beside other users.
+const MAX_AHEAD: i64 = 16 << 20;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
@@ -34,10 +38,12 @@ pub(crate) struct RunQueue {
     functions: Mutex<Vec<Arc<Function>>>,
     /// Number of changes of the list.
     changes: AtomicU64,
-    /// Cost of other threads' work for users, which the worker has not charged yet.
+    /// What users owe for other threads' work. The worker takes it from their rounds.
     charges: Mutex<HashMap<u32, i64>>,
     /// There are charges.
     charged: AtomicBool,
+    /// Eventfd: readable when a user who owed more than [`MAX_AHEAD`] does so no more.
+    paid: OwnedFd,
     quit: AtomicBool,
     /// Eventfd that the control thread writes; not shared with clients.
     wake: OwnedFd,
@@ -70,6 +76,13 @@ struct Turn {
     continues: bool,
 }
 
+/// What tells how long steps take.
+struct Clock<'a> {
+    now: &'a dyn Fn() -> Instant,
+    /// True when this thread has waited since the last call, instead of working or of losing the processor to others.
+    has_waited: &'a dyn Fn() -> bool,
+}
+
 /// The work of one turn.
 struct Served {
     cost: i64,
@@ -87,6 +100,7 @@ impl RunQueue {
             changes: AtomicU64::new(1),
             charges: Mutex::default(),
             charged: AtomicBool::new(false),
+            paid: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             quit: AtomicBool::new(false),
             wake,
             epoll,
@@ -116,14 +130,37 @@ impl RunQueue {
         self.wake();
     }
 
-    /// Charges a user for the time of another thread, and wakes the worker: debts are paid while it has nothing to do.
+    fn charges(&self) -> MutexGuard<'_, HashMap<u32, i64>> {
+        self.charges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Charges a user for the time of another thread. Wakes the worker for a round or more: debts are paid while it has
+    /// nothing to do.
     pub(crate) fn charge(&self, user: u32, took: Duration) {
-        let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
-        let cost = charges.entry(user).or_insert(0);
-        *cost = cost.saturating_add(cost_of(took)).min(MAX_OTHER_COST);
+        let mut charges = self.charges();
+        let owed = charges.entry(user).or_insert(0);
+        *owed = owed.saturating_add(cost_of(took)).min(MAX_OTHER_COST);
+        let wakes = *owed >= QUANTUM;
         self.charged.store(true, Ordering::SeqCst);
         drop(charges);
-        self.wake();
+        if wakes {
+            self.wake();
+        }
+    }
+
+    /// True while other threads should do nothing for this user.
+    pub(crate) fn owes(&self, user: u32) -> bool {
+        self.charges().get(&user).is_some_and(|owed| *owed > MAX_AHEAD)
+    }
+
+    /// Becomes readable when [`RunQueue::owes`] changes to false for a user.
+    pub(crate) fn paid(&self) -> BorrowedFd<'_> {
+        self.paid.as_fd()
+    }
+
+    /// Forgets that a user has paid.
+    pub(crate) fn take_paid(&self) {
+        let _ = rustix::io::read(&self.paid, &mut [0u8; 8]);
     }
 
     /// Adds a function to those that the worker runs.
@@ -148,6 +185,9 @@ impl RunQueue {
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
         let mut asleep = false;
+        let waits = Cell::new(times_waited());
+        let has_waited = || waits.replace(times_waited()) != waits.get();
+        let clock = Clock { now: &Instant::now, has_waited: &has_waited };
         let set_asleep = |users: &[UserTurn], asleep| {
             users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
         };
@@ -164,7 +204,7 @@ impl RunQueue {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            if users.iter_mut().fold(false, |did, user| user.serve(&Instant::now) | did) {
+            if users.iter_mut().fold(false, |did, user| user.serve(&clock) | did) {
                 idle = None;
             } else if idle.get_or_insert_with(Instant::now).elapsed() < spin {
                 std::hint::spin_loop();
@@ -176,6 +216,7 @@ impl RunQueue {
                 continue;
             } else {
                 self.sleep();
+                has_waited(); // for work
                 idle = None;
             }
             if std::mem::take(&mut asleep) {
@@ -206,14 +247,21 @@ impl RunQueue {
         number
     }
 
-    /// Takes what users owe for the work of other threads from their shares.
+    /// Takes what users owe for the work of other threads from their next round.
     fn take_charges(&self, users: &mut Vec<UserTurn>) {
-        let mut charges = self.charges.lock().unwrap_or_else(PoisonError::into_inner);
-        self.charged.store(false, Ordering::SeqCst);
-        for (user, cost) in charges.drain() {
-            let turn = turn_of(users, user);
-            let most = (turn.deficit + MAX_OTHER_COST).max(0);
-            turn.deficit -= cost.min(most);
+        let mut charges = self.charges();
+        let mut paid = false;
+        charges.retain(|user, owed| {
+            let before = *owed;
+            *owed -= before.min(QUANTUM);
+            turn_of(users, *user).deficit -= before - *owed;
+            paid |= before > MAX_AHEAD && *owed <= MAX_AHEAD;
+            *owed > 0
+        });
+        self.charged.store(!charges.is_empty(), Ordering::SeqCst);
+        drop(charges);
+        if paid {
+            let _ = rustix::io::write(&self.paid, &1u64.to_ne_bytes());
         }
     }
 
@@ -236,6 +284,11 @@ fn turn_of(users: &mut Vec<UserTurn>, user: u32) -> &mut UserTurn {
     &mut users[found]
 }
 
+/// How often this thread has waited: it loses the processor to others without that.
+fn times_waited() -> i64 {
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
+}
+
 /// The least that so much time costs.
 fn cost_of(took: Duration) -> i64 {
     i64::try_from(took.as_nanos()).unwrap_or(i64::MAX).saturating_mul(NANOSECOND_COST)
@@ -243,7 +296,7 @@ fn cost_of(took: Duration) -> i64 {
 
 impl UserTurn {
     /// Runs one round of a user; true when it did any work, or is owed for work that was done.
-    fn serve(&mut self, clock: &dyn Fn() -> Instant) -> bool {
+    fn serve(&mut self, clock: &Clock<'_>) -> bool {
         self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
         let (mut busy, mut idle) = (false, 0);
         while self.deficit > 0 && idle < self.turns.len() {
@@ -263,7 +316,7 @@ impl UserTurn {
 
 impl Turn {
     /// Runs one round of a function, or as much as the user may still spend.
-    fn serve(&mut self, most: i64, clock: &dyn Fn() -> Instant) -> Served {
+    fn serve(&mut self, most: i64, clock: &Clock<'_>) -> Served {
         let queues = self.function.queues();
         if !std::mem::take(&mut self.continues) {
             self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
@@ -272,7 +325,7 @@ impl Turn {
             return Served { cost: 0, busy: true };
         }
         let (mut all, mut worked) = (0, false);
-        let mut before = clock();
+        let mut before = (clock.now)();
         loop {
             let mut any = false;
             for _ in 0..queues {
@@ -280,9 +333,14 @@ impl Turn {
                 self.next = (queue + 1) % queues;
                 if let Some(cost) = self.function.step(queue) {
                     (worked, any) = (true, true);
-                    let after = clock();
-                    let least = cost_of(after.duration_since(before)).min(MAX_TIME_COST);
+                    let after = (clock.now)();
+                    let mut least = cost_of(after.duration_since(before));
                     before = after;
+                    // A client can have a step wait: for a page of its buffer that it is giving back to the kernel, or
+                    // that a control group of its own has swapped out.
+                    if least > MAX_TIME_COST && !(clock.has_waited)() {
+                        least = MAX_TIME_COST;
+                    }
                     // Functions of a user share by the card's measure alone.
                     self.deficit -= cost;
                     all += cost.max(least);
@@ -385,7 +443,7 @@ mod tests {
         /// A round, in which no time passes.
         fn serve(&mut self) -> bool {
             let now = Instant::now();
-            self.turn.serve(&|| now)
+            self.turn.serve(&Clock { now: &|| now, has_waited: &|| false })
         }
 
         /// Refills the rings and returns the bytes copied so far.
@@ -504,10 +562,31 @@ mod tests {
             calls.set(calls.get() + 1);
             start + Duration::from_millis(calls.get())
         };
-        slow.turn.serve(&clock);
+        slow.turn.serve(&Clock { now: &clock, has_waited: &|| false });
         // 1 ms at 16 bytes in a nanosecond: one step, for fifteen rounds.
         assert_eq!(calls.get(), 2);
         assert!((-15_100_000..=-14_900_000).contains(&slow.turn.deficit), "{}", slow.turn.deficit);
+    }
+
+    #[test]
+    fn a_step_that_waits_is_charged_for_all_of_its_time() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        for (waited, rounds) in [(false, 32), (true, 160)] {
+            let mut slow = Backlog::new(4096, 1, &budget);
+            slow.refill();
+            let (start, calls) = (Instant::now(), Cell::new(0));
+            let now = || {
+                calls.set(calls.get() + 1);
+                start + Duration::from_millis(10) * calls.get()
+            };
+            slow.turn.serve(&Clock { now: &now, has_waited: &|| waited });
+            let owed = -slow.turn.deficit / QUANTUM;
+            assert!((rounds - 9..=rounds).contains(&owed), "{owed} rounds for 10 ms, {waited}");
+        }
+        // The kernel's count: a thread that sleeps has waited.
+        let before = times_waited();
+        std::thread::sleep(Duration::from_millis(1));
+        assert!(times_waited() > before);
     }
 
     #[test]
@@ -517,29 +596,39 @@ mod tests {
         let mut backlog = Backlog::new(1 << 20, 1, &budget);
         backlog.refill();
         let mut users = vec![backlog.turn];
+        let now = Instant::now();
+        let round = |users: &mut Vec<UserTurn>| {
+            queue.take_charges(users);
+            users.iter_mut().fold(false, |did, user| user.serve(&Clock { now: &|| now, has_waited: &|| false }) | did)
+        };
         // 1 ms of another thread is fifteen rounds of the worker; user 5 has no function, and owes all the same.
-        for (user, ms) in [(0, 1), (5, 1), (6, 100), (6, 100)] {
+        for (user, ms) in [(0, 1), (5, 3), (6, 100), (6, 100)] {
             queue.charge(user, Duration::from_millis(ms));
         }
-        queue.take_charges(&mut users);
-        users.sort_by_key(|turn| turn.user);
-        let owed: Vec<i64> = users.iter().map(|turn| -turn.deficit).collect();
-        assert_eq!(owed, [16_000_000, 16_000_000, MAX_OTHER_COST]);
-        assert!(!queue.charged.load(Ordering::SeqCst) && queue.charges.lock().unwrap().is_empty());
-        let now = Instant::now();
+        assert_eq!([0, 5, 6, 7].map(|user| queue.owes(user)), [false, true, true, false]);
+        assert_eq!(queue.charges()[&6], MAX_OTHER_COST, "more than can be owed is dropped");
         let moved = |users: &[UserTurn]| users[0].turns[0].function.moved();
-        for _ in 0..15 {
-            assert!(users[0].serve(&|| now));
+        for paid in 1..=15 {
+            assert!(round(&mut users));
+            assert_eq!(moved(&users), 0, "first the debt, which {paid} rounds have not paid");
         }
-        assert_eq!(moved(&users), 0, "first the debt");
-        users[0].serve(&|| now);
-        assert!(moved(&users) > 0);
-        // More charges than can be owed are dropped.
-        queue.charge(6, Duration::from_millis(1));
-        queue.take_charges(&mut users);
-        assert_eq!(users[2].deficit, -MAX_OTHER_COST);
+        assert!(round(&mut users) && moved(&users) > 0 && queue.owes(5));
+        let is_readable = || {
+            let mut fds = [PollFd::from_borrowed_fd(queue.paid(), rustix::event::PollFlags::IN)];
+            rustix::event::poll(&mut fds, Some(&Timespec::default())) == Ok(1)
+        };
+        assert!(!is_readable());
+        while queue.owes(5) {
+            round(&mut users);
+        }
+        assert!(is_readable() && queue.owes(6));
+        queue.take_paid();
+        assert!(!is_readable());
+        while queue.charged.load(Ordering::SeqCst) {
+            round(&mut users);
+        }
+        assert!(queue.charges().is_empty() && !queue.owes(6));
         // Paid debts leave nothing of a user without functions.
-        users[1].deficit = 0;
         queue.refresh(&mut users);
         assert!(users.iter().all(|turn| turn.user != 5));
     }
@@ -556,7 +645,7 @@ mod tests {
                 *moved = backlog.refill();
             }
             copied = one.refill();
-            user.serve(&|| now);
+            user.serve(&Clock { now: &|| now, has_waited: &|| false });
             one.serve();
         }
         let all: u64 = theirs.iter().sum();
@@ -579,7 +668,7 @@ mod tests {
         for _ in 0..1000 {
             // A step takes all that waits, up to a round of bytes: of the short copies one at a time.
             moved = [two[0].refill_to(1), two[1].refill()];
-            user.serve(&clock);
+            user.serve(&Clock { now: &clock, has_waited: &|| false });
         }
         // Sixteen short copies in a row, then a long one.
         assert!(moved[0].abs_diff(moved[1]) <= 2 << 20 && moved[0] > 16 << 20, "{moved:?}");

@@ -29,7 +29,15 @@ fn fixed() -> &'static Fixed {
         let path = socket_path("daemon-server");
         let _ = std::fs::remove_file(&path);
         let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: 1 << 20 };
-        let config = Config { ddr: 8 << 20, hbm: 16 << 20, limits, clients: CLIENTS + 4, ..Config::default() };
+        let config = Config {
+            ddr: 8 << 20,
+            hbm: 16 << 20,
+            limits,
+            clients: CLIENTS + 4,
+            memory: Some(16 << 20),
+            descriptors: Some(64),
+            ..Config::default()
+        };
         let listener = Listener::bind(&path, 0o600).expect("a listener");
         let server = Server::new(config, |_| ()).expect("a daemon");
         let (stop, stopped) = std::os::unix::net::UnixStream::pair().expect("a pair");

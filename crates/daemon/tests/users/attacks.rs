@@ -2,9 +2,11 @@
 
 use super::*;
 
-use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
+use dmalane_addr::Iova;
+use dmalane_card::regs::{self, BAR_MEMORY};
+use dmalane_card::{Descriptor, Task};
 use dmalane_dma::{Mmio, SharedBuf};
-use rustix::fs::FallocateFlags;
+use dmalane_queue::Work;
 
 /// Connections of the hostile user.
 const CONNECTIONS: usize = 48;
@@ -30,6 +32,9 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("resets", resets),
     ("first-touches", first_touches),
     ("punched-pages", punched_pages),
+    ("large-punches", large_punches),
+    ("failing-copies", failing_copies),
+    ("late-differences", late_differences),
     ("blocking-closes", blocking_closes),
 ];
 
@@ -257,6 +262,66 @@ fn punched_pages(path: &Path) -> ! {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&copies.memory, flags, 0, 4 << 20).unwrap();
         copies.run(Duration::from_micros(1));
+    })
+}
+
+/// Gives much memory back to the kernel while the card copies it: who touches it then waits for that.
+fn large_punches(path: &Path) -> ! {
+    let make = || Copies::new(client(path, 16 << 20), 4 * MIB, 4, |copy| copy);
+    with_all(4, make, |copies| {
+        for operation in copies.ready.drain(..) {
+            let _ticket = copies.queue.submit(operation).unwrap();
+        }
+        copies.queue.flush();
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&copies.memory, flags, 0, 16 << 20).unwrap();
+        copies.run(Duration::from_micros(1));
+    })
+}
+
+/// Compares 1 MiB that differs in the last byte.
+fn late_differences(path: &Path) -> ! {
+    let make = || {
+        let copies = Copies::new(client(path, 16 << 20), MIB, 4, |copy| match copy.work {
+            Work::Copy { host, at, .. } => Operation::compare(host, at),
+            _ => unreachable!("a copy"),
+        });
+        for part in 1..=4 {
+            rustix::io::pwrite(&copies.memory, &[1], (part * MIB - 1) as u64).unwrap();
+        }
+        copies
+    };
+    with_all(4, make, |copies| drop(copies.run(Duration::from_millis(1))))
+}
+
+/// Copies 1 MiB up to an end that is not mapped, with a ring of its own.
+fn failing_copies(path: &Path) -> ! {
+    const ENTRIES: u32 = 64;
+    let make = || {
+        let client = client(path, 2 << 20);
+        let mapped = |len| {
+            let buf = client.buffer(len).unwrap();
+            (client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap(), buf)
+        };
+        let (ring, data) = (mapped(8192), mapped(MIB));
+        let (at, host) = (ring.0.span().first().bits(), data.0.span().first().bits() + 4096);
+        let task = Task::Copy { direction: Direction::FromHost, host: Iova::new(host), card: START, len: 1 << 20 };
+        let words = Descriptor::from(task).encode();
+        for (i, word) in words.into_iter().cycle().take(4 * ENTRIES as usize).enumerate() {
+            ring.1.view().store_u64(8 * i, word).unwrap();
+        }
+        let set = |register, value| client.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
+        set(regs::CH_RING_LOG2, ENTRIES.ilog2());
+        for (register, at) in [(regs::CH_RING, at), (regs::CH_COMPLETIONS, at + 4096)] {
+            set(register, at as u32);
+            set(register + 4, (at >> 32) as u32);
+        }
+        set(regs::CH_CONTROL, 1);
+        (client, ring, data)
+    };
+    with_all(4, make, |(client, ..)| {
+        let head = client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD)).unwrap();
+        client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), head + ENTRIES).unwrap();
     })
 }
 

@@ -19,12 +19,13 @@ use std::time::{Duration, Instant};
 
 use daemon::Daemon;
 use dmalane_addr::{Access, CardAddr};
+use dmalane_card::regs::BAR_REGISTERS;
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader};
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered, Shape};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
 use zerocopy::FromBytes;
@@ -321,6 +322,37 @@ fn a_client_that_leaves_ends_what_it_asked_for() {
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
+/// Freeing the memory of descriptors that no request needs takes time that others must not wait for.
+#[test]
+fn status_does_not_wait_for_memory_that_is_freed() {
+    let daemon = Daemon::start(Config::default());
+    let (hostile, mine) = (opened(&daemon.path).unwrap(), opened(&daemon.path).unwrap());
+    for request in [ClientRequest::Status { first: 0 }, ClientRequest::Read { bar: BAR_REGISTERS, offset: 0 }] {
+        let once = || {
+            let memfds: Vec<OwnedFd> = (0..64).map(|_| sparse(16 * MIB)).collect();
+            for memfd in &memfds {
+                rustix::fs::fallocate(memfd, FallocateFlags::empty(), 0, 16 << 20).unwrap();
+            }
+            let fds: Vec<BorrowedFd<'_>> = memfds.iter().map(AsFd::as_fd).collect();
+            // While the mapping is made, the request waits in the socket, and its descriptors become the last ones.
+            assert!(send_map(&hostile, 64 * MIB) && send(&hostile, &request, &fds));
+            drop(memfds);
+            receive(&hostile).unwrap();
+            let (began, mut longest) = (Instant::now(), 0.0f64);
+            while answered(std::slice::from_ref(&hostile)) == 0 {
+                let ask = || ask(&mine, &ClientRequest::Status { first: 0 }, &[]).unwrap();
+                longest = longest.max(timed(ask));
+            }
+            let all = began.elapsed().as_secs_f64() * 1e3;
+            let _ = receive(&hostile);
+            println!("{request:?}: {all} ms, a status up to {longest} ms");
+            longest < all / 2.0
+        };
+        // Three times at most: another process may have had the processors.
+        assert!((0..3).any(|_| once()), "{request:?}: each time a status waited for most of the time");
+    }
+}
+
 /// Opens functions, and maps so many bytes for each, until it has this many or is refused. Prints how many there are,
 /// why there are no more, and how many the status shows.
 fn take(path: &Path, most: usize, mapped: usize) -> ! {
@@ -337,8 +369,9 @@ fn take(path: &Path, most: usize, mapped: usize) -> ! {
         one().map_or_else(|text: String| refusal = text, |socket| taken.push(socket));
     }
     println!("took {}: {refusal}", taken.len());
-    let shown = status(path).map_or(0, |status| status.clients.iter().filter(|c| c.queues > 0).count());
-    println!("sees {shown}");
+    let Ok(status) = status(path) else { park() };
+    let shown = status.clients.iter().filter(|c| c.queues > 0);
+    println!("sees {} with {} MiB of all", shown.count(), status.ddr.0 >> 20);
     park()
 }
 
@@ -411,6 +444,29 @@ fn each_limit_holds_for_sixteen_users_at_once() {
 }
 
 #[test]
+fn descriptors_are_shared_among_users() {
+    if let Some(path) = other() {
+        take(&path, 16, MIB);
+    }
+    if !root() {
+        return;
+    }
+    let me = "descriptors_are_shared_among_users";
+    // Of 64 descriptors 16 are a reserve, and a user may have 36: five clients of six descriptors with a buffer each.
+    let daemon = Daemon::start(Config { descriptors: Some(64), ..Config::default() });
+    open_to_all(&daemon);
+    let mut processes: Vec<Other> = Vec::new();
+    for (uid, said) in [(HOSTILE, "took 5: 6 descriptors; this user has 35 of 36"), (40_002, "took 1")] {
+        let mut process = spawn(uid, me, &daemon);
+        let line = process.wait_for("took ");
+        assert!(line.contains(said) && line.contains("LimitNOFILE"), "{line}");
+        processes.push(process);
+    }
+    drop(processes);
+    daemon.end_empty();
+}
+
+#[test]
 fn status_shows_the_clients_of_the_own_user() {
     if let Some(path) = other() {
         take(&path, 3, 0);
@@ -419,12 +475,12 @@ fn status_shows_the_clients_of_the_own_user() {
         return;
     }
     let me = "status_shows_the_clients_of_the_own_user";
-    for (admins, seen) in [(vec![], 3), (vec![HOSTILE], 5)] {
+    for (admins, seen) in [(vec![], "sees 3 with 6 MiB of all\n"), (vec![HOSTILE], "sees 5 with 2054 MiB of all\n")] {
         let daemon = Daemon::start(Config { admins, ..Config::default() });
         open_to_all(&daemon);
         let _mine = [daemon.connect(), daemon.connect()];
         let line = spawn(HOSTILE, me, &daemon).wait_for("sees ");
-        assert!(line.ends_with(&format!("sees {seen}\n")), "{line}, not {seen}");
+        assert!(line.ends_with(seen), "{line}, not {seen}");
     }
 }
 
@@ -571,6 +627,7 @@ fn beside_each_attack(me: &str, time: Option<Duration>) {
         return;
     }
     let only = std::env::var("DMALANE_TEST_ONLY").ok();
+    let mut bad = Vec::new();
     for (name, _) in attacks::ATTACKS.iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
         let daemon = Daemon::start(Config { clients: 128, ..Config::default() });
         open_to_all(&daemon);
@@ -595,7 +652,12 @@ fn beside_each_attack(me: &str, time: Option<Duration>) {
             alone.times[0],
             load / alone_load,
         );
+        // Looser than the goals: a single run on a machine that may be busy.
+        if attacked.copied < 0.3 * alone.copied || p99 > 50.0 || asked > 200.0 || load > 5.0 * alone_load {
+            bad.push(*name);
+        }
     }
+    assert!(bad.is_empty(), "others get too little beside {bad:?}");
 }
 
 /// Each attack for a short time: others are served, and nothing of the hostile user's is left.
@@ -604,7 +666,7 @@ fn others_are_served_beside_each_attack() {
     beside_each_attack("others_are_served_beside_each_attack", None);
 }
 
-/// Prints the figures of docs/bench/daemon.md: `cargo test --release -p dmalane-daemon --test users -- --ignored
+/// Prints the figures of docs/bench/daemon.md, and fails where one is far from its goal: `cargo test --release -p dmalane-daemon --test users -- --ignored
 /// --nocapture`; `DMALANE_TEST_ONLY` names one attack.
 #[test]
 #[ignore = "measures for a minute or two"]
