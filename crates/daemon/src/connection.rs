@@ -38,7 +38,7 @@ const PACE: Duration = Duration::from_micros(50);
 
 /// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
 const MAPPED_PER_BYTE: u64 = 64;
-/// And what a mapping takes beside that, and each of its segments: a segment of one page was measured at 210 bytes.
+/// And what a mapping takes beside that, and each of its segments: 207 bytes were measured for one of a single page.
 const MAPPING_BYTES: u64 = 512;
 const SEGMENT_BYTES: u64 = 256;
 

@@ -1,5 +1,6 @@
 //! The daemon's program as its users meet it.
 
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::Access;
 use dmalane::daemon::{Client, ClientOptions};
-use dmalane::dma::SharedBuf;
+use dmalane::dma::{Registrar, SharedBuf};
 use dmalane::queue::Registered;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -214,16 +215,21 @@ fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
     let heard = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
     heard.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     // A shell puts it where sd_listen_fds(3) has it, and becomes the daemon: so the process number is right too.
-    let start = |kind: SocketType, path: &Path| {
+    let listen = |kind: SocketType, path: &Path| {
         let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
         rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
         rustix::net::listen(&socket, 8).unwrap();
+        socket
+    };
+    let start = |socket: &OwnedFd| {
+        let socket = socket.try_clone().unwrap();
         let mut shell = Command::new("sh");
         let script = "exec 3<&0; exec env LISTEN_PID=$$ LISTEN_FDS=1 \"$0\" --quiet 0</dev/null";
         shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).env("NOTIFY_SOCKET", &notify);
         shell.stdin(Stdio::from(socket)).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let child = start(SocketType::SEQPACKET, &path);
+    let socket = listen(SocketType::SEQPACKET, &path);
+    let child = start(&socket);
     let mut said = [0; 64];
     // With a time-out it is interrupted by whatever signal comes, such as that of another test's child.
     let n = loop {
@@ -238,7 +244,21 @@ fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
     let output = end(child, Signal::INT);
     assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), ""));
     assert!(path.exists(), "it belongs to the service manager");
-    let output = start(SocketType::STREAM, &folder.path().join("other")).wait_with_output().unwrap();
+    // Who connects while no daemon runs is served by the next one.
+    let waiting = std::thread::spawn({
+        let path = path.clone();
+        move || Client::connect(ClientOptions::new(&path)).map(drop)
+    });
+    let backlog = || std::fs::read_to_string("/proc/net/unix").unwrap().matches(path.to_str().unwrap()).count();
+    let start_of_wait = Instant::now();
+    while backlog() < 2 {
+        assert!(start_of_wait.elapsed() < Duration::from_secs(20), "the client has not connected");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let child = start(&socket);
+    waiting.join().unwrap().unwrap();
+    assert_eq!(end(child, Signal::TERM).status.code(), Some(0));
+    let output = start(&listen(SocketType::STREAM, &folder.path().join("other"))).wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("ListenSequentialPacket="), "{}", text(&output.stderr));
 }
@@ -297,7 +317,7 @@ fn the_unit_leaves_little_exposed() {
     // The threshold is in tenths.
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     let unit = std::fs::read_to_string(unit).unwrap();
-    for line in ["LimitCORE=0", "MemoryMax=", "OOMPolicy=", "TasksMax=", "IPAddressDeny=any"] {
+    for line in ["LimitCORE=0", "MemoryMax=", "MemorySwapMax=0", "OOMPolicy=", "TasksMax=", "IPAddressDeny=any"] {
         assert!(unit.contains(line), "{line}");
     }
     assert!(!unit.contains("\nPrivateUsers="), "all users would be one");
@@ -308,7 +328,7 @@ struct Group(std::path::PathBuf);
 
 impl Group {
     fn new(bytes: u64) -> Option<Self> {
-        let name = format!("dmalane-test-{}", std::process::id());
+        let name = format!("dmalane-test-{}-{bytes}", std::process::id());
         for (root, file) in [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")] {
             let group = Self(Path::new(root).join(&name));
             // Not every folder there is a hierarchy of groups.
@@ -320,6 +340,13 @@ impl Group {
             }
         }
         None
+    }
+
+    /// Bytes in use.
+    fn used(&self) -> u64 {
+        let read = |file| std::fs::read_to_string(self.0.join(file));
+        let text = read("memory.current").or_else(|_| read("memory.usage_in_bytes")).unwrap();
+        text.trim().parse().unwrap()
     }
 }
 
@@ -333,6 +360,46 @@ impl Drop for Group {
     }
 }
 
+/// A daemon in a control group.
+fn serve_in(group: &Group, path: &Path) -> Child {
+    let script = "echo $$ > \"$2\"/cgroup.procs && exec \"$0\" --socket \"$1\" --mode 600 --clients 64";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).args([path, &group.0]).stderr(Stdio::piped());
+    shell.spawn().unwrap()
+}
+
+/// Page tables and notes of many mappings of single pages count.
+#[test]
+fn a_daemon_with_little_memory_refuses_mappings_of_single_pages() {
+    const LIMIT: u64 = 120 << 20;
+    let Some(group) = Group::new(LIMIT) else {
+        return println!("SKIPPED: no control group can be made");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let mut child = serve_in(&group, &path);
+    let clients = [wait_for(&path), wait_for(&path)];
+    let before = group.used();
+    let mut mapped = Vec::new();
+    for client in &clients {
+        let buf = client.buffer(128 << 12).unwrap();
+        let refused = loop {
+            let pin = |page: usize| client.pin_range(&buf.reference(), page << 12..(page + 1) << 12).unwrap();
+            match client.map_list((0..128).rev().map(pin).collect(), Access::RW) {
+                Ok(mapping) => mapped.push(mapping),
+                Err(e) => break e.to_string(),
+            }
+        };
+        assert!(child.try_wait().unwrap().is_none(), "the daemon was killed");
+        assert!(refused.contains("--memory") || refused.contains("mappings"), "{refused}");
+    }
+    println!("{} bytes for a segment", (group.used() - before) / (128 * mapped.len() as u64));
+    assert!(group.used() < LIMIT - LIMIT / 8, "{} bytes are in use", group.used());
+    drop((mapped, clients));
+    assert_eq!(end(child, Signal::TERM).status.code(), Some(0));
+    drop(group);
+}
+
 #[test]
 fn a_daemon_with_little_memory_refuses_before_it_is_killed() {
     let Some(group) = Group::new(300 << 20) else {
@@ -340,10 +407,7 @@ fn a_daemon_with_little_memory_refuses_before_it_is_killed() {
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
-    let script = "echo $$ > \"$2\"/cgroup.procs && exec \"$0\" --socket \"$1\" --mode 600 --clients 64";
-    let mut shell = Command::new("sh");
-    shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).args([&path, &group.0]).stderr(Stdio::piped());
-    let mut child = shell.spawn().unwrap();
+    let mut child = serve_in(&group, &path);
     let clients: Vec<Client> = (0..24).map(|_| wait_for(&path)).collect();
     let (mut mapped, mut refused) = (Vec::new(), Vec::new());
     for client in clients.iter().cycle().take(3 * clients.len()) {

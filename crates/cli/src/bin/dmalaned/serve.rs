@@ -121,8 +121,10 @@ impl Serve {
             // The daemon itself takes 64 MiB; in a small group, half of the limit.
             system::memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
         });
+        let descriptors = system::raise_file_limit();
         let config = Config {
             memory,
+            descriptors,
             user_memory: self.user_memory.map(Size::bytes).or(memory.filter(|_| alone)),
             user_clients: self.user_clients.or(alone.then_some(clients)),
             user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
@@ -142,7 +144,6 @@ impl Serve {
         if let Err(e) = config.check() {
             return Err(Failure::usage(e.to_string()).hint("dmalaned --help lists the options that set it"));
         }
-        let descriptors = system::raise_file_limit();
         for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
             say(&format!("warning: {warning}"));
         }

@@ -68,7 +68,8 @@ pub fn subordinates() -> Vec<(Range<u32>, u32)> {
     Config::subordinates_of(&read("/etc/subuid"), &read("/etc/passwd"))
 }
 
-/// The least limit of memory among the control groups that this process is in, of version 2 or 1.
+/// The least limit of memory among the control groups that this process is in, of version 2 or 1. Above `memory.high`
+/// the kernel does not kill, but slows every thread down.
 pub fn memory_limit() -> Option<u64> {
     limit_of(&std::fs::read_to_string("/proc/self/cgroup").ok()?, &|path| std::fs::read_to_string(path).ok())
 }
@@ -77,18 +78,19 @@ pub fn memory_limit() -> Option<u64> {
 fn limit_of(groups: &str, read: &dyn Fn(&str) -> Option<String>) -> Option<u64> {
     let mut least: Option<u64> = None;
     for line in groups.lines() {
-        let (root, file, path) = match line.splitn(3, ':').collect::<Vec<_>>()[..] {
-            ["0", "", path] => ("/sys/fs/cgroup", "memory.max", path),
+        let (root, files, path): (_, &[&str], _) = match line.splitn(3, ':').collect::<Vec<_>>()[..] {
+            ["0", "", path] => ("/sys/fs/cgroup", &["memory.max", "memory.high"], path),
             [_, controllers, path] if controllers.split(',').any(|c| c == "memory") => {
-                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", path)
+                ("/sys/fs/cgroup/memory", &["memory.limit_in_bytes"], path)
             }
             _ => continue,
         };
         let mut group = path.trim_end_matches('/');
         loop {
-            let limit = read(&format!("{root}{group}/{file}")).and_then(|text| text.trim().parse::<u64>().ok());
+            let texts = files.iter().filter_map(|file| read(&format!("{root}{group}/{file}")));
             // Version 1 says "none" with a huge number.
-            least = least.into_iter().chain(limit.filter(|limit| *limit < 1 << 60)).min();
+            let limits = texts.filter_map(|text| text.trim().parse().ok()).filter(|limit| *limit < 1 << 60);
+            least = least.into_iter().chain(limits).min();
             let Some((parent, _)) = group.rsplit_once('/') else { break };
             group = parent;
         }
@@ -106,6 +108,8 @@ mod tests {
             let text = match path {
                 "/sys/fs/cgroup/system.slice/dmalaned.service/memory.max" => "max\n",
                 "/sys/fs/cgroup/system.slice/memory.max" => "3221225472\n",
+                "/sys/fs/cgroup/system.slice/high.service/memory.max" => "2147483648\n",
+                "/sys/fs/cgroup/system.slice/high.service/memory.high" => "2013265920\n",
                 "/sys/fs/cgroup/memory/a/memory.limit_in_bytes" => "1048576\n",
                 "/sys/fs/cgroup/memory/memory.limit_in_bytes" => "9223372036854771712\n",
                 _ => return None,
@@ -113,6 +117,7 @@ mod tests {
             Some(text.to_owned())
         };
         assert_eq!(limit_of("0::/system.slice/dmalaned.service\n", &read), Some(3 << 30));
+        assert_eq!(limit_of("0::/system.slice/high.service\n", &read), Some(1920 << 20));
         assert_eq!(limit_of("5:cpu:/\n4:memory:/a\n0::/\n", &read), Some(1 << 20));
         for none in ["0::/\n", "4:memory:/\n", "", "nonsense"] {
             assert_eq!(limit_of(none, &read), None, "{none}");
