@@ -55,8 +55,7 @@ pub struct Config {
     pub memory: Option<u64>,
     /// The same for all clients of one user; `None` for three quarters of `memory`.
     pub user_memory: Option<u64>,
-    /// Descriptors that the daemon may open, a reserve included; `None` for no limit. One user may have three quarters of
-    /// them.
+    /// Descriptors that the daemon may open, a reserve included; `None` for no limit. One user may have three quarters.
     pub descriptors: Option<u64>,
     /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
     pub uids: Vec<u32>,

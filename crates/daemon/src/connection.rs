@@ -142,8 +142,8 @@ impl Connection {
         }
     }
 
-    /// Handles a message without descriptors, unless the client can make that long: then it is not for the control thread,
-    /// and the result is `None`.
+    /// Handles a message without descriptors, unless the client can make that long: then it is not for the control
+    /// thread, and the result is `None`.
     pub(crate) fn handle_at_once(&mut self, state: &ServerState, bytes: &[u8]) -> Option<Handled> {
         if let Some(function) = &self.function
             && let Ok((seqno, request)) = ClientRequest::decode(bytes)
@@ -178,8 +178,8 @@ impl Connection {
         }
     }
 
-    /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than the
-    /// user's share of the worker pays for.
+    /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than
+    /// the user's share of the worker pays for.
     fn populate(&self, run_queue: &RunQueue, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
         for first in range.clone().step_by(POPULATED_AT_ONCE) {
             run_queue.charge(self.peer.user, take_time());

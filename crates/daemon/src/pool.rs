@@ -49,8 +49,8 @@ struct Shared<T> {
 pub(crate) struct Pool<T: Send + 'static>(Arc<Shared<T>>);
 
 impl<T: Send + 'static> Pool<T> {
-    /// A pool that calls `charge` with the user and the processor time of each job ([`take_time`]) before its result can
-    /// be taken.
+    /// A pool that calls `charge` with the user and the processor time of each job ([`take_time`]) before its result
+    /// can be taken.
     pub(crate) fn new(charge: impl Fn(u32, Duration) + Send + Sync + 'static) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let jobs = Jobs {

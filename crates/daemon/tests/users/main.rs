@@ -666,8 +666,8 @@ fn others_are_served_beside_each_attack() {
     beside_each_attack("others_are_served_beside_each_attack", None);
 }
 
-/// Prints the figures of docs/bench/daemon.md, and fails where one is far from its goal: `cargo test --release -p dmalane-daemon --test users -- --ignored
-/// --nocapture`; `DMALANE_TEST_ONLY` names one attack.
+/// Prints the figures of docs/bench/daemon.md, and fails where one is far from its goal: `cargo test --release -p
+/// dmalane-daemon --test users -- --ignored --nocapture`; `DMALANE_TEST_ONLY` names one attack.
 #[test]
 #[ignore = "measures for a minute or two"]
 fn figures_beside_a_hostile_user() {
