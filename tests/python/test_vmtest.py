@@ -3,6 +3,7 @@
 The last tests run the script itself with a cargo and a QEMU that are a few lines of Python.
 """
 
+import base64
 import io
 import json
 import lzma
@@ -11,12 +12,13 @@ import signal
 import stat
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from vmtest import cli, debian, initramfs, kernels, mesa, qemu, report, served, suites, tables
+from vmtest import cli, debian, initramfs, kernels, mesa, profiles, qemu, report, served, suites, tables
 from vmtest.settings import Failed, Settings, Skip
 
 KERNELS = """
@@ -78,10 +80,12 @@ def test_the_environment_sets_what_the_help_lists(tmp_path):
     env = {
         "DMALANE_VM_CACHE": "/cache", "DMALANE_VM_SECONDS": "9", "DMALANE_VM_FILTER": "heap",
         "DMALANE_VM_GIB": "1 32", "DMALANE_VM_ALIGN": "2M none", "DMALANE_VM_ROUNDS": "3", "DMALANE_VM_JOBS": "2",
-        "DMALANE_VM_MIRROR": "http://x",
+        "DMALANE_VM_MIRROR": "http://x", "DMALANE_VM_PROFILES": "/counts",
     }  # fmt: skip
     found = settings(tmp_path, **env)
-    assert found == Settings(tmp_path, Path("/cache"), False, 9, "heap", (1, 32), ("2M", "none"), 3, 2, "http://x")
+    assert found == Settings(
+        tmp_path, Path("/cache"), False, 9, "heap", (1, 32), ("2M", "none"), 3, 2, "http://x", Path("/counts")
+    )  # fmt: skip
     for name in env:
         assert name in cli.EPILOG
     with pytest.raises(SystemExit, match="DMALANE_VM_GIB=1G: not a number"):
@@ -242,6 +246,18 @@ def test_a_stock_kernel_runs_every_stage_and_a_built_one_both_backends():
     assert [line.split()[-1] for line in lines] == ["name", "name", "name", "heap::tests::name"]
 
 
+def test_instrumented_programs_leave_counts_which_the_guest_prints_last():
+    _, _, built = kernels.parse_kernels(KERNELS)
+    plain = suites.suite_lines(built, "")
+    *counted, pack, out = (line.split() for line in profiles.lines(plain))
+    variable = "LLVM_PROFILE_FILE=/tmp/%p.profraw"
+    assert counted[0][2:6] == ["../bin/env", variable, "DMALANE_VFIO_BACKEND=iommufd", "/tests/kernel"]
+    assert counted[2][:5] == ["unit", "devices", "../bin/env", variable, "/tests/unit"]
+    assert [line[5:] for line in counted[2:]] == [line.split()[3:] for line in plain[2:]]
+    # Of a stage that every kernel has, behind all others of it.
+    assert (pack[1], out[:2]) == ("devices", [profiles.SUITE, "devices"])
+
+
 def test_the_rows_of_the_bar_map_table(tmp_path):
     found = settings(tmp_path, DMALANE_VM_GIB="1 32", DMALANE_VM_ALIGN="auto none", DMALANE_VM_ROUNDS="2")
     lines, devices = suites.bar_map_lines(found, ("type1",))
@@ -345,6 +361,53 @@ def test_bytes_that_only_the_host_sees_are_compared(tmp_path, capsys, content, p
     printed = capsys.readouterr().out
     assert f"test writes_arrive ... {'ok' if passed else 'FAILED: bytes at 4 of bar'}" in printed
     assert ("the kernel's log" in printed) == (not passed)
+
+
+def archive(**contents):
+    """What a guest prints of files, by name without their ending."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, content in contents.items():
+            entry = tarfile.TarInfo(f"{name}.profraw")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return base64.encodebytes(packed.getvalue()).decode()
+
+
+def guest_with_counts(text):
+    return GUEST.replace("VM done", f"VM begin profiles\n{text}VM end profiles 0\nVM done").replace("VM check", "#")
+
+
+def test_counts_are_kept_and_not_shown(tmp_path, capsys):
+    counts = tmp_path / "counts"
+    counts.mkdir()
+    (counts / "guest-k-9.profraw").write_bytes(b"of an earlier run")
+    (counts / "host-9.profraw").write_bytes(b"host")
+    text = archive(_71=bytes(range(256)) * 9, _72=b"")
+    (tmp_path / "tests.log").write_text(guest_with_counts(text).replace("\n", "\r\n"))
+    assert report.show("k", tmp_path, counts)
+    printed = capsys.readouterr().out
+    assert "counts of 2 programs" in printed and text.splitlines()[0] not in printed
+    found = {file.name: file.read_bytes() for file in counts.iterdir()}
+    assert found == {
+        "guest-k-_71.profraw": bytes(range(256)) * 9, "guest-k-_72.profraw": b"", "host-9.profraw": b"host",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (archive(), "no program of the guest left counts"),
+        (archive(_1=bytes(9999))[:-60] + "\n", "did not arrive whole"),
+        ("not base64!\n", "did not arrive whole"),
+        ("", "did not arrive whole"),
+    ],
+)
+def test_counts_that_do_not_arrive_are_a_failure(tmp_path, capsys, text, why):
+    (tmp_path / "tests.log").write_text(guest_with_counts(text))
+    assert not report.show("k", tmp_path, tmp_path)
+    assert why in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.profraw"))
 
 
 def artifact(package_id, target, path, test=True):

@@ -41,6 +41,7 @@ environment:
   DMALANE_VM_ROUNDS=10    how often each row maps and unmaps
   DMALANE_VM_JOBS=1       compilers at work on a kernel
   DMALANE_VM_MIRROR=      Debian's archive, where apt here knows none
+  DMALANE_VM_PROFILES=    a folder for what `run` and `iommufd` count, with the environment of `cargo llvm-cov show-env`
 """
 
 

@@ -12,16 +12,19 @@ Around what the tests print, the guest (tests/vm/init) says:
 
 from dataclasses import dataclass, field
 
-from . import qemu
+from . import profiles, qemu
+from .settings import Failed
 
 
 @dataclass
 class Outcome:
-    """The lines to print, whether all suites passed and the guest got to its end, and what the host has to check."""
+    """The lines to print, whether all suites passed and the guest got to its end, what the host has to check, and the
+    archive of the programs' counts."""
 
     lines: list[str] = field(default_factory=list)
     passed: bool = True
     checks: list[tuple[str, int, bytes, str]] = field(default_factory=list)
+    counts: list[str] = field(default_factory=list)
 
 
 def result(name, passed, reason=""):
@@ -64,6 +67,8 @@ def read(kernel, text):
                     outcome.checks.append(check)
             case ["VM", "kill", _]:
                 pass
+            case _ if suite == profiles.SUITE:
+                outcome.counts.append(line)
             case _:
                 outcome.lines.append(line)
                 outcome.passed &= not line.startswith("VM failed ")
@@ -73,14 +78,21 @@ def read(kernel, text):
     return outcome
 
 
-def show(kernel, work):
-    """Prints what a guest said and what the host finds; True where all of it passed."""
+def show(kernel, work, counts=None):
+    """Prints what a guest said and what the host finds; True where all of it passed. `counts`: a folder for the counts
+    of its programs."""
     outcome = read(kernel, text_of(work / qemu.TESTS))
     for file, offset, expected, name in outcome.checks:
         passed = bytes_at(work / file, offset, len(expected)) == expected
         outcome.passed &= passed
         outcome.lines += result(name, passed, f"bytes at {offset} of {file} are not what was written")
     print("\n".join(outcome.lines))
+    if counts is not None:
+        try:
+            print(f"== kernel {kernel}: counts of {profiles.keep(counts, kernel, outcome.counts)} programs")
+        except Failed as failure:
+            outcome.passed = False
+            print(failure)
     if not outcome.passed:
         print(f"the kernel's last lines ({work / qemu.CONSOLE}):")
         print("\n".join(text_of(work / qemu.CONSOLE).replace("\r", "").splitlines()[-30:]))

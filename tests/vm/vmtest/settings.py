@@ -29,6 +29,7 @@ class Settings:
     rounds: int = 10
     jobs: int = 1
     mirror: str | None = None
+    profiles: Path | None = None
 
     @classmethod
     def from_environment(cls, env=os.environ, refresh=False):
@@ -36,7 +37,7 @@ class Settings:
         found = {"target": target, "cache": Path(env.get("DMALANE_VM_CACHE") or target / "vm"), "refresh": refresh}
         kinds = {
             "seconds": int, "filter": str, "gib": lambda text: tuple(map(int, text.split())),
-            "align": lambda text: tuple(text.split()), "rounds": int, "jobs": int, "mirror": str,
+            "align": lambda text: tuple(text.split()), "rounds": int, "jobs": int, "mirror": str, "profiles": Path,
         }  # fmt: skip
         for field, kind in kinds.items():
             name = f"DMALANE_VM_{field.upper()}"

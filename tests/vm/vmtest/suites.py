@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 
-from . import initramfs, qemu, report
+from . import initramfs, profiles, qemu, report
 from .settings import ROOT, Failed, Skip
 
 ARM64 = "aarch64-unknown-linux-musl"
@@ -48,9 +48,9 @@ def test_binaries(*targets, options=(), env=None):
     return [found[target] for target in targets]
 
 
-def suite_programs(arch, target):
+def suite_programs(arch, settings):
     """The test binaries that the suites run, and the program that one of them runs; for another architecture
-    cross-built and linked statically, without the program. `target`: where cargo builds."""
+    cross-built and linked statically, without the program."""
     if arch is None:
         # What part "test" of scripts/check builds, so that nothing is built again: not --lib, which takes libraries
         # without tests too.
@@ -73,9 +73,11 @@ def suite_programs(arch, target):
         paths = test_binaries(*found.values(), options=[*selection, *options], env=env)
         programs |= zip(found, paths, strict=True)
     if arch is None:
-        # With the examples, dependencies get the features that the tests need: nothing is built again.
-        cargo("build", "--locked", *options, "--examples", "--bin", "dmalane")
-        programs["dmalane"] = target / "debug/dmalane"
+        # With the examples, dependencies get the features that the tests need: nothing is built again. Job "coverage"
+        # of scripts/nightly has built the tests alone.
+        beside = "--tests" if settings.profiles else "--examples"
+        cargo("build", "--locked", *options, beside, "--bin", "dmalane")
+        programs["dmalane"] = settings.target / "debug/dmalane"
     return programs
 
 
@@ -108,7 +110,7 @@ def run_suites(store, kernels):
     True where all passed.
     """
     settings = store.settings
-    programs = suite_programs(kernels[0].arch, settings.target)
+    programs = suite_programs(kernels[0].arch, settings)
     guests = []
     for kernel in kernels:
         work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
@@ -120,6 +122,8 @@ def run_suites(store, kernels):
                 lines.append(f"slash devices slash {LIBTEST} {settings.filter}")
             except Skip as reason:
                 print("\n".join(report.ignored(f"slash_stub_{kernel.name}", reason)))
+        if settings.profiles:
+            lines = profiles.lines(lines)
         initramfs.build(store, kernel, work, lines, programs, stub=stub)
         machine = qemu.x86 if kernel.arch is None else qemu.arm64
         command = machine(store.folder(kernel) / "vmlinuz", work, qemu.suite_devices(work))
@@ -131,7 +135,7 @@ def run_suites(store, kernels):
             print(guest.failure)
             passed = False
         # Its output may be worth reading all the same.
-        passed &= report.show(guest.name, guest.work)
+        passed &= report.show(guest.name, guest.work, settings.profiles)
         for file in ("bar", "disk", "initramfs"):
             (guest.work / file).unlink(missing_ok=True)
     return passed
