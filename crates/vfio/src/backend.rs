@@ -145,6 +145,8 @@ mod tests {
         let best = look();
         assert_eq!(best.selected, Some((Backend::Iommufd, "/dev/vfio/devices/vfio3".into())));
         assert!(best.unavailable.is_empty());
+        assert!(check_iommufd(root.path()).is_ok() && check_iommufd(&root.path().join("sys")).is_err());
+        assert_eq!([Backend::Iommufd, Backend::Type1].map(|backend| backend.to_string()), ["iommufd", "type1"]);
 
         let members = root.path().join("sys/kernel/iommu_groups/15");
         fs::create_dir_all(&members).unwrap();
@@ -156,7 +158,7 @@ mod tests {
     #[test]
     fn files_without_permission() {
         if rustix::process::getuid().is_root() {
-            return println!("SKIPPED: root may open every file");
+            return as_nobody("backend::tests::files_without_permission");
         }
         use std::os::unix::fs::PermissionsExt;
         let root = machine();
@@ -166,7 +168,21 @@ mod tests {
         fs::set_permissions(root.path().join("dev/iommu"), fs::Permissions::from_mode(0o000)).unwrap();
         let status = backends(root.path()).remove(0);
         assert!(matches!(&status.unavailable[0].1, Error::NoPermission { path } if path.ends_with("iommu")));
+        assert!(matches!(check_iommufd(root.path()), Err(Error::NoPermission { .. })));
         assert_eq!(status.selected, Some((Backend::Type1, "/dev/vfio/15".into())));
+    }
+
+    /// Runs a test of this program as an ordinary user: root may open every file.
+    fn as_nobody(test: &str) {
+        use std::os::unix::process::CommandExt;
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        match command.args(["--exact", test]).current_dir("/").uid(65534).gid(65534).output() {
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stdout);
+                assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            }
+            Err(e) => println!("SKIPPED: an ordinary user cannot run this program: {e}"),
+        }
     }
 
     #[test]

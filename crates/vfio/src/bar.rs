@@ -245,6 +245,7 @@ impl std::fmt::Debug for BarMap {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
     use super::*;
@@ -256,7 +257,7 @@ mod tests {
         const LEN: u64 = 64 << 10;
         let file = tempfile::tempfile().unwrap();
         file.set_len(START + LEN).unwrap();
-        let device = PciDevice::of_file(file.try_clone().unwrap().into(), START..START + LEN);
+        let device = PciDevice::of_file(file.try_clone().unwrap().into(), START..START + LEN, None).unwrap();
         let bar = device.map_bar(0, None, BarAlignment::Any).unwrap();
         let is_disabled =
             |result: &Result<(), Error>| matches!(result, Err(Error::Region { reason: RegionError::Disabled, .. }));
@@ -317,6 +318,75 @@ mod tests {
             stop.store(true, Ordering::Relaxed);
             reader.join().unwrap();
         });
+    }
+
+    #[test]
+    fn words_and_bytes_arrive_where_they_belong() {
+        const START: u64 = 64 << 10;
+        const LEN: u64 = 192 << 10;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(START + LEN).unwrap();
+        let device = PciDevice::of_file(file.try_clone().unwrap().into(), START..START + LEN, None).unwrap();
+        device.set_bus_master(true).unwrap();
+        // From the BAR's second 64 KiB on.
+        let first = 64 << 10;
+        let bar = device.map_bar(0, Some(first..LEN), BarAlignment::LargestPage).unwrap();
+        assert_eq!((bar.region(), bar.range(), bar.len()), (0, first..LEN, LEN - first));
+        assert_eq!(bar.device().bdf(), device.bdf());
+        assert!(bar.alignment().bytes() >= sys::base_page());
+        assert_eq!((bar.address() as u64 ^ first) & (bar.alignment().bytes() - 1), 0);
+        assert!(format!("{bar:?}").starts_with("BarMap(0000:01:00.0 region 0 "));
+        let on_file = |at: u64, len: usize| {
+            let mut bytes = vec![0; len];
+            file.read_exact_at(&mut bytes, START + first + at).unwrap();
+            bytes
+        };
+        bar.store_u32(4, 0x0403_0201).unwrap();
+        bar.store_u64(8, 0x0c0b_0a09_0807_0605).unwrap();
+        assert_eq!(on_file(4, 12), (1..=12).collect::<Vec<u8>>());
+        assert_eq!((bar.load_u32(8).unwrap(), bar.load_u64(8).unwrap()), (0x0807_0605, 0x0c0b_0a09_0807_0605));
+        // By words where they are aligned, whatever the bytes before and after.
+        for (at, len) in [(0, 0), (1, 1), (3, 30), (8, 16), (12, 12), (4094, 5), (LEN - first - 7, 7)] {
+            let bytes: Vec<u8> = (0..len).map(|i| (at as usize + i * 7) as u8).collect();
+            bar.write(at, &bytes).unwrap();
+            assert_eq!(on_file(at, len), bytes, "{at} {len}");
+            let mut read = vec![0; len];
+            bar.read(at, &mut read).unwrap();
+            assert_eq!(read, bytes, "{at} {len}");
+        }
+        let reason = |result: Result<(), Error>| match result {
+            Err(Error::Region { reason, .. }) => reason,
+            other => panic!("{other:?}"),
+        };
+        for offset in [u64::MAX, LEN - first - 3] {
+            assert_eq!(reason(bar.write(offset, &[0; 4])), RegionError::OutOfRange);
+            assert_eq!(reason(bar.store_u64(offset, 0)), RegionError::NoWord);
+        }
+    }
+
+    #[test]
+    fn a_mapping_that_cannot_be_is_an_error() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 20).unwrap();
+        let device = |start: u64| PciDevice::of_file(file.try_clone().unwrap().into(), start..1 << 20, None).unwrap();
+        let aligned = device(64 << 10);
+        let refused =
+            |log2: u8| match aligned.map_bar(0, None, BarAlignment::Exactly(PageSize::from_log2(log2).unwrap())) {
+                Err(Error::Region { reason, .. }) => reason,
+                other => panic!("{other:?}"),
+            };
+        assert_eq!(refused(63), RegionError::TooLong);
+        assert_eq!(refused(8), RegionError::AlignmentBelowPage);
+        // The offset in the file is not a multiple of a page.
+        for alignment in [BarAlignment::Any, BarAlignment::LargestPage] {
+            let error = device(100).map_bar(0, None, alignment).unwrap_err();
+            assert!(matches!(error, Error::Kernel { operation: VfioOperation::MapRegion(_, 0), .. }), "{error}");
+        }
+        // A file is no device, so it exports no dma-buf.
+        let whole = aligned.map_bar(0, None, BarAlignment::Any).unwrap();
+        assert!(matches!(whole.dma_buf(), Err(Error::NoDmaBuf { .. })));
+        let part = aligned.map_bar(0, Some(0..100), BarAlignment::Any).unwrap();
+        assert!(matches!(part.dma_buf(), Err(Error::Region { reason: RegionError::NotWholePages, .. })));
     }
 
     #[test]

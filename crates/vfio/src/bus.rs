@@ -184,3 +184,76 @@ impl std::fmt::Debug for VfioBus {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use dmalane_dma::{AnonHeap, Heap};
+
+    use super::*;
+
+    const PAGE: u64 = 64 << 10;
+
+    /// A file in place of a device, the second page of whose BAR cannot be mapped.
+    #[test]
+    fn registers_in_mapped_areas_and_between_them() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4 * PAGE).unwrap();
+        let areas = vec![(0, PAGE), (2 * PAGE, PAGE)];
+        let device = PciDevice::of_file(file.try_clone().unwrap().into(), PAGE..4 * PAGE, Some(areas)).unwrap();
+        device.set_bus_master(true).unwrap();
+        let (kind, interrupts) = (abi::VFIO_PCI_MSIX_IRQ_INDEX, InterruptEvents::new(2).unwrap());
+        let bus = VfioBus { device: device.clone(), bars: Default::default(), kind, interrupts };
+        assert_eq!((bus.bdf(), bus.interrupts()), (device.bdf(), (2, true)));
+        assert!(format!("{bus:?}").starts_with("VfioBus { device: PciDevice"));
+        let on_file = |offset: u64, len: usize| {
+            let mut bytes = vec![0; len];
+            file.read_exact_at(&mut bytes, PAGE + offset).unwrap();
+            bytes
+        };
+        for (offset, is_mapped) in
+            [(0, true), (PAGE - 4, true), (PAGE, false), (2 * PAGE - 4, false), (3 * PAGE - 4, true)]
+        {
+            assert_eq!(bus.area(0, offset, 4).is_some(), is_mapped, "{offset:#x}");
+            bus.write32(0, offset, 0x0403_0201).unwrap();
+            assert_eq!(on_file(offset, 4), [1, 2, 3, 4], "{offset:#x}");
+            assert_eq!(bus.read32(0, offset).unwrap(), 0x0403_0201);
+            bus.write_bytes(0, offset + 1, &[7, 8]).unwrap();
+            assert_eq!(on_file(offset, 4), [1, 7, 8, 4], "{offset:#x}");
+        }
+        // Across the end of an area, so through the kernel.
+        bus.write_bytes(0, PAGE - 3, &[1; 6]).unwrap();
+        assert_eq!(on_file(PAGE - 4, 8), [1, 1, 1, 1, 1, 1, 1, 4]);
+        for (bar, offset) in [(0, 3 * PAGE), (0, 2), (0, u64::MAX - 3), (1, 0), (6, 0)] {
+            let refused = bus.write32(bar, offset, 0);
+            assert!(matches!(refused, Err(dma::Error::NoRegister { bytes: 4, .. })), "{bar} {offset:#x}: {refused:?}");
+            assert!(bus.read32(bar, offset).is_err());
+        }
+        assert!(!bus.wait(Duration::from_millis(1)));
+        rustix::io::write(bus.event(7).unwrap(), &1u64.to_ne_bytes()).unwrap();
+        assert!(bus.wait(Duration::ZERO));
+        device.write_region(7, 4, &[0, 0]).unwrap();
+        assert!(matches!(bus.read32(0, 0), Err(dma::Error::Backend(_))), "disabled");
+        bus.device().set_bus_master(true).unwrap();
+        drop(bus);
+        let mut command = [0; 2];
+        file.read_exact_at(&mut command, 4).unwrap();
+        assert_eq!(command, [2, 0], "no DMA behind the bus");
+    }
+
+    #[test]
+    fn a_device_without_a_container_maps_nothing() {
+        let file = tempfile::tempfile().unwrap();
+        let device = PciDevice::of_file(file.into(), PAGE..2 * PAGE, None).unwrap();
+        let interrupts = InterruptEvents::new(0).unwrap();
+        let bus = VfioBus { device, bars: Default::default(), kind: 0, interrupts };
+        assert!(bus.event(0).is_none());
+        let buf = AnonHeap::new().allocate(PAGE as usize).unwrap().share();
+        let pinned = bus.pin(&buf.reference()).unwrap();
+        let refused = bus.map(pinned, Access::READ).unwrap_err();
+        assert!(refused.to_string().contains("modprobe vfio_iommu_type1"), "{refused}");
+        assert!(bus.pin_range(&buf.reference(), 1..4096).is_err(), "not whole pages");
+        assert!(buf.into_cpu().is_ok(), "no reference is left");
+    }
+}

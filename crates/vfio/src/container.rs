@@ -546,6 +546,32 @@ mod tests {
         assert!(!explained(Errno::FAULT, 0x1000, page, Access::READ).to_string().contains("read-only"));
         assert!(matches!(explained(Errno::NOSPC, 0x1000, page, Access::RW), Error::TooMany));
         assert!(matches!(explained(Errno::PERM, 0x1000, page, Access::RW), Error::Kernel { .. }));
+        // Nothing to lock: the kernel itself has no memory left.
+        let none = Span::inclusive(Iova::new(0), Iova::new(0)).unwrap();
+        let starved = explain(Errno::NOMEM.into(), 0, none, Access::READ, PageSize::SIZE_4K, &ranges);
+        assert!(matches!(starved, Error::Kernel { operation: VfioOperation::Map { va: 0, .. }, .. }), "{starved}");
+    }
+
+    #[test]
+    fn a_container_without_devices_is_empty() {
+        let container = VfioContainer::default();
+        container.map_by_address();
+        assert!(container.backend().is_none() && container.iommufd_error().is_none());
+        assert!(container.iova_ranges().is_empty() && container.page_sizes().smallest().is_none());
+        assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (None, 0));
+        assert_eq!(container.revoke(span(0, 0xfff)).unwrap(), 0);
+        assert_eq!(format!("{container:?}"), "VfioContainer { mapped: 0, .. }");
+        let absent = "ffff:ff:1f.7".parse().unwrap();
+        assert!(matches!(container.open(&absent), Err(Error::NoDevice(bdf)) if bdf == absent));
+    }
+
+    #[test]
+    fn files_that_cannot_be_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = folder.path().join("vfio");
+        assert!(matches!(open(&missing, "vfio"), Err(Error::NoModule { path, module: "vfio" }) if path == missing));
+        let error = open(folder.path(), "vfio").unwrap_err();
+        assert!(matches!(error, Error::Kernel { operation: VfioOperation::Open(_), .. }), "a folder: {error}");
     }
 
     /// The largest base page of any kernel.

@@ -87,19 +87,15 @@ impl PciDevice {
         Ok(Self(Arc::new(Inner { fd, bdf, flags, regions, gate, release_requests, container })))
     }
 
-    /// A file in place of a device: its configuration space, and BAR 0 behind it.
+    /// A file in place of a device: its configuration space, and BAR 0 behind it, of which some areas (offset, length)
+    /// can be mapped, or all of it.
     #[cfg(test)]
-    pub(crate) fn of_file(file: OwnedFd, bar: Range<u64>) -> Self {
-        let region = |index: u32| match index {
-            0 => self::region(
-                0,
-                sys::RegionInfo { flags: 7, size: bar.end - bar.start, offset: bar.start, sparse: None },
-            ),
-            CONFIG => self::region(7, sys::RegionInfo { flags: 3, size: 256, offset: 0, sparse: None }),
-            _ => PciRegion::absent(index),
-        };
-        let bdf = "0000:01:00.0".parse().unwrap();
-        Self::with_regions(file, bdf, 0, (0..=CONFIG).map(region).collect(), VfioContainer::new()).unwrap()
+    pub(crate) fn of_file(file: OwnedFd, bar: Range<u64>, areas: Option<Vec<(u64, u64)>>) -> Result<Self, Error> {
+        let info = |index, flags, size, offset, sparse| region(index, sys::RegionInfo { flags, size, offset, sparse });
+        let mut regions: Vec<_> = (0..=CONFIG).map(PciRegion::absent).collect();
+        regions[0] = info(0, 7, bar.end - bar.start, bar.start, areas);
+        regions[CONFIG as usize] = info(CONFIG, 3, 256, 0, None);
+        Self::with_regions(file, "0000:01:00.0".parse().unwrap(), 0, regions, VfioContainer::new())
     }
 
     /// Another handle to an open device.
@@ -337,6 +333,9 @@ impl std::fmt::Debug for PciDevice {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     #[test]
@@ -346,5 +345,106 @@ mod tests {
         assert!(region(0, info(3, None)).mappable.is_empty());
         let areas = vec![(0, 0x1000), (0x2000, 0x2000), (0x3000, 0x2000), (u64::MAX, 2), (5, 0)];
         assert_eq!(region(0, info(abi::VFIO_REGION_INFO_FLAG_MMAP, Some(areas))).mappable, [0..0x1000, 0x2000..0x4000]);
+    }
+
+    const BAR: Range<u64> = 4096..8192;
+
+    fn device(file: File) -> PciDevice {
+        PciDevice::of_file(file.into(), BAR, None).unwrap()
+    }
+
+    fn reason<T>(result: Result<T, Error>) -> RegionError {
+        match result {
+            Err(Error::Region { reason, .. }) => reason,
+            Err(other) => panic!("{other}"),
+            Ok(_) => panic!("no error"),
+        }
+    }
+
+    fn operation<T>(result: Result<T, Error>) -> VfioOperation {
+        match result {
+            Err(Error::Kernel { operation, .. }) => operation,
+            Err(other) => panic!("{other}"),
+            Ok(_) => panic!("no error"),
+        }
+    }
+
+    #[test]
+    fn accesses_are_within_their_region() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[0x34, 0x12, 0xe8, 0x11, 2, 0], 0).unwrap();
+        file.set_len(BAR.end - 96).unwrap();
+        let device = device(file.try_clone().unwrap());
+        assert_eq!(device.id().unwrap(), (0x1234, 0x11e8));
+        for (region, offset, why) in [
+            (3, 0, RegionError::Missing),
+            (99, 0, RegionError::Missing),
+            (CONFIG, 255, RegionError::OutOfRange),
+            (CONFIG, u64::MAX, RegionError::OutOfRange),
+            (0, 4096, RegionError::OutOfRange),
+        ] {
+            assert_eq!(reason(device.read_region(region, offset, &mut [0; 2])), why, "{region} {offset:#x}");
+            assert_eq!(reason(device.write_region(region, offset, &[0; 2])), why, "{region} {offset:#x}");
+        }
+        device.write_region(0, 8, &[1, 2, 3]).unwrap();
+        let mut bytes = [0; 4];
+        device.read_region(0, 7, &mut bytes).unwrap();
+        assert_eq!(bytes, [0, 1, 2, 3]);
+        // The file ends within the region.
+        assert_eq!(reason(device.read_region(0, 3998, &mut bytes)), RegionError::ShortRead);
+        let any = BarAlignment::Any;
+        #[allow(clippy::reversed_empty_ranges)]
+        let backward = 2..1;
+        assert_eq!(reason(device.map_bar(1, None, any)), RegionError::Missing);
+        assert_eq!(reason(device.map_bar(0, Some(backward), any)), RegionError::OutOfRange);
+        assert_eq!(reason(device.map_bar(0, Some(0..4097), any)), RegionError::OutOfRange);
+        assert_eq!(reason(device.map_bar(CONFIG, None, any)), RegionError::NotMappable);
+        let parts = PciDevice::of_file(file.into(), BAR, Some(vec![(0, 1024)])).unwrap();
+        assert_eq!(reason(parts.map_bar(0, None, any)), RegionError::PartlyMappable);
+        assert!(parts.map_bar(0, Some(0..1024), any).is_ok());
+    }
+
+    #[test]
+    fn a_device_in_a_low_power_state_is_not_accessed() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(BAR.end).unwrap();
+        // Memory decoding on, and one capability, at 0x40: power management, whose state is in byte 4.
+        for (at, byte) in [(4, 2), (6, 0x10), (0x34, 0x40), (0x40, 1)] {
+            file.write_all_at(&[byte], at).unwrap();
+        }
+        let device = device(file);
+        device.read_region(0, 0, &mut [0]).unwrap();
+        device.write_region(CONFIG, 0x44, &[3]).unwrap();
+        assert_eq!(reason(device.read_region(0, 0, &mut [0])), RegionError::Disabled);
+        assert_eq!(reason(device.write_region(0, 0, &[0])), RegionError::Disabled);
+        device.write_region(CONFIG, 0x44, &[0]).unwrap();
+        device.read_region(0, 0, &mut [0]).unwrap();
+    }
+
+    #[test]
+    fn what_a_device_refuses_is_an_error() {
+        let ours: Bdf = "0000:01:00.0".parse().unwrap();
+        let open = |path: &str| File::options().read(true).write(true).open(path).unwrap();
+        // Reads as zeros, and takes nothing.
+        let full = device(open("/dev/full"));
+        assert_eq!(operation(full.write_region(CONFIG, 64, &[0])), VfioOperation::WriteRegion(ours, CONFIG));
+        assert_eq!(operation(full.set_bus_master(true)), VfioOperation::WriteRegion(ours, CONFIG));
+        // Takes everything, and has nothing to read: whether the device responds is not known.
+        let null = device(open("/dev/null"));
+        null.write_region(CONFIG, COMMAND, &[2, 0]).unwrap();
+        assert_eq!(reason(null.read_region(0, 0, &mut [0])), RegionError::Disabled);
+        assert_eq!(reason(null.set_bus_master(true)), RegionError::ShortRead);
+        // Not for reading, so no device.
+        let deaf = File::options().write(true).open("/dev/null").unwrap();
+        assert_eq!(operation(PciDevice::of_file(deaf.into(), BAR, None)), VfioOperation::ReadRegion(ours, CONFIG));
+        // Requests of VFIO, to a file of another kind.
+        assert!(matches!(null.reset(), Err(Error::NoReset(bdf)) if bdf == ours));
+        assert!(!null.release_requested(Duration::from_millis(1)));
+        assert_eq!(operation(null.set_interrupts(1, &[])), VfioOperation::SetInterrupts(ours));
+        assert_eq!(operation(crate::VfioBus::new(null.clone())), VfioOperation::QueryInterrupts(ours));
+        assert!(format!("{null:?}").starts_with("PciDevice { bdf: 0000:01:00.0, regions: 8"));
+        let null = open("/dev/null");
+        let device = PciDevice::new(null.into(), ours, VfioContainer::new());
+        assert_eq!(operation(device), VfioOperation::QueryDevice(ours));
     }
 }

@@ -342,3 +342,43 @@ fn list(others: &[(String, String)]) -> String {
 fn spans(spans: &[Span<Iova>]) -> String {
     spans.iter().map(Span::to_string).collect::<Vec<_>>().join(", ")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_name_what_they_are_about() {
+        let bdf: Bdf = "0000:01:00.0".parse().unwrap();
+        let span = Span::inclusive(Iova::new(0x1000), Iova::new(0x1fff)).unwrap();
+        for (operation, text) in [
+            (VfioOperation::Open("/dev/vfio/15".into()), "open /dev/vfio/15"),
+            (VfioOperation::Initialize("/dev/iommu".into()), "initialize /dev/iommu"),
+            (VfioOperation::OpenDevice(bdf), "open 0000:01:00.0"),
+            (VfioOperation::QueryContainer, "query the container"),
+            (VfioOperation::QueryGroup(15), "query IOMMU group 15"),
+            (VfioOperation::QueryDevice(bdf), "query 0000:01:00.0"),
+            (VfioOperation::QueryRegions(bdf), "query the regions of 0000:01:00.0"),
+            (VfioOperation::QueryInterrupts(bdf), "query the interrupts of 0000:01:00.0"),
+            (VfioOperation::SetInterrupts(bdf), "set the interrupts of 0000:01:00.0"),
+            (VfioOperation::CreateEventFd, "create an eventfd"),
+            (VfioOperation::ReadRegion(bdf, 7), "read region 7 of 0000:01:00.0"),
+            (VfioOperation::WriteRegion(bdf, 7), "write region 7 of 0000:01:00.0"),
+            (VfioOperation::MapRegion(bdf, 2), "map region 2 of 0000:01:00.0"),
+            (VfioOperation::ExportRegion(bdf, 2), "export region 2 of 0000:01:00.0 as a dma-buf"),
+            (VfioOperation::Reset(bdf), "reset 0000:01:00.0"),
+            (VfioOperation::Map { va: 0x7000, span }, "map 4096 bytes at 0x7000 to IOVA 0x1000"),
+            (VfioOperation::Unmap(span), &format!("unmap {span}")),
+        ] {
+            let error = Error::kernel(operation)(io::Error::other("why"));
+            assert_eq!(error.to_string(), format!("cannot {text}: why"));
+        }
+        let others =
+            vec![("0000:00:1f.2".to_owned(), "ahci".to_owned()), ("0000:00:1f.3".to_owned(), "i801".to_owned())];
+        let error = Error::NotViable { group: 15, others };
+        assert!(
+            error.to_string().ends_with("some of its devices: 0000:00:1f.2 (ahci), 0000:00:1f.3 (i801)"),
+            "{error}"
+        );
+    }
+}

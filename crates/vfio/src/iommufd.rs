@@ -166,7 +166,38 @@ fn page_sizes(kind: u32, data: &[u32; 16]) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use dmalane_dma::{Heap, MemfdHeap};
+
     use super::*;
+
+    /// A file in place of an iommufd: it refuses every request as one that it does not know.
+    #[test]
+    fn requests_that_a_kernel_does_not_know() {
+        let (pages, files) = (AtomicU64::new(u64::MAX), AtomicBool::new(true));
+        let fd = tempfile::tempfile().unwrap().into();
+        let space = Iommufd { fd, ioas: 1, pages, files, mapped: Mutex::default() };
+        let errno = |result: io::Result<()>| Errno::from_io_error(&result.unwrap_err());
+        let span = |first: u64, last: u64| Span::inclusive(Iova::new(first), Iova::new(last)).unwrap();
+        let memfd = MemfdHeap::new().allocate(8192).unwrap().share().reference();
+        let two = span(0x2000, 0x3fff);
+        // By its file first, and then, as with memory that has none, by its address.
+        assert_eq!(errno(space.map(memfd.address(), Some((&memfd, 0)), two, Access::RW)), Some(Errno::NOTTY));
+        assert!(!space.files.load(Ordering::Relaxed), "the kernel is not asked for files again");
+        assert_eq!(errno(space.map(memfd.address(), Some((&memfd, 0)), two, Access::RW)), Some(Errno::NOTTY));
+        assert_eq!(errno(space.map_dma_buf(space.fd.as_fd(), 0, two, Access::RW)), Some(Errno::NOTTY));
+        assert!(space.lock().is_empty(), "nothing was mapped");
+        assert_eq!(errno(space.attach(space.fd.as_fd()).map(drop)), Some(Errno::NOTTY));
+        // Half a mapping is refused here, a whole one by the kernel; it stays on the list.
+        space.record(two, || Ok(())).unwrap();
+        for half in [span(0x2000, 0x2fff), span(0x3000, 0x3fff), span(0, 0x2fff), span(0x3000, u64::MAX)] {
+            assert!(matches!(space.unmap(half), Err(Error::PartialUnmap(refused)) if refused == half), "{half}");
+        }
+        for whole in [two, span(1, u64::MAX)] {
+            let refused = space.unmap(whole).unwrap_err();
+            assert!(matches!(refused, Error::Kernel { operation: VfioOperation::Unmap(_), .. }), "{refused}");
+        }
+        assert_eq!(space.lock().len(), 1);
+    }
 
     #[test]
     fn pages_from_registers() {

@@ -183,6 +183,24 @@ mod tests {
         assert_eq!(count, 7 + 5 + 3);
     }
 
+    #[test]
+    fn an_iommu_that_reports_nothing() {
+        let mut iovas = Iovas::default();
+        assert!(iovas.is_unknown() && iovas.ranges().is_empty() && iovas.page() == PageSize::SIZE_4K);
+        assert_eq!(iovas.page_sizes(), PageSizes::from_bits(0));
+        assert!(matches!(iovas.allocate(0, 4096), Err(Error::NoType1)));
+        assert!(matches!(iovas.reserve(span(0, 4095)), Err(Error::NoType1)));
+        // No ranges: the first 4 GiB without the interrupts.
+        iovas.update(sys::IommuInfo { pages: 1 << 12 | 1 << 21, ranges: Vec::new(), left: None });
+        assert_eq!(iovas.ranges(), [span(0x1000, 0xfedf_ffff), span(0xfef0_0000, 0xffff_ffff)]);
+        assert_eq!((iovas.is_unknown(), iovas.page_sizes().bits()), (false, 1 << 12 | 1 << 21));
+        assert!(iovas.reserve(span(0xfee0_0000, 0xfee0_0fff)).is_err());
+        // Fits, but not where it would be congruent.
+        let whole = iovas.allocate(1 << 30, 0xfedf_f000).unwrap();
+        assert_eq!(whole.span(), span(0x1000, 0xfedf_ffff));
+        iovas.free(whole);
+    }
+
     /// The IOVA and the memory, or the BAR, agree modulo the largest page of which one fits.
     #[test]
     fn iovas_are_congruent_with_what_they_map() {

@@ -195,3 +195,14 @@ fn map_bar(
     }
     Ok((live, map_time))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn methods_have_the_names_of_reports() {
+        let names = [PeerMethod::PageTable, PeerMethod::DmaBuf].map(|method| method.to_string());
+        assert_eq!(names, ["type1", "dma-buf"]);
+    }
+}

@@ -410,15 +410,19 @@ pub(crate) fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<Regi
     words(device, Request::DeviceGetRegionInfo, &mut info)?;
     let flags = info[1];
     let first = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { info[3] } else { 0 };
-    let sparse = capabilities(&info, first).into_iter().find_map(|(id, capability)| {
+    Ok(RegionInfo { flags, size: wide(&info, 4), offset: wide(&info, 6), sparse: sparse(&info, first) })
+}
+
+/// The mappable areas in the capabilities of a region, if it has such a list.
+fn sparse(info: &[u32], first: u32) -> Option<Vec<(u64, u64)>> {
+    capabilities(info, first).into_iter().find_map(|(id, capability)| {
         let areas = || {
             let count = capability.get(2).copied().unwrap_or(0) as usize;
             let areas = capability.get(4..).unwrap_or_default().chunks_exact(4).take(count);
             areas.map(|a| (wide(a, 0), wide(a, 2))).collect()
         };
         (u32::from(id) == abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP).then(areas)
-    });
-    Ok(RegionInfo { flags, size: wide(&info, 4), offset: wide(&info, 6), sparse })
+    })
 }
 
 /// The number of interrupts of a kind.
@@ -664,6 +668,23 @@ mod tests {
         assert_eq!(Request::GetHwInfo as u32, ioabi::IOMMUFD_CMD_GET_HW_INFO);
         assert_eq!(Request::IoasMapFile as u32, ioabi::IOMMUFD_CMD_IOAS_MAP_FILE);
         assert_eq!(ioabi::IOMMUFD_TYPE, abi::VFIO_TYPE);
+    }
+
+    #[test]
+    fn areas_that_can_be_mapped() {
+        // After a capability of another kind, two areas: struct vfio_region_info_cap_sparse_mmap has a header (id,
+        // version, next), nr_areas, reserved, and areas of 64-bit offset and length.
+        let mut words = vec![0, 0, 0, 0, 9 | 1 << 16, 24, 1 | 1 << 16, 0, 2, 0];
+        words.resize(18, 0);
+        for (at, value) in [(10, 0), (12, 0x1000), (14, 1 << 32), (16, 0x2000)] {
+            set_wide(&mut words, at, value);
+        }
+        assert_eq!(sparse(&words, 16), Some(vec![(0, 0x1000), (1 << 32, 0x2000)]));
+        // As many as there is room for, whatever the count.
+        words[8] = u32::MAX;
+        words.truncate(16);
+        assert_eq!(sparse(&words, 16), Some(vec![(0, 0x1000)]));
+        assert_eq!((sparse(&words[..7], 16), sparse(&words, 0)), (None, None));
     }
 
     #[test]
