@@ -150,6 +150,7 @@ fn devices_open_and_describe_themselves() {
     }
     let bus = edu(edus()[0]).bus().clone();
     assert_eq!(bus.interrupts(), (1, false), "MSI");
+    assert_eq!(bus.pin_limit(), None, "root may lock all memory");
     for (bar, offset) in [(0, 2), (0, 1 << 20), (0, u64::MAX), (1, 0), (6, 0), (255, 0)] {
         assert!(matches!(bus.read32(bar, offset), Err(dma::Error::NoRegister { .. })), "{bar} {offset:#x}");
         assert!(bus.write32(bar, offset, 0).is_err());
@@ -207,6 +208,17 @@ fn check_dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
 fn dma_over_pages_of_the_kernel() {
     check_dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
     check_dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+}
+
+/// iommufd maps memory with a file by that file, unless it is told not to.
+#[test]
+fn dma_over_memory_that_is_mapped_by_its_address() {
+    let container = container();
+    container.map_by_address();
+    let edu = edu_in(&container, edus()[0]);
+    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(1 << 20).unwrap().share();
+    verify_dma(&edu, &buf, &[0, 1000, page(), 1 << 20]);
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
 }
 
 #[test]
@@ -377,8 +389,12 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let bar = Arc::new(device.map_bar(FILE_BAR.1, None, BarAlignment::LargestPage).unwrap());
     assert_eq!((bar.len(), bar.alignment() >= PageSize::SIZE_1G), (1 << 30, true), "{bar:?}");
     let before = container.mappings_left().unwrap();
-    let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
+    let mut peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
     println!("{peer:?}");
+    assert_eq!((peer.is_mapped(), peer.bar().region()), (true, FILE_BAR.1));
+    let span = peer.span();
+    peer.renew().unwrap();
+    assert_eq!((peer.span(), container.mapped_bytes()), (span, 1 << 30), "nothing to renew");
     let expected = if backend() == Backend::Iommufd { PeerMethod::DmaBuf } else { PeerMethod::PageTable };
     assert_eq!(peer.method(), expected);
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
@@ -409,6 +425,15 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     #[allow(clippy::reversed_empty_ranges)]
     let backward = 5..4;
     assert!(container.map_peer(&bar, backward, Access::RW).is_err());
+    // While its device does not respond.
+    device.write_region(7, 4, &[0, 0]).unwrap();
+    match container.map_peer(&bar, 0..bar.len(), Access::RW) {
+        Err(Error::Region { region, reason: RegionError::Disabled, .. }) => assert_eq!(region, FILE_BAR.1),
+        other => panic!("{other:?}"),
+    }
+    device.set_bus_master(true).unwrap();
+    assert_eq!(container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap().span(), span, "its addresses are free");
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
 }
 
 #[test]
@@ -552,6 +577,29 @@ fn a_device_is_opened_once_and_only_with_vfio_pci() {
     assert!(matches!(VfioBus::new(testdev), Err(Error::NoInterrupts(_))));
     let shmem = Arc::new(container.open(&functions(FILE_BAR.0)[0]).unwrap());
     drop(shmem);
+}
+
+/// Behind a bridge to conventional PCI, whose devices share a group: one bound to vfio-pci, and one for a kernel driver.
+#[test]
+fn a_group_that_a_kernel_driver_uses_is_refused() {
+    let shared = *functions(LARGE_BAR.0).last().unwrap();
+    let beside = functions("1af4:1005").pop().expect("a device beside it");
+    let group = |bdf: Bdf| fs::read_link(format!("/sys/bus/pci/devices/{bdf}/iommu_group")).unwrap();
+    assert_eq!(group(shared), group(beside));
+    let driver = format!("/sys/bus/pci/devices/{beside}/driver");
+    let Ok(name) = fs::read_link(&driver) else {
+        return println!("SKIPPED: this kernel has no driver for {beside}");
+    };
+    let name = name.file_name().unwrap().to_str().unwrap().to_owned();
+    match container().open(&shared) {
+        Err(e @ Error::NotViable { .. }) => {
+            println!("{e}");
+            assert!(e.to_string().contains(&format!("{beside} ({name})")), "{e}");
+        }
+        other => panic!("{other:?}"),
+    }
+    fs::write(format!("{driver}/unbind"), beside.to_string()).unwrap();
+    assert_eq!(container().open(&shared).unwrap().id().unwrap(), (0x1b36, 0x0005));
 }
 
 #[test]

@@ -66,13 +66,16 @@ def served(program, image, work, socket):
 
 
 def suite_devices(work):
-    """The devices of the driver's tests: edu twice, a BAR of memory, a large BAR, and a disk for direct I/O."""
+    """The devices of the driver's tests: edu twice, a BAR of memory, a large BAR, a disk for direct I/O, and a device
+    that shares its IOMMU group with one of the kernel's."""
     (work / "disk").write_bytes(b"".join(b"%d\n" % n for n in range(1_000_000, 2_000_000)))
     return [
         "-device", EDU, *EDU_BEHIND_BRIDGE,
         "-object", f"memory-backend-file,id=bar,size=1G,mem-path={work}/bar,share=on",
         "-device", "ivshmem-plain,memdev=bar", "-device", "pci-testdev,membar=32G",
         "-drive", f"if=none,id=disk,format=raw,file={work}/disk", "-device", "virtio-blk-pci,drive=disk",
+        "-device", "pcie-pci-bridge,id=shared", "-device", "pci-testdev,bus=shared,addr=1",
+        "-device", "virtio-rng-pci,bus=shared,addr=2",
     ]  # fmt: skip
 
 
