@@ -10,7 +10,7 @@ use dmalane::load::{Error, Input, Manifest};
 use dmalane::{FileOptions, open_as, open_file};
 
 use crate::failure::Failure;
-use crate::source::{self, SourceFile};
+use crate::source::SourceFile;
 
 /// How files are read.
 #[derive(Args, Clone, Copy)]

@@ -308,7 +308,7 @@ fn failing_copies(path: &Path) -> ! {
         let task = Task::Copy { direction: Direction::FromHost, host: Iova::new(host), card: START, len: 1 << 20 };
         let words = Descriptor::from(task).encode();
         for (i, word) in words.into_iter().cycle().take(4 * ENTRIES as usize).enumerate() {
-            ring.1.view().store_u64(8 * i, word).unwrap();
+            ring.1.as_volatile_slice().store_u64(8 * i, word).unwrap();
         }
         let set = |register, value| client.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
         set(regs::CH_RING_LOG2, ENTRIES.ilog2());

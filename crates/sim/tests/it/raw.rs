@@ -137,7 +137,7 @@ fn a_full_ring_is_done_and_one_more_halts() {
 #[test]
 fn failed_work_costs_what_it_would_have() {
     let mut raw = Raw::with_data(MIB as usize);
-    raw.data.view().sub(MIB as usize - 1, 1).unwrap().write(&[1]);
+    raw.data.as_volatile_slice().sub(MIB as usize - 1, 1).unwrap().write(&[1]);
     raw.card_bytes(0, 1); // no first touches in the steps
     let (card, len) = (at(0), MIB as u32);
     let beyond = Task::Copy { direction: Direction::FromHost, host: raw.data_at(4096), card, len };
