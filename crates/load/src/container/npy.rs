@@ -62,7 +62,7 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     let shape = value("shape")?.strip_prefix('(').and_then(|rest| Some(rest.split_once(')')?.0));
     let shape = shape.ok_or_else(|| bad("its shape is not a tuple"))?;
     let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty()).map(str::parse);
-    let shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad("its shape is not made of numbers"))?;
+    let mut shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad("its shape is not made of numbers"))?;
     let size = shape.iter().try_fold(bytes, |n: u64, dim| n.checked_mul(*dim));
     let end = size.and_then(|size| data.checked_add(size)).ok_or_else(|| bad("its size does not fit 64 bits"))?;
     if end > len {
@@ -71,9 +71,12 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     if end < len {
         return Err(FormatError::TrailingBytes { at: FileOffset::new(end), extra: len - end });
     }
+    // By columns, the bytes are those of the transposed array by rows.
+    if columns_first {
+        shape.reverse();
+    }
     let (name, dtype, at) = (name.to_owned(), dtype.into(), FileOffset::new(data));
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len: end - data })];
-    // The bytes are those of the transposed array then.
     let metadata = columns_first.then(|| vec![("fortran_order".to_owned(), "True".to_owned())]);
     Ok(Model { len, tensors, metadata, container: Container::Npy })
 }
@@ -135,6 +138,7 @@ mod tests {
     fn arrays_are_found() {
         for (version, descr, order, shape, dims, dtype, bytes) in [
             (1, "<f4", "False", "(3, 4)", vec![3, 4], "F32", 48),
+            (1, "<f4", "True", "(3, 4)", vec![4, 3], "F32", 48),
             (2, "|b1", "True", "(5,)", vec![5], "BOOL", 5),
             (3, "<c8", "False", "()", vec![], "C64", 8),
             (1, "<i8", "False", "(0, 9)", vec![0, 9], "I64", 0),
