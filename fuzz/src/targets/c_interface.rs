@@ -162,7 +162,7 @@ impl Made {
     }
 
     fn create_vm(&mut self, input: &mut FuzzInput<'_>) {
-        let formats = ["x86-64-4level", "agx-uat", "riscv-sv39", "aarch64-4k", "no-format", ""];
+        let formats = ["x86-64-4level", "agx-uat", "riscv-sv39", "arm64-s1-4k", "no-format", ""];
         let format = CString::new(formats[usize::from(input.u8()) % formats.len()]).expect("no zero byte");
         let wild = input.u8();
         let number = |input: &mut FuzzInput<'_>, usual| if wild & 0xf == 1 { input.number() } else { usual };
