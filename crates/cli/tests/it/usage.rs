@@ -383,3 +383,16 @@ fn errors_are_as_wide_as_the_terminal() {
         );
     }
 }
+
+#[test]
+fn every_command_is_in_both_lists() {
+    let help = Command::new(env!("CARGO_BIN_EXE_dmalane")).arg("--help").output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    for command in crate::examples::commands(&help) {
+        assert!(WRONG.iter().any(|(name, _)| *name == command), "{command} is not in WRONG");
+        // These two read nothing that can be missing.
+        let fails = ["devices", "completions"].contains(&command)
+            || FAILS.iter().any(|line| line.split(' ').next() == Some(command));
+        assert!(fails, "{command} is not in FAILS");
+    }
+}
