@@ -81,6 +81,8 @@ class Machine:
     table_bits: int = 36
     # Bits that the test of foreign tables flips.
     flips: tuple = ()
+    # Bytes of an entry.
+    entry_bytes: int = 8
     # It takes so many times as long as the fastest.
     cost: int = 1
     # Where Unicorn is known to differ from the architecture.
@@ -264,7 +266,7 @@ MACHINES = [
     stage2("arm64-s2-4k-40-contiguous"),
     stage2("arm64-s2-16k-40-contiguous"),
     stage2("arm64-s2-64k-40-contiguous"),
-    Machine("armv7-short", arm_short, table_bits=32, address_bits=32, flips=ARM_SHORT),
+    Machine("armv7-short", arm_short, table_bits=32, address_bits=32, flips=ARM_SHORT, entry_bytes=4),
     Machine("x86-64-4level", x86_64, machine_bits=40, signed=True, privileged=True, flips=X86),
     Machine("x86-64-5level", x86_64, machine_bits=40, signed=True, privileged=True, flips=X86),
     Machine("riscv-sv39", riscv64, signed=True, flips=RISCV),

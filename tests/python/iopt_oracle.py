@@ -83,7 +83,7 @@ def compare_foreign(dmalane, machine, seed, directory, images=4, count=500):
         spec = random_spec(rng, machine, leaves=2000)
         base = machine.table_base(rng)
         built, data = build(dmalane, machine, spec, rng, base, directory)
-        entries = np.frombuffer(data, np.uint32 if machine.format == "armv7-short" else np.uint64).copy()
+        entries = np.frombuffer(data, f"u{machine.entry_bytes}").copy()
         # The first entries of an image are the root's: flip many of the upper levels, and some of all.
         used = np.flatnonzero(entries)
         chosen = np.concatenate([used[: 1 + len(used) // 50], rng.choice(used, size=1 + len(used) // 4)])
