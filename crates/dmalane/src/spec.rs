@@ -164,7 +164,7 @@ mod tests {
             ("ram:1M", "could mean"),
             ("cuda", "cuda:NUMBER|UUID[,vmm][,lib=PATH]: "),
             ("cuda:x", "neither the number of a GPU nor its UUID"),
-            ("vulkan", "vulkan:NUMBER|NAME|UUID: the number, name or UUID of a GPU is missing"),
+            ("vulkan", "vulkan:NUMBER|NAME|UUID[,flat][,channels=N]: the number, name or UUID of a GPU is missing"),
             ("slash", "slash:N: "),
             ("slash:x", "slash:N: "),
             ("vrtd:/x#y", "vrtd[:SOCKET][#N]: "),

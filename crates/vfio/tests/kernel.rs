@@ -579,7 +579,7 @@ fn a_device_is_opened_once_and_only_with_vfio_pci() {
     drop(shmem);
 }
 
-/// Behind a bridge to conventional PCI, whose devices share a group: one bound to vfio-pci, and one for a kernel driver.
+/// Behind a bridge to conventional PCI, whose devices share a group: one is bound to vfio-pci, one to a kernel driver.
 #[test]
 fn a_group_that_a_kernel_driver_uses_is_refused() {
     let shared = *functions(LARGE_BAR.0).last().unwrap();

@@ -88,7 +88,7 @@ fn folder() -> tempfile::TempDir {
         cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
         gzip -k model.bin model.safetensors
         mkdir -p models/minilm; cp model.safetensors models/minilm/model.safetensors
-        dmalane manifest model.safetensors -o weights.manifest
+        dmalane manifest model.safetensors -o model.manifest
         printf 'GGUF\\003\\000\\000\\000%s' > model.gguf; head -c 16 /dev/zero >> model.gguf
         mkdir -p .local/share/bash-completion/completions .config/fish/completions
         printf '%s' '{\"schema\": 1, \"mappings\": [{\"va\": \"0x40000000\", \"pa\": 0, \"len\": \

@@ -239,7 +239,7 @@ fn a_bad_mapping_is_named() {
     assert!(!place.path("image.bin").exists());
     assert!(Place::new("{").complains(line, 1).contains("spec.json: it ends too early"));
     assert!(
-        Place::new("{").complains("build other.json -f arm64-s1-4k -o image.bin", 1).contains("cannot read other.json")
+        Place::new("{").complains("build other.json -f arm64-s1-4k -o image.bin", 1).contains("cannot open other.json")
     );
     let place = Place::mappings(three());
     for base in ["0x80000001", "0x1000000000000", "0xffffffffffffffff"] {
