@@ -81,7 +81,7 @@ impl<'a> LoadRoom<'a> {
         }
     }
 
-    /// What gives the device room for `files` of so many bytes.
+    /// The option that gives the device room for `files` of so many bytes.
     fn hint(&self, files: &[u64]) -> String {
         let option = format!("card-{}", self.group);
         match self.more(files) {
@@ -96,7 +96,7 @@ impl<'a> LoadRoom<'a> {
         }
     }
 
-    /// What has room for buffers of so many bytes; `None` where there is no such option or device.
+    /// An option value with room for buffers of so many bytes; `None` where there is no such option or device.
     pub fn more(&self, buffers: &[u64]) -> Option<String> {
         Some(format!("{} is enough", (self.spec.kind().more)(&self.group, self.enough(buffers))?))
     }

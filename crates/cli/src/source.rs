@@ -74,7 +74,7 @@ impl SourceFile {
         rustix::fs::fstatfs(&self.file).is_ok_and(|s| GENERATED.contains(&(s.f_type as u32)))
     }
 
-    /// What it holds, to be read once from front to back.
+    /// Its contents, to be read once from front to back.
     pub fn reader(self) -> Result<BufReader<File>, Failure> {
         self.check_end()?;
         let (stream, path) = (self.is_stream() && !self.stdin, self.path);

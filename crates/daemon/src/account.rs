@@ -14,7 +14,7 @@ use dmalane_sim::Allowance;
 pub(crate) struct Account {
     /// Most in all, and of one user.
     limits: (u64, u64),
-    /// What is counted, and the options that limit it in all and for a user.
+    /// The name of the unit, and the options that limit it in all and for a user.
     names: [&'static str; 3],
     used: Mutex<Used>,
 }

@@ -38,7 +38,7 @@ pub(crate) struct RunQueue {
     functions: Mutex<Vec<Arc<Function>>>,
     /// Number of changes of the list.
     changes: AtomicU64,
-    /// What users owe for other threads' work. The worker takes it from their rounds.
+    /// Debts of users for other threads' work. The worker takes them from their rounds.
     charges: Mutex<HashMap<u32, i64>>,
     /// There are charges.
     charged: AtomicBool,
@@ -76,7 +76,7 @@ struct Turn {
     continues: bool,
 }
 
-/// What tells how long steps take.
+/// Measures how long steps take.
 struct Clock<'a> {
     now: &'a dyn Fn() -> Instant,
     /// True when this thread has waited since the last call, instead of working or of losing the processor to others.
