@@ -1,4 +1,4 @@
-//! What headers cost, whatever they say: at most four times their size in memory, and time in proportion to it.
+//! The cost of headers, hostile ones too: at most four times their size in memory, and time in proportion to it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

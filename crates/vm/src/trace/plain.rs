@@ -57,7 +57,7 @@ mod tests {
     use serde::Deserialize;
 
     #[derive(Deserialize, Debug)]
-    #[allow(dead_code)]
+    #[allow(dead_code)] // parsed only
     struct Thing {
         number: u32,
         list: Vec<u64>,
