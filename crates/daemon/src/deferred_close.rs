@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::pool::take_time;
+use crate::pool::{take_time, yield_to_worker};
 use crate::worker::RunQueue;
 
 /// While so many descriptors of one user wait to be closed, none are received from that user.
@@ -55,7 +55,11 @@ impl DeferredClose {
             let shared = self.0.clone();
             let name = "dmalaned-closes".to_owned();
             // When no thread can be started, the next call tries again.
-            user.served = thread::Builder::new().name(name).spawn(move || shared.close(uid)).is_ok();
+            let close = move || {
+                yield_to_worker();
+                shared.close(uid);
+            };
+            user.served = thread::Builder::new().name(name).spawn(close).is_ok();
         }
     }
 

@@ -185,13 +185,14 @@ impl Function {
         (0..self.queues()).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
     }
 
-    /// Lets a queue do a bounded amount of work. Returns its cost in bytes, or `None` when there was nothing to do.
-    pub(crate) fn step(&self, queue: usize) -> Option<i64> {
+    /// Lets a queue do work that costs about as much as `most`. Returns its cost in bytes, or `None` when there was
+    /// nothing to do.
+    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<i64> {
         let doorbell = self.page.doorbell(queue);
         if doorbell != self.register(queue, regs::CH_DOORBELL) {
             let _ = self.card.write32(BAR_REGISTERS, regs::channel(queue as u32, regs::CH_DOORBELL), doorbell);
         }
-        let stepped = self.card.step(queue)?;
+        let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
         if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
             socket::call(self.calls[queue].as_fd());

@@ -71,7 +71,10 @@ impl<T: Send + 'static> Pool<T> {
 
     fn spawn(&self) -> io::Result<JoinHandle<()>> {
         let shared = self.0.clone();
-        thread::Builder::new().name("dmalaned-pool".to_owned()).spawn(move || shared.run())
+        thread::Builder::new().name("dmalaned-pool".to_owned()).spawn(move || {
+            yield_to_worker();
+            shared.run();
+        })
     }
 
     /// Queues a job of a user.
@@ -145,6 +148,14 @@ impl<T: Send + 'static> Shared<T> {
             }
         }
     }
+}
+
+/// Gives this thread less of a processor than the worker, whose time is what users share. Under `dmalane.slice`, whose
+/// weight is ten times that of users, it has about that of a process of a user: with more, who has it work would take
+/// processors from others' processes.
+pub(crate) fn yield_to_worker() {
+    // It may always get less.
+    let _ = rustix::process::setpriority_process(None, 10);
 }
 
 /// Processor time of this thread so far.

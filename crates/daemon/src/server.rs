@@ -27,7 +27,7 @@ use crate::function::{Function, MemoryCharge};
 use crate::listener::Listener;
 use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
-use crate::pool::{Pool, take_time};
+use crate::pool::{Pool, take_time, yield_to_worker};
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
@@ -229,11 +229,12 @@ impl Server {
     }
 
     /// Serves until `stop` becomes readable or its other end is closed. Then closes each client's connection once the
-    /// client's queues have stopped.
+    /// client's queues have stopped. The calling thread's nice value becomes 10, as that of all threads but the worker.
     ///
     /// # Errors
     /// [`ServerError::Io`], [`ServerError::WorkerDied`].
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServerError> {
+        yield_to_worker();
         self.rights_off = listener.rights_off;
         let result = self.serve(&listener, stop);
         // No new connections, and no more changes of clients' memory. Pending connections may carry descriptors.

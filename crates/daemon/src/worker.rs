@@ -19,17 +19,25 @@ use crate::function::Function;
 
 /// Bytes of a round: what a step may cost.
 const QUANTUM: i64 = 1 << 20;
-/// A nanosecond of a step costs its user at least so many bytes: a step may be slow for reasons that the card does not
-/// see, such as pages of a buffer that the client has given back to the kernel. About as fast as memory is copied: with
-/// less, a user with slow steps gets more time than one who copies.
-const NANOSECOND_COST: i64 = 16;
-/// The most that the time of a step can cost that did not wait: another process may have had the processor.
-const MAX_TIME_COST: i64 = 32 << 20;
-/// The most that a user can owe for work of other threads, some 64 ms: who maps memory all the time, and then stops, is
+/// A nanosecond of a step costs its user at least so many bytes, more than any memory copies in one: so users share the
+/// worker's time, whether they copy or do what is slow for reasons that the card does not see, such as pages of a
+/// buffer that the client has given back to the kernel. With less, a user who copies fast gets less time than others.
+const NANOSECOND_COST: i64 = 64;
+/// The most that the time of a step can cost that did not wait, 2 ms: another process may have had the processor.
+const MAX_TIME_COST: i64 = 2_000_000 * NANOSECOND_COST;
+/// The most that a user can owe for work of other threads, 64 ms: who maps memory all the time, and then stops, is
 /// served again soon.
-const MAX_OTHER_COST: i64 = 1 << 30;
-/// While a user owes more than this for work of other threads, some 1 ms, they do no more of it beside other users.
-const MAX_AHEAD: i64 = 16 << 20;
+const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
+/// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users.
+const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
+/// What a step may cost at most, and at least where such steps take long.
+const MAX_STEP: u64 = 1 << 20;
+const MIN_STEP: u64 = 32 << 10;
+/// Where steps take longer than this, the next ones are shorter: a user whose few operations end sooner than that has
+/// no work for the worker until the client has seen it, and waits for the step of another user then.
+const STEP_TIME: Duration = Duration::from_micros(200);
+/// A step that costs fewer bytes than this in each nanosecond did something else than copying: no memory is so slow.
+const SLOW: u128 = 2;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
@@ -74,6 +82,8 @@ struct Turn {
     next: usize,
     /// The turn was cut short by the user's limit, and continues in the user's next round.
     continues: bool,
+    /// What the next step may cost.
+    most: u64,
 }
 
 /// Measures how long steps take.
@@ -241,8 +251,7 @@ impl RunQueue {
                 continue;
             }
             let user = function.user();
-            let turn = Turn { function, deficit: 0, next: 0, continues: false };
-            turn_of(users, user).turns.push(turn);
+            turn_of(users, user).turns.push(Turn::of(function));
         }
         number
     }
@@ -315,6 +324,10 @@ impl UserTurn {
 }
 
 impl Turn {
+    fn of(function: Arc<Function>) -> Self {
+        Self { function, deficit: 0, next: 0, continues: false, most: MAX_STEP }
+    }
+
     /// Runs one round of a function, or as much as the user may still spend.
     fn serve(&mut self, most: i64, clock: &Clock<'_>) -> Served {
         let queues = self.function.queues();
@@ -331,11 +344,18 @@ impl Turn {
             for _ in 0..queues {
                 let queue = self.next;
                 self.next = (queue + 1) % queues;
-                if let Some(cost) = self.function.step(queue) {
+                if let Some(cost) = self.function.step(queue, self.most) {
                     (worked, any) = (true, true);
                     let after = (clock.now)();
-                    let mut least = cost_of(after.duration_since(before));
+                    let took = after.duration_since(before);
                     before = after;
+                    if took > STEP_TIME {
+                        self.most = (self.most / 2).max(MIN_STEP);
+                    } else if took < STEP_TIME / 4 && cost.unsigned_abs() >= self.most / 2 {
+                        self.most = (self.most * 2).min(MAX_STEP);
+                    }
+                    // Twice where the kernel had to find pages for it: they push what others copy out of the caches.
+                    let mut least = cost_of(took * if (cost as u128) < took.as_nanos() * SLOW { 2 } else { 1 });
                     // A client can have a step wait: for a page of its buffer that it is giving back to the kernel, or
                     // that a control group of its own has swapped out.
                     if least > MAX_TIME_COST && !(clock.has_waited)() {
@@ -429,9 +449,9 @@ mod tests {
                     write(register + 4, (Iova::bits(at) >> 32) as u32);
                 }
                 write(regs::CH_CONTROL, 1);
-                function.step(queue as usize);
+                function.step(queue as usize, MAX_STEP);
             }
-            let turn = Turn { function: Arc::new(function), deficit: 0, next: 0, continues: false };
+            let turn = Turn::of(Arc::new(function));
             let turn = UserTurn { user: 0, deficit: 0, turns: vec![turn], next: 0 };
             Self { turn, len, tails: vec![0; queues as usize], _mappings: mappings }
         }
@@ -468,10 +488,7 @@ mod tests {
 
     /// A user with the functions of these.
     fn user_of(backlogs: &[Backlog]) -> UserTurn {
-        let turn = |backlog: &Backlog| {
-            let function = backlog.turn.turns[0].function.clone();
-            Turn { function, deficit: 0, next: 0, continues: false }
-        };
+        let turn = |backlog: &Backlog| Turn::of(backlog.turn.turns[0].function.clone());
         UserTurn { user: 1, deficit: 0, turns: backlogs.iter().map(turn).collect(), next: 0 }
     }
 
@@ -563,15 +580,41 @@ mod tests {
             start + Duration::from_millis(calls.get())
         };
         slow.turn.serve(&Clock { now: &clock, has_waited: &|| false });
-        // 1 ms at 16 bytes in a nanosecond: one step, for fifteen rounds.
+        // 1 ms, twice: one step, for 122 rounds.
         assert_eq!(calls.get(), 2);
-        assert!((-15_100_000..=-14_900_000).contains(&slow.turn.deficit), "{}", slow.turn.deficit);
+        let owed = -slow.turn.deficit / QUANTUM;
+        assert_eq!(owed, 2 * 1_000_000 * NANOSECOND_COST / QUANTUM - 1);
+    }
+
+    #[test]
+    fn steps_that_take_long_become_short() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut one = Backlog::new(1 << 20, 1, &budget);
+        let (start, passed) = (Instant::now(), Cell::new(Duration::ZERO));
+        let mut after = |tick, rounds| {
+            let now = || {
+                passed.set(passed.get() + tick);
+                start + passed.get()
+            };
+            for _ in 0..rounds {
+                one.refill();
+                one.turn.serve(&Clock { now: &now, has_waited: &|| false });
+            }
+            (one.turn.turns[0].most, one.refill())
+        };
+        assert_eq!(after(Duration::from_micros(40), 10).0, MAX_STEP);
+        let (most, before) = after(Duration::from_millis(1), 2000);
+        assert_eq!(most, MIN_STEP);
+        // A copy of 1 MiB takes 32 such steps.
+        let (_, copied) = after(Duration::from_micros(100), 2000);
+        assert!((1..=8).contains(&((copied - before) >> 20)), "{} bytes", copied - before);
+        assert_eq!(after(Duration::from_micros(1), 100).0, MAX_STEP);
     }
 
     #[test]
     fn a_step_that_waits_is_charged_for_all_of_its_time() {
         let budget = Arc::new(Budget::new(&Config::default()));
-        for (waited, rounds) in [(false, 32), (true, 160)] {
+        for (waited, rounds) in [(false, 2 * 61), (true, 2 * 10 * 61)] {
             let mut slow = Backlog::new(4096, 1, &budget);
             slow.refill();
             let (start, calls) = (Instant::now(), Cell::new(0));
@@ -601,14 +644,14 @@ mod tests {
             queue.take_charges(users);
             users.iter_mut().fold(false, |did, user| user.serve(&Clock { now: &|| now, has_waited: &|| false }) | did)
         };
-        // 1 ms of another thread is fifteen rounds of the worker; user 5 has no function, and owes all the same.
+        // 1 ms of another thread is 61 rounds of the worker; user 5 has no function, and owes all the same.
         for (user, ms) in [(0, 1), (5, 3), (6, 100), (6, 100)] {
             queue.charge(user, Duration::from_millis(ms));
         }
         assert_eq!([0, 5, 6, 7].map(|user| queue.owes(user)), [false, true, true, false]);
         assert_eq!(queue.charges()[&6], MAX_OTHER_COST, "more than can be owed is dropped");
         let moved = |users: &[UserTurn]| users[0].turns[0].function.moved();
-        for paid in 1..=15 {
+        for paid in 1..=61 {
             assert!(round(&mut users));
             assert_eq!(moved(&users), 0, "first the debt, which {paid} rounds have not paid");
         }
@@ -659,13 +702,13 @@ mod tests {
         let mut two = [64 << 10, 1 << 20].map(|len| Backlog::new(len, 1, &budget));
         let mut user = user_of(&two);
         let (start, calls) = (Instant::now(), std::cell::Cell::new(0));
-        // 100 us at 16 bytes in a nanosecond: more than a round.
+        // 100 us: more than a round.
         let clock = || {
             calls.set(calls.get() + 1);
             start + Duration::from_micros(100) * calls.get()
         };
         let mut moved = [0; 2];
-        for _ in 0..1000 {
+        for _ in 0..4000 {
             // A step takes all that waits, up to a round of bytes: of the short copies one at a time.
             moved = [two[0].refill_to(1), two[1].refill()];
             user.serve(&Clock { now: &clock, has_waited: &|| false });

@@ -11,7 +11,7 @@ use dmalane_iopt::{Format, X86_64_4Level};
 
 use crate::memory::CardMemory;
 use crate::mmu::Mmu;
-use crate::queue::{Inside, Queue, Registers, Stepped};
+use crate::queue::{Inside, Queue, Registers, STEP_COST, Stepped};
 use crate::{CardSetting, Error};
 use dmalane_card::regs;
 
@@ -150,15 +150,16 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// Lets each channel that nobody else is running do a bounded amount of work (32 descriptors, 1 MiB), and says
     /// whether any was done. With a worker for each channel this does nothing.
     pub fn progress(&self) -> bool {
-        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i, true).is_some() | did)
+        let channels = 0..self.core.channels.len();
+        self.helps && channels.fold(false, |did, i| self.core.try_step(i, (STEP_COST, true)).is_some() | did)
     }
 
-    /// Lets one channel do a bounded amount of work (32 descriptors, 1 MiB), for a thread that divides its time among
-    /// channels, of several cards perhaps. `None` when the channel has nothing to do, another thread is at it, or there
-    /// is none with this number; and while the host is changing translations, which may take longer than others should
-    /// wait.
-    pub fn step(&self, channel: usize) -> Option<Stepped> {
-        (channel < self.core.channels.len()).then(|| self.core.try_step(channel, false))?
+    /// Lets one channel do a bounded amount of work, for a thread that divides its time among channels, of several
+    /// cards perhaps: 32 descriptors and [a cost](Stepped::cost) of `most`, at most 1 MiB. `None` when the channel has
+    /// nothing to do, another thread is at it, or there is none with this number; and while the host is changing
+    /// translations, which may take longer than others should wait.
+    pub fn step(&self, channel: usize, most: u64) -> Option<Stepped> {
+        (channel < self.core.channels.len()).then(|| self.core.try_step(channel, (most, false)))?
     }
 
     /// Descriptors that running channels were given and have not completed.
@@ -224,7 +225,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
         let mut idle = 0;
         while !self.quit.load(Ordering::SeqCst) {
-            if channels.clone().fold(false, |did, index| self.try_step(index, true).is_some() | did) {
+            if channels.clone().fold(false, |did, index| self.try_step(index, (STEP_COST, true)).is_some() | did) {
                 idle = 0;
             } else if idle < SPINS {
                 idle += 1;
@@ -236,7 +237,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         }
     }
 
-    fn try_step(&self, index: usize, waits: bool) -> Option<Stepped> {
+    fn try_step(&self, index: usize, limits: (u64, bool)) -> Option<Stepped> {
         let channel = &self.channels[index];
         if !channel.regs.want_a_step() {
             return None;
@@ -246,7 +247,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        queue.step(&channel.regs, &self.inside, waits, || (self.interrupt)(index))
+        queue.step(&channel.regs, &self.inside, limits, || (self.interrupt)(index))
     }
 
     fn read_register(&self, offset: u64) -> Option<u32> {

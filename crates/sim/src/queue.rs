@@ -19,9 +19,10 @@ use crate::recent::{Memory, Recent};
 use dmalane_card::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
 use dmalane_card::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 
-/// Limits of one [`Queue::step`]: it ends when it has cost this much.
+/// Limits of one [`Queue::step`].
 const STEP_DESCRIPTORS: usize = 32;
-const STEP_COST: u64 = 1 << 20;
+/// A step ends when it has cost this much, or less where the caller says so.
+pub(crate) const STEP_COST: u64 = 1 << 20;
 const STEP_TIME: Duration = Duration::from_millis(1);
 /// A row of a shape costs at least this: rows of single bytes must not make a step long.
 const ROW_COST: u64 = 512;
@@ -43,7 +44,7 @@ const STREAM_TO_HOST: u64 = 1 << 20;
 pub struct Stepped {
     /// Bytes copied, filled or compared, and what else the step had the host do, as the bytes that could have been
     /// copied instead: a row of a shape counts as 512 at least, a page-table entry read as 256, and a byte of card
-    /// memory made present as 4. A step ends after the access that brings it to 1 MiB.
+    /// memory made present as 4. A step ends after the access that brings it to 1 MiB, or to the caller's limit.
     pub cost: u64,
     /// Completions were written, or the channel halted: what an interrupt is for.
     pub reported: bool,
@@ -182,8 +183,9 @@ struct Work<'a, H, F> {
     h2c: u64,
     c2h: u64,
     ok: u64,
-    /// The cost of the step so far.
+    /// The cost of the step so far, and what ends it.
     cost: u64,
+    most: u64,
     /// Page-table entries and bytes made present that the cost contains.
     charged: (u64, u64),
     /// Bytes made present by accesses that do not go through `block`.
@@ -206,7 +208,7 @@ impl<H: HeldMem, F> Work<'_, H, F> {
     /// The cost that is left to the step.
     #[inline]
     fn left(&self) -> u64 {
-        STEP_COST.saturating_sub(self.cost)
+        self.most.saturating_sub(self.cost)
     }
 
     /// Ends the step when its short rows have taken too long: the host may have to find pages for each.
@@ -216,7 +218,7 @@ impl<H: HeldMem, F> Work<'_, H, F> {
         if self.rows.is_multiple_of(ROWS_PER_LOOK)
             && self.rows_since.get_or_insert_with(Instant::now).elapsed() > STEP_TIME
         {
-            self.cost = self.cost.max(STEP_COST);
+            self.cost = self.cost.max(self.most);
         }
     }
 }
@@ -241,13 +243,13 @@ impl<M: DeviceMem> Queue<M> {
         Self { mem, engine }
     }
 
-    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due. Unless it `waits`,
-    /// there is none either while the host is changing translations.
+    /// Does work that costs about as much as `most`, `None` when there was none. Calls `interrupt` when one is due.
+    /// Unless it `waits`, there is none either while the host is changing translations.
     pub(crate) fn step<F: Format>(
         &mut self,
         regs: &Registers,
         inside: &Inside<F>,
-        waits: bool,
+        (most, waits): (u64, bool),
         interrupt: impl Fn(),
     ) -> Option<Stepped> {
         let Self { mem, engine } = self;
@@ -281,6 +283,7 @@ impl<M: DeviceMem> Queue<M> {
                     c2h: 0,
                     ok: 0,
                     cost: 0,
+                    most: most.min(STEP_COST),
                     charged,
                     made: 0,
                     rows: 0,
@@ -515,7 +518,7 @@ impl Engine {
             let Some(PlainCopy { direction, host, card, len, cache, cookie }) = PlainCopy::decode(bytes) else { break };
             let len = u64::from(len);
             // A copy that would fit but for a few translations is not split.
-            if work.left() == 0 || len > work.left() + STEP_COST / 16 || work.regs.cancel.load(Ordering::Relaxed) != 0 {
+            if work.left() == 0 || len > work.left() + work.most / 16 || work.regs.cancel.load(Ordering::Relaxed) != 0 {
                 break;
             }
             let Some(there) = work.block.view(card, len) else { break };

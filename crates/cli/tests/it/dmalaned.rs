@@ -284,6 +284,7 @@ fn the_files_of_the_package_are_there() {
     for user in ["User=dmalane\n", "Group=dmalane\n"] {
         assert!(service.contains(user) && socket.contains(&format!("Socket{user}")));
     }
+    assert!(service.contains("Slice=dmalane.slice\n") && read("packaging/dmalane.slice").contains("CPUWeight="));
     assert!(read("packaging/dmalane.sysusers").contains("u dmalane "));
     assert!(read("packaging/debian/postinst").contains("#DEBHELPER#"));
     let fields = read("docs/formats/json.md");

@@ -3,7 +3,8 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -40,6 +41,28 @@ impl Daemon {
         let (stop, stopped) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         Self { path, folder, stop: Some(stop), thread: Some(thread), fds, _one }
+    }
+
+    /// A daemon in a process of its own, which this command starts: it listens at the path that the
+    /// command is made for, and ends with its standard input.
+    pub fn apart(command: impl FnOnce(&Path) -> Command) -> Self {
+        let _one = one();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let mut child = command(&path).stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let start = Instant::now();
+        while !path.exists() {
+            assert!(start.elapsed() < Duration::from_secs(10), "the daemon did not start");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let (stop, mut stopped) = UnixStream::pair().unwrap();
+        let thread = std::thread::spawn(move || {
+            let _ = std::io::Read::read(&mut stopped, &mut [0]);
+            drop(child.stdin.take());
+            child.wait().unwrap();
+            Totals::default()
+        });
+        Self { path, folder, stop: Some(stop), thread: Some(thread), fds: open_files(), _one }
     }
 
     pub fn options(&self) -> ClientOptions {
