@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use dmalane_addr::{CardAddr, Span};
+use dmalane_addr::{CardAddr, Iova, Span};
 use dmalane_iopt::{Format, X86_64_4Level};
 use thiserror::Error;
+
+use crate::Halt;
 
 /// An error of the driver.
 #[derive(Debug, Error)]
@@ -72,4 +74,45 @@ pub enum Error {
     /// The card's virtual address space.
     #[error(transparent)]
     Vm(#[from] dmalane_vm::Error),
+}
+
+/// Why a channel of the card stopped; the cause in a [`StopReason`](dmalane_queue::StopReason) of its queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum ChannelError {
+    /// The card halted it.
+    #[error("{halt}, {at}")]
+    Halted {
+        /// Why.
+        halt: Halt,
+        /// The IOVA that it is about.
+        at: Iova,
+    },
+    /// A status or an error that the register map does not have.
+    #[error("status {status:#x}, error {code:#x}")]
+    UnknownStatus {
+        /// The channel's status register.
+        status: u32,
+        /// Its error register.
+        code: u32,
+    },
+    /// The card wrote a completion where none was due.
+    #[error("the card wrote {word:#x} as completion of descriptor {number}")]
+    NotDue {
+        /// The word in the completion ring.
+        word: u64,
+        /// The descriptor whose completion is next.
+        number: u64,
+    },
+    /// A completion with an unknown status or a foreign cookie, or of a descriptor that was not submitted.
+    #[error("the card completed descriptor {number} with {word:#x}")]
+    BadCompletion {
+        /// The word in the completion ring.
+        word: u64,
+        /// The descriptor.
+        number: u64,
+    },
+    /// The card is gone.
+    #[error("the card's registers read as ones, as those of a device that is gone")]
+    Gone,
 }

@@ -18,6 +18,6 @@ mod tables;
 pub use card_device::{CardDevice, CardUse};
 pub use descriptor::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 pub use driver::{Card, CardLayout};
-pub use error::Error;
+pub use error::{ChannelError, Error};
 pub use queue::CardQueue;
 pub use tables::CardTables;

@@ -15,7 +15,7 @@ use dmalane_queue::{
 
 use crate::driver::{Device, Rings, Shelf};
 use crate::in_flight::InFlight;
-use crate::{CompletionEntry as Entry, Descriptor, Error, Halt, Status, Task, regs};
+use crate::{ChannelError, CompletionEntry as Entry, Descriptor, Error, Halt, Status, Task, regs};
 
 /// Time that a dropped channel waits for its operations before it stops the card under them.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -286,13 +286,13 @@ impl<B: Mmio> CardQueue<B> {
                 None => 0,
             };
             if got.sequence != before {
-                self.halt_protocol(format!("the card wrote {word:#x} as completion of descriptor {number}"));
+                self.halt(StopReason::Protocol(ChannelError::NotDue { word, number }.into()));
             }
             return None;
         }
         let status = Status::from_code(got.status);
         let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.submitted) else {
-            self.halt_protocol(format!("the card completed descriptor {number} with {word:#x}"));
+            self.halt(StopReason::Protocol(ChannelError::BadCompletion { word, number }.into()));
             return None;
         };
         Some((status, offset))
@@ -370,10 +370,6 @@ impl<B: Mmio> CardQueue<B> {
         }
     }
 
-    fn halt_protocol(&mut self, what: String) {
-        self.halt(StopReason::Protocol(what.into()));
-    }
-
     /// Checks for a timeout, for a halt of the card, and for the confirmation of a stop, with which everything in
     /// flight ends.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
@@ -412,15 +408,15 @@ impl<B: Mmio> CardQueue<B> {
         let device = self.device();
         let code = match device.read(self.register(regs::CH_ERROR)) {
             Ok(code) => code,
-            Err(e) => return StopReason::Lost(e.to_string().into()),
+            Err(e) => return StopReason::Lost(e.into()),
         };
         if (status, code) == (u32::MAX, u32::MAX) {
-            return StopReason::Lost("the card's registers read as ones, as those of a device that is gone".into());
+            return StopReason::Lost(ChannelError::Gone.into());
         }
-        let at = device.read64(self.register(regs::CH_ERROR_IOVA)).unwrap_or(u64::MAX);
+        let at = Iova::new(device.read64(self.register(regs::CH_ERROR_IOVA)).unwrap_or(u64::MAX));
         match Halt::from_code(code) {
-            Some(halt) => StopReason::Device(format!("{halt}, {}", Iova::new(at)).into()),
-            None => StopReason::Protocol(format!("status {status:#x}, error {code:#x}").into()),
+            Some(halt) => StopReason::Device(ChannelError::Halted { halt, at }.into()),
+            None => StopReason::Protocol(ChannelError::UnknownStatus { status, code }.into()),
         }
     }
 
@@ -561,7 +557,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
             self.submitted = self.tail;
             match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
                 Ok(()) => self.state.flushed(),
-                Err(e) => self.halt(StopReason::Lost(e.to_string().into())),
+                Err(e) => self.halt(StopReason::Lost(e.into())),
             }
         }
     }

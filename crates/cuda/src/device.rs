@@ -114,7 +114,7 @@ impl CudaDevice {
             Binds::CuMemMap => return Err(Error::Unsupported("virtual memory (cuMemMap)")),
         };
         let span = Span::new(CardAddr::new(window.at()), window.len());
-        let span = span.ok_or_else(|| Error::Memory("the GPU has no free memory".to_owned()))?;
+        let span = span.ok_or(Error::NoMemory)?;
         let region = Region { granule, ..Region::new("vram", span) };
         let refused = match gpu.host_register {
             true => registration_refused(&context)?,
@@ -146,8 +146,7 @@ impl CudaDevice {
     /// closed. Import it into a network card; iommufd maps only dma-bufs of the BARs of VFIO devices (Linux 7.2).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where [`Gpu::dma_buf`] is false; [`Error::Memory`] for memory that is not allocated;
-    /// [`Error::Call`].
+    /// [`Error::Unsupported`] where [`Gpu::dma_buf`] is false; [`Error::NotAllocated`]; [`Error::Call`].
     pub fn export_dma_buf(&self, memory: Span<CardAddr>) -> Result<OwnedFd, Error> {
         match self.gpu.dma_buf {
             true => self.context.dma_buf(memory.first().bits(), memory.len()),

@@ -1,5 +1,8 @@
 //! Errors of the CUDA driver, with what helps against them.
 
+use std::ops::Range;
+
+use dmalane_addr::{DeviceVa, PageSize, Span};
 use thiserror::Error;
 
 /// Why a GPU cannot be used, or a call of its driver failed.
@@ -56,9 +59,60 @@ pub enum Error {
         /// The last address.
         last: usize,
     },
-    /// Device memory that is not there, or is there already.
-    #[error("{0}")]
-    Memory(String),
+    /// A call after which no other on the context succeeds.
+    #[error("{0}; the GPU's context is lost until this process ends")]
+    ContextLost(#[source] Box<Error>),
+    /// Device memory where some is already.
+    #[error("memory at {0:#x} is allocated already")]
+    Allocated(u64),
+    /// A bind where something is bound.
+    #[error("something is mapped at {0:#x} already")]
+    Mapped(u64),
+    /// Device memory that is not allocated, or not as whole chunks.
+    #[error("no memory, or no whole chunk of it, was allocated at {0:#x}")]
+    NotAllocated(u64),
+    /// An address that the device does not have.
+    #[error("{0:#x} is not an address of this device")]
+    NoAddress(u64),
+    /// All memory of the GPU is taken.
+    #[error("the GPU has no free memory")]
+    NoMemory,
+    /// A range that the buffer does not have.
+    #[error("{range:?} are not bytes of a buffer of {len}")]
+    Range {
+        /// The range.
+        range: Range<usize>,
+        /// Bytes of the buffer.
+        len: usize,
+    },
+    /// Host memory of the driver that cannot be used.
+    #[error("the driver's host memory of {len} bytes at {at:#x} is not whole pages")]
+    HostMemory {
+        /// Its bytes.
+        len: usize,
+        /// Its address.
+        at: usize,
+    },
+    /// A bind of memory that is not whole pages.
+    #[error("{len} bytes from {offset} of the buffer at {va} are not pages of {page}")]
+    NotPages {
+        /// Where it would be bound.
+        va: DeviceVa,
+        /// Bytes.
+        len: u64,
+        /// Their offset in the buffer.
+        offset: u64,
+        /// The size of a page.
+        page: PageSize,
+    },
+    /// An unbind of a range that is not whole pages.
+    #[error("{span} is not pages of {page}")]
+    Unaligned {
+        /// The range.
+        span: Span<DeviceVa>,
+        /// The size of a page.
+        page: PageSize,
+    },
 }
 
 /// `CUDA_ERROR_NO_DEVICE`.

@@ -110,8 +110,7 @@ impl CudaQueue {
     /// Stops when the context is broken.
     fn notice(&mut self) {
         if let Some(error) = self.streams.iter().find_map(Stream::broken) {
-            let why = format!("{error}; the GPU's context is lost until this process ends");
-            self.state.stop(StopReason::Lost(why.into()));
+            self.state.stop(StopReason::Lost(Error::ContextLost(Box::new(error.clone())).into()));
         }
     }
 

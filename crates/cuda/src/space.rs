@@ -40,8 +40,7 @@ impl MapSpace {
         let short = from.iter().map(|(_, len)| len).sum::<u64>() != len;
         let odd = from.iter().flat_map(|(at, len)| [at, len]).chain([&va.bits()]).any(|n| n % self.page.bytes() != 0);
         if short || odd || len == 0 {
-            let what = format!("{len} bytes from {offset} of the buffer at {va} are not pages of {}", self.page);
-            return Err(refused(what));
+            return Err(refused(crate::Error::NotPages { va, len, offset, page: self.page }));
         }
         Ok(from)
     }
@@ -64,8 +63,7 @@ impl MapSpace {
                 BindRequest::Unbind(span) => {
                     self.window(span).ok_or(SpaceError::NotReserved(*span))?;
                     if !span.is_aligned(self.page) {
-                        let what = format!("{span} is not pages of {}", self.page);
-                        return Err(refused(what));
+                        return Err(refused(crate::Error::Unaligned { span: *span, page: self.page }));
                     }
                     pages.extend(each(span.first().bits(), span.len()).map(|at| (at, None)));
                 }
@@ -112,8 +110,8 @@ fn driver(error: crate::Error) -> SpaceError {
     SpaceError::Driver(Box::new(error))
 }
 
-fn refused(what: String) -> SpaceError {
-    SpaceError::Refused(Box::new(crate::Error::Memory(what)))
+fn refused(error: crate::Error) -> SpaceError {
+    SpaceError::Refused(Box::new(error))
 }
 
 impl AddressSpace for MapSpace {

@@ -284,7 +284,8 @@ fn a_daemon_is_killed_and_started_again() {
             match result {
                 Ok(()) => {}
                 Err(OpError::Stopped(StopReason::Lost(why))) => {
-                    assert!(why.contains("is gone") && why.contains("reconnect"), "{why}");
+                    let said = why.to_string();
+                    assert!(said.contains("is gone") && said.contains("reconnect"), "{said}");
                 }
                 Err(e) => panic!("{e}"),
             }

@@ -6,7 +6,7 @@ use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Heap, Registrar, VolatileSlice};
 use dmalane_queue::{
     Capabilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered,
-    RunError, drain, run,
+    RunError, StopReason, drain, run,
 };
 use thiserror::Error;
 
@@ -44,9 +44,18 @@ pub enum IoError {
         /// How.
         error: OpError,
     },
-    /// The operation did not end, so that the device still has the buffer. A new one is needed.
-    #[error("{0}")]
-    Lost(String),
+    /// The operation did not end in time. The device still has the buffer; a new one is needed.
+    #[error("the operation did not end within {0:?}")]
+    TimedOut(Duration),
+    /// The queue has halted, and its device has not let go of the buffer; a new one is needed.
+    #[error("the queue has halted: {0}")]
+    Halted(#[source] StopReason),
+    /// Other operations were in flight on the queue.
+    #[error("other operations are in flight")]
+    Busy,
+    /// An earlier operation has kept the buffer; a new one is needed.
+    #[error("the device has not given the buffer back")]
+    Lost,
 }
 
 impl Bounce {
@@ -154,7 +163,7 @@ impl Bounce {
                 None => Ok(()),
             };
             if direction == Direction::FromHost {
-                call(self.slice.as_ref().ok_or_else(lost)?)?;
+                call(self.slice.as_ref().ok_or(IoError::Lost)?)?;
             }
             let whole = self.one(queue, direction, here, n)?;
             let used = if direction == Direction::ToHost { call(&whole) } else { Ok(()) };
@@ -167,7 +176,7 @@ impl Bounce {
 
     /// Bytes of one operation.
     fn step(&self, queue: &DeviceQueue) -> Result<u64, IoError> {
-        let slice = self.slice.as_ref().ok_or_else(lost)?;
+        let slice = self.slice.as_ref().ok_or(IoError::Lost)?;
         Ok(queue.limits().max_len.min(slice.len() as u64))
     }
 
@@ -179,10 +188,10 @@ impl Bounce {
         at: DeviceAddr,
         n: usize,
     ) -> Result<BufferSlice, IoError> {
-        let whole = self.slice.take().ok_or_else(lost)?;
+        let whole = self.slice.take().ok_or(IoError::Lost)?;
         let (front, rest) = whole.split_at(n).map_err(|whole| {
             self.slice = Some(whole);
-            lost()
+            IoError::Lost
         })?;
         // Operations that did not end in time before may have ended since.
         if queue.in_flight() > 0 {
@@ -191,7 +200,7 @@ impl Bounce {
         let operation = Operation::copy(direction, (front, self.via.clone()), at);
         let joined = |front: Option<BufferSlice>| front.and_then(|front| front.join(rest).ok());
         match run(queue, operation, self.timeout) {
-            Ok(operation) => joined(operation.into_slice()).ok_or_else(lost),
+            Ok(operation) => joined(operation.into_slice()).ok_or(IoError::Lost),
             Err(error) => {
                 let (error, front) = failed(error, at);
                 self.slice = joined(front);
@@ -205,15 +214,13 @@ fn place(at: DeviceAddr, offset: u64) -> Result<DeviceAddr, IoError> {
     at.advance(offset).ok_or(IoError::Refused { at, reason: Refusal::PastTheTop })
 }
 
-fn lost() -> IoError {
-    IoError::Lost("the device has not given the buffer back".to_owned())
-}
-
 /// The error of an operation, and its buffer if that came back.
 fn failed(error: RunError<DeviceAddr>, at: DeviceAddr) -> (IoError, Option<BufferSlice>) {
     match error {
         RunError::Refused(Refused { operation, reason }) => (IoError::Refused { at, reason }, operation.into_slice()),
         RunError::Failed(operation, error) => (IoError::Failed { at, error }, operation.into_slice()),
-        other => (IoError::Lost(other.to_string()), None),
+        RunError::TimedOut(after) => (IoError::TimedOut(after), None),
+        RunError::Halted(reason) => (IoError::Halted(reason), None),
+        RunError::Busy => (IoError::Busy, None),
     }
 }

@@ -9,7 +9,7 @@ use dmalane_dma::{BufferSlice, VolatileSlice};
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
 use crate::clock::Clocks;
-use crate::fill::Staging;
+use crate::fill::{QueueFailure, Staging};
 use crate::{Error, Model};
 
 /// Staging memory to read into, at most.
@@ -95,7 +95,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
                     self.ranges.push((start, end));
                     return match reason {
                         Refusal::Full => Ok(()),
-                        other => Err(self.lost(other.to_string())),
+                        other => Err(self.lost(other.into())),
                     };
                 }
             }
@@ -104,8 +104,8 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
         Ok(())
     }
 
-    fn lost(&self, reason: String) -> Error {
-        Error::Queue { path: self.path.to_owned(), end: "file", reason }
+    fn lost(&self, source: QueueFailure) -> Error {
+        Error::Queue { path: self.path.to_owned(), end: "file", source }
     }
 
     /// Takes what has been read.
@@ -164,7 +164,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
             self.submit()?;
             let front = self.blocks.front();
             if front.is_none_or(|block| block.at > at) {
-                return Err(self.lost("it is not read in the order of its tensors".to_owned()));
+                return Err(self.lost(QueueFailure::Lost));
             }
             if front.is_some_and(|block| matches!(block.state, State::Read(_))) {
                 break;
@@ -172,13 +172,13 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
             if self.queue.wait(&mut done, deadline.saturating_duration_since(Instant::now())) > 0 {
                 deadline = Instant::now() + self.timeout;
             } else if Instant::now() >= deadline {
-                return Err(self.lost("a read does not end".to_owned()));
+                return Err(self.lost(QueueFailure::TimedOut(self.timeout)));
             }
             self.settle(&mut done)?;
         }
         match self.blocks.front() {
             Some(Block { at, state: State::Read(slice), .. }) => Ok((*at, slice.as_volatile_slice())),
-            _ => Err(self.lost("a block was lost".to_owned())),
+            _ => Err(self.lost(QueueFailure::Lost)),
         }
     }
 

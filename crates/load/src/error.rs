@@ -7,6 +7,7 @@ use dmalane_device::{MemoryError, SpaceError};
 use dmalane_queue::OpError;
 use thiserror::Error;
 
+use crate::fill::{FillError, QueueFailure};
 use crate::{Difference, FormatError};
 
 /// Reason why a load, a verification or a save failed. Nothing of a failed load stays on the device.
@@ -66,14 +67,14 @@ pub enum Error {
         source: OpError,
     },
     /// A queue refused an operation for good, or stopped working.
-    #[error("{}: the queue of the {end} stopped working: {reason}", path.display())]
+    #[error("{}: the queue of the {end} stopped working: {source}", path.display())]
     Queue {
         /// The file that was being moved.
         path: PathBuf,
         /// Which end ("file", "device").
         end: &'static str,
-        /// The queue's answer.
-        reason: String,
+        /// How.
+        source: QueueFailure,
     },
     /// The device has no room for a file, or not the region that was asked for.
     #[error("{}: {source}", path.display())]
@@ -131,6 +132,9 @@ pub enum Error {
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
+    /// Anything else that stopped the transfer of the files.
+    #[error(transparent)]
+    Fill(FillError),
     /// A tensor on the device differs from the file.
     #[error("{}: tensor {tensor:?} differs from the file at byte {offset} of the tensor ({at})", path.display())]
     Mismatch {

@@ -55,7 +55,7 @@ impl OpenDevice {
                 tensor: Some(loaded.tensor.name.clone()),
                 source: error,
             },
-            Stopped::Read(other) => Error::Queue { path: file.path.clone(), end: "device", reason: other.to_string() },
+            Stopped::Read(other) => Error::Queue { path: file.path.clone(), end: "device", source: other.into() },
         })
     }
 

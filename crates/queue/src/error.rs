@@ -1,5 +1,8 @@
 //! Why an operation was refused, why one failed, and why a queue has stopped.
 
+use std::error::Error as StdError;
+use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -71,9 +74,9 @@ pub enum OpError {
     Cancelled,
     /// The queue was stopped or reset before the operation ended.
     #[error("the queue stopped: {0}")]
-    Stopped(StopReason),
+    Stopped(#[source] StopReason),
     /// A queue inside this one refused the operation after this one had accepted it.
-    #[error("{0}")]
+    #[error(transparent)]
     Refused(Refusal),
 }
 
@@ -137,7 +140,7 @@ pub enum Refusal {
     Mismatch,
     /// The queue has stopped: for good, or until it is restarted.
     #[error("the queue has stopped: {0}")]
-    Stopped(StopReason),
+    Stopped(#[source] StopReason),
 }
 
 /// Why a queue has stopped.
@@ -152,17 +155,50 @@ pub enum StopReason {
     Timeout(Duration),
     /// The device reported an error after which it cannot continue.
     #[error("{0}")]
-    Device(Arc<str>),
+    Device(#[source] StopCause),
     /// The device violated its interface.
     #[error("{0}")]
-    Protocol(Arc<str>),
+    Protocol(#[source] StopCause),
     /// The device is gone until it is opened again: it was removed, its driver has lost it, or its server has ended.
     #[error("{0}")]
-    Lost(Arc<str>),
+    Lost(#[source] StopCause),
     /// A call of the operating system or of the device's driver failed.
     #[error("{0}")]
-    Driver(Arc<str>),
+    Driver(#[source] StopCause),
 }
+
+/// The error that stopped a queue, shared by all operations that ended with it. `downcast_ref` gives the type of the
+/// crate that drives the device. Two are equal if they read the same.
+#[derive(Clone, Debug)]
+pub struct StopCause(Arc<dyn StdError + Send + Sync>);
+
+impl<E: Into<Box<dyn StdError + Send + Sync>>> From<E> for StopCause {
+    fn from(error: E) -> Self {
+        Self(error.into().into())
+    }
+}
+
+impl Deref for StopCause {
+    type Target = dyn StdError + Send + Sync;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+impl fmt::Display for StopCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl PartialEq for StopCause {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for StopCause {}
 
 #[cfg(test)]
 mod tests {
@@ -172,5 +208,15 @@ mod tests {
     fn a_refusal_names_the_capabilities_that_are_missing() {
         let refusal = Refusal::Unsupported(Capabilities::FENCE | Capabilities::FILL);
         assert_eq!(refusal.to_string(), "the queue does not support FILL | FENCE");
+    }
+
+    #[test]
+    fn the_error_that_stopped_a_queue_keeps_its_type() {
+        let reason = StopReason::Driver(std::io::Error::from_raw_os_error(5).into());
+        let StopReason::Driver(cause) = &reason else { panic!("{reason}") };
+        assert_eq!(cause.downcast_ref::<std::io::Error>().and_then(|e| e.raw_os_error()), Some(5));
+        assert_eq!(reason.to_string(), cause.to_string());
+        assert!(StdError::source(&reason).is_some_and(|source| source.is::<std::io::Error>()));
+        assert_ne!(reason, StopReason::Driver("another".into()));
     }
 }

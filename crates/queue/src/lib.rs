@@ -109,7 +109,7 @@ mod wait;
 pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
 pub use choice::{BadQueueChoice, QueueChoice, parse_queues};
-pub use error::{OpError, Refusal, Refused, StopReason};
+pub use error::{OpError, Refusal, Refused, StopCause, StopReason};
 pub use operation::{CacheHint, Capabilities, Completion, GatherList, HostSlice, Operation, Shape, Work};
 pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
 pub use queue::{Cancelled, DeviceQueue, Direction, Limits, Queue, Ticket};

@@ -14,13 +14,13 @@ pub enum RunError<A: std::fmt::Debug> {
     Refused(#[from] Refused<A>),
     /// The operation failed; here it is back.
     #[error("{1}")]
-    Failed(Operation<A>, OpError),
+    Failed(Operation<A>, #[source] OpError),
     /// The operation did not end in time. The queue still owns the buffer.
     #[error("the operation did not end within {0:?}")]
     TimedOut(Duration),
     /// The queue has halted, and its device has not let go of the buffer.
     #[error("the queue has halted: {0}")]
-    Halted(StopReason),
+    Halted(#[source] StopReason),
     /// Other operations were in flight; [`run`] needs a queue for itself.
     #[error("other operations are in flight")]
     Busy,

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use dmalane_addr::CardAddr;
 use thiserror::Error;
 
 use crate::kernel::Request;
@@ -51,6 +52,38 @@ pub enum Error {
         call: &'static str,
         /// The answer.
         what: String,
+    },
+    /// Transfers cannot be begun.
+    #[error("TRANSFER cannot be begun: {0}")]
+    NoBegin(io::Error),
+    /// The driver does not say how transfers ended.
+    #[error("the end of TRANSFER is not known: {0}")]
+    NoEnd(io::Error),
+    /// The driver moved other bytes than it was told to.
+    #[error("TRANSFER of {wanted} bytes answered with {moved}")]
+    Short {
+        /// Bytes of the transfer.
+        wanted: u64,
+        /// The answer.
+        moved: u64,
+    },
+    /// A transfer failed on the way.
+    #[error("{source}; {len} bytes at {at} and on are in an unknown state")]
+    Unknown {
+        /// Bytes of the transfer.
+        len: u64,
+        /// Its first address on the card.
+        at: CardAddr,
+        /// The failure.
+        source: Box<Error>,
+    },
+    /// A queue failed, and may still use its buffers.
+    #[error("{failure}, and the queue cannot be stopped ({source}): its buffers are never freed")]
+    Unstoppable {
+        /// The failure.
+        failure: Box<Error>,
+        /// Why it cannot be stopped.
+        source: io::Error,
     },
     /// A buffer of the driver cannot be mapped.
     #[error("cannot map a buffer of the driver: {0}")]

@@ -38,7 +38,7 @@ pub(crate) struct SlashQueue {
     /// Makes the calls here, where none blocks, until one has failed.
     worker: Option<Worker>,
     /// Gives the worker to the thread, and why it has failed, if it has.
-    hand: mpsc::Sender<(Worker, Option<String>)>,
+    hand: mpsc::Sender<(Worker, Option<Error>)>,
     thread: Option<thread::JoinHandle<()>>,
     /// Stops the queue pair after a timeout.
     stopper: Option<thread::JoinHandle<()>>,
@@ -59,11 +59,11 @@ impl SlashQueue {
         let blocks = calls.depth() == 1;
         let worker = Worker::new(shared.clone(), counters.clone(), pair.clone(), plans, calls, pages);
         let named = thread::Builder::new().name(format!("dmalane-slash-{number}"));
-        let (hand, worker_comes) = mpsc::channel::<(Worker, Option<String>)>();
+        let (hand, worker_comes) = mpsc::channel::<(Worker, Option<Error>)>();
         let work = move || {
             let Ok((worker, failed)) = worker_comes.recv() else { return };
             let worker = match failed {
-                Some(why) => worker.fail(&why),
+                Some(why) => worker.fail(why),
                 None => Some(worker),
             };
             worker.into_iter().for_each(Worker::run);
@@ -80,7 +80,7 @@ impl SlashQueue {
     }
 
     /// Leaves the calls to the thread. After a failure it stops the queue pair, which blocks.
-    fn hand_over(&mut self, failed: Option<String>) {
+    fn hand_over(&mut self, failed: Option<Error>) {
         if let Some(worker) = self.worker.take()
             && let Err(mpsc::SendError(worker)) = self.hand.send((worker, failed))
         {

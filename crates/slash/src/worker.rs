@@ -343,7 +343,7 @@ impl Worker {
             }
             let end = self.calls.end(None);
             if let Err(why) = self.note(end) {
-                let Some(this) = self.fail(&why) else { return };
+                let Some(this) = self.fail(why) else { return };
                 self = this;
             }
         }
@@ -353,16 +353,16 @@ impl Worker {
     ///
     /// # Errors
     /// Why [`Worker::fail`] must be called.
-    pub(crate) fn begin(&mut self) -> Result<(), String> {
+    pub(crate) fn begin(&mut self) -> Result<(), Error> {
         self.turn();
-        self.calls.flush().map_err(|e| format!("TRANSFER cannot be begun: {e}"))
+        self.calls.flush().map_err(Error::NoBegin)
     }
 
     /// Begins calls, and gives back the operations of those that have ended, or end within the time.
     ///
     /// # Errors
     /// As [`Worker::begin`].
-    pub(crate) fn advance(&mut self, mut timeout: Duration) -> Result<(), String> {
+    pub(crate) fn advance(&mut self, mut timeout: Duration) -> Result<(), Error> {
         self.begin()?;
         while !self.flights.is_empty() {
             match self.calls.end(Some(timeout)) {
@@ -376,13 +376,13 @@ impl Worker {
 
     /// Stops the queue pair after a failure, and gives back the operations in flight; `None` if it cannot be stopped:
     /// then all of it is leaked (never freed).
-    pub(crate) fn fail(mut self, why: &str) -> Option<Self> {
-        let stopped = self.stop(why);
+    pub(crate) fn fail(mut self, why: Error) -> Option<Self> {
+        let stopped = self.stop();
         let shared = self.shared.clone();
         let mut state = shared.lock();
         match stopped {
-            Ok(reason) => {
-                let reason = state.halted.get_or_insert(reason).clone();
+            Ok(()) => {
+                let reason = state.halted.get_or_insert_with(|| StopReason::Driver(why.into())).clone();
                 for call in self.flights.drain(..) {
                     let result = if call.end == Some(true) { Ok(()) } else { Err(OpError::Stopped(reason.clone())) };
                     state.busy -= call.operations.len();
@@ -392,8 +392,9 @@ impl Worker {
                 shared.ended.notify_all();
                 Some(self)
             }
-            Err(reason) => {
-                state.halted.get_or_insert(reason);
+            Err(source) => {
+                let lost = Error::Unstoppable { failure: Box::new(why), source };
+                state.halted.get_or_insert_with(|| StopReason::Lost(lost.into()));
                 state.stuck = true;
                 // The queue counts them as in flight for ever.
                 self.flights.into_iter().flat_map(|call| call.operations).for_each(|(_, op)| keep_operation(op));
@@ -478,45 +479,36 @@ impl Worker {
     }
 
     /// Notes the end of a call, or says what is wrong.
-    fn note(&mut self, end: io::Result<Option<(u64, io::Result<u64>)>>) -> Result<(), String> {
-        let Some((number, result)) = end.map_err(|e| format!("the end of TRANSFER is not known: {e}"))? else {
-            return Ok(());
-        };
+    fn note(&mut self, end: io::Result<Option<(u64, io::Result<u64>)>>) -> Result<(), Error> {
+        let Some((number, result)) = end.map_err(Error::NoEnd)? else { return Ok(()) };
         let Some(call) = self.flights.iter_mut().find(|call| call.number == number) else { return Ok(()) };
         let wanted = call.ranges.iter().map(|range| range.len).sum::<u64>();
-        let why = match result {
+        let source = match result {
             Ok(moved) if moved == wanted => {
                 let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::CardToHost);
                 self.counters.copied.fetch_add(copied, Ordering::Relaxed);
                 call.end = Some(true);
                 return Ok(());
             }
-            Ok(moved) => format!("TRANSFER of {wanted} bytes answered with {moved}"),
-            Err(e) => Error::call(Request::Transfer, e).to_string(),
+            Ok(moved) => Error::Short { wanted, moved },
+            Err(e) => Error::call(Request::Transfer, e),
         };
-        let first = CardAddr::new(call.ranges[0].at);
         call.end = Some(false);
-        Err(format!("{why}; {wanted} bytes at {first} and on are in an unknown state"))
+        Err(Error::Unknown { len: wanted, at: CardAddr::new(call.ranges[0].at), source: Box::new(source) })
     }
 
     /// Stops the queue pair after a failure, and awaits all calls in flight. Afterwards the card uses none of their
     /// buffers; an error says that it may.
-    fn stop(&mut self, why: &str) -> Result<StopReason, StopReason> {
-        let lost = |e: &dyn std::fmt::Display| {
-            StopReason::Lost(
-                format!("{why}, and the queue cannot be stopped ({e}): its buffers are never freed").into(),
-            )
-        };
-        self.pair.stop().map_err(|e| lost(&e))?;
+    fn stop(&mut self) -> io::Result<()> {
+        self.pair.stop()?;
         while self.flights.iter().any(|call| call.end.is_none()) {
-            match self.calls.end(Some(TIMEOUT)) {
-                Ok(None) => return Err(lost(&"the driver does not end its transfers")),
-                Err(e) => return Err(lost(&e)),
+            match self.calls.end(Some(TIMEOUT))? {
+                None => return Err(io::Error::new(io::ErrorKind::TimedOut, "the driver does not end its transfers")),
                 // Why the others failed is known.
-                end => drop(self.note(end)),
+                end => drop(self.note(Ok(end))),
             }
         }
-        Ok(StopReason::Driver(why.into()))
+        Ok(())
     }
 }
 

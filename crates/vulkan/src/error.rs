@@ -119,6 +119,14 @@ pub enum Error {
     /// No program of ours can read its memory.
     #[error("the GPU {0}")]
     NoPrograms(&'static str),
+    /// The GPU was reset or removed while it was used.
+    #[error("the GPU {name} is lost ({source}): see the kernel log")]
+    Lost {
+        /// Its name.
+        name: String,
+        /// The call that reported it.
+        source: CallError,
+    },
     /// A call failed.
     #[error(transparent)]
     Call(#[from] CallError),

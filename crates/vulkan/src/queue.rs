@@ -497,11 +497,8 @@ impl GpuQueue {
     fn halt(&mut self, e: &CallError) {
         self.lost |= e.is_lost();
         self.state.stop(match e.is_lost() {
-            true => {
-                let name = &self.parts.gpu.info().name;
-                StopReason::Lost(format!("the GPU {name} is lost ({e}): see the kernel log").into())
-            }
-            false => StopReason::Driver(e.to_string().into()),
+            true => StopReason::Lost(Error::Lost { name: self.parts.gpu.info().name.clone(), source: *e }.into()),
+            false => StopReason::Driver((*e).into()),
         });
         self.refuse_waiting();
     }
@@ -550,7 +547,7 @@ impl GpuQueue {
 
 /// Ends an operation of a submission that failed.
 fn stopped_by(error: &CallError) -> impl Fn(Completion) -> Completion {
-    let error = OpError::Stopped(StopReason::Driver(error.to_string().into()));
+    let error = OpError::Stopped(StopReason::Driver((*error).into()));
     move |completion| Completion { result: Err(error.clone()), bytes: 0, ..completion }
 }
 

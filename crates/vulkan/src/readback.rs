@@ -51,7 +51,7 @@ pub(crate) fn queue(parts: Parts) -> Result<Box<DeviceQueue>, Error> {
 }
 
 fn stopped(error: CallError) -> OpError {
-    OpError::Stopped(StopReason::Driver(error.to_string().into()))
+    OpError::Stopped(StopReason::Driver(error.into()))
 }
 
 impl Reader {

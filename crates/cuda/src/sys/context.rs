@@ -129,7 +129,7 @@ impl Context {
     pub(super) fn map_new(&self, at: u64, len: u64, chunk: u64) -> Result<(), Error> {
         let mut mapped = self.mapped_mut();
         if overlaps(&mapped, at, len) {
-            return Err(Error::Memory(format!("memory at {at:#x} is allocated already")));
+            return Err(Error::Allocated(at));
         }
         let (driver, _current) = (self.driver, self.current()?);
         let property = self.property();
@@ -170,7 +170,7 @@ impl Context {
         let mut mapped = self.mapped_mut();
         let len: u64 = from.iter().map(|(_, len)| len).sum();
         if overlaps(&mapped, at, len) {
-            return Err(Error::Memory(format!("something is mapped at {at:#x} already")));
+            return Err(Error::Mapped(at));
         }
         let (driver, _current) = (self.driver, self.current()?);
         let mut done = 0;
@@ -178,8 +178,7 @@ impl Context {
             for (first, len) in from {
                 let mut next = *first;
                 while next < first + len {
-                    let (handle, chunk) = chunk_at(&mapped, next, first + len)
-                        .ok_or_else(|| Error::Memory(format!("no whole chunk of memory was allocated at {next:#x}")))?;
+                    let (handle, chunk) = chunk_at(&mapped, next, first + len).ok_or(Error::NotAllocated(next))?;
                     may_call!(driver.map(at + done, chunk as usize, 0, handle, 0))?;
                     (done, next) = (done + chunk, next + chunk);
                 }
@@ -238,8 +237,7 @@ impl Context {
 
     /// A dma-buf of device memory, whole pages of the host.
     pub(crate) fn dma_buf(&self, at: u64, len: u64) -> Result<OwnedFd, Error> {
-        self.check(at, len, RangeKind::Memory, false)
-            .map_err(|at| Error::Memory(format!("no memory was allocated at {at:#x}")))?;
+        self.check(at, len, RangeKind::Memory, false).map_err(Error::NotAllocated)?;
         let (driver, _current) = (self.driver, self.current()?);
         let mut fd: c_int = -1;
         // 1: CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.

@@ -29,7 +29,7 @@ impl Registered {
         let outside = range.start >= range.end || range.end > buffer.len();
         let (first, len) = (buffer.address() + range.start, range.len());
         if outside {
-            return Err(Error::Memory(format!("bytes {range:?} of a buffer of {}", buffer.len())));
+            return Err(Error::Range { range, len: buffer.len() });
         }
         let driver = context.driver;
         let mut registered = lock(&driver.registered);
@@ -88,7 +88,7 @@ impl PinnedMemory {
             }
             _ => {
                 let _ = call!(driver.host_free(at));
-                Err(Error::Memory(format!("the driver's host memory of {len} bytes at {at:p} is not whole pages")))
+                Err(Error::HostMemory { len, at: at.addr() })
             }
         }
     }

@@ -45,7 +45,7 @@ impl Window {
     fn holds(&self, at: u64, len: u64) -> Result<(), Error> {
         let offset = at.checked_sub(self.at).filter(|_| !self.plain);
         let inside = offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len);
-        if inside { Ok(()) } else { Err(Error::Memory(format!("{at:#x} is not an address of this device"))) }
+        if inside { Ok(()) } else { Err(Error::NoAddress(at)) }
     }
 
     /// Allocates memory in chunks of `chunk` bytes and maps it in the window.

@@ -175,7 +175,7 @@ fn memory_is_exported_and_is_that_of_the_driver() {
     let part = span.sub(4096, 8192).unwrap();
     drop(gpu.device.export_dma_buf(part).unwrap());
     let beyond = Span::new(span.first(), 8 << 20).unwrap();
-    assert!(matches!(gpu.device.export_dma_buf(beyond), Err(Error::Memory(_))));
+    assert!(matches!(gpu.device.export_dma_buf(beyond), Err(Error::NotAllocated(_))));
     // More than there is: the driver's reason, and what is free.
     let (other, _) = gpu.allocate(200 << 20).unwrap();
     fake.set("memory", 208 << 20);

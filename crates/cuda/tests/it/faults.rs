@@ -3,7 +3,7 @@
 use std::sync::{Arc, LazyLock};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
-use dmalane_cuda::{GpuName, gpus};
+use dmalane_cuda::{Error, GpuName, gpus};
 use dmalane_device::{AddressSpaceKind, Bind, Device};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
@@ -246,7 +246,8 @@ fn memory_of_a_broken_gpu_is_never_freed() {
         gpu.queues[0].poll(&mut done);
         if call != "cuStreamSynchronize" {
             let Some(StopReason::Lost(why)) = gpu.queues[0].halted() else { panic!("{call}: it has halted") };
-            assert!(why.contains("CUDA_ERROR_LAUNCH_FAILED") && why.contains("is lost"), "{why}");
+            let Some(Error::ContextLost(cause)) = why.downcast_ref() else { panic!("{why:?}") };
+            assert!(matches!(&**cause, Error::Call { name, .. } if name == "CUDA_ERROR_LAUNCH_FAILED"), "{why}");
         }
         assert!(gpu.queues[0].poll(&mut done) == 0 && done.is_empty(), "nothing says that it has ended");
         drop(gpu);

@@ -9,7 +9,7 @@ use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
 use dmalane_load::Stage;
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
-use dmalane_queue::{OpError, Operation, RunError, StopReason, run};
+use dmalane_queue::{OpError, Operation, Refusal, Refused, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
 
 use super::{AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource};
@@ -40,7 +40,6 @@ pub(super) fn to_end(
         }
         let chunk = heap.reserve(CHUNK).and_then(Reserved::populate).map_err(memory)?.into_slice();
         let failed = |error| ReadError::Read { path: source.path.clone(), error };
-        let protocol = |what: &str| OpError::Stopped(StopReason::Protocol(what.into()));
         let (operation, n, ended) = match run(&mut queue, Operation::read(chunk, FileOffset::new(at)), left) {
             Ok(operation) => (operation, CHUNK, false),
             Err(RunError::Failed(operation, OpError::EndOfFile { at: end, .. })) => {
@@ -49,9 +48,13 @@ pub(super) fn to_end(
             }
             Err(RunError::Failed(_, error)) => return Err(failed(error)),
             Err(RunError::TimedOut(_)) => return Err(late(len)),
-            Err(error) => return Err(failed(protocol(&error.to_string()))),
+            Err(RunError::Refused(Refused { reason, .. })) => return Err(failed(reason.into())),
+            Err(RunError::Halted(reason)) => return Err(failed(OpError::Stopped(reason))),
+            Err(RunError::Busy) => return Err(failed(Refusal::Full.into())),
         };
-        let slice = operation.into_slice().ok_or_else(|| failed(protocol("a buffer is lost")))?;
+        let slice = operation
+            .into_slice()
+            .ok_or_else(|| failed(OpError::Stopped(StopReason::Protocol("a buffer is lost".into()))))?;
         len += n;
         if let Some(live) = &options.live {
             live.add(Stage::Read, n as u64);

@@ -26,8 +26,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
+use dmalane_device::IoError;
 use dmalane_dma::{BufferRef, PageBacking, SharedBuf, VolatileSlice};
-use dmalane_queue::{OpError, Queue, Refusal, Registered};
+use dmalane_queue::{OpError, Queue, Refusal, Registered, StopReason, Ticket};
 use thiserror::Error;
 
 pub(crate) use hash::Hashes;
@@ -167,12 +168,12 @@ pub enum FillError {
         error: OpError,
     },
     /// A queue refused or lost a read.
-    #[error("source {source_index}: {reason}")]
+    #[error("source {source_index}: {source}")]
     Queue {
         /// Which source.
         source_index: usize,
-        /// The queue's answer.
-        reason: String,
+        /// How.
+        source: QueueFailure,
     },
     /// The device failed to take bytes that had arrived.
     #[error("buffer {buffer} from {offset} on, on its way to the device: {error}")]
@@ -210,6 +211,30 @@ pub enum FillError {
         /// Bytes of the job; `None` for a source whose length nobody knows.
         of: Option<u64>,
     },
+}
+
+/// A queue that does not work: nothing more can be moved by it.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum QueueFailure {
+    /// It refused an operation for good.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// It stopped.
+    #[error(transparent)]
+    Stopped(#[from] StopReason),
+    /// Reading back from the device failed.
+    #[error(transparent)]
+    Io(#[from] IoError),
+    /// It ended an operation that it did not have.
+    #[error("an operation ended that was not submitted: {0:?}")]
+    NotSubmitted(Ticket),
+    /// Nothing ended for this long.
+    #[error("a read does not end within {0:?}")]
+    TimedOut(Duration),
+    /// It did not return all of the memory that it was given.
+    #[error("it did not return all of its memory")]
+    Lost,
 }
 
 /// A buffer that was filled.

@@ -12,7 +12,7 @@ use dmalane_queue::{
 };
 
 use super::state::{Fragment, Tag};
-use super::{FillError, FillOptions, locked};
+use super::{FillError, FillOptions, QueueFailure, locked};
 use crate::clock::{Clocks, Stage};
 
 /// Where bytes go when they have arrived, and were hashed if checksums are on.
@@ -272,9 +272,7 @@ impl End<'_> {
                     ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error })
                 }
                 (None, _) => {
-                    let error = OpError::Stopped(StopReason::Protocol(
-                        format!("an operation ended that was not submitted: {ticket:?}").into(),
-                    ));
+                    let error = OpError::Stopped(StopReason::Protocol(QueueFailure::NotSubmitted(ticket).into()));
                     ((0, 0), FillError::Transfer { buffer: 0, offset: 0, error })
                 }
             };

@@ -15,7 +15,7 @@ use super::landing::{Busy, Full, Landed, Landing, Place};
 use super::memory::{FillCached, Memory, Staging};
 use super::sink::{DeviceSink, Failed};
 use super::worker::POLL_INTERVAL;
-use super::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Watch, locked};
+use super::{BadJob, Event, Extent, FillError, FillOptions, Job, QueueFailure, Sink, Watch, locked};
 use crate::clock::{Clocks, Stage};
 
 pub(super) struct State<'a, 'w> {
@@ -714,7 +714,7 @@ impl<'a, 'w> State<'a, 'w> {
             return Err(error);
         }
         let (mut whole, mut hashes) = (Vec::new(), Vec::new());
-        for (buffer, arrived) in progress.buffers.into_iter().enumerate() {
+        for arrived in progress.buffers {
             hashes.push(arrived.hash.map_or_else(Hashes::default, |hash| hash.finish()));
             if !self.stays {
                 continue;
@@ -723,8 +723,7 @@ impl<'a, 'w> State<'a, 'w> {
             let joined = slices.reduce(|a, b| a?.join(b?).ok()).flatten();
             // Every chunk was taken, and every fragment of it has arrived.
             let Some(buf) = joined.and_then(|slice| slice.into_whole().ok()) else {
-                let reason = format!("the queue did not return all of buffer {buffer}");
-                return Err(FillError::Queue { source_index: 0, reason });
+                return Err(FillError::Queue { source_index: 0, source: QueueFailure::Lost });
             };
             whole.push(buf);
         }

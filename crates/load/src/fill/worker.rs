@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
-use super::FillError;
 use super::state::{Claimed, Fragment, Read, State, Tag};
+use super::{FillError, QueueFailure};
 use crate::clock::{Clocks, Stage};
 
 /// The longest sleep before everything is polled again.
@@ -117,7 +117,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                     break;
                 }
                 Err(Refused { reason, .. }) => {
-                    let error = FillError::Queue { source_index: source, reason: reason.to_string() };
+                    let error = FillError::Queue { source_index: source, source: reason.into() };
                     return self.state.fail((tag.buffer, tag.offset), error);
                 }
             }
@@ -154,8 +154,8 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let Completion { ticket, operation, result, .. } = completion;
         let (Some((at, tag, begun)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice())
         else {
-            let reason = format!("an operation ended that was not submitted: {ticket:?}");
-            return self.state.fail((0, 0), FillError::Queue { source_index: source, reason });
+            let error = FillError::Queue { source_index: source, source: QueueFailure::NotSubmitted(ticket) };
+            return self.state.fail((0, 0), error);
         };
         match result {
             Ok(()) => {
