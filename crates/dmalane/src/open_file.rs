@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
-use dmalane_file::{Error, FileOptions, FileQueue, Mode, residency};
+use dmalane_file::{Error, Fallback, FileOptions, FileQueue, Mode, residency};
 use dmalane_load::Input;
 
 use crate::read::{MOSTLY, workers};
@@ -25,8 +25,8 @@ pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<F
     let (options, reason) = match cached.share() >= MOSTLY {
         // Without direct I/O, its reason is the one that counts.
         _ if !queue.how().direct => (options, None),
-        true => (FileOptions { mode: Mode::Buffered, ..options }, Some(cached.to_string())),
-        false => (options, Some(format!("{cached}: copied from there, the rest read past it"))),
+        true => (FileOptions { mode: Mode::Buffered, ..options }, Some(Fallback::Cached(cached))),
+        false => (options, Some(Fallback::PartlyCached(cached))),
     };
     let first = open(options)?.from_cache_where_cached();
     let first = match reason {

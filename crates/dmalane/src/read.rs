@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, Registrar};
-use dmalane_file::{How, Mode, Moved, Residency};
+use dmalane_file::{Fallback, How, Mode, Moved, Residency};
 use dmalane_load::fill::{
     BufferMemory, Event, FillCached, FillError, FillOptions, Filled, HashRegions, Job, Sink, Watch, fill,
 };
@@ -413,7 +413,7 @@ fn read<'a>(
         }
         let mut how = most.map_or_else(How::plain, Source::how);
         if copied > 0 && writable {
-            how.reasons.push(format!("{copied} bytes copied to the memfd"));
+            how.reasons.push(Fallback::ToMemfd(copied));
         }
         ReadMethod { how, reason: choice.reason, moved, cached: choice.cached }
     };

@@ -37,13 +37,14 @@ pub struct DeviceKind {
     /// line; `None` where there is none.
     pub more: fn(&str, u64) -> Option<String>,
     /// Checks what follows `KIND:`, empty when nothing does.
-    pub check: fn(&str) -> Result<(), String>,
+    pub check: fn(&str) -> Checked,
     /// The devices of this kind on the machine whose `/` is given; none where they cannot be found without being named.
     pub list: fn(&Path) -> Vec<Listed>,
     /// Opens one that has passed `check`.
     pub open: fn(&str, &OpenOptions) -> Opened,
 }
 
+type Checked = Result<(), Box<dyn Error + Send + Sync>>;
 type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 
 /// Every kind of device.
@@ -115,24 +116,24 @@ pub struct Listed {
     pub facts: Vec<(&'static str, Option<String>)>,
 }
 
-fn nothing(rest: &str) -> Result<(), String> {
-    if rest.is_empty() { Ok(()) } else { Err("nothing follows it".to_owned()) }
+fn nothing(rest: &str) -> Checked {
+    if rest.is_empty() { Ok(()) } else { Err("nothing follows it".into()) }
 }
 
-fn parse<T: std::str::FromStr<Err: std::fmt::Display>>(rest: &str) -> Result<(), String> {
-    rest.parse::<T>().map(drop).map_err(|e| e.to_string())
+fn parse<T: std::str::FromStr<Err: Error + Send + Sync + 'static>>(rest: &str) -> Checked {
+    rest.parse::<T>().map(drop).map_err(Into::into)
 }
 
-fn socket(rest: &str) -> Result<(), String> {
-    if rest.is_empty() { Err("a socket is missing".to_owned()) } else { Ok(()) }
+fn socket(rest: &str) -> Checked {
+    if rest.is_empty() { Err("a socket is missing".into()) } else { Ok(()) }
 }
 
-fn gpu(rest: &str) -> Result<(), String> {
-    if rest.is_empty() { Err("the number, name or UUID of a GPU is missing".to_owned()) } else { Ok(()) }
+fn gpu(rest: &str) -> Checked {
+    if rest.is_empty() { Err("the number, name or UUID of a GPU is missing".into()) } else { Ok(()) }
 }
 
-fn size(rest: &str) -> Result<(), String> {
-    crate::size::nonzero(rest).map(drop).map_err(|e| e.to_string())
+fn size(rest: &str) -> Checked {
+    crate::size::nonzero(rest).map(drop).map_err(Into::into)
 }
 
 fn none(_: &Path) -> Vec<Listed> {
@@ -234,8 +235,8 @@ fn list_soft(_: &Path) -> Vec<Listed> {
     }]
 }
 
-fn daemon_socket(rest: &str) -> Result<(), String> {
-    daemon_options(rest).map(drop)
+fn daemon_socket(rest: &str) -> Checked {
+    daemon_options(rest).map(drop).map_err(Into::into)
 }
 
 /// The connection to a daemon that `SOCKET[,server-uid=UID]` names; the default socket if it is empty.

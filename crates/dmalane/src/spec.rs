@@ -1,5 +1,6 @@
 //! The name of a device: `KIND` or `KIND:REST`.
 
+use std::error::Error as StdError;
 use std::fmt;
 use std::str::FromStr;
 
@@ -46,7 +47,7 @@ impl DeviceSpec {
 }
 
 /// A text that names no device.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BadDeviceSpec {
     /// No kind has this name.
@@ -56,14 +57,14 @@ pub enum BadDeviceSpec {
         text: String,
     },
     /// The text after the kind is invalid.
-    #[error("{text:?} is not {syntax}: {reason}")]
+    #[error("{text:?} is not {syntax}: {source}")]
     Rest {
         /// The text.
         text: String,
         /// How devices of this kind are named.
         syntax: &'static str,
-        /// The reason.
-        reason: String,
+        /// The reason: an error of the crate that drives such devices, or a text.
+        source: Box<dyn StdError + Send + Sync>,
     },
 }
 
@@ -80,12 +81,12 @@ impl FromStr for DeviceSpec {
         let kind = KINDS.iter().find(|kind| kind.name == name);
         let kind = kind.ok_or_else(|| BadDeviceSpec::Kind { text: text.to_owned() })?;
         let checked = match (kind.check)(rest) {
-            Ok(()) if text.ends_with(':') && rest.is_empty() => Err("nothing follows the colon".to_owned()),
+            Ok(()) if text.ends_with(':') && rest.is_empty() => Err("nothing follows the colon".into()),
             checked => checked,
         };
         match checked {
             Ok(()) => Ok(Self { kind, rest: rest.to_owned() }),
-            Err(reason) => Err(BadDeviceSpec::Rest { text: text.to_owned(), syntax: kind.syntax, reason }),
+            Err(source) => Err(BadDeviceSpec::Rest { text: text.to_owned(), syntax: kind.syntax, source }),
         }
     }
 }

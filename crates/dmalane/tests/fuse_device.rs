@@ -296,7 +296,7 @@ fn what_a_driver_can_do_to_a_node() {
         let before = fs.fresh();
         fs.order(fault);
         match fs.open(probed) {
-            Err(FileDeviceError::NotMemory { why: said, .. }) => assert!(said.contains(why), "{fault:?}: {said}"),
+            Err(e @ FileDeviceError::NotMemory { .. }) => assert!(e.to_string().contains(why), "{fault:?}: {e}"),
             other => panic!("{fault:?}: {other:?}"),
         }
         // A device whose every address is 0 cannot be put right by writing to another address.

@@ -43,10 +43,10 @@ mod stream;
 
 pub use cache::{Residency, residency};
 pub use device::{
-    BadFileDevicePaths, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
-    FileDeviceQueue, HoldsData, IoBackend,
+    BackendReason, BadFileDevicePaths, BadProbeAddress, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions,
+    FileDevicePaths, FileDeviceQueue, HoldsData, IoBackend, ProbeError,
 };
-pub use error::Error;
+pub use error::{Error, Fallback};
 pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};
 pub use ring::quarantined_bytes;

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::Fallback;
+
 /// Whether reads go past the page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Mode {
@@ -74,7 +76,7 @@ pub struct How {
     /// Reads go through io_uring.
     pub uring: bool,
     /// Why each thing that was asked for was not had; empty when all was well.
-    pub reasons: Vec<String>,
+    pub reasons: Vec<Fallback>,
 }
 
 impl How {

@@ -12,10 +12,11 @@ use dmalane_queue::{
 use rustix::io::Errno;
 
 use crate::cache::PAGE;
+use crate::error::errno;
 use crate::op::{self, Op};
 use crate::ring::{self, Ask, Request, Ring};
-use crate::source::{FUSE, NONBLOCKING, Source, is_fuse};
-use crate::{Error, FileOptions, How, Io, Mode, cut};
+use crate::source::{Source, is_fuse};
+use crate::{Error, Fallback, FileOptions, How, Io, Mode, cut};
 
 /// Bytes that a queue has read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -73,26 +74,26 @@ impl FileQueue {
         Self::of(Source::adopt(file, path.into(), options.mode)?, options)
     }
 
-    fn of((source, reason): (Source, Option<String>), options: FileOptions) -> Result<Self, Error> {
+    fn of((source, no_direct): (Source, Option<Fallback>), options: FileOptions) -> Result<Self, Error> {
         let options = options.normal();
         let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
-        let refused = |reason: String| Error::NoUring { path: source.path.clone(), reason };
+        let refused = |why| Error::NoUring { path: source.path.clone(), source: why };
         let ring = match options.io {
-            Io::Uring if source.nonblocking => return Err(refused(NONBLOCKING.into())),
-            Io::Uring if fuse => return Err(refused(FUSE.into())),
+            Io::Uring if source.nonblocking => return Err(refused(Fallback::NonBlocking)),
+            Io::Uring if fuse => return Err(refused(Fallback::Fuse)),
             Io::Uring => match Ring::new(options.depth) {
                 Ok(ring) => Some(ring),
-                Err(reason) => return Err(refused(reason)),
+                Err(why) => return Err(refused(why)),
             },
             Io::Auto | Io::Pread => None,
         };
         let how = How {
             direct: source.direct.is_some(),
             uring: options.io != Io::Pread && !fuse && !source.nonblocking,
-            reasons: reason
+            reasons: no_direct
                 .into_iter()
-                .chain(fuse.then(|| FUSE.into()))
-                .chain(source.nonblocking.then(|| NONBLOCKING.into()))
+                .chain(fuse.then_some(Fallback::Fuse))
+                .chain(source.nonblocking.then_some(Fallback::NonBlocking))
                 .collect(),
         };
         Ok(Self {
@@ -138,7 +139,7 @@ impl FileQueue {
 
     /// Adds a reason to [`FileQueue::how`]: why its opener chose this method.
     #[must_use]
-    pub fn because(mut self, reason: String) -> Self {
+    pub fn because(mut self, reason: Fallback) -> Self {
         self.how.reasons.push(reason);
         self
     }
@@ -231,7 +232,7 @@ impl FileQueue {
         let Some(ring) = &mut self.ring else { return };
         if let Err(e) = ring.enter(wait) {
             self.how.uring = false;
-            self.how.reasons.push(format!("io_uring failed: {e}"));
+            self.how.reasons.push(Fallback::RingFailed(errno(&e)));
             self.again.extend(std::iter::from_fn(|| ring.take_back()));
         }
     }
@@ -276,8 +277,8 @@ impl FileQueue {
             {
                 if self.how.direct {
                     self.how.direct = false;
-                    let error = std::io::Error::from(errno);
-                    self.how.reasons.push(format!("O_DIRECT refused at {}: {error}", FileOffset::new(next)));
+                    let (at, errno) = (FileOffset::new(next), errno.raw_os_error());
+                    self.how.reasons.push(Fallback::DirectRead { at, errno });
                     self.source.forget_direct();
                 }
                 self.again_buffered(read);
@@ -435,7 +436,8 @@ mod tests {
             let read = run(&mut queue, read_of(1, LEN - 1), LONG).unwrap();
             assert!(bytes(read) == data[1..]);
             assert!(!queue.how().direct && queue.alignment() == 1);
-            let said = queue.how().reasons.iter().filter(|r| r.starts_with("O_DIRECT refused at file offset 0x1"));
+            let said =
+                queue.how().reasons.iter().filter(|r| matches!(r, Fallback::DirectRead { at, .. } if at.bits() == 1));
             assert_eq!(said.count(), 1, "{}", queue.how());
             assert_eq!(queue.moved(), Moved { direct: 0, buffered: LEN as u64 - 1 });
         }
@@ -488,7 +490,7 @@ mod tests {
             assert_eq!(c.result, Ok(()));
             assert!(bytes(c.operation) == data);
         }
-        assert!(!queue.how().uring && queue.how().reasons[0].contains("io_uring failed"), "{}", queue.how());
+        assert!(!queue.how().uring && matches!(queue.how().reasons[0], Fallback::RingFailed(_)), "{}", queue.how());
         let read = run(&mut queue, read_of(5, 100), LONG).unwrap();
         assert!(bytes(read) == data[5..105]);
     }

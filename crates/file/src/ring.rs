@@ -21,6 +21,9 @@ use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
 
+use crate::Fallback;
+use crate::error::errno;
+
 /// Time that a dropped ring waits for the kernel before it quarantines its memory.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -226,11 +229,12 @@ pub(crate) struct Ring {
 
 impl Ring {
     /// A ring for `depth` reads at once.
-    pub fn new(depth: usize) -> Result<Self, String> {
-        let uring = IoUring::new(depth as u32).map_err(|e| format!("io_uring refused: {e}{}", why_refused(&e)))?;
+    pub fn new(depth: usize) -> Result<Self, Fallback> {
+        let refused = |e: io::Error| Fallback::Ring { errno: errno(&e), cause: why_refused(&e) };
+        let uring = IoUring::new(depth as u32).map_err(refused)?;
         // Waiting with a timeout, and completions that are never lost.
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
-            return Err("io_uring of a kernel before 5.11 cannot wait with a timeout".into());
+            return Err(Fallback::OldRing);
         }
         Ok(Self {
             uring,
@@ -244,10 +248,10 @@ impl Ring {
     }
 
     /// A ring that also has `count` places for memory that the kernel keeps pinned.
-    pub fn with_fixed(depth: usize, count: u16) -> Result<Self, String> {
+    pub fn with_fixed(depth: usize, count: u16) -> Result<Self, Fallback> {
         let this = Self::new(depth)?;
         let made = this.uring.submitter().register_buffers_sparse(count.into());
-        made.map_err(|e| format!("io_uring has no fixed buffers: {e}"))?;
+        made.map_err(|e| Fallback::NoFixedBuffers(errno(&e)))?;
         Ok(this)
     }
 

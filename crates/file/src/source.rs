@@ -11,7 +11,7 @@ use rustix::fs::{Advice, AtFlags, Mode as Permissions, OFlags, StatxFlags};
 use rustix::io::Errno;
 
 use crate::cut::Align;
-use crate::{Error, Mode};
+use crate::{Error, Fallback, Mode};
 
 /// For file systems that do direct I/O and do not say how: a multiple of every block size that they use.
 const UNSAID: Align = Align { memory: 4096, offset: 4096 };
@@ -28,7 +28,7 @@ pub(crate) struct Source {
 
 impl Source {
     /// Opens a file by name. Never waits for the other end of a FIFO.
-    pub fn open(path: &Path, mode: Mode) -> Result<(Self, Option<String>), Error> {
+    pub fn open(path: &Path, mode: Mode) -> Result<(Self, Option<Fallback>), Error> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let failed = |e: Errno| Error::Open { path: path.into(), source: e.into() };
         let file: File = rustix::fs::open(path, flags, Permissions::empty()).map_err(failed)?.into();
@@ -40,7 +40,7 @@ impl Source {
 
     /// Takes a file that somebody else has opened. It is opened again where its flags or its advice would have to be
     /// others; where that is refused (a file that this user may not open), it is read as it is.
-    pub fn adopt(file: File, path: PathBuf, mode: Mode) -> Result<(Self, Option<String>), Error> {
+    pub fn adopt(file: File, path: PathBuf, mode: Mode) -> Result<(Self, Option<Fallback>), Error> {
         Self::check(&file, &path)?;
         let given = rustix::fs::fcntl_getfl(&file).map_err(|e| Error::Open { path: path.clone(), source: e.into() })?;
         if mode == Mode::Buffered && !given.intersects(OFlags::DIRECT | OFlags::NONBLOCK | OFlags::WRONLY) {
@@ -83,7 +83,7 @@ impl Source {
         mode: Mode,
         own: bool,
         nonblocking: bool,
-    ) -> Result<(Self, Option<String>), Error> {
+    ) -> Result<(Self, Option<Fallback>), Error> {
         let mut source = Self { path, buffered: Arc::new(file), direct: None, nonblocking, own };
         if mode == Mode::Buffered {
             return Ok((source, None));
@@ -95,8 +95,8 @@ impl Source {
                 source.direct = Some((Arc::new(file), align));
                 Ok((source, None))
             }
-            Err(reason) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path.clone(), reason }),
-            Err(reason) => Ok((source, Some(reason))),
+            Err(why) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path.clone(), source: why }),
+            Err(why) => Ok((source, Some(why))),
         }
     }
 
@@ -126,15 +126,15 @@ fn by_descriptor(file: &File) -> String {
 }
 
 /// Opens the same file again for direct I/O.
-fn reopen(file: &File) -> Result<(File, Align), String> {
+fn reopen(file: &File) -> Result<(File, Align), Fallback> {
     if let Some(name) = memory_file_system(file) {
         // tmpfs accepts O_DIRECT since Linux 6.6 and then copies from the page cache all the same.
-        return Err(format!("{name} keeps its files in memory: there is no disk to read directly"));
+        return Err(Fallback::InMemory(name));
     }
     let align = alignment(file)?;
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
     let fd = rustix::fs::open(by_descriptor(file), flags, Permissions::empty())
-        .map_err(|e| format!("O_DIRECT refused at open: {}", std::io::Error::from(e)))?;
+        .map_err(|e| Fallback::DirectOpen(e.raw_os_error()))?;
     Ok((fd.into(), align))
 }
 
@@ -147,21 +147,13 @@ fn memory_file_system(file: &File) -> Option<&'static str> {
     }
 }
 
-/// Linux (6.18 at least) completes an asynchronous direct read on FUSE as if it were whole when the server answered
-/// with fewer bytes, as it does where the file was truncated meanwhile: what is missing would be silent zeroes. A
-/// synchronous read says how far it came.
-pub(crate) const FUSE: &str = "FUSE completes asynchronous direct reads as whole that are not";
-
-/// Reads of such a descriptor by io_uring fail where they would wait.
-pub(crate) const NONBLOCKING: &str = "the descriptor is non-blocking, and the file cannot be opened again";
-
 /// True for a file on a FUSE file system.
 pub(crate) fn is_fuse(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|s| s.f_type as u32 == 0x6573_5546)
 }
 
 /// The answer of statx, or a safe guess where it has none.
-pub(crate) fn alignment(file: impl AsFd) -> Result<Align, String> {
+pub(crate) fn alignment(file: impl AsFd) -> Result<Align, Fallback> {
     let stat = match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
         Ok(stat) if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => stat,
         _ => return Ok(UNSAID),
@@ -169,14 +161,14 @@ pub(crate) fn alignment(file: impl AsFd) -> Result<Align, String> {
     check(stat.stx_dio_mem_align, stat.stx_dio_offset_align)
 }
 
-fn check(memory: u32, offset: u32) -> Result<Align, String> {
-    match (memory as usize, offset as usize) {
-        (0, _) | (_, 0) => Err("the file system does no direct I/O on this file (statx)".into()),
+fn check(memory: u32, offset: u32) -> Result<Align, Fallback> {
+    match (memory, offset) {
+        (0, _) | (_, 0) => Err(Fallback::NoDirect),
         // 64 KiB is the smallest block, which must be a multiple of both.
-        (memory, offset) if memory.is_power_of_two() && offset.is_power_of_two() && memory.max(offset) <= 64 << 10 => {
-            Ok(Align { memory, offset })
+        _ if memory.is_power_of_two() && offset.is_power_of_two() && memory.max(offset) <= 64 << 10 => {
+            Ok(Align { memory: memory as usize, offset: offset as usize })
         }
-        (memory, offset) => Err(format!("direct I/O in units of {offset} bytes at addresses of {memory} is not done")),
+        _ => Err(Fallback::Alignment { memory, offset }),
     }
 }
 
@@ -188,7 +180,7 @@ mod tests {
     fn odd_alignments_are_refused_with_a_reason() {
         assert_eq!(check(4, 512), Ok(Align { memory: 4, offset: 512 }));
         for (memory, offset) in [(0, 0), (0, 512), (512, 0), (3, 512), (512, 768), (512, 1 << 20)] {
-            assert!(check(memory, offset).unwrap_err().contains("direct I/O"));
+            assert!(check(memory, offset).unwrap_err().to_string().contains("direct I/O"));
         }
     }
 }

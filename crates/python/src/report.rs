@@ -68,7 +68,8 @@ impl Reads {
             file.set_item("direct", method.how.direct)?;
             file.set_item("io_uring", method.how.uring)?;
             file.set_item("reason", &method.reason)?;
-            file.set_item("fallbacks", &method.how.reasons)?;
+            let fallbacks: Vec<String> = method.how.reasons.iter().map(ToString::to_string).collect();
+            file.set_item("fallbacks", fallbacks)?;
             file.set_item("direct_bytes", method.moved.direct)?;
             file.set_item("buffered_bytes", method.moved.buffered)?;
             file.set_item("cached_share", method.cached.map(|cached| cached.share()))?;

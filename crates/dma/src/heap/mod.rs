@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub use dma_heap::{DmaHeap, export_dma_buf};
 pub use driver::DriverHeap;
 pub use fallback::{AnonHeap, MemfdHeap};
-pub use needs::{HeapCapabilities, Needs, Picked, pick};
+pub use needs::{HeapCapabilities, Needs, Picked, Unsuitable, pick};
 pub(crate) use pool::Home;
 pub use pool::{Pool, PoolStats};
 pub use reserved::{Absent, Reserved};
@@ -96,10 +96,10 @@ pub enum NoPages {
         pages: usize,
         /// The file that reserves them.
         file: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's answer, in its words.
         error: String,
     },
-    /// The kernel refused them.
+    /// The kernel refused them, in its words.
     #[error("{0}")]
     Kernel(String),
 }

@@ -3,8 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
+use thiserror::Error;
+
 use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind};
-use crate::{Error, memlock_left};
+use crate::memlock_left;
 
 /// Uses for which the buffers of a heap are suitable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,16 +61,43 @@ pub struct Needs {
 
 impl Needs {
     /// The first requirement that a heap does not meet; `None` when it meets all.
-    fn missing(&self, has: &HeapCapabilities) -> Option<&'static str> {
+    fn missing(&self, has: &HeapCapabilities) -> Option<Unsuitable> {
         [
-            (self.shareable, has.shareable, "cannot be shared with another process"),
-            (self.direct_io, has.direct_io, "takes no direct I/O"),
-            (self.registrable, has.registrable, "cannot be registered with io_uring"),
-            (self.dma_buf, has.dma_buf, "cannot become a dma-buf"),
+            (self.shareable, has.shareable, Unsuitable::NotShareable),
+            (self.direct_io, has.direct_io, Unsuitable::NoDirectIo),
+            (self.registrable, has.registrable, Unsuitable::NotRegistrable),
+            (self.dma_buf, has.dma_buf, Unsuitable::NoDmaBuf),
         ]
         .into_iter()
         .find_map(|(needed, had, why)| (needed && !had).then_some(why))
     }
+}
+
+/// Why a heap does not meet the requirements.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum Unsuitable {
+    /// [`Needs::shareable`].
+    #[error("cannot be shared with another process")]
+    NotShareable,
+    /// [`Needs::direct_io`].
+    #[error("takes no direct I/O")]
+    NoDirectIo,
+    /// [`Needs::registrable`].
+    #[error("cannot be registered with io_uring")]
+    NotRegistrable,
+    /// [`Needs::dma_buf`].
+    #[error("cannot become a dma-buf")]
+    NoDmaBuf,
+    /// [`Needs::dma_buf`], of a memfd.
+    #[error("there is no /dev/udmabuf for it")]
+    NoUdmabuf,
+    /// [`Needs::node`].
+    #[error("cannot be bound to a NUMA node")]
+    NoNode,
+    /// The kernel does not offer it: the path, and the kernel's words.
+    #[error("{0}")]
+    Kernel(String),
 }
 
 /// The chosen heap, with the reasons against better ones.
@@ -76,7 +105,7 @@ pub struct Picked {
     /// The chosen heap.
     pub heap: Arc<dyn Heap>,
     /// Each better heap, with the requirement that it does not meet.
-    pub passed_over: Vec<(&'static str, String)>,
+    pub passed_over: Vec<(&'static str, Unsuitable)>,
 }
 
 impl fmt::Display for Picked {
@@ -93,22 +122,23 @@ impl fmt::Display for Picked {
 /// dma-bufs), then the kernel's dma-buf heap.
 ///
 /// # Errors
-/// [`Error::NoHeap`] with the reason for each heap; [`Error::PinLimit`] when `pinned` exceeds the lock limit.
-pub fn pick(needs: Needs) -> Result<Picked, Error> {
+/// [`NoHeap`](crate::Error::NoHeap) with the reason for each heap; [`PinLimit`](crate::Error::PinLimit) when `pinned`
+/// exceeds the lock limit.
+pub fn pick(needs: Needs) -> Result<Picked, crate::Error> {
     pick_within(needs, memlock_left())
 }
 
-fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
+fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, crate::Error> {
     if let Some(limit) = left.filter(|left| needs.pinned > *left) {
         // `left` already excludes memory that is pinned.
-        return Err(Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
+        return Err(crate::Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
     }
     let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
-    type Open<'a> = &'a dyn Fn() -> std::io::Result<Arc<dyn Heap>>;
-    let dma_heap = || -> std::io::Result<Arc<dyn Heap>> {
+    type Open<'a> = &'a dyn Fn() -> Result<Arc<dyn Heap>, Unsuitable>;
+    let dma_heap = || -> Result<Arc<dyn Heap>, Unsuitable> {
         match needs.node {
-            Some(_) => Err(std::io::Error::other("cannot be bound to a NUMA node")),
-            None => Ok(Arc::new(DmaHeap::open("system")?)),
+            Some(_) => Err(Unsuitable::NoNode),
+            None => Ok(Arc::new(DmaHeap::open("system").map_err(|e| Unsuitable::Kernel(e.to_string()))?)),
         }
     };
     let heaps: &[(&'static str, Open<'_>)] = &[
@@ -121,14 +151,14 @@ fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
         let why = match open() {
             Ok(heap) => match needs.missing(&heap.capabilities()) {
                 None => return Ok(Picked { heap, passed_over }),
-                Some("cannot become a dma-buf") if name == "memfd" => "there is no /dev/udmabuf for it".to_owned(),
-                Some(why) => why.to_owned(),
+                Some(Unsuitable::NoDmaBuf) if name == "memfd" => Unsuitable::NoUdmabuf,
+                Some(why) => why,
             },
-            Err(e) => e.to_string(),
+            Err(why) => why,
         };
         passed_over.push((name, why));
     }
-    Err(Error::NoHeap(passed_over))
+    Err(crate::Error::NoHeap(passed_over))
 }
 
 #[cfg(test)]
@@ -141,7 +171,7 @@ mod tests {
         assert_eq!((plain.heap.name(), plain.passed_over.len()), ("anonymous", 0));
         let shared = pick(Needs { shareable: true, direct_io: true, ..Needs::default() }).unwrap();
         assert_eq!(shared.heap.name(), "memfd");
-        assert_eq!(shared.passed_over, [("anonymous", "cannot be shared with another process".to_owned())]);
+        assert_eq!(shared.passed_over, [("anonymous", Unsuitable::NotShareable)]);
         assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, direct I/O, "), "{shared}");
         // Either a heap with dma-bufs is chosen, or the error names the reasons.
         match pick(Needs { dma_buf: true, ..Needs::default() }) {

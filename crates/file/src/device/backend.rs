@@ -10,6 +10,8 @@ use dmalane_dma::memlock_left;
 use dmalane_queue::Registered;
 
 use super::workers::Workers;
+use crate::Fallback;
+use crate::error::errno;
 use crate::ring::{Ask, Request, Ring};
 
 /// How requests reach the kernel, best last.
@@ -58,7 +60,7 @@ pub(crate) struct Fixed {
     /// [`NoIommu::undone`] when the registrations were last looked through.
     seen: u64,
     /// Why the kernel refused one.
-    why: Option<String>,
+    why: Option<Fallback>,
     /// The kernel has ever taken one.
     any: bool,
 }
@@ -66,10 +68,10 @@ pub(crate) struct Fixed {
 impl Mover {
     /// # Errors
     /// Why this backend cannot be had.
-    pub fn new(backend: IoBackend, depth: usize, threads: usize) -> Result<Self, String> {
+    pub fn new(backend: IoBackend, depth: usize, threads: usize) -> Result<Self, Fallback> {
         Ok(match backend {
             IoBackend::Workers => {
-                let workers = Workers::new(threads).map_err(|e| format!("cannot start a thread: {e}"))?;
+                let workers = Workers::new(threads).map_err(|e| Fallback::Thread(errno(&e)))?;
                 Self::Workers { workers, depth, busy: 0 }
             }
             IoBackend::Uring => Self::Ring { ring: Box::new(Ring::new(depth)?), fixed: None },
@@ -118,7 +120,7 @@ impl Mover {
     ///
     /// # Errors
     /// When the kernel refuses: this backend is not usable any more.
-    pub fn enter(&mut self, wait: Option<Duration>) -> Result<(), String> {
+    pub fn enter(&mut self, wait: Option<Duration>) -> Result<(), Fallback> {
         match self {
             Self::Workers { workers, .. } => {
                 if let Some(timeout) = wait {
@@ -126,7 +128,7 @@ impl Mover {
                 }
                 Ok(())
             }
-            Self::Ring { ring, .. } => ring.enter(wait).map_err(|e| format!("io_uring failed: {e}")),
+            Self::Ring { ring, .. } => ring.enter(wait).map_err(|e| Fallback::RingFailed(errno(&e))),
         }
     }
 
@@ -167,10 +169,10 @@ impl Mover {
     }
 
     /// Why requests do not use fixed buffers although they should, and the backend that they use on the whole.
-    pub fn failure(&self) -> Option<(&str, IoBackend)> {
+    pub fn failure(&self) -> Option<(&Fallback, IoBackend)> {
         match self {
             Self::Ring { fixed: Some(fixed), .. } => {
-                Some((fixed.why.as_deref()?, if fixed.any { IoBackend::Fixed } else { IoBackend::Uring }))
+                Some((fixed.why.as_ref()?, if fixed.any { IoBackend::Fixed } else { IoBackend::Uring }))
             }
             _ => None,
         }
@@ -180,7 +182,7 @@ impl Mover {
     ///
     /// # Errors
     /// When one has not ended in time; the mover still has it.
-    pub fn all(&mut self, requests: Vec<Request>, timeout: Duration) -> Result<Vec<(Request, i32)>, String> {
+    pub fn all(&mut self, requests: Vec<Request>, timeout: Duration) -> Result<Vec<(Request, i32)>, Fallback> {
         let deadline = Instant::now() + timeout;
         let (mut left, mut ended) = (requests.into_iter().peekable(), Vec::new());
         while left.peek().is_some() || self.busy() > 0 {
@@ -194,7 +196,7 @@ impl Mover {
             ended.extend(std::iter::from_fn(|| self.reap()));
             if self.busy() > 0 && Instant::now() >= deadline {
                 self.cancel_all();
-                return Err(format!("no answer within {timeout:?}"));
+                return Err(Fallback::NoAnswer(timeout));
             }
         }
         Ok(ended)
@@ -236,10 +238,7 @@ impl Fixed {
                 if let Err(e) = ring.fix(free, &request.slice, via.mapping().pinned().range()) {
                     self.why.get_or_insert_with(|| {
                         let left = (e.kind() == io::ErrorKind::OutOfMemory).then(memlock_left).flatten();
-                        let limit = left.map_or(String::new(), |left| {
-                            format!("; this process may lock {left} more bytes (raise it with ulimit -l)")
-                        });
-                        format!("a fixed buffer was refused: {e}{limit}")
+                        Fallback::FixedBuffer { errno: errno(&e), left }
                     });
                     self.refused.push(iova);
                     return request.ask;

@@ -34,10 +34,11 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 pub use backend::IoBackend;
+pub use probe::ProbeError;
 pub use queue::FileDeviceQueue;
 
 use crate::cut::Align;
-use crate::source::{self, FUSE};
+use crate::{Fallback, source};
 use backend::Mover;
 use probe::Count;
 
@@ -181,8 +182,34 @@ pub struct FileDeviceHow {
     /// A probe has found that it works.
     pub probed: bool,
     /// Why not a better one; empty when it is the best.
-    pub reasons: Vec<String>,
+    pub reasons: Vec<BackendReason>,
     count: Count,
+}
+
+/// Why a file device has its backend, and not a better one.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum BackendReason {
+    /// [`FileDeviceOptions::trust`] names it.
+    #[error("trusted without a probe")]
+    Trusted,
+    /// [`FileDeviceOptions::probe_at`] names no address.
+    #[error("not probed: with an address to probe at, io_uring is tried")]
+    NotProbed,
+    /// A probe found that a better one does not work.
+    #[error("not {backend}: {error}")]
+    Unfit {
+        /// The better one.
+        backend: IoBackend,
+        /// What was found.
+        error: ProbeError,
+    },
+    /// A probe did not end.
+    #[error("nothing else was tried")]
+    NothingElse,
+    /// The kernel refused a better one.
+    #[error(transparent)]
+    Fallback(#[from] Fallback),
 }
 
 impl fmt::Display for FileDeviceHow {
@@ -224,40 +251,58 @@ pub enum FileDeviceError {
     #[error("{} is in use (mounted, or part of another device)", .0.display())]
     InUse(PathBuf),
     /// [`FileDeviceOptions::direct`] is not possible.
-    #[error("no direct I/O on {}: {reason}", path.display())]
+    #[error("no direct I/O on {}: {source}", path.display())]
     NoDirect {
         /// The file.
         path: PathBuf,
         /// Why not.
-        reason: String,
+        source: Fallback,
     },
     /// [`FileDeviceOptions::probe_at`] is not usable.
-    #[error("cannot probe at {at:#x}: {why}")]
+    #[error("cannot probe at {at:#x}: {source}")]
     ProbeAt {
         /// The address.
         at: u64,
         /// The reason.
-        why: String,
+        source: BadProbeAddress,
     },
     /// Even synchronous calls do not read back what was written.
-    #[error("{} does not keep what is written to it: {why}", path.display())]
+    #[error("{} does not keep what is written to it: {source}", path.display())]
     NotMemory {
         /// The file.
         path: PathBuf,
         /// The observation of the probe.
-        why: String,
+        source: ProbeError,
     },
     /// The backend of [`FileDeviceOptions::trust`] is not available.
-    #[error("no {backend}: {reason}")]
+    #[error("no {backend}: {source}")]
     NoBackend {
         /// Which.
         backend: IoBackend,
         /// Why not.
-        reason: String,
+        source: Fallback,
     },
     /// No queue could be made.
-    #[error("{0}")]
-    NoQueue(String),
+    #[error(transparent)]
+    NoQueue(Fallback),
+}
+
+/// An address that a probe cannot use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum BadProbeAddress {
+    /// What is written there overlaps address 0.
+    #[error("it must be at least 16 KiB, so that a write that goes to address 0 instead shows")]
+    TooLow,
+    /// It is not at the beginning of a page.
+    #[error("it must be a multiple of 4 KiB")]
+    Misaligned,
+    /// The device, of so many bytes, ends before the probe does.
+    #[error("the device ends at {0:#x}, and 16 KiB are needed")]
+    PastEnd(u64),
+    /// No file has such an address.
+    #[error("it is past the top of what a file can have")]
+    PastTop,
 }
 
 /// A device that is a file, or two: one region of memory, no MMU, and a queue.
@@ -313,7 +358,7 @@ impl FileDevice {
             true => {
                 let of = |file: &File, path: &Path| {
                     source::alignment(file)
-                        .map_err(|reason| FileDeviceError::NoDirect { path: path.to_owned(), reason })
+                        .map_err(|source| FileDeviceError::NoDirect { path: path.to_owned(), source })
                 };
                 let (a, b) = (of(&h2c, &paths.h2c)?, of(&c2h, &paths.c2h)?);
                 Some(Align { memory: a.memory.max(b.memory), offset: a.offset.max(b.offset) })
@@ -437,13 +482,13 @@ impl Opened {
     fn choose_backend(&mut self) -> Result<(), FileDeviceError> {
         let FileDeviceOptions { probe_at, best, trust, depth, .. } = self.options;
         if let Some(backend) = trust {
-            Mover::new(backend, depth, 1).map_err(|reason| FileDeviceError::NoBackend { backend, reason })?;
+            Mover::new(backend, depth, 1).map_err(|source| FileDeviceError::NoBackend { backend, source })?;
             self.how.backend = backend;
-            self.how.reasons.push("trusted without a probe".into());
+            self.how.reasons.push(BackendReason::Trusted);
             return Ok(());
         }
         let Some(at) = probe_at else {
-            self.how.reasons.push("not probed: with an address to probe at, io_uring is tried".into());
+            self.how.reasons.push(BackendReason::NotProbed);
             return Ok(());
         };
         self.check_probe_at(at)?;
@@ -452,14 +497,14 @@ impl Opened {
         let mut safe = Mover::new(IoBackend::Workers, depth, 1).map_err(no_queue)?;
         let mut plain = Mover::new(IoBackend::Workers, depth, 2).map_err(no_queue)?;
         probe::probe(&target, &mut safe, &mut plain)
-            .map_err(|unfit| FileDeviceError::NotMemory { path: self.paths.h2c.clone(), why: unfit.why })?;
+            .map_err(|source| FileDeviceError::NotMemory { path: self.paths.h2c.clone(), source })?;
         self.how.probed = true;
         let fuse = source::is_fuse(&self.h2c) || source::is_fuse(&self.c2h);
         for backend in IoBackend::ALL.into_iter().filter(|backend| *backend <= best && *backend != IoBackend::Workers) {
             let tried = match fuse {
-                true => Err(FUSE.to_owned().into()),
+                true => Err(Fallback::Fuse.into()),
                 false => Mover::new(backend, depth, 1)
-                    .map_err(probe::Unfit::from)
+                    .map_err(ProbeError::from)
                     .and_then(|mut mover| probe::probe(&target, &mut safe, &mut mover)),
             };
             match tried {
@@ -467,10 +512,11 @@ impl Opened {
                     (self.how.backend, self.how.count) = (backend, count);
                     return Ok(());
                 }
-                Err(unfit) => {
-                    self.how.reasons.push(format!("not {backend}: {}", unfit.why));
-                    if unfit.hangs {
-                        self.how.reasons.push("nothing else was tried".to_owned());
+                Err(error) => {
+                    let hangs = matches!(error, ProbeError::Hangs { .. });
+                    self.how.reasons.push(BackendReason::Unfit { backend, error });
+                    if hangs {
+                        self.how.reasons.push(BackendReason::NothingElse);
                         return Ok(());
                     }
                 }
@@ -482,18 +528,13 @@ impl Opened {
     /// Refuses an address that the probe cannot use.
     fn check_probe_at(&self, at: u64) -> Result<(), FileDeviceError> {
         let len = probe::LEN as u64;
-        let why = match at.checked_add(len) {
-            _ if at < len => {
-                "it must be at least 16 KiB, so that a write that goes to address 0 instead shows".to_owned()
-            }
-            _ if !at.is_multiple_of(4096) => "it must be a multiple of 4 KiB".to_owned(),
+        let source = match at.checked_add(len) {
+            _ if at < len => BadProbeAddress::TooLow,
+            _ if !at.is_multiple_of(4096) => BadProbeAddress::Misaligned,
             Some(end) if self.len.is_none_or(|len| end <= len) && end <= i64::MAX as u64 => return Ok(()),
-            _ => match self.len {
-                Some(have) => format!("the device ends at {have:#x}, and 16 KiB are needed"),
-                None => "it is past the top of what a file can have".to_owned(),
-            },
+            _ => self.len.map_or(BadProbeAddress::PastTop, BadProbeAddress::PastEnd),
         };
-        Err(FileDeviceError::ProbeAt { at, why })
+        Err(FileDeviceError::ProbeAt { at, source })
     }
 }
 
@@ -528,8 +569,8 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
     match rustix::fs::open(path, flags, Permissions::empty()) {
         Ok(fd) => Ok(fd.into()),
         Err(Errno::BUSY) if kind == Kind::BlockDevice => Err(FileDeviceError::InUse(path.to_owned())),
-        Err(Errno::INVAL) if direct => {
-            Err(FileDeviceError::NoDirect { path: path.to_owned(), reason: "O_DIRECT refused at open".into() })
+        Err(e @ Errno::INVAL) if direct => {
+            Err(FileDeviceError::NoDirect { path: path.to_owned(), source: Fallback::DirectOpen(e.raw_os_error()) })
         }
         Err(e) => Err(failed(e)),
     }

@@ -14,7 +14,8 @@ use rustix::io::Errno;
 
 use super::backend::{IoBackend, Mover};
 use super::probe::Count;
-use super::{FileDeviceHow, Opened};
+use super::{BackendReason, FileDeviceHow, Opened};
+use crate::Fallback;
 use crate::op::{self, Op};
 use crate::ring::{Ask, Request};
 
@@ -108,13 +109,14 @@ impl FileDeviceQueue {
             self.begin(i);
         }
         if let Err(why) = self.mover.enter(None) {
-            self.fall_back(&why);
+            self.fall_back(why);
         }
         if let Some((why, backend)) = self.mover.failure() {
-            let known = self.how.reasons.iter().any(|known| known == why);
+            let reason = BackendReason::from(why.clone());
+            let known = self.how.reasons.contains(&reason);
             if !known || self.how.backend != backend {
                 self.how.backend = backend;
-                self.how.reasons.extend((!known).then(|| why.to_owned()));
+                self.how.reasons.extend((!known).then_some(reason));
                 self.tell();
             }
         }
@@ -173,9 +175,9 @@ impl FileDeviceQueue {
     }
 
     /// Falls back to threads when the kernel refuses to enter its ring.
-    fn fall_back(&mut self, why: &str) {
+    fn fall_back(&mut self, why: Fallback) {
         let back = self.mover.cancel_all();
-        self.how.reasons.push(why.to_owned());
+        self.how.reasons.push(why.into());
         if !self.state.is_running() {
             return back.into_iter().for_each(|request| self.give_back(request, None));
         }
@@ -187,7 +189,7 @@ impl FileDeviceQueue {
                 self.retired.push(std::mem::replace(&mut self.mover, mover));
                 self.feed();
             }
-            Err(e) => self.halt(StopReason::Driver(format!("{why}; {e}").into())),
+            Err(e) => self.halt(StopReason::Driver(e.into())),
         }
     }
 
@@ -346,7 +348,7 @@ impl Queue for FileDeviceQueue {
             if this.mover.busy() == 0 {
                 std::thread::sleep(interval.min(often));
             } else if let Err(why) = this.mover.enter(Some(interval)) {
-                this.fall_back(&why);
+                this.fall_back(why);
             }
         })
     }

@@ -11,7 +11,8 @@ use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_device::Device as _;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_file::{
-    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
+    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, ProbeError,
+    quarantined_bytes,
 };
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal,
@@ -292,7 +293,7 @@ fn two_files_are_a_device_too() {
     // Different files are no memory, which a probe finds out.
     let probed = FileDevice::open(both, FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() });
     assert!(
-        matches!(&probed, Err(FileDeviceError::NotMemory { why, .. }) if why.contains("did not arrive")),
+        matches!(&probed, Err(FileDeviceError::NotMemory { source: ProbeError::DidNotArrive(_), .. })),
         "{probed:?}"
     );
     assert!(std::fs::read(down.path()).unwrap().iter().all(|b| *b == 0));

@@ -180,7 +180,7 @@ fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<imp
         "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
         "direct": how.direct,
         "io_uring": how.uring,
-        "fallbacks": how.reasons,
+        "fallbacks": how.reasons.iter().map(ToString::to_string).collect::<Vec<_>>(),
     });
     File { head, tensors: json_tensors(file) }
 }

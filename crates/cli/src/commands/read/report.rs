@@ -52,7 +52,7 @@ pub(super) fn json(o: &Outcome) -> Value {
             "direct_bytes": method.moved.direct,
             "buffered_bytes": method.moved.buffered,
             "reason": method.reason,
-            "fallbacks": method.how.reasons,
+            "fallbacks": method.how.reasons.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "cached_before": method.cached.map(|cached| cached.share()),
         })
     };
