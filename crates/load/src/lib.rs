@@ -33,7 +33,7 @@ mod targets;
 mod timeline;
 
 pub use clock::Stage;
-pub use container::{Container, FormatError, Model, Tensor};
+pub use container::{Container, Defect, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use dmalane_device::Placement;
 pub use error::Error;

@@ -17,13 +17,12 @@ use dmalane_addr::FileOffset;
 use dmalane_device::NoIommu;
 use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
-use dmalane_vm::trace::plain_json;
 use serde::{Deserialize, Serialize};
 
 use crate::container::safetensors::short;
 use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
 use crate::pipeline::{describe, workers};
-use crate::{Error, FormatError, Input, Model, Tensor};
+use crate::{Defect, Error, FormatError, Input, Model, Tensor};
 
 /// The version of the format.
 const SCHEMA: u64 = 1;
@@ -260,10 +259,10 @@ impl Manifest {
         let mut files = Vec::new();
         for input in inputs.iter() {
             let name = name(&input.path);
-            let bad = |reason| Error::Format { path: input.path.clone(), source: FormatError::Manifest { reason } };
+            let bad = |defect| Error::Format { path: input.path.clone(), source: FormatError::Manifest(defect) };
             check_name(&name).map_err(bad)?;
             if files.iter().any(|file: &ManifestFile| file.name == name) {
-                return Err(bad(format!("another file is called {name:?} too")));
+                return Err(bad(Defect::Twice { what: "file", name }));
             }
             files.push(ManifestFile::of(name, &input.model()?));
         }
@@ -373,8 +372,7 @@ impl Manifest {
         let mut text = Vec::new();
         from.take(MAX_MANIFEST + 1).read_to_end(&mut text).map_err(failed)?;
         if text.len() as u64 > MAX_MANIFEST {
-            let reason = format!("it has more than the {MAX_MANIFEST} bytes that are allowed");
-            return Err(bad(FormatError::Manifest { reason }));
+            return Err(bad(FormatError::Manifest(Defect::TooLong(MAX_MANIFEST))));
         }
         Self::parse(&text).map_err(bad)
     }
@@ -385,29 +383,27 @@ impl Manifest {
     /// [`FormatError::Manifest`]: no JSON, a newer version, regions that leave a hole, overlap or do not end where the
     /// file does, names that occur twice, file names that are paths or that would look like others.
     pub fn parse(text: &[u8]) -> Result<Self, FormatError> {
+        let bad = FormatError::Manifest;
         let json: JsonManifest = serde_json::from_slice(text).map_err(|e| {
             let newer = serde_json::from_slice::<JsonSchema>(text).is_ok_and(|head| head.schema > SCHEMA);
-            bad(if newer { "it is of a newer version of dmalane".to_owned() } else { plain_json(&e, "value") })
+            bad(if newer { Defect::Newer } else { e.into() })
         })?;
         if json.schema != SCHEMA || json.command != COMMAND {
             let JsonManifest { schema, command, .. } = json;
-            return Err(bad(format!(
-                "schema {schema} and command {:?}, not {SCHEMA} and {COMMAND:?}",
-                short(&command)
-            )));
+            return Err(bad(Defect::OtherJson { schema, command: short(&command) }));
         }
         if json.files.is_empty() {
-            return Err(bad("it lists no files".to_owned()));
+            return Err(bad(Defect::NoFiles));
         }
         let mut names = HashSet::new();
         let mut files = Vec::new();
         for file in json.files {
             check_name(&file.name).map_err(bad)?;
             if !names.insert(file.name.clone()) {
-                return Err(bad(format!("file {:?} is listed twice", file.name)));
+                return Err(bad(Defect::Twice { what: "file", name: file.name }));
             }
             let name = file.name.clone();
-            files.push(file.check().map_err(|reason| bad(format!("file {name:?}: {reason}")))?);
+            files.push(file.check().map_err(|e| bad(Defect::InFile { name, source: Box::new(e) }))?);
         }
         Ok(Self { files })
     }
@@ -495,17 +491,13 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
-fn bad(reason: String) -> FormatError {
-    FormatError::Manifest { reason }
-}
-
 /// Refuses names that lead out of the directory of a model, and those that a reader could take for others.
-fn check_name(name: &str) -> Result<(), String> {
+fn check_name(name: &str) -> Result<(), Defect> {
     let misleading = |c: char| c.is_control() || c == char::REPLACEMENT_CHARACTER || is_invisible(c);
     let plain = !name.is_empty() && name.len() <= 255 && name != "." && name != ".." && !name.contains('/');
     match plain && !name.contains(misleading) {
         true => Ok(()),
-        false => Err(format!("{:?} is not a file name that a manifest may have", short(name))),
+        false => Err(Defect::BadName(short(name))),
     }
 }
 
@@ -568,35 +560,35 @@ impl From<&ManifestRegion> for JsonRegion {
 }
 
 impl JsonFile {
-    fn check(self) -> Result<ManifestFile, String> {
+    fn check(self) -> Result<ManifestFile, Defect> {
         let Self { name, bytes, format, regions: json } = self;
         if i64::try_from(bytes).is_err() {
-            return Err(format!("no file has {bytes} bytes"));
+            return Err(Defect::FileSize(bytes));
         }
         let (mut at, mut regions): (u64, Vec<ManifestRegion>) = (0, Vec::new());
-        for (i, region) in json.into_iter().enumerate() {
-            let region = region.check().map_err(|reason| format!("region {i}: {reason}"))?;
-            let ManifestRegion { start, end, .. } = region;
+        for (region, json) in json.into_iter().enumerate() {
+            let checked = json.check().map_err(|e| Defect::InRegion { region, source: Box::new(e) })?;
+            let ManifestRegion { start, end, .. } = checked;
             if start != at || end < start {
-                return Err(format!("region {i} is {start}..{end}, and begins behind {at}: regions leave no holes"));
+                return Err(Defect::Hole { region, start, end, at });
             }
             at = end;
-            regions.push(region);
+            regions.push(checked);
         }
         let mut names: Vec<&str> = regions.iter().filter_map(|region| region.part.tensor()).map(|t| &*t.name).collect();
         names.sort_unstable();
         if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(format!("tensor {:?} is listed twice", short(twice[0])));
+            return Err(Defect::Twice { what: "tensor", name: short(twice[0]) });
         }
         match at == bytes {
             true => Ok(ManifestFile { name, bytes, format, regions }),
-            false => Err(format!("its regions end at {at}, and it has {bytes} bytes")),
+            false => Err(Defect::Uncovered { at, bytes }),
         }
     }
 }
 
 impl JsonRegion {
-    fn check(self) -> Result<ManifestRegion, String> {
+    fn check(self) -> Result<ManifestRegion, Defect> {
         let Self { kind, name, dtype, shape, start, end, xxh3, sha256 } = self;
         let part = match (&*kind, name) {
             ("header", None) => RegionKind::Header,
@@ -608,13 +600,13 @@ impl JsonRegion {
                 at: FileOffset::new(start),
                 len: end.saturating_sub(start),
             })),
-            ("tensor", None) => return Err("a tensor without a name".to_owned()),
-            ("header" | "gap", Some(_)) => return Err(format!("a {kind} with a name")),
-            _ => return Err(format!("kind {:?}, not header, tensor or gap", short(&kind))),
+            ("tensor", None) => return Err(Defect::NoName),
+            ("header" | "gap", Some(_)) => return Err(Defect::Named(kind)),
+            _ => return Err(Defect::Kind(short(&kind))),
         };
-        let xxh3 = hex::<8>(&xxh3).map(u64::from_be_bytes).ok_or("xxh3 is not 16 hexadecimal digits")?;
+        let xxh3 = hex::<8>(&xxh3).map(u64::from_be_bytes).ok_or(Defect::Hash { hash: "xxh3", digits: 16 })?;
         let sha256 = match sha256.as_deref().map(hex::<32>) {
-            Some(None) => return Err("sha256 is not 64 hexadecimal digits".to_owned()),
+            Some(None) => return Err(Defect::Hash { hash: "sha256", digits: 64 }),
             other => other.flatten().map(Box::new),
         };
         Ok(ManifestRegion { part, start, end, digest: Digest { xxh3, sha256 } })

@@ -133,7 +133,7 @@ fn other_lengths_and_other_files_are_named() {
     );
     let twice = [paths[0].clone(), folder.path().join("./a.safetensors")];
     let error = Manifest::of(&mut open(&twice), false, &mut |_| {}).unwrap_err();
-    assert!(error.to_string().contains("another file is called"), "{error}");
+    assert!(error.to_string().contains("is listed twice"), "{error}");
 }
 
 #[test]

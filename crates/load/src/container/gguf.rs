@@ -13,7 +13,7 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 
 use super::safetensors::{MAX_HEADER, MAX_PAIRS};
-use super::{Container, ContainerFile, FormatError, Model, Tensor, TypeNames, has_extension};
+use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, TypeNames, has_extension};
 use crate::Error;
 
 /// The first bytes of every GGUF file.
@@ -23,7 +23,7 @@ const ALIGNMENT: u64 = 32;
 /// The most dimensions of a tensor; ggml has 4.
 const MAX_DIMS: u32 = 8;
 /// The most types that are unknown; ggml has some forty in all.
-const MAX_UNKNOWN: usize = 64;
+const MAX_UNKNOWN: u64 = 64;
 /// Values of which a text longer than this is left out of [`Model::metadata`].
 const MAX_TEXT: u64 = 4096;
 
@@ -111,8 +111,8 @@ pub fn parse_header(input: impl BufRead, len: u64) -> Result<Model, HeaderError>
     Header { input, at: 0, len: len.min(MAX_HEADER), file: len }.model()
 }
 
-fn bad<T>(reason: impl Into<String>) -> Result<T, HeaderError> {
-    Err(HeaderError::Format(FormatError::Gguf { reason: reason.into() }))
+fn bad<T>(defect: Defect) -> Result<T, HeaderError> {
+    Err(HeaderError::Format(FormatError::Gguf(defect)))
 }
 
 /// The header as it is read, front to back.
@@ -129,20 +129,20 @@ struct Header<R> {
 impl<R: BufRead> Header<R> {
     fn model(&mut self) -> Result<Model, HeaderError> {
         if self.array::<4>()? != *MAGIC {
-            return bad("it does not start with GGUF");
+            return bad(Defect::NoMagic("GGUF"));
         }
         let version = self.u32()?;
         if !(2..=3).contains(&version) {
             return bad(match version.swap_bytes() {
-                2..=3 => "it is a big-endian file, which is not supported".to_owned(),
-                _ => format!("GGUF version {version} is not supported; 2 and 3 are"),
+                2..=3 => Defect::BigEndian,
+                _ => Defect::Version { found: version, supported: "2 and 3" },
             });
         }
         // The least: a tensor is the length of its name, dimensions, type and offset; a pair that of its key, and a
         // type and a value.
         let (tensors, pairs) = (self.count(24)?, self.count(13)?);
         if pairs > MAX_PAIRS as u64 {
-            return bad(format!("{pairs} pairs of metadata, more than {MAX_PAIRS}"));
+            return bad(Defect::TooMany { what: "pairs of metadata", count: pairs, limit: MAX_PAIRS as u64 });
         }
         let (mut alignment, mut metadata) = (ALIGNMENT, Vec::with_capacity(pairs as usize));
         for _ in 0..pairs {
@@ -155,7 +155,7 @@ impl<R: BufRead> Header<R> {
             metadata.extend(value.map(|value| (key, value)));
         }
         if alignment == 0 || alignment % 8 != 0 {
-            return bad("general.alignment is not a multiple of 8");
+            return bad(Defect::Alignment(alignment));
         }
         // As many as the file has bytes for.
         let mut described = Vec::with_capacity(tensors as usize);
@@ -163,7 +163,7 @@ impl<R: BufRead> Header<R> {
         for _ in 0..tensors {
             described.push(self.tensor(&no_type)?);
         }
-        let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad("general.alignment wraps") };
+        let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad(Defect::Overflow) };
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
         metadata.sort_unstable();
         Ok(Model { len: self.file, tensors, metadata: Some(metadata), container: Container::Gguf })
@@ -177,7 +177,9 @@ impl<R: BufRead> Header<R> {
         let name = self.text()?;
         let dims = self.u32()?;
         if dims > MAX_DIMS {
-            return bad(format!("tensor {name:?} has {dims} dimensions, more than {MAX_DIMS}"));
+            let (at, count, limit) = (FileOffset::new(described >> 32), dims.into(), MAX_DIMS.into());
+            let source = Defect::TooMany { what: "dimensions", count, limit };
+            return Err(HeaderError::Format(FormatError::Tensor { tensor: name, at, source }));
         }
         // The file names the fastest dimension first; shapes here name it last.
         let mut shape = (0..dims).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
@@ -208,7 +210,7 @@ impl<R: BufRead> Header<R> {
             10 => self.u64()?.to_string(),
             11 => i64::from_le_bytes(self.array()?).to_string(),
             12 => float(f64::from_le_bytes(self.array()?)),
-            other => return bad(format!("a value of unknown type {other} at {}", FileOffset::new(self.at))),
+            kind => return bad(Defect::ValueType { what: "a value", kind, at: FileOffset::new(self.at) }),
         };
         Ok(Some(text))
     }
@@ -221,7 +223,7 @@ impl<R: BufRead> Header<R> {
             4..=6 => 4,
             10..=12 => 8,
             8 | 9 if depth < 4 => 0,
-            _ => return bad(format!("an array of type {kind} at {}", FileOffset::new(self.at))),
+            _ => return bad(Defect::ValueType { what: "an array", kind, at: FileOffset::new(self.at) }),
         };
         // Texts and arrays start with their length.
         let count = self.count(if width == 0 { 8 } else { width })?;
@@ -245,7 +247,7 @@ impl<R: BufRead> Header<R> {
         let count = self.u64()?;
         match count.checked_mul(least) {
             Some(bytes) if bytes <= self.len - self.at => Ok(count),
-            _ => bad(format!("a count of {count} at {} is more than the file can hold", FileOffset::new(self.at - 8))),
+            _ => bad(Defect::Count { count, at: FileOffset::new(self.at - 8) }),
         }
     }
 
@@ -294,10 +296,9 @@ impl<R: BufRead> Header<R> {
         if len <= self.len - self.at {
             return Ok(());
         }
-        let at = FileOffset::new(self.at);
         bad(match self.len < self.file {
-            true => format!("it goes on at {at}, beyond the {MAX_HEADER} bytes that are allowed"),
-            false => format!("{len} bytes at {at} are beyond the end of the file"),
+            true => Defect::TooLong(MAX_HEADER),
+            false => Defect::CutOff { at: FileOffset::new(self.at), len },
         })
     }
 }
@@ -324,7 +325,7 @@ fn place(
     let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
     by_name.sort_unstable_by_key(name);
     if let Some(twice) = by_name.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        return Err(FormatError::Gguf { reason: format!("two tensors are called {:?}", name(&twice[0])) });
+        return Err(FormatError::Gguf(Defect::Twice { what: "tensor", name: name(&twice[0]).to_owned() }));
     }
     drop(by_name);
     let mut end_before = start;
@@ -333,18 +334,18 @@ fn place(
         let next = tensors.get(i + 1).map_or(Some(file), |next| start.checked_add(next.at.bits()));
         let Tensor { name, dtype, shape, at: first, len } = Arc::make_mut(&mut tensors[i]);
         let (at, number) = (FileOffset::new(*len >> 32), *len as u32);
-        let wrong = |reason: String| FormatError::Tensor { tensor: name.clone(), at, reason };
-        let overflow = || wrong("its size does not fit 64 bits".to_owned());
+        let wrong = |source| FormatError::Tensor { tensor: name.clone(), at, source };
+        let overflow = || wrong(Defect::Overflow);
         let offset = first.bits();
         *first = FileOffset::new(start.checked_add(offset).ok_or_else(overflow)?);
         if offset % alignment != 0 {
-            return Err(wrong(format!("offset {offset:#x} is not a multiple of {alignment}")));
+            return Err(wrong(Defect::Unaligned { offset, alignment }));
         }
         (*dtype, *len) = match TYPES.iter().find(|known| known.0 == number) {
             Some((_, name, block, bytes)) => {
                 let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim)).ok_or_else(overflow)?;
                 if shape.last().is_some_and(|row| row % block != 0) {
-                    return Err(wrong(format!("a row is not made of whole blocks of {block} elements")));
+                    return Err(wrong(Defect::PartialBlock(*block)));
                 }
                 (
                     types.get(number, |_| (*name).to_owned()),
@@ -358,7 +359,7 @@ fn place(
                     format!("type {number}")
                 });
                 if unknown > MAX_UNKNOWN {
-                    return Err(wrong(format!("more than {MAX_UNKNOWN} types are unknown")));
+                    return Err(wrong(Defect::TooMany { what: "unknown types", count: unknown, limit: MAX_UNKNOWN }));
                 }
                 (name, next.and_then(|next| next.checked_sub(first.bits())).ok_or_else(overflow)?)
             }
@@ -368,7 +369,7 @@ fn place(
             return Err(FormatError::TensorBeyondEnd { tensor: name.clone(), end: FileOffset::new(end), len: file });
         }
         if *len > 0 && first.bits() < end_before {
-            return Err(wrong(format!("it overlaps the tensor before it, which ends at {end_before:#x}")));
+            return Err(wrong(Defect::Overlaps(end_before)));
         }
         end_before = end_before.max(end);
     }
@@ -505,7 +506,7 @@ mod tests {
                 one(Writer::new(3, 2, 0).tensor("t", &[16], 0, 0).tensor("u", &[16], 0, 32)),
                 "overlaps the tensor before",
             ),
-            (one(Writer::new(3, 2, 0).tensor("t", &[8], 0, 0).tensor("t", &[8], 0, 32)), "two tensors are called"),
+            (one(Writer::new(3, 2, 0).tensor("t", &[8], 0, 0).tensor("t", &[8], 0, 32)), "listed twice"),
         ] {
             assert!(error.contains(says), "{error}, not {says}");
         }

@@ -3,6 +3,7 @@
 //! Each kind is a module with `detect(path, head)`, which recognizes a file by its name and its first bytes, and
 //! `parse(file)`, which returns its [`Model`]. A new kind is a module and a line of `containers!`.
 
+mod defect;
 pub mod gguf;
 mod lfs;
 pub mod npy;
@@ -22,6 +23,7 @@ use thiserror::Error;
 use crate::Error as LoadError;
 use safetensors::MAX_HEADER;
 
+pub use defect::Defect;
 pub use lfs::refuse_lfs_pointer;
 pub use set::{is_index, model_files};
 
@@ -194,35 +196,20 @@ pub enum FormatError {
         at: FileOffset,
     },
     /// The header does not parse, or describes an impossible layout.
-    #[error("bad header (file offset 0x8 on): {reason}")]
-    Header {
-        /// The parser's message.
-        reason: String,
-    },
+    #[error("bad header (file offset 0x8 on): {0}")]
+    Header(#[source] Defect),
     /// The header of a GGUF file does not parse.
-    #[error("bad GGUF header: {reason}")]
-    Gguf {
-        /// The error, and where it is.
-        reason: String,
-    },
+    #[error("bad GGUF header: {0}")]
+    Gguf(#[source] Defect),
     /// The header of an `.npy` file does not parse.
-    #[error("bad .npy header: {reason}")]
-    Npy {
-        /// The error.
-        reason: String,
-    },
+    #[error("bad .npy header: {0}")]
+    Npy(#[source] Defect),
     /// An index of shards does not parse.
-    #[error("bad index: {reason}")]
-    Index {
-        /// The error.
-        reason: String,
-    },
+    #[error("bad index: {0}")]
+    Index(#[source] Defect),
     /// A manifest does not parse, or contradicts itself.
-    #[error("bad manifest: {reason}")]
-    Manifest {
-        /// The error.
-        reason: String,
-    },
+    #[error("bad manifest: {0}")]
+    Manifest(#[source] Defect),
     /// A stand-in for a large file that was never downloaded.
     #[error("it is a Git LFS pointer to a file of {size} bytes, not that file; run: git lfs pull")]
     LfsPointer {
@@ -230,14 +217,14 @@ pub enum FormatError {
         size: u64,
     },
     /// One tensor of the header is wrong.
-    #[error("bad header: tensor {tensor:?} (described at {at}): {reason}")]
+    #[error("bad header: tensor {tensor:?} (described at {at}): {source}")]
     Tensor {
         /// Which tensor.
         tensor: String,
         /// Where its description starts in the file.
         at: FileOffset,
         /// The reason.
-        reason: String,
+        source: Defect,
     },
     /// A tensor reaches beyond the end of the file.
     #[error("tensor {tensor:?} ends at {end}, but the file has only {len} bytes")]

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::{Container, ContainerFile, FormatError, Model, Tensor, has_extension};
+use super::safetensors::short;
+use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, has_extension};
 use crate::Error;
 
 /// The first bytes of every file.
@@ -34,37 +35,41 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
 /// # Errors
 /// [`FormatError`]; the array's bytes are all that follows the header.
 pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatError> {
-    let bad = |reason: &str| FormatError::Npy { reason: reason.to_owned() };
-    let version = *head.get(MAGIC.len()).filter(|_| head.starts_with(MAGIC)).ok_or_else(|| bad("no magic number"))?;
-    let word = |n: usize| head.get(8..8 + n).ok_or_else(|| bad("it is cut off"));
+    let bad = FormatError::Npy;
+    let cut_off = |at: u64, len: u64| bad(Defect::CutOff { at: FileOffset::new(at), len });
+    let version = *head
+        .get(MAGIC.len())
+        .filter(|_| head.starts_with(MAGIC))
+        .ok_or(bad(Defect::NoMagic("the magic number of NumPy")))?;
+    let word = |n: usize| head.get(8..8 + n).ok_or_else(|| cut_off(8, n as u64));
     let (start, text) = match version {
         1 => (10, word(2)?.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))),
         2 | 3 => (12, word(4)?.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))),
-        other => return Err(bad(&format!("version {other} is not supported; 1 to 3 are"))),
+        found => return Err(bad(Defect::Version { found: found.into(), supported: "1 to 3" })),
     };
     if text > MAX_HEADER {
-        return Err(bad(&format!("it has {text} bytes, more than the {MAX_HEADER} that are allowed")));
+        return Err(bad(Defect::TooLong(MAX_HEADER)));
     }
     let data = start + text;
-    let text = head.get(start as usize..data as usize).ok_or_else(|| bad("it is cut off"))?;
+    let text = head.get(start as usize..data as usize).ok_or_else(|| cut_off(start, text))?;
     let text = std::str::from_utf8(text)
         .map_err(|e| FormatError::NotUtf8 { at: FileOffset::new(start + e.valid_up_to() as u64) })?;
-    let value = |key: &str| {
+    let value = |key: &'static str| {
         let after = text.split_once(&format!("'{key}'")).map(|(_, after)| after.trim_start());
         let value = after.and_then(|after| Some(after.strip_prefix(':')?.trim_start()));
-        value.ok_or_else(|| bad(&format!("it has no {key:?}")))
+        value.ok_or(bad(Defect::NoField(key)))
     };
     let descr = value("descr")?;
     let descr = descr.strip_prefix('\'').and_then(|rest| Some(rest.split_once('\'')?.0));
-    let descr = descr.ok_or_else(|| bad("arrays of records are not supported"))?;
-    let (dtype, bytes) = element(descr).ok_or_else(|| bad(&format!("the type {descr:?} is not supported")))?;
+    let descr = descr.ok_or(bad(Defect::Records))?;
+    let (dtype, bytes) = element(descr).ok_or_else(|| bad(Defect::Dtype(short(descr))))?;
     let columns_first = value("fortran_order")?.starts_with("True");
     let shape = value("shape")?.strip_prefix('(').and_then(|rest| Some(rest.split_once(')')?.0));
-    let shape = shape.ok_or_else(|| bad("its shape is not a tuple"))?;
+    let shape = shape.ok_or(bad(Defect::Shape))?;
     let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty()).map(str::parse);
-    let mut shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad("its shape is not made of numbers"))?;
+    let mut shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad(Defect::Shape))?;
     let size = shape.iter().try_fold(bytes, |n: u64, dim| n.checked_mul(*dim));
-    let end = size.and_then(|size| data.checked_add(size)).ok_or_else(|| bad("its size does not fit 64 bits"))?;
+    let end = size.and_then(|size| data.checked_add(size)).ok_or(bad(Defect::Overflow))?;
     if end > len {
         return Err(FormatError::TensorBeyondEnd { tensor: name.to_owned(), end: FileOffset::new(end), len });
     }
@@ -130,7 +135,7 @@ mod tests {
     fn a_file_that_is_only_called_so_is_damaged() {
         for head in [&b""[..], b"PK\x03\x04"] {
             assert_eq!(Container::detect(Path::new("weights.npy"), head), Container::Npy);
-            assert!(parsed(head).unwrap_err().contains("no magic number"));
+            assert!(parsed(head).unwrap_err().contains("does not start with the magic number"));
         }
     }
 
@@ -178,7 +183,7 @@ mod tests {
             (of("'<f4'", "(1,)"), "4 bytes follow"),
             (of("'<f4'", "(9,)"), "has only"),
             (of("'<f8'", "(18446744073709551615, 2)"), "does not fit 64 bits"),
-            (of("'<f8'", "(-1,)"), "not made of numbers"),
+            (of("'<f8'", "(-1,)"), "not a tuple of numbers"),
             (of("'<f8'", "1"), "not a tuple"),
             (of("'>f8'", "(1,)"), "\">f8\" is not supported"),
             (of("'|O'", "(1,)"), "is not supported"),

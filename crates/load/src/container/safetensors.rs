@@ -10,13 +10,12 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use dmalane_addr::FileOffset;
-use dmalane_vm::trace::plain_json;
 use safetensors::tensor::{Dtype, TensorInfo};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Container, ContainerFile, FormatError, Model, Tensor, TypeNames, has_extension};
+use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, TypeNames, has_extension};
 use crate::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
@@ -80,11 +79,11 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     let mut types = TypeNames(Vec::new());
     let mut end = 0;
     for Entry { name, start, end: stop, at } in entries {
-        let wrong = |reason: String| FormatError::Tensor { tensor: short(&name), at: place(at), reason };
+        let wrong = |source| FormatError::Tensor { tensor: short(&name), at: place(at), source };
         // It was parsed before, and only its place kept.
-        let info = info(&text[at as usize..]).map_err(|e| wrong(plain_json(&e, "dtype")))?;
-        if let Some(reason) = misfit(&info) {
-            return Err(wrong(reason));
+        let info = info(&text[at as usize..]).map_err(|e| wrong(e.into()))?;
+        if let Some(defect) = misfit(&info) {
+            return Err(wrong(defect));
         }
         if stop > len - data {
             let end = FileOffset::new(data.saturating_add(stop));
@@ -93,14 +92,10 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
         match (start.cmp(&end), tensors.last()) {
             (Ordering::Equal, _) => {}
             (Ordering::Less, Some(before)) => {
-                let before = short(&before.name);
-                return Err(wrong(format!(
-                    "it starts at data offset {start}, within tensor {before:?}, which ends at {end}"
-                )));
+                return Err(wrong(Defect::Within { start, before: short(&before.name), end }));
             }
             _ => {
-                let gap = start.abs_diff(end);
-                return Err(wrong(format!("{gap} bytes in front of its data offset {start} belong to no tensor")));
+                return Err(wrong(Defect::Gap { len: start.abs_diff(end), start }));
             }
         }
         end = stop;
@@ -151,7 +146,7 @@ fn entries(text: &str) -> Result<Entries, FormatError> {
     let parsed = json.deserialize_map(Descriptions { text, entries: &mut entries, wrong: &mut wrong });
     match parsed.and_then(|()| json.end()) {
         Ok(()) => Ok(entries),
-        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::Header { reason: plain_json(&e, "dtype") })),
+        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::Header(e.into()))),
     }
 }
 
@@ -187,8 +182,7 @@ impl<'de> Visitor<'de> for Descriptions<'de> {
             let (start, end) = match info(value.get()) {
                 Ok(info) => info.data_offsets,
                 Err(e) => {
-                    let reason = plain_json(&e, "dtype");
-                    *self.wrong = Some(FormatError::Tensor { tensor: short(&name), at: place(at), reason });
+                    *self.wrong = Some(FormatError::Tensor { tensor: short(&name), at: place(at), source: e.into() });
                     return Err(A::Error::custom("a bad tensor"));
                 }
             };
@@ -454,25 +448,19 @@ pub(crate) fn short(text: &str) -> String {
 }
 
 /// The contradiction within a tensor, if any: its shape and type do not give the bytes that it claims.
-fn misfit(info: &Info) -> Option<String> {
+fn misfit(info: &Info) -> Option<Defect> {
     let (start, end) = info.data_offsets;
     let Some(claimed) = end.checked_sub(start) else {
-        return Some(format!("it ends at {end}, before it starts at {start} (data offsets)"));
+        return Some(Defect::Backwards { start, end });
     };
     // Elements first, as the format's own library does: a shape that overflows is bad even if it has a zero.
     let elements = info.shape.dims.iter().try_fold(1usize, |n, d| n.checked_mul(usize::try_from(*d).ok()?));
     let bits = elements.and_then(|elements| elements.checked_mul(info.dtype.bitsize()));
+    let elements = || format!("{} of shape {}", info.dtype, shape(info));
     match bits {
-        None => Some(format!("the size of shape {} overflows", shape(info))),
-        Some(bits) if bits.is_multiple_of(8) && bits / 8 != claimed => Some(format!(
-            "{} of shape {} takes {} bytes, but its data offsets {start}..{end} hold {claimed}",
-            info.dtype,
-            shape(info),
-            bits / 8
-        )),
-        Some(bits) if !bits.is_multiple_of(8) => {
-            Some(format!("{} of shape {} takes {bits} bits, which are no whole bytes", info.dtype, shape(info)))
-        }
+        None => Some(Defect::ShapeOverflow(shape(info))),
+        Some(bits) if !bits.is_multiple_of(8) => Some(Defect::PartialByte { elements: elements(), bits }),
+        Some(bits) if bits / 8 != claimed => Some(Defect::Misfit { elements: elements(), bytes: bits / 8, start, end }),
         Some(_) => None,
     }
 }

@@ -6,12 +6,11 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-use dmalane_vm::trace::plain_json;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::FormatError;
-use super::safetensors::MAX_HEADER;
+use super::safetensors::{MAX_HEADER, short};
+use super::{Defect, FormatError};
 use crate::Error;
 
 /// How the names of indices end, as `save_pretrained` of Hugging Face's libraries writes them.
@@ -103,23 +102,23 @@ pub fn is_index(path: &Path) -> bool {
 /// The files that an index lists, beside it.
 fn shards(index: &Path) -> Result<Vec<PathBuf>, Error> {
     let failed = |source| Error::File { path: index.to_owned(), what: "read it", source };
-    let bad = |reason: String| Error::Format { path: index.to_owned(), source: FormatError::Index { reason } };
+    let bad = |defect| Error::Format { path: index.to_owned(), source: FormatError::Index(defect) };
     let file = File::open(index).map_err(failed)?;
     let mut text = Vec::new();
     file.take(MAX_HEADER + 1).read_to_end(&mut text).map_err(failed)?;
     if text.len() as u64 > MAX_HEADER {
-        return Err(bad(format!("it has more than the {MAX_HEADER} bytes that are allowed")));
+        return Err(bad(Defect::TooLong(MAX_HEADER)));
     }
-    let Index { weight_map: names } = serde_json::from_slice(&text).map_err(|e| bad(plain_json(&e, "value")))?;
+    let Index { weight_map: names } = serde_json::from_slice(&text).map_err(|e| bad(e.into()))?;
     if names.is_empty() {
-        return Err(bad("it lists no files".to_owned()));
+        return Err(bad(Defect::NoFiles));
     }
     let folder = index.parent().unwrap_or(Path::new(""));
     let place = |name: String| {
         // A model that was downloaded must not name files elsewhere.
         match Path::new(&name).components().collect::<Vec<_>>()[..] {
             [Component::Normal(_)] => Ok(folder.join(name)),
-            _ => Err(bad(format!("{name:?} is not the name of a file beside it"))),
+            _ => Err(bad(Defect::NotBeside(short(&name)))),
         }
     };
     names.into_iter().map(place).collect()
