@@ -286,13 +286,13 @@ impl<B: Mmio> CardQueue<B> {
                 None => 0,
             };
             if got.sequence != before {
-                self.halt(StopReason::Protocol(ChannelError::NotDue { word, number }.into()));
+                self.stop(StopReason::Protocol(ChannelError::NotDue { word, number }.into()));
             }
             return None;
         }
         let status = Status::from_code(got.status);
         let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.submitted) else {
-            self.halt(StopReason::Protocol(ChannelError::BadCompletion { word, number }.into()));
+            self.stop(StopReason::Protocol(ChannelError::BadCompletion { word, number }.into()));
             return None;
         };
         Some((status, offset))
@@ -362,19 +362,11 @@ impl<B: Mmio> CardQueue<B> {
         completion
     }
 
-    /// Tells the card to stop. The memory of what is in flight stays here until it has.
-    fn halt(&mut self, reason: StopReason) {
-        if self.state.stop(reason) {
-            // A card that does not take this will not confirm it either.
-            let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
-        }
-    }
-
     /// Checks for a timeout, for a halt of the card, and for the confirmation of a stop, with which everything in
     /// flight ends.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
         if let Some(reason) = self.state.timed_out() {
-            self.halt(reason);
+            self.stop(reason);
         }
         // A failed read yields an unknown status.
         let status = self.device().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
@@ -384,7 +376,7 @@ impl<B: Mmio> CardQueue<B> {
                 // Operations that it completed before the halt count as completed.
                 self.collect(done);
                 let reason = self.why_halted(status);
-                self.halt(reason);
+                self.stop(reason);
             }
             Some(reason) if status == 0 => {
                 let stopped = OpError::Stopped(reason.clone());
@@ -557,7 +549,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
             self.submitted = self.tail;
             match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
                 Ok(()) => self.state.flushed(),
-                Err(e) => self.halt(StopReason::Lost(e.into())),
+                Err(e) => self.stop(StopReason::Lost(e.into())),
             }
         }
     }
@@ -631,12 +623,15 @@ impl<B: Mmio> Queue for CardQueue<B> {
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout);
-        true
+        self.state.set_timeout(timeout)
     }
 
+    /// Tells the card to stop. The memory of what is in flight stays here until it has.
     fn stop(&mut self, reason: StopReason) {
-        self.halt(reason);
+        if self.state.stop(reason) {
+            // A card that does not take this will not confirm it either.
+            let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
+        }
     }
 
     fn state(&self) -> Option<&QueueState> {

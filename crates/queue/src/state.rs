@@ -74,9 +74,10 @@ impl QueueState {
         restarts
     }
 
-    /// [`Queue::set_timeout`](crate::Queue::set_timeout).
-    pub fn set_timeout(&mut self, timeout: Option<Duration>) {
+    /// [`Queue::set_timeout`](crate::Queue::set_timeout), true.
+    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         (self.timeout, self.quiet_since) = (timeout, None);
+        true
     }
 
     /// An operation has moved on: the timeout starts over.

@@ -105,13 +105,6 @@ impl SlashQueue {
     pub(crate) fn counters(&self) -> &Arc<Counters> {
         &self.counters
     }
-
-    /// Stops, with what was not begun given back at the next poll.
-    fn halt(&mut self, reason: StopReason) {
-        if self.state.stop(reason.clone()) {
-            self.shared.lock().halted.get_or_insert(reason);
-        }
-    }
 }
 
 impl Queue for SlashQueue {
@@ -178,7 +171,7 @@ impl Queue for SlashQueue {
             done.push(completion);
         }
         if let Some(reason) = self.state.timed_out() {
-            self.halt(reason);
+            self.stop(reason);
             // The driver waits without a limit for all parts of a call but the last. Stopping the queue pair ends them,
             // but may block itself.
             let pair = self.pair.clone();
@@ -204,8 +197,11 @@ impl Queue for SlashQueue {
         Some(&self.state)
     }
 
+    /// Stops, with what was not begun given back at the next poll.
     fn stop(&mut self, reason: StopReason) {
-        self.halt(reason);
+        if self.state.stop(reason.clone()) {
+            self.shared.lock().halted.get_or_insert(reason);
+        }
     }
 
     fn restart(&mut self) -> bool {
@@ -225,8 +221,7 @@ impl Queue for SlashQueue {
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout);
-        true
+        self.state.set_timeout(timeout)
     }
 }
 

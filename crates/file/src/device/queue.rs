@@ -189,7 +189,7 @@ impl FileDeviceQueue {
                 self.retired.push(std::mem::replace(&mut self.mover, mover));
                 self.feed();
             }
-            Err(e) => self.halt(StopReason::Driver(e.into())),
+            Err(e) => self.stop(StopReason::Driver(e.into())),
         }
     }
 
@@ -276,14 +276,6 @@ impl FileDeviceQueue {
         self.state.ended(&completion);
         done.push(completion);
     }
-
-    /// Begins nothing more, and takes back what the kernel has not begun.
-    fn halt(&mut self, reason: StopReason) {
-        if self.state.stop(reason) {
-            let back: Vec<Request> = self.again.drain(..).chain(self.mover.cancel_all()).collect();
-            back.into_iter().for_each(|request| self.give_back(request, None));
-        }
-    }
 }
 
 impl Queue for FileDeviceQueue {
@@ -333,7 +325,7 @@ impl Queue for FileDeviceQueue {
         self.reap();
         self.deliver(done);
         if let Some(reason) = self.state.timed_out() {
-            self.halt(reason);
+            self.stop(reason);
             self.deliver(done);
         }
         done.len() - before
@@ -368,12 +360,15 @@ impl Queue for FileDeviceQueue {
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout);
-        true
+        self.state.set_timeout(timeout)
     }
 
+    /// Begins nothing more, and takes back what the kernel has not begun.
     fn stop(&mut self, reason: StopReason) {
-        self.halt(reason);
+        if self.state.stop(reason) {
+            let back: Vec<Request> = self.again.drain(..).chain(self.mover.cancel_all()).collect();
+            back.into_iter().for_each(|request| self.give_back(request, None));
+        }
     }
 
     fn state(&self) -> Option<&QueueState> {
