@@ -107,14 +107,6 @@ impl CardServer {
         Ok(Self { listener, path: path.to_owned(), file, config, traffic: Arc::default(), card: Arc::default() })
     }
 
-    /// Waits for a client and serves it until it disconnects. The inner result is that of the connection.
-    ///
-    /// # Errors
-    /// [`CardServerError::Accept`], [`CardServerError::Card`].
-    pub fn serve_one(&self) -> Result<Result<(), ServeError>, CardServerError> {
-        self.accept()?.serve()
-    }
-
     /// Waits for a client.
     ///
     /// # Errors

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -150,8 +149,9 @@ impl SlashDevice {
     ///
     /// # Errors
     /// As [`SlashDevice::open_via_vrtd`].
+    #[cfg(feature = "model")]
     pub fn from_vrtd_socket(
-        socket: OwnedFd,
+        socket: std::os::fd::OwnedFd,
         card: u32,
         files: Arc<dyn Kernel>,
         options: SlashOptions,

@@ -33,7 +33,8 @@ impl Server {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("card");
         let server = CardServer::bind(&path, CONFIG).unwrap();
-        let server = std::thread::spawn(move || (0..clients).map(|_| server.serve_one().unwrap().is_ok()).collect());
+        let serve = move |_| server.accept().unwrap().serve().unwrap().is_ok();
+        let server = std::thread::spawn(move || (0..clients).map(serve).collect());
         Self { _dir: dir, path, server: Some(server) }
     }
 

@@ -80,7 +80,7 @@ fn on_gpu(flat: bool, largest: Option<u64>, test: &mut impl FnMut(&str, &OpenOpt
 fn served(socket: PathBuf) -> String {
     let config = CardConfig { ddr: 32 * MIB, hbm: 32 * MIB, workers: Workers::PerChannel, ..CardConfig::default() };
     let server = CardServer::bind(&socket, config).unwrap();
-    thread::spawn(move || while server.serve_one().is_ok() {});
+    thread::spawn(move || while server.accept().unwrap().serve().is_ok() {});
     socket.display().to_string()
 }
 
