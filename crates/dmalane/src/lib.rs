@@ -21,6 +21,7 @@
 //! file in, a filled buffer out.
 
 mod card_server;
+mod choose;
 mod loading;
 mod open;
 mod open_file;

@@ -3,38 +3,37 @@
 use std::fs::File;
 use std::path::Path;
 
-use dmalane_file::{Error, Fallback, FileOptions, FileQueue, Mode, residency};
+use dmalane_file::{Error, FileOptions, FileQueue, Mode};
 use dmalane_load::Input;
 
-use crate::read::{MOSTLY, workers};
+use crate::choose::{Choice, workers};
+use crate::read::size;
 
-/// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], a file of which most is in
-/// the page cache is read from there; of any other the blocks that are cached, and the rest with direct I/O where the
-/// file system supports it.
+/// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], a file that is short or of
+/// which most is in the page cache is read from there; of any other the blocks that are cached, and the rest with
+/// direct I/O where the file system supports it.
 ///
 /// # Errors
 /// Those of [`FileQueue::open`].
-pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
+pub fn open_file(path: impl AsRef<Path>, mut options: FileOptions) -> Result<Input<FileQueue>, Error> {
     let queue = FileQueue::open(path, options)?;
-    let len = queue.file().metadata().map_or(0, |meta| meta.len());
-    let cached = residency(queue.file(), 0, len).unwrap_or_default();
-    if options.mode != Mode::Auto || cached.cached == 0 {
+    if options.mode != Mode::Auto {
         return input(queue, Vec::new());
     }
-    let open = |options| FileQueue::from_file(duplicate(&queue)?, queue.path(), options);
-    let (options, reason) = match cached.share() >= MOSTLY {
+    let failed = |source| Error::Open { path: queue.path().to_owned(), source };
+    let len = size(queue.file()).map_err(failed)?;
+    let Choice { mode, fallback, cached } = Choice::new(queue.file(), options.mode, 0..len, len);
+    let first = match fallback {
         // Without direct I/O, its reason is the one that counts.
-        _ if !queue.how().direct => (options, None),
-        true => (FileOptions { mode: Mode::Buffered, ..options }, Some(Fallback::Cached(cached))),
-        false => (options, Some(Fallback::PartlyCached(cached))),
+        Some(why) if queue.how().direct => {
+            options.mode = mode;
+            FileQueue::from_file(duplicate(&queue)?, queue.path(), options)?.because(why)
+        }
+        _ => queue,
     };
-    let first = open(options)?.from_cache_where_cached();
-    let first = match reason {
-        Some(reason) => first.because(reason),
-        None => first,
-    };
-    let more = (1..workers(cached.cached)).map(|_| Ok(open(options)?.from_cache_where_cached()));
-    input(first, more.collect::<Result<_, Error>>()?)
+    let open = |_| Ok(FileQueue::from_file(duplicate(&first)?, first.path(), options)?.from_cache_where_cached());
+    let more = (1..workers(cached.map_or(0, |cached| cached.cached))).map(open).collect::<Result<_, Error>>()?;
+    input(first.from_cache_where_cached(), more)
 }
 
 fn duplicate(queue: &FileQueue) -> Result<File, Error> {

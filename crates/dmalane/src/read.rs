@@ -2,7 +2,7 @@
 
 mod alloc;
 mod cached;
-mod choose;
+mod plan;
 mod short;
 mod source;
 mod stream;
@@ -28,9 +28,9 @@ use thiserror::Error;
 
 pub use alloc::{AllocAndRead, AllocRead};
 use cached::FromCache;
-use choose::{Choice, choose};
-pub(crate) use choose::{MOSTLY, workers};
-use source::{Source, size};
+use plan::{Plan, plan};
+use source::Source;
+pub(crate) use source::size;
 
 /// The order of allocating and reading, to compare by.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -355,13 +355,13 @@ fn read<'a>(
     if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
         return Err(ReadError::Limit { wanted, limit });
     }
-    let choices = sources.iter().enumerate().map(|(i, source)| choose(source, i, job, options));
-    let choices = choices.collect::<Result<Vec<Choice>, ReadError>>()?;
-    let count = options.threads.unwrap_or_else(|| choices.iter().map(|c| c.workers).max().unwrap_or(1));
+    let plans = sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options));
+    let plans = plans.collect::<Result<Vec<Plan>, ReadError>>()?;
+    let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
-        let open = |(source, choice): (&ReadSource, &Choice)| Source::open(source, choice);
-        workers.push(sources.iter().zip(&choices).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
+        let open = |(source, plan): (&ReadSource, &Plan)| Source::open(source, plan);
+        workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
     }
     let fill_options = FillOptions {
         chunk: match options.scheme {
@@ -380,29 +380,29 @@ fn read<'a>(
     // as soon as it is populated; all of a cached file is, by its queue.
     let writable = memory.heap.capabilities().shareable;
     let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
-    let map = |(source, choice): (&'a ReadSource, &Choice)| {
-        let some = from_cache_first && choice.cached.is_some_and(|cached| cached.cached > 0);
-        let some = some && (writable || choice.options.mode == Mode::Auto);
-        let mapping = some.then(|| FileMapping::new(source.file.as_fd(), choice.first..choice.end).ok()).flatten();
+    let map = |(source, plan): (&'a ReadSource, &Plan)| {
+        let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
+        let some = some && (writable || plan.options.mode == Mode::Auto);
+        let mapping = some.then(|| FileMapping::new(source.file.as_fd(), plan.first..plan.end).ok()).flatten();
         mapping.map(|mapping| (&source.file, mapping))
     };
     let from_cache = FromCache {
-        files: sources.iter().zip(&choices).map(map).collect(),
+        files: sources.iter().zip(&plans).map(map).collect(),
         copied: sources.iter().map(|_| AtomicU64::new(0)).collect(),
     };
-    let direct = choices.iter().any(|choice| choice.options.mode != Mode::Buffered);
+    let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
     let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;
-    for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {
-        if let Some(before) = choice.size.filter(|size| choice.end == *size) {
+    for (source, plan) in sources.iter().zip(&plans).filter(|_| unchanged) {
+        if let Some(before) = plan.size.filter(|size| plan.end == *size) {
             let now = source.size()?;
             if now != before {
                 return Err(ReadError::Changed { path: source.path.clone(), before, now });
             }
         }
     }
-    let method = |(i, choice): (usize, Choice)| {
+    let method = |(i, plan): (usize, Plan)| {
         let copied = from_cache.copied[i].load(Ordering::Relaxed);
         let mut moved = Moved { direct: 0, buffered: copied };
         // The worker that moved most; all are alike unless something was refused to one of them.
@@ -415,9 +415,9 @@ fn read<'a>(
         if copied > 0 && writable {
             how.reasons.push(Fallback::ToMemfd(copied));
         }
-        ReadMethod { how, reason: choice.reason, moved, cached: choice.cached }
+        ReadMethod { how, reason: plan.reason, moved, cached: plan.cached }
     };
-    Ok(ReadFiles { filled, methods: choices.into_iter().enumerate().map(method).collect() })
+    Ok(ReadFiles { filled, methods: plans.into_iter().enumerate().map(method).collect() })
 }
 
 /// An error of the engine with the name of the file that it is about.

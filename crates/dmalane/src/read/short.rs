@@ -5,14 +5,15 @@ use std::time::Instant;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
-use dmalane_file::{How, Mode, Moved, read_now, residency};
+use dmalane_file::{How, Mode, Moved, read_now};
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
 use dmalane_queue::{OpError, StopReason};
 use rustix::fs::{FileType, OFlags};
 use twox_hash::XxHash3_64;
 
-use super::choose::{DIRECT_FROM, MOSTLY, SHORT};
+use super::plan::SHORT;
 use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme, source};
+use crate::choose::Choice;
 
 /// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the
 /// engine.
@@ -38,13 +39,11 @@ pub(super) fn try_short(
     if !small || start + len > size || options.limit.is_some_and(|limit| len > limit) {
         return Ok(None);
     }
-    let cached = if options.mode == Mode::Auto { residency(file, start, len).ok() } else { None };
-    let reason = match cached {
-        _ if options.mode == Mode::Buffered => "buffered I/O was asked for; fast path".to_owned(),
-        Some(cached) if cached.share() >= MOSTLY => format!("{cached}: copied from there; fast path"),
-        _ if len < DIRECT_FROM => format!("{len} bytes are too few for direct I/O to pay; fast path"),
-        _ => return Ok(None),
-    };
+    let Choice { mode, fallback, cached } = Choice::new(file, options.mode, start..start + len, len);
+    if mode != Mode::Buffered {
+        return Ok(None);
+    }
+    let reason = fallback.map_or("buffered I/O was asked for".to_owned(), |why| why.to_string()) + "; fast path";
     // A file that its owner opened for direct I/O has rules of its own.
     if rustix::fs::fcntl_getfl(file).map_or(true, |flags| flags.contains(OFlags::DIRECT)) {
         return Ok(None);

@@ -10,11 +10,11 @@ use dmalane_addr::FileOffset;
 use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
 use dmalane_queue::Queue;
 
-use super::choose::Choice;
+use super::plan::Plan;
 use super::{ReadError, ReadSource};
 
 /// Bytes of a file or block device.
-pub(super) fn size(mut file: &File) -> io::Result<u64> {
+pub(crate) fn size(mut file: &File) -> io::Result<u64> {
     let meta = file.metadata()?;
     if !meta.file_type().is_block_device() {
         return Ok(meta.len());
@@ -37,13 +37,13 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub fn open(source: &ReadSource, choice: &Choice) -> Result<Self, ReadError> {
+    pub fn open(source: &ReadSource, plan: &Plan) -> Result<Self, ReadError> {
         let file = source.file.try_clone().map_err(|e| ReadError::Open { path: source.path.clone(), source: e })?;
-        if choice.stream {
-            return Ok(Self::Stream(StreamQueue::new(file, choice.options.depth)));
+        if plan.stream {
+            return Ok(Self::Stream(StreamQueue::new(file, plan.options.depth)));
         }
-        let queue = FileQueue::from_file(file, source.path.clone(), choice.options)?;
-        Ok(Self::File(Box::new(match choice.options.mode {
+        let queue = FileQueue::from_file(file, source.path.clone(), plan.options)?;
+        Ok(Self::File(Box::new(match plan.options.mode {
             Mode::Auto => queue.from_cache_where_cached(),
             Mode::Direct | Mode::Buffered => queue,
         })))

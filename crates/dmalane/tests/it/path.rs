@@ -691,7 +691,7 @@ fn a_cached_file_is_read_from_the_cache() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("model.bin");
     std::fs::write(&path, vec![7; 8 << 20]).unwrap();
-    let file = std::fs::File::open(&path).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
     let open = || dmalane::open_file(&path, FileOptions::default()).unwrap().queue.how().clone();
     let direct = dmalane::file::FileQueue::open(&path, FileOptions::default()).unwrap().how().direct;
     let written = open();
@@ -711,4 +711,11 @@ fn a_cached_file_is_read_from_the_cache() {
     let wanted = FileOptions::for_mode(dmalane::file::Mode::Direct);
     std::fs::read(&path).unwrap();
     assert!(dmalane::open_file(&path, wanted).unwrap().queue.how().direct, "direct I/O was asked for");
+    // Short ones are read through the cache, too, cached or not.
+    file.set_len(5000).unwrap();
+    file.sync_all().unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    let how = open();
+    let short = |r: &Fallback| matches!(r, Fallback::Few(5000) | Fallback::Cached(_));
+    assert!(!how.direct && how.reasons.iter().any(short), "{how}");
 }
