@@ -4,7 +4,8 @@
 //! unloaded. A [`Stream`] owns each operation from [`Stream::begin`] until the driver has confirmed that everything
 //! before it on the stream has ended; what it cannot confirm is never freed. A copy names device memory only inside
 //! ranges that this process has mapped through the same [`Context`] (`ranges::check`), since the driver also takes
-//! addresses of pinned host memory; such a range is unmapped only after all streams of the context have ended.
+//! addresses of pinned host memory; such a range is unmapped only after all work of the context has ended, that of
+//! other libraries too.
 //!
 //! The modules below this file call the driver through `call!` and `may_call!` alone.
 #![allow(unsafe_code)]
@@ -142,6 +143,7 @@ calls! {
         release = "cuDevicePrimaryCtxRelease_v2" (c_int);
         push = "cuCtxPushCurrent_v2" (Handle);
         pop = "cuCtxPopCurrent_v2" (*mut Handle);
+        synchronize = "cuCtxSynchronize" ();
         memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
         alloc = "cuMemAlloc_v2" (*mut Pointer, usize);
         free = "cuMemFree_v2" (Pointer);
@@ -357,7 +359,7 @@ fn string(text: &[c_char]) -> String {
 }
 
 /// A handle of the driver; the driver may be called with it from every thread.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 struct RawHandle(Handle);
 // SAFETY: the driver's functions are thread-safe, and the handle itself is only a number here.
 unsafe impl Send for RawHandle {}

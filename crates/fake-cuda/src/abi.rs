@@ -344,6 +344,18 @@ functions! {
             }
         })
     }
+    fn cuCtxSynchronize() {
+        let code = with_context("cuCtxSynchronize", |_| Ok(()));
+        if code != 0 {
+            return code;
+        }
+        let (context, mut state) = (current(), MODEL.lock());
+        let works = |state: &State| state.streams.values().any(|s| s.context == context && s.done < s.given);
+        while state.broken().is_none() && works(&state) {
+            state = MODEL.wait(state);
+        }
+        state.broken().filter(|_| works(&state)).unwrap_or(0)
+    }
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         with_context("cuMemGetInfo_v2", |state| {
             put(free, (state.settings.memory - state.used()) as usize)?;

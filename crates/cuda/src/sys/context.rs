@@ -3,11 +3,10 @@
 use std::ffi::c_int;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::ranges::{Mapped, Range, RangeKind, check, chunk_at, cut, overlaps};
-use super::{AccessDesc, AllocationProp, Attribute, Driver, Location, ON_DEVICE, RawHandle, lock};
+use super::{AccessDesc, AllocationProp, Attribute, Driver, Location, ON_DEVICE, RawHandle};
 use crate::Error;
 
 /// The primary context of a GPU, which all users of the GPU in this process share.
@@ -15,11 +14,7 @@ pub(crate) struct Context {
     pub(super) driver: &'static Driver,
     device: c_int,
     raw: RawHandle,
-    /// Streams that may use what is mapped.
-    pub(super) streams: Mutex<Vec<RawHandle>>,
     mapped: RwLock<Mapped>,
-    /// Set for good when a call says that the context is broken.
-    pub(super) broken: AtomicBool,
 }
 
 /// Keeps the context current on this thread.
@@ -38,14 +33,7 @@ impl Context {
     pub(crate) fn new(driver: &'static Driver, device: c_int) -> Result<Arc<Self>, Error> {
         let mut raw = ptr::null_mut();
         call!(driver.retain(&raw mut raw, device))?;
-        Ok(Arc::new(Self {
-            driver,
-            device,
-            raw: RawHandle(raw),
-            streams: Mutex::default(),
-            mapped: RwLock::default(),
-            broken: AtomicBool::new(false),
-        }))
+        Ok(Arc::new(Self { driver, device, raw: RawHandle(raw), mapped: RwLock::default() }))
     }
 
     pub(crate) fn driver(&self) -> &'static Driver {
@@ -65,16 +53,6 @@ impl Context {
     /// As [`Context::current`], tried twice: to leave something behind is worse.
     pub(super) fn current_to_undo(&self) -> Result<Current<'_>, Error> {
         self.current().or_else(|_| self.current())
-    }
-
-    /// Remembers an error that breaks the context.
-    pub(super) fn note<T>(&self, result: Result<T, Error>) -> Result<T, Error> {
-        if let Err(e) = &result
-            && e.is_fatal()
-        {
-            self.broken.store(true, Ordering::Release);
-        }
-        result
     }
 
     pub(super) fn mapped(&self) -> RwLockReadGuard<'_, Mapped> {
@@ -144,7 +122,7 @@ impl Context {
             }
             self.set_access(at, len, true)
         };
-        if let Err(e) = self.note(make()) {
+        if let Err(e) = make() {
             // Steps that cannot be undone after an error stay with the driver.
             if done > 0 {
                 // The driver unmaps nothing where a part is not mapped.
@@ -157,7 +135,7 @@ impl Context {
         Ok(())
     }
 
-    fn set_access(&self, at: u64, len: u64, writable: bool) -> Result<(), Error> {
+    pub(super) fn set_access(&self, at: u64, len: u64, writable: bool) -> Result<(), Error> {
         let driver = self.driver;
         let location = Location { kind: ON_DEVICE, id: self.device };
         let access = AccessDesc { location, flags: if writable { 3 } else { 1 } };
@@ -185,7 +163,7 @@ impl Context {
             }
             self.set_access(at, len, writable)
         };
-        if let Err(e) = self.note(make()) {
+        if let Err(e) = make() {
             if done > 0 {
                 let _ = may_call!(driver.unmap(at, done as usize));
             }
@@ -196,11 +174,12 @@ impl Context {
         Ok(())
     }
 
-    /// Unmaps all ranges within these addresses, and frees what they own, once all streams have ended what they got.
+    /// Unmaps all ranges within these addresses, and frees what they own, once all work of the context has ended.
     /// The calls that undo something also report errors of earlier work, so they count as done.
     ///
     /// # Errors
-    /// When a stream does not say that it has ended: then the memory stays mapped, though nothing new begins to use it.
+    /// When the driver does not say that the work has ended: then the memory stays mapped, though nothing new begins to
+    /// use it.
     pub(super) fn unmap(&self, at: u64, len: u64) -> Result<(), Error> {
         let (driver, _current) = (self.driver, self.current_to_undo()?);
         let end = at.saturating_add(len);
@@ -218,21 +197,20 @@ impl Context {
         let inside: Vec<u64> = mapped.range(at..at.saturating_add(len)).map(|(first, _)| *first).collect();
         let mut result = Ok(());
         for (first, range) in inside.iter().filter_map(|first| mapped.remove_entry(first)) {
-            result = result.and(self.note(may_call!(driver.unmap(first, range.len as usize))));
+            result = result.and(may_call!(driver.unmap(first, range.len as usize)));
             for handle in range.handles {
-                result = result.and(self.note(may_call!(driver.release_memory(handle))));
+                result = result.and(may_call!(driver.release_memory(handle)));
             }
         }
         result
     }
 
-    /// Waits until all streams have ended what they were given. Each is asked twice, in case that only the call failed.
+    /// Waits until all work of the context has ended: also that of kernels and other libraries, which were given
+    /// pointers to memory that is about to go. Asked twice, in case that only the call failed.
     pub(super) fn settle(&self) -> Result<(), Error> {
         let (driver, _current) = (self.driver, self.current_to_undo()?);
-        // Locked until all are asked: a stream takes itself off the list before it is destroyed.
-        let streams = lock(&self.streams);
-        let wait = |stream: &RawHandle| call!(driver.stream_synchronize(stream.0));
-        streams.iter().try_for_each(|stream| self.note(wait(stream).or_else(|_| wait(stream))))
+        let wait = || call!(driver.synchronize());
+        wait().or_else(|_| wait())
     }
 
     /// A dma-buf of device memory, whole pages of the host.

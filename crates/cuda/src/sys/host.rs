@@ -43,7 +43,7 @@ impl Registered {
             None => {
                 let _current = context.current()?;
                 // 1: CU_MEMHOSTREGISTER_PORTABLE, pinned for all contexts.
-                context.note(call!(driver.host_register(first as *mut c_void, len, 1)))?;
+                call!(driver.host_register(first as *mut c_void, len, 1))?;
                 registered.insert(first, Registration { len, users: 1, context: context.clone() });
                 first
             }
@@ -81,7 +81,7 @@ impl PinnedMemory {
         let (driver, _current) = (context.driver, context.current()?);
         let mut at = ptr::null_mut();
         // 1: CU_MEMHOSTALLOC_PORTABLE, pinned for all contexts.
-        context.note(call!(driver.host_alloc(&raw mut at, len, 1)))?;
+        call!(driver.host_alloc(&raw mut at, len, 1))?;
         match (NonNull::new(at.cast::<u8>()), NonZeroUsize::new(len)) {
             (Some(start), Some(len)) if start.addr().get().is_multiple_of(4096) && len.get().is_multiple_of(4096) => {
                 Ok(Self { context: context.clone(), start, len })

@@ -4,14 +4,13 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use dmalane_addr::{CardAddr, DeviceVa};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
 
 use super::context::Context;
 use super::ranges::{Mapped, RangeKind, check, kind};
-use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side, lock};
+use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side};
 use crate::Error;
 use crate::error::NOT_READY;
 use crate::plan::Step;
@@ -71,7 +70,6 @@ impl Stream {
         let mut raw = ptr::null_mut();
         // 1: CU_STREAM_NON_BLOCKING, not ordered behind the work of others on the legacy stream.
         call!(driver.stream_create(&raw mut raw, 1))?;
-        lock(&context.streams).push(RawHandle(raw));
         Ok(Self {
             context: context.clone(),
             raw: RawHandle(raw),
@@ -146,7 +144,6 @@ impl Stream {
     fn failed(&mut self, error: Error) -> OpError {
         let status = error.code();
         if error.is_fatal() && self.broken.is_none() {
-            self.context.broken.store(true, Ordering::Release);
             self.broken = Some(error);
         }
         OpError::Device { status }
@@ -397,7 +394,6 @@ impl Drop for Stream {
             for event in self.idle.drain(..).chain(self.groups.drain(..).filter_map(|(event, _)| event)) {
                 let _ = call!(driver.event_destroy(event.0));
             }
-            lock(&context.streams).retain(|stream| *stream != self.raw);
             let _ = call!(driver.stream_destroy(self.raw.0));
         }
     }

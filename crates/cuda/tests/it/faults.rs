@@ -28,6 +28,7 @@ const TIDY: &[&str] = &[
 /// Calls with a fallback: an attribute is missing, an event cannot be had, a wait is repeated, less memory is taken.
 const FORGIVEN: &[&str] = &[
     "cuCtxPushCurrent_v2",
+    "cuCtxSynchronize",
     "cuDeviceGetAttribute",
     "cuEventCreate",
     "cuMemAlloc_v2",
@@ -278,4 +279,27 @@ fn a_queue_that_halted_by_an_error_of_one_call_ends_its_operations() {
     gpu.write(1, DeviceAddr::Card(span.first()), b"x").unwrap();
     drop(gpu);
     fake.assert_clean("halted");
+}
+
+#[test]
+fn memory_is_freed_behind_a_stream_that_did_not_confirm_its_end() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let (table, span) = gpu.allocate(2 << 20).unwrap();
+    let host = gpu.host(&[1; 500_000]).unwrap();
+    fake.hold(true);
+    let _ticket = gpu.queues[0].submit(Operation::write(host, DeviceAddr::Card(span.first()))).unwrap();
+    gpu.queues[0].flush();
+    fake.fail("cuStreamSynchronize", 1, 999);
+    fake.fail("cuStreamSynchronize", 2, 999);
+    drop(gpu.queues.remove(0));
+    assert!(fake.has_failed());
+    fake.heal();
+    std::thread::scope(|scope| {
+        let freed = scope.spawn(|| gpu.memory.free(table.segments()).unwrap());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!freed.is_finished(), "the stream still has the copy");
+        fake.hold(false);
+    });
+    assert_eq!(fake.seen().violations, "");
 }
