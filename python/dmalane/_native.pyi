@@ -133,6 +133,17 @@ class DeviceTensor:
         """The device's virtual address; None for a tensor of no bytes."""
     def tobytes(self) -> bytes:
         """Reads it back through the device's address space."""
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """The memory itself on a CUDA device, ready for any `stream`; with `dl_device=(1, 0)` a copy on the host."""
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(2, N) on `cuda:N`; BufferError for devices whose addresses are no pointers of CUDA."""
 
 @final
 class Registration:

@@ -278,4 +278,8 @@ impl Device for CudaDevice {
     fn address_space(&mut self) -> &mut dyn AddressSpace {
         &mut *self.space
     }
+
+    fn cuda_number(&self) -> Option<u32> {
+        Some(self.gpu.number)
+    }
 }

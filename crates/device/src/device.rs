@@ -45,6 +45,12 @@ pub trait Device: Send {
     /// Where programs on the device see its memory.
     fn address_space(&mut self) -> &mut dyn AddressSpace;
 
+    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are, so that
+    /// kernels and other libraries can use them as they are; `None` for addresses that are no such pointers.
+    fn cuda_number(&self) -> Option<u32> {
+        None
+    }
+
     /// Reads counters of what can be observed of it, also on other threads and while it works.
     fn counters(&self) -> ReadCounters {
         Arc::new(Counters::default)
@@ -84,6 +90,10 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {
         (**self).address_space()
+    }
+
+    fn cuda_number(&self) -> Option<u32> {
+        (**self).cuda_number()
     }
 
     fn counters(&self) -> ReadCounters {

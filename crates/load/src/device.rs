@@ -322,6 +322,12 @@ impl OpenDevice {
         self.device.address_space()
     }
 
+    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are
+    /// ([`Device::cuda_number`]).
+    pub fn cuda_number(&self) -> Option<u32> {
+        self.device.cuda_number()
+    }
+
     /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
     pub fn queue_mut(&mut self) -> &mut JoinedQueue {
         &mut self.queue

@@ -3,19 +3,22 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use dlpark::ffi::DLDevice;
+use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa};
-use dmalane::dma::Mapping;
+use dmalane::device::AddressSpaceKind;
+use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
 use dmalane::load::container::model_files;
 use dmalane::load::{Loaded, OpenDevice};
 use dmalane::{Load, OpenOptions, Placement};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::expected::ManifestOf;
 use crate::failure::Failure;
 use crate::interrupt;
-use crate::memory::{Buffer, Tensor};
+use crate::memory::{Buffer, Described, Tensor, heap};
 use crate::report;
 
 type Shared = Arc<Mutex<OpenDevice>>;
@@ -109,7 +112,8 @@ impl Device {
             .enumerate()
             .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
             .collect();
-        let on = Arc::new(OnDevice { device: self.device.clone(), loaded: Mutex::new(Some(loaded)) });
+        let pointers = py.detach(|| Pointers::of(&mut lock(&self.device)));
+        let on = Arc::new(OnDevice { device: self.device.clone(), pointers, loaded: Mutex::new(Some(loaded)) });
         let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index)).collect();
         Ok((tensors, report))
     }
@@ -230,8 +234,10 @@ impl<'a> Host<'a> {
 }
 
 /// Files on a device, until their last tensor is gone.
-struct OnDevice {
+pub(crate) struct OnDevice {
     device: Shared,
+    /// `None` where addresses are no pointers of CUDA.
+    pointers: Option<Pointers>,
     loaded: Mutex<Option<Loaded>>,
 }
 
@@ -243,6 +249,29 @@ impl Drop for OnDevice {
             let _ = lock(&self.device).unload(loaded);
         }
     }
+}
+
+/// Addresses that are pointers of a CUDA device.
+#[derive(Clone, Copy)]
+pub(crate) struct Pointers {
+    pub(crate) device: DLDevice,
+    /// The GPU refuses writes through them.
+    pub(crate) read_only: bool,
+}
+
+impl Pointers {
+    fn of(device: &mut OpenDevice) -> Option<Self> {
+        let number = i32::try_from(device.cuda_number()?).ok()?;
+        // Loads bind for reading; a flat space binds nothing.
+        let read_only = device.address_space().kind() != AddressSpaceKind::Flat;
+        Some(Self { device: DLDevice::cuda(number), read_only })
+    }
+}
+
+/// A tensor whose address is a pointer of CUDA.
+pub(crate) struct OnCuda<'a> {
+    pub(crate) tensor: &'a DeviceTensor,
+    pub(crate) pointers: Pointers,
 }
 
 /// A tensor in device memory, bound at an address of the device's own.
@@ -278,6 +307,33 @@ impl DeviceTensor {
             address: va.map(|va| va.first()),
         }
     }
+
+    pub(crate) fn owner(&self) -> &Arc<OnDevice> {
+        &self.on
+    }
+
+    pub(crate) fn described(&self) -> Described<'_> {
+        Described { dtype: &self.dtype, shape: &self.shape, nbytes: self.nbytes }
+    }
+
+    fn pointers(&self) -> PyResult<Pointers> {
+        self.on.pointers.ok_or_else(|| {
+            let why = "addresses of this device are no pointers of CUDA, and DLPack has no other name for them; \
+                       tobytes() and dl_device=(1, 0) copy to the host";
+            PyBufferError::new_err(why)
+        })
+    }
+
+    /// Hands the bytes to `sink`, block after block, with their offset.
+    fn read_back(&self, sink: &mut dyn FnMut(usize, VolatileSlice<'_>)) -> Result<(), Failure> {
+        let loaded = self.on.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(loaded) = &*loaded else { return Err(Failure::closed()) };
+        let read = lock(&self.on.device).read_back(&loaded.files[self.file], self.index, &mut |offset, view| {
+            sink(offset as usize, view);
+            Ok(())
+        });
+        Ok(read?)
+    }
 }
 
 #[pymethods]
@@ -289,7 +345,7 @@ impl DeviceTensor {
 
     /// The device's virtual address; None for a tensor of no bytes.
     #[getter]
-    fn address(&self) -> Option<u64> {
+    pub(crate) fn address(&self) -> Option<u64> {
         self.address.map(|at| at.bits())
     }
 
@@ -300,17 +356,46 @@ impl DeviceTensor {
         bytes.try_reserve_exact(size).map_err(|e| Failure::new("OutOfMemoryError", e.to_string()))?;
         bytes.resize(size, 0);
         let into = &mut bytes;
-        let read = interrupt::run(py, self.nbytes, None, |_| {
-            let loaded = self.on.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(loaded) = &*loaded else { return Err(Failure::closed()) };
-            let back = lock(&self.on.device).read_back(&loaded.files[self.file], self.index, &mut |offset, view| {
-                view.read(&mut into[offset as usize..offset as usize + view.len()]);
-                Ok(())
-            });
-            back.map_err(Failure::from)
-        })?;
-        read?;
+        interrupt::run(py, self.nbytes, None, |_| {
+            self.read_back(&mut |offset, view| view.read(&mut into[offset..offset + view.len()]))
+        })??;
         Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// DLPack: the memory itself on a CUDA device, or a copy in host memory where that was asked for. What came of a
+    /// load is there for every `stream`.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(u32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        self.described().dlpack_type()?;
+        let request = ExportRequest::parse(stream, max_version, dl_device, copy)?;
+        if request.device() != Some(DLDevice::CPU) {
+            return export_dlpack(&OnCuda { tensor: self, pointers: self.pointers()? }, py, request);
+        }
+        if copy == Some(false) {
+            return Err(PyBufferError::new_err("host memory gets a copy of a tensor of a device"));
+        }
+        let read = interrupt::run(py, self.nbytes, None, |_| {
+            let size = usize::try_from(self.nbytes.max(1)).unwrap_or(usize::MAX);
+            let buf = heap().allocate(size)?.share();
+            self.read_back(&mut |offset, view| {
+                if let Some(to) = buf.as_volatile_slice().sub(offset, view.len()) {
+                    to.copy_from(view, CopyHint::Keep);
+                }
+            })?;
+            Ok::<_, Failure>(buf)
+        })?;
+        self.described().export_copy(py, request.abi(), read?)
+    }
+
+    fn __dlpack_device__(&self) -> PyResult<(u32, i32)> {
+        Ok(self.pointers()?.device.into())
     }
 
     fn __repr__(&self) -> String {

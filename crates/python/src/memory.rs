@@ -1,24 +1,25 @@
 //! Memory that Python objects share: blocks, and the tensors and buffers that lend them by the buffer protocol and
-//! DLPack.
+//! DLPack. DLPack lends memory of GPUs, too.
 //!
 //! No Rust reference into a block is ever made: Python may write its bytes at any time, on any thread. The engine
 //! fills a block before the first Python object of it exists; after that only `VolatileSlice`s touch it.
 #![allow(unsafe_code)]
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLManagedTensor, DLManagedTensorVersioned};
 use dlpark::metadata::Dynamic;
-use dlpark::python::{DlpackExporter, ExportRequest, export_dlpack};
-use dlpark::{DlpackFlags, Managed, ManagedTensorBase};
+use dlpark::python::{DlpackExporter, ExportAbi, ExportRequest, export_dlpack};
+use dlpark::{DlpackFlags, Managed, ManagedTensorBase, OpaqueContext};
 use dmalane::dma::{AnonHeap, BufferRef, Heap, PageKind, Pool, SharedBuf, VolatileSlice};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
+use crate::device::OnCuda;
 use crate::failure::Failure;
 use crate::interrupt;
 use crate::stream::Charge;
@@ -200,7 +201,29 @@ impl Tensor {
         Self { name: of.name.clone(), dtype: of.dtype.to_string(), shape, slice }
     }
 
-    fn dlpack_type(&self) -> PyResult<DLDataType> {
+    fn described(&self) -> Described<'_> {
+        Described { dtype: &self.dtype, shape: &self.shape, nbytes: self.slice.len as u64 }
+    }
+
+    fn managed<M: ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
+        let block = self.slice.block()?;
+        let data = block.as_volatile_slice().as_ptr().wrapping_add(self.slice.offset).cast();
+        // SAFETY: the bytes lie within the block (checked by `BlockSlice::new`), which stays mapped while it is
+        // referred to. They are writable, shared and no copy, as the flags, which are none, say.
+        unsafe { self.described().managed(block, data, DLDevice::CPU, DlpackFlags::empty()) }
+    }
+}
+
+/// A tensor, as far as DLPack describes it apart from its memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Described<'a> {
+    pub(crate) dtype: &'a str,
+    pub(crate) shape: &'a [u64],
+    pub(crate) nbytes: u64,
+}
+
+impl Described<'_> {
+    pub(crate) fn dlpack_type(&self) -> PyResult<DLDataType> {
         match TYPES.iter().find(|(name, ..)| *name == self.dtype) {
             // DLPack packs them otherwise than safetensors does, or says nothing about it.
             Some((_, 6 | 4, _)) => {
@@ -211,24 +234,54 @@ impl Tensor {
         }
     }
 
-    fn managed<M: ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
-        let (block, dtype) = (self.slice.block()?, self.dlpack_type()?);
+    /// # Safety
+    /// The bytes of the tensor are at `data` of `device`, as `flags` say, while `owner` lives.
+    unsafe fn managed<M: ManagedTensorBase>(
+        &self,
+        owner: impl OpaqueContext,
+        data: *mut c_void,
+        device: DLDevice,
+        flags: DlpackFlags,
+    ) -> PyResult<Managed<M>> {
+        let dtype = self.dlpack_type()?;
         let shape = self.shape.iter().map(|d| i64::try_from(*d)).collect::<Result<Vec<i64>, _>>();
         let shape = shape.map_err(|_| PyBufferError::new_err("a dimension does not fit 63 bits"))?;
         let element = u64::from(dtype.bits) / 8;
-        if self.shape.iter().try_fold(element, |n, dim| n.checked_mul(*dim)) != Some(self.slice.len as u64) {
-            let message = format!("{} elements of shape {:?} are not {} bytes", self.dtype, self.shape, self.slice.len);
+        if self.shape.iter().try_fold(element, |n, dim| n.checked_mul(*dim)) != Some(self.nbytes) {
+            let message = format!("{} elements of shape {:?} are not {} bytes", self.dtype, self.shape, self.nbytes);
             return Err(PyBufferError::new_err(message));
         }
-        let data = block.as_volatile_slice().as_ptr().wrapping_add(self.slice.offset);
-        let made = Dynamic::compact(shape.as_slice()).initialize_as::<M>(block);
+        let made = Dynamic::compact(shape.as_slice()).initialize_as::<M>(owner);
         let mut made = made.map_err(|e| PyBufferError::new_err(e.to_string()))?;
-        made.set_data(data.cast()).set_device(DLDevice::CPU).set_dtype(dtype);
-        // SAFETY: shape and strides are copies of their own, and the strides compact. The context is a reference to
-        // the block, so `data` stays mapped until the deleter runs. Shape and type make the tensor's bytes (checked
-        // above), and those lie within the block (checked by `BlockSlice::new`). The memory is writable, shared and no
-        // copy, as the flags, which are none, say.
-        Ok(unsafe { made.finish() })
+        made.set_data(data).set_device(device).set_dtype(dtype);
+        // SAFETY: shape and strides are copies of their own, and the strides compact. Shape and type make the tensor's
+        // bytes (checked above), and those stay until the deleter drops `owner`, as the flags say (contract).
+        Ok(unsafe {
+            made.set_flags_unchecked(flags);
+            made.finish()
+        })
+    }
+
+    /// A capsule of these bytes, which are nobody else's.
+    ///
+    /// # Panics
+    /// When they are fewer than the tensor's.
+    pub(crate) fn export_copy(&self, py: Python<'_>, abi: ExportAbi, copy: SharedBuf) -> PyResult<Py<PyAny>> {
+        assert!(copy.len() as u64 >= self.nbytes, "the copy is whole");
+        let (block, flags) = (Block::new(copy, None), DlpackFlags::IS_COPIED);
+        let data = block.as_volatile_slice().as_ptr().cast();
+        match abi {
+            ExportAbi::Versioned => {
+                // SAFETY: the block has the bytes (checked above), and is the caller's own.
+                let made = unsafe { self.managed::<DLManagedTensorVersioned>(block, data, DLDevice::CPU, flags) };
+                Ok(made?.into_pyobject(py)?.unbind())
+            }
+            ExportAbi::Legacy => {
+                // SAFETY: as above; this structure has no flags.
+                let made = unsafe { self.managed::<DLManagedTensor>(block, data, DLDevice::CPU, flags) };
+                Ok(made?.into_pyobject(py)?.unbind())
+            }
+        }
     }
 }
 
@@ -243,6 +296,41 @@ impl DlpackExporter for Tensor {
 
     fn prepare_export(&self, _: Python<'_>, _: &ExportRequest<'_>) -> PyResult<()> {
         Ok(())
+    }
+
+    fn export_legacy(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensor>> {
+        self.managed()
+    }
+
+    fn export_versioned(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensorVersioned>> {
+        self.managed()
+    }
+}
+
+impl OnCuda<'_> {
+    fn managed<M: ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
+        let tensor = self.tensor;
+        // A pointer of the GPU: nothing on the host follows it.
+        let data = std::ptr::without_provenance_mut(tensor.address().unwrap_or(0) as usize);
+        // SAFETY: a `DeviceTensor` has the address of its tensor in the files of its owner, and those are unloaded when
+        // the owner is dropped, after the work of the GPU. The flags are those of the bind.
+        unsafe { tensor.described().managed(tensor.owner().clone(), data, self.device(), self.flags()) }
+    }
+}
+
+impl DlpackExporter for OnCuda<'_> {
+    fn device(&self) -> DLDevice {
+        self.pointers.device
+    }
+
+    fn flags(&self) -> DlpackFlags {
+        if self.pointers.read_only { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
+    }
+
+    /// Nothing is to be done: a load returns when the driver has said that its copies have ended, so work on any stream
+    /// of the consumer comes after them.
+    fn prepare_export(&self, _: Python<'_>, request: &ExportRequest<'_>) -> PyResult<()> {
+        request.cuda_stream().map(drop)
     }
 
     fn export_legacy(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensor>> {
@@ -301,7 +389,7 @@ impl Tensor {
         dl_device: Option<(u32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
-        self.dlpack_type()?;
+        self.described().dlpack_type()?;
         self.slice.block()?;
         export_dlpack(self, py, ExportRequest::parse(stream, max_version, dl_device, copy)?)
     }

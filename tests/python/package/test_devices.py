@@ -1,0 +1,242 @@
+"""Tensors in memory of devices, by DLPack. The tests call the CUDA driver, one in software, as a framework does."""
+
+import ctypes
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import dmalane
+import ml_dtypes
+import numpy as np
+import pytest
+from package.models import DTYPES
+
+CPU, CUDA = 1, 2
+READ_ONLY, COPIED = 1, 2
+INTEGER, UNSIGNED, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
+CODES = {
+    "BOOL": BOOL, "U8": UNSIGNED, "U16": UNSIGNED, "U32": UNSIGNED, "U64": UNSIGNED, "I8": INTEGER, "I16": INTEGER,
+    "I32": INTEGER, "I64": INTEGER, "F16": FLOAT, "F32": FLOAT, "F64": FLOAT, "BF16": BFLOAT, "C64": COMPLEX,
+    "F8_E4M3": 10, "F8_E4M3FNUZ": 11, "F8_E5M2": 12, "F8_E5M2FNUZ": 13, "F8_E8M0": 14,
+}  # fmt: skip
+
+
+class TensorOfDlpack(ctypes.Structure):
+    """`DLTensor`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Legacy(ctypes.Structure):
+    """`DLManagedTensor`."""
+
+    _fields_ = [("tensor", TensorOfDlpack), ("context", ctypes.c_void_p), ("deleter", DELETER)]
+
+
+class Versioned(ctypes.Structure):
+    """`DLManagedTensorVersioned`."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint32 * 2), ("context", ctypes.c_void_p), ("deleter", DELETER),
+        ("flags", ctypes.c_uint64), ("tensor", TensorOfDlpack),
+    ]  # fmt: skip
+
+
+class Capsule:
+    """A consumer of a capsule, by hand."""
+
+    def __init__(self, capsule):
+        self.capsule = capsule
+        self.name = self.call("GetName", ctypes.c_char_p)(capsule)
+        pointer = self.call("GetPointer", ctypes.c_void_p, ctypes.c_char_p)(capsule, self.name)
+        kind = {b"dltensor": Legacy, b"dltensor_versioned": Versioned}[self.name]
+        self.at, self.managed = pointer, kind.from_address(pointer)
+        self.tensor = self.managed.tensor
+
+    @staticmethod
+    def call(name, result, *arguments):
+        function = getattr(ctypes.pythonapi, f"PyCapsule_{name}")
+        function.restype, function.argtypes = result, [ctypes.py_object, *arguments]
+        return function
+
+    def consume(self):
+        """Takes what is in it, so that the capsule frees nothing when it dies; returns the deleter's call."""
+        self.used = b"used_" + self.name
+        assert self.call("SetName", ctypes.c_int, ctypes.c_char_p)(self.capsule, self.used) == 0
+        deleter, at = self.managed.deleter, self.at
+        self.capsule = self.managed = self.tensor = None
+        return lambda: deleter(at)
+
+
+class FakeDriver:
+    """The driver in software; a caller of it as a framework is one, with a stream of its own."""
+
+    def __init__(self, path):
+        self.path, self.library = path, ctypes.CDLL(str(path))
+        self.library.fake_cuda_control.restype = ctypes.c_int64
+        self.control("reset")
+
+    def control(self, command):
+        answer = self.library.fake_cuda_control(command.encode())
+        assert answer >= 0, command
+        return answer
+
+    def check(self, name, *arguments):
+        assert getattr(self.library, name)(*arguments) == 0, name
+
+    def begin(self):
+        """The context of the GPU, current on this thread; a stream; and a page of host memory for copies."""
+        context, self.stream = ctypes.c_uint64(), ctypes.c_uint64()
+        self.check("cuInit", 0)
+        self.check("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.check("cuCtxPushCurrent_v2", context)
+        self.check("cuStreamCreate", ctypes.byref(self.stream), 1)
+        self.page = mmap.mmap(-1, 4096)
+        self.page_at = ctypes.addressof(ctypes.c_char.from_buffer(self.page))
+        self.check("cuMemHostRegister_v2", ctypes.c_uint64(self.page_at), ctypes.c_size_t(4096), 1)
+
+    def begin_read(self, pointer, size):
+        to, size = ctypes.c_uint64(self.page_at), ctypes.c_size_t(size)
+        self.check("cuMemcpyDtoHAsync_v2", to, ctypes.c_uint64(pointer), size, self.stream)
+
+    def read(self, pointer, size):
+        self.begin_read(pointer, size)
+        self.check("cuStreamSynchronize", self.stream)
+        return self.page[:size]
+
+    def end(self):
+        self.check("cuStreamSynchronize", self.stream)
+        self.check("cuMemHostUnregister", ctypes.c_uint64(self.page_at))
+        self.check("cuStreamDestroy_v2", self.stream)
+        self.check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_uint64()))
+        self.check("cuDevicePrimaryCtxRelease_v2", 0)
+
+    def report(self):
+        """Objects that are left, and what callers did wrong."""
+        text = ctypes.create_string_buffer(1 << 16)
+        self.library.fake_cuda_report(text, ctypes.c_size_t(len(text)))
+        return text.value.decode().split("\n")[:2]
+
+
+@pytest.fixture
+def driver():
+    """Built beside the program that `scripts/check` tests."""
+    program = os.environ.get("DMALANE_BIN", Path(__file__).parents[3] / "target/debug/dmalane")
+    path = Path(program).resolve().with_name("libdmalane_fake_cuda.so")
+    if not path.is_file():
+        pytest.skip(f"{path} was not built")
+    driver = FakeDriver(path)
+    driver.begin()
+    yield driver
+    gc.collect()
+    driver.end()
+    assert driver.report() == ["", ""], "nothing is left, and nothing was done wrong"
+
+
+def on_fake(driver, path, kind="0"):
+    device = dmalane.open(f"cuda:{kind},lib={driver.path}")
+    return device, dmalane.load_file(path, device=device)
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("0", 0), ("0,vmm", READ_ONLY)])
+def test_cuda_tensors_are_lent_as_they_lie(driver, model, kind, flags):
+    path, tensors = model
+    _, ours = on_fake(driver, path, kind)
+    for name, (dtype, shape, data) in tensors.items():
+        tensor = ours[name]
+        assert tensor.__dlpack_device__() == (CUDA, 0)
+        if DTYPES[dtype] < 8:
+            with pytest.raises(BufferError, match="no layout for the packed type"):
+                tensor.__dlpack__(max_version=(1, 0))
+            continue
+        capsule = Capsule(tensor.__dlpack__(max_version=(1, 1), stream=1))
+        assert (capsule.name, capsule.managed.flags, capsule.managed.version[0]) == (b"dltensor_versioned", flags, 1)
+        lent = capsule.tensor
+        assert (list(lent.device), lent.ndim, lent.byte_offset) == ([CUDA, 0], len(shape), 0)
+        assert (lent.code, lent.bits, lent.lanes) == (CODES[dtype], DTYPES[dtype], 1), dtype
+        assert [lent.shape[i] for i in range(lent.ndim)] == shape
+        assert shape != [3, 16] or [lent.strides[i] for i in range(2)] == [16, 1]
+        assert (lent.data or 0) == (tensor.address or 0)
+        # Without waiting for anything: what was loaded is there.
+        assert not data or driver.read(lent.data, len(data)) == data, name
+    if flags:
+        with pytest.raises(BufferError, match="legacy"):
+            ours["F32.matrix"].__dlpack__()
+    else:
+        assert Capsule(ours["F32.matrix"].__dlpack__()).name == b"dltensor"
+
+
+def test_a_capsule_keeps_the_load_and_frees_it_once(driver, model):
+    path, tensors = model
+    device, ours = on_fake(driver, path)
+    free = device.info()["free_bytes"]
+    data = tensors["BF16.matrix"][2]
+    capsule = Capsule(ours["BF16.matrix"].__dlpack__(max_version=(1, 0), stream=-1))
+    pointer, unused = capsule.tensor.data, ours["F32.matrix"].__dlpack__(max_version=(1, 0))
+    give_back = capsule.consume()
+    del ours, capsule
+    gc.collect()
+    del unused
+    gc.collect()
+    assert device.info()["free_bytes"] == free and driver.read(pointer, len(data)) == data
+    # A kernel of the consumer that has not ended when its tensor dies.
+    driver.control("delay 200000")
+    driver.begin_read(pointer, len(data))
+    give_back()
+    driver.control("delay 20")
+    assert device.info()["free_bytes"] > free
+    assert driver.page[: len(data)] == data, "memory is freed behind the work that uses it"
+
+
+def test_a_capsule_outlives_device_and_tensors(driver, model):
+    path, tensors = model
+    device, ours = on_fake(driver, path)
+    capsule = Capsule(ours["F64.matrix"].__dlpack__(max_version=(1, 0)))
+    del device, ours
+    gc.collect()
+    data = tensors["F64.matrix"][2]
+    assert driver.read(capsule.tensor.data, len(data)) == data
+
+
+def test_requests_that_cannot_be_met(driver, model):
+    _, ours = on_fake(driver, model[0])
+    tensor = ours["F32.matrix"]
+    with pytest.raises(BufferError, match="zero-copy"):
+        tensor.__dlpack__(copy=True)
+    with pytest.raises(BufferError, match="cross-device"):
+        tensor.__dlpack__(dl_device=(CUDA, 1))
+    with pytest.raises(BufferError, match="gets a copy"):
+        tensor.__dlpack__(dl_device=(CPU, 0), copy=False)
+    for bad in (0, -2, "x"):
+        with pytest.raises(ValueError):
+            tensor.__dlpack__(stream=bad)
+    for stream in (None, -1, 1, 2, driver.stream.value):
+        assert Capsule(tensor.__dlpack__(stream=stream, dl_device=(CUDA, 0), copy=False)).tensor.data == tensor.address
+
+
+@pytest.mark.parametrize("device", ["ram:16MiB", "soft"])
+def test_other_devices_give_copies_on_the_host_only(model, device):
+    path, tensors = model
+    ours = dmalane.load_file(path, device=device)
+    tensor = ours["F32.matrix"]
+    for lend in (tensor.__dlpack__, tensor.__dlpack_device__):
+        with pytest.raises(BufferError, match="no pointers of CUDA"):
+            lend()
+    copy = np.from_dlpack(tensor, device="cpu")
+    assert copy.shape == (3, 16) and copy.dtype == np.float32 and copy.tobytes() == tensors["F32.matrix"][2]
+    copy[0, 0] = 1
+    assert tensor.tobytes() == tensors["F32.matrix"][2]
+    assert np.from_dlpack(ours["I64.empty"], device="cpu").shape == (0, 4)
+    for version, name in ((None, b"dltensor"), ((1, 0), b"dltensor_versioned")):
+        capsule = Capsule(ours["BF16.matrix"].__dlpack__(max_version=version, dl_device=(CPU, 0), copy=True))
+        assert capsule.name == name and (version is None or capsule.managed.flags == COPIED)
+        copied = ctypes.string_at(capsule.tensor.data, 96)
+        assert np.frombuffer(copied, ml_dtypes.bfloat16).tobytes() == tensors["BF16.matrix"][2]
