@@ -1,16 +1,17 @@
 //! GPUs: which there are, and one as a device.
 
+use std::error::Error as StdError;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
-use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, NoIommu, Region};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, NoIommu, Region};
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
 use crate::queue::CudaQueue;
 use crate::space::MapSpace;
-use crate::sys::{Attribute, Context, Driver, PinnedMemory, Registered, Window};
+use crate::sys::{Attribute, BackToBack, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
 use crate::{Binds, Error, GpuName, Which};
 
@@ -281,5 +282,9 @@ impl Device for CudaDevice {
 
     fn cuda_number(&self) -> Option<u32> {
         Some(self.gpu.number)
+    }
+
+    fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {
+        Ok(Some(Box::new(BackToBack::new(&self.context, self.registrar.clone())?)))
     }
 }

@@ -207,12 +207,14 @@ macro_rules! may_call {
     };
 }
 
+mod back_to_back;
 mod context;
 mod host;
 mod ranges;
 mod stream;
 mod window;
 
+pub(crate) use back_to_back::BackToBack;
 pub(crate) use context::Context;
 pub(crate) use host::{PinnedMemory, Registered};
 pub(crate) use stream::Stream;

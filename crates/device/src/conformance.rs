@@ -13,7 +13,7 @@ use dmalane_queue::{
 };
 use dmalane_vm::{BindRequest, Bo};
 
-use crate::{AddressSpaceKind, Bind, Bounce, Device, DeviceMemory, NoIommu, Placement, Region, SpaceError};
+use crate::{AddressSpaceKind, Bind, Bounce, Device, DeviceMemory, DriverCopy, NoIommu, Placement, Region, SpaceError};
 
 const LONG: Duration = Duration::from_secs(30);
 /// Bytes that are moved at each edge: a page, and a length that is no multiple of anything.
@@ -39,6 +39,7 @@ pub fn suite_aligned(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
     every_queue_reaches_the_edges_of_its_regions(&mut *open(), align);
     impossible_operations_come_back(&mut *open(), align);
     blocking_calls_move_bytes(&mut *open(), align);
+    drivers_copy_as_queues_do(&mut *open());
     // One device at a time: some have no room for two.
     let kind = open().address_space().kind();
     match kind {
@@ -266,6 +267,43 @@ fn blocking_calls_move_bytes(device: &mut dyn Device, align: u64) {
     assert_eq!(bounce.len(), 8192, "the buffer is whole again");
     bounce.read(queue, at(0), &mut back).unwrap();
     assert!(back == bytes);
+}
+
+fn drivers_copy_as_queues_do(device: &mut dyn Device) {
+    let mut taken = Taken::new(device);
+    let Some(mut driver) = taken.device.driver_copies().unwrap() else { return };
+    let (_memory, places) = taken.places();
+    let at = |offset: u64| places[0].1.sub(offset, 1).unwrap().first();
+    let (up, down) = (noise(21, 8192), noise(22, 4096));
+    taken.write(0, DeviceAddr::Card(at(16 << 10)), &down);
+    let ((_from, from), (to, into)) = (taken.host(&up), taken.host(&[0xa5; 4096]));
+    let copy = |direction, host: &Registered, offset, at, len| {
+        let host = host.clone();
+        DriverCopy { direction, host, offset, at, len }
+    };
+    let right = [
+        copy(Direction::FromHost, &from, 4096, at(0), 4000),
+        copy(Direction::ToHost, &into, 0, at(16 << 10), 4096),
+        copy(Direction::FromHost, &from, 0, at(32 << 10), 4096),
+    ];
+    driver.copy(&right, 5).unwrap();
+    assert!(taken.read(0, DeviceAddr::Card(at(0)), 4000).unwrap() == up[4096..8096], "to the device");
+    assert!(taken.read(0, DeviceAddr::Card(at(32 << 10)), 4096).unwrap() == up[..4096], "to the device");
+    let mut back = vec![0; 4096];
+    to.read(0, &mut back).unwrap();
+    assert!(back == down, "to the host");
+    let elsewhere = taken.heap.allocate(4096).unwrap().share();
+    let foreign = Registered::new(&NoIommu::new(), &elsewhere, Access::RW).unwrap();
+    for wrong in [
+        copy(Direction::FromHost, &from, 4096, at(0), 4097),
+        copy(Direction::ToHost, &from, u64::MAX, at(0), 4096),
+        copy(Direction::ToHost, &foreign, 0, at(0), 4096),
+        copy(Direction::FromHost, &from, 0, CardAddr::new(1 << 62), 4096),
+    ] {
+        assert!(driver.copy(std::slice::from_ref(&wrong), 1).is_err(), "{wrong:?}");
+    }
+    driver.copy(&right, 1).unwrap();
+    assert!(taken.read(0, DeviceAddr::Card(at(0)), 4000).unwrap() == up[4096..8096], "nothing else was written");
 }
 
 fn table(spans: &[Span<CardAddr>]) -> SgTable<CardAddr> {

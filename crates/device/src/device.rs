@@ -9,7 +9,7 @@ use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, DeviceQueue, Route};
 
-use crate::{AddressSpace, DeviceMemory};
+use crate::{AddressSpace, DeviceMemory, DriverCopies};
 
 /// A device: memory regions, registration of host memory, queues, and an address space.
 ///
@@ -56,6 +56,14 @@ pub trait Device: Send {
         Arc::new(Counters::default)
     }
 
+    /// Copies by its driver alone, for a reference beside its queues; `None` where queues are all that moves bytes.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn Error + Send + Sync>> {
+        Ok(None)
+    }
+
     /// The files of a device that is made of files: what they hold can be read before a measurement and put back after
     /// it, and plain system calls can be measured beside the queues.
     fn backing_files(&self) -> Option<BackingFiles> {
@@ -98,6 +106,10 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn counters(&self) -> ReadCounters {
         (**self).counters()
+    }
+
+    fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn Error + Send + Sync>> {
+        (**self).driver_copies()
     }
 
     fn backing_files(&self) -> Option<BackingFiles> {

@@ -76,6 +76,7 @@ mod bounce;
 pub mod conformance;
 pub mod contents;
 mod device;
+mod driver_copies;
 mod flat;
 mod memory;
 mod no_iommu;
@@ -86,6 +87,7 @@ mod space;
 
 pub use bounce::{Bounce, IoError};
 pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, ReadCounters, Region, areas};
+pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};
 pub use no_iommu::NoIommu;

@@ -405,6 +405,9 @@ pub enum ValidateError {
     /// Plain calls on the file failed while the reference was measured.
     #[error("the reference could not be measured: {0}")]
     Reference(std::io::Error),
+    /// Copies by the driver alone, which are the reference, failed.
+    #[error("the reference could not be measured by the device's driver: {0}")]
+    DriverCopies(Box<dyn std::error::Error + Send + Sync>),
     /// The optimum of the link could not be found.
     #[error(transparent)]
     Optimum(#[from] crate::link::Unsolved),

@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::link::{Demand, Half, best_rate};
-use dmalane_device::BackingFiles;
+use dmalane_device::{BackingFiles, DriverCopies};
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
@@ -16,6 +17,8 @@ use crate::{Directions, Stop, ValidateError};
 
 /// A reference is not measured for longer.
 const MOST: Duration = Duration::from_millis(500);
+/// So many times as long as this, waiting for the end of copies by a driver counts little.
+const SHARES: u32 = 16;
 
 impl Reference {
     pub fn name(&self) -> &'static str {
@@ -28,6 +31,10 @@ impl Reference {
                 "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns \
                  or by a thread for each \
                  buffer, whichever is faster"
+            }
+            Self::Driver(_) => {
+                "copies of the same buffers back to back over the device's link, by its driver alone, as many at a \
+                 time as there are"
             }
             Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
         }
@@ -72,8 +79,46 @@ impl TestedDevice {
                 let busy = |i: usize| workers.iter().filter(|worker| worker.walks[i].len() > 0).count();
                 copies(busy(0).max(busy(1)), directions, buffer as usize, time)
             }
+            Reference::Driver(driver) => {
+                let mut driver = driver.lock().unwrap_or_else(PoisonError::into_inner);
+                self.by_driver(&mut **driver, workers, directions, time)
+            }
             Reference::Files(backing) => files(backing, workers, directions, buffer as usize, time),
         }
+    }
+}
+
+impl TestedDevice {
+    /// Copies by the driver of what the workers have moved last. What they moved was compared, and all buffers are
+    /// filled anew before the next figure.
+    fn by_driver(
+        &self,
+        driver: &mut dyn DriverCopies,
+        workers: &[Worker],
+        directions: Directions,
+        time: Duration,
+    ) -> Result<f64, ValidateError> {
+        let mut copies = Vec::new();
+        for (i, walk) in workers.iter().flat_map(|worker| worker.walks.iter().enumerate()) {
+            let up = i == 0;
+            let direction = if up { Direction::FromHost } else { Direction::ToHost };
+            if directions == Directions::Both || up == (directions == Directions::Write) {
+                copies.extend(walk.driver_copies(&*self.registrar, direction)?);
+            }
+        }
+        let bytes: u64 = copies.iter().map(|copy| copy.len).sum();
+        let (start, mut times) = (Instant::now(), 1);
+        let (mut moved, mut spent) = (0, Duration::ZERO);
+        while spent.is_zero() || start.elapsed() < time {
+            let begun = Instant::now();
+            driver.copy(&copies, times).map_err(ValidateError::DriverCopies)?;
+            let took = begun.elapsed();
+            match took < time / SHARES {
+                true => times *= 2,
+                false => (moved, spent) = (moved + bytes * times, spent + took),
+            }
+        }
+        Ok(moved as f64 / spent.as_secs_f64())
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, SgTable, Span};
-use dmalane_device::{BackingFiles, Device, DeviceMemory, Placement, ReadCounters, Region, areas};
+use dmalane_device::{BackingFiles, Device, DeviceMemory, DriverCopies, Placement, ReadCounters, Region, areas};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
@@ -101,6 +101,8 @@ pub(crate) enum Reference {
     Copies,
     /// Plain calls on the same files.
     Files(BackingFiles),
+    /// Copies by the device's driver.
+    Driver(Mutex<Box<dyn DriverCopies>>),
     /// The optimum of a modelled link.
     Optimum { link: Link, halves: Halves },
 }
@@ -207,8 +209,8 @@ impl TestedDevice {
     /// `contents` says, unless the device holds something that is neither in the backup nor what a run writes.
     ///
     /// # Errors
-    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`];
-    /// nothing was written.
+    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`],
+    /// [`ValidateError::DriverCopies`]; nothing was written.
     pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
         Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))
     }
@@ -253,7 +255,10 @@ impl TestedDevice {
         let info = device.info();
         let mut recovered = None;
         let reference = match device.backing_files() {
-            None => Reference::Copies,
+            None => match device.driver_copies().map_err(ValidateError::DriverCopies)? {
+                Some(copies) => Reference::Driver(Mutex::new(copies)),
+                None => Reference::Copies,
+            },
             Some(files) => {
                 let is_lost = |file: &std::fs::File| file.metadata().is_ok_and(|m| m.file_type().is_char_device());
                 if contents != Contents::Overwrite && (is_lost(&files.written) || is_lost(&files.read)) {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
+use dmalane_device::DriverCopy;
 use dmalane_dma::{BufferRef, BufferSlice, Registrar, SharedBuf};
 use dmalane_queue::{DeviceAddr, DeviceQueue, Direction, Operation, Refusal, Registered, Ticket};
 use hdrhistogram::Histogram;
@@ -135,6 +136,18 @@ impl Walk {
     pub fn places(&self) -> impl Iterator<Item = (CardAddr, u64)> + '_ {
         let ends = self.stretches.iter().skip(1).map(|s| s.offset).chain([self.len]);
         self.stretches.iter().zip(ends).map(|(s, end)| (s.at, end - s.offset))
+    }
+
+    /// The same copies for a driver, to or from the device.
+    pub fn driver_copies(
+        &self,
+        registrar: &dyn Registrar,
+        direction: Direction,
+    ) -> Result<Vec<DriverCopy>, ValidateError> {
+        let registered = || Registered::of_range(registrar, &self.memory, 0..self.memory.len(), Access::RW);
+        let host = self.via.clone().map_or_else(registered, Ok).map_err(ValidateError::Memory)?;
+        let stretches = self.stretches.iter().map(|stretch| stretch.offset).zip(self.places());
+        Ok(stretches.map(|(offset, (at, len))| DriverCopy { direction, host: host.clone(), offset, at, len }).collect())
     }
 
     /// Where on the device a byte of the buffer belongs.

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use ash::vk;
 use dmalane_addr::{CardAddr, PageSize, Span};
-use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, Region};
 use dmalane_dma::Registrar;
 use dmalane_queue::DeviceQueue;
 
+use crate::driver_copies::BackToBack;
 use crate::error::Error;
 use crate::fault::Faults;
 use crate::gpu::{Gpu, Live, Wanted};
@@ -251,6 +252,10 @@ impl Device for VulkanDevice {
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {
         &mut *self.space
+    }
+
+    fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {
+        Ok(Some(Box::new(BackToBack::new(self.parts.clone())?)))
     }
 }
 

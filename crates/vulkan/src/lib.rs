@@ -10,6 +10,7 @@
 pub mod by_hand;
 mod channel;
 mod device;
+mod driver_copies;
 mod error;
 mod fault;
 mod gpu;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
-use dmalane_device::{AddressSpaceKind, Bind, Device, Placement, SpaceError};
+use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy, Placement, SpaceError};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar, SharedBuf};
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, Shape, StopReason, drain,
@@ -90,6 +90,13 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         let mut got = vec![0; LEN];
         back.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
         assert!(got == bytes, "what was copied within the GPU");
+        let mut driver = device.driver_copies().map_err(|e| e.to_string())?.expect("a driver copies");
+        let (buf, host) = register(&*registrar, &*heap, &vec![0; LEN])?;
+        let copy = DriverCopy { direction: Direction::ToHost, host, offset: 0, at: first, len: LEN as u64 };
+        driver.copy(&[copy], 2).map_err(|e| e.to_string())?;
+        buf.into_slice().read(0, &mut got).unwrap();
+        assert!(got == bytes, "what the driver copied");
+        drop(driver);
         let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
         let page = device.address_space().page().bytes();
         let space = device.address_space();

@@ -35,6 +35,11 @@ fn in_every_command(layers: Option<&Layers>, device: &str) -> Option<()> {
     let quick = "-j 2 --buffer-size 64KiB --iterations 2";
     let validated = json(&format!("validate -d {device} {quick} --json"))?;
     assert_eq!(validated["passed"], true);
+    let reference = validated["reference"].as_str().unwrap();
+    assert!(reference.contains("by its driver alone"), "{reference}");
+    for figure in validated["figures"].as_array().unwrap() {
+        assert!(figure["reference_bytes_per_s"].as_f64() > Some(0.0), "{figure}");
+    }
     let named = run(&format!("validate -d {device} {quick} --nvbandwidth"))?;
     for name in [
         "host_to_device_memcpy_ce",

@@ -4,7 +4,7 @@ use std::sync::{Arc, LazyLock};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_cuda::{Error, GpuName, gpus};
-use dmalane_device::{AddressSpaceKind, Bind, Device};
+use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
 use dmalane_vm::{BindRequest, Bo};
@@ -75,6 +75,17 @@ fn everything(name: &GpuName) -> Result<(), String> {
             return Err("the read did not wait".to_owned());
         }
     }
+    // By the driver alone.
+    let mut driver = gpu.device.driver_copies().map_err(|e| text(&e))?.ok_or("no copies by the driver")?;
+    let host = gpu.host(bytes)?;
+    let host = host.via.ok_or("it is registered")?;
+    let copies =
+        [(Direction::FromHost, 0u64, 3u64 << 20), (Direction::ToHost, 4096, 2 << 20)].map(|(direction, offset, to)| {
+            let at = CardAddr::new(span.first().bits() + to);
+            DriverCopy { direction, host: host.clone(), offset, at, len: 4096 }
+        });
+    driver.copy(&copies, 2).map_err(|e| text(&e))?;
+    drop(driver);
     let shape = Shape { row: 100, rows: 7, host_pitch: 130, device_pitch: 200 };
     let rows = gpu.host(&bytes[..6 * 130 + 100])?;
     gpu.run(1, Operation::write(rows, at(0)).shaped(shape))?;

@@ -1,0 +1,119 @@
+//! Copies by the driver alone, back to back: what the queues are measured beside.
+
+use std::error::Error as StdError;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ash::vk;
+use dmalane_device::{DriverCopies, DriverCopy};
+use dmalane_dma::Registrar;
+use dmalane_queue::{Direction, Refusal};
+
+use crate::channel::Channel;
+use crate::error::{CallError, Error};
+use crate::gpu::Buffer;
+use crate::queue::Parts;
+
+/// Time that a submission may take.
+const LONG: Duration = Duration::from_secs(60);
+/// Submissions in flight: while the GPU works on one, the next is written down.
+const IN_FLIGHT: usize = 4;
+
+/// A command buffer for each time, on a queue of the driver for each direction, or one for both.
+pub(crate) struct BackToBack {
+    parts: Parts,
+    channels: Vec<Channel<()>>,
+}
+
+/// The regions of a command, and the buffers that they are in.
+type Command = (Arc<Buffer>, Arc<Buffer>, Vec<vk::BufferCopy>);
+
+impl BackToBack {
+    pub fn new(parts: Parts) -> Result<Self, Error> {
+        let queues = 0..parts.gpu.copy_queues().min(2);
+        let channels = queues.map(|queue| Channel::new(&parts.gpu, queue)).collect::<Result<_, _>>()?;
+        Ok(Self { parts, channels })
+    }
+
+    /// Adds the regions of a copy to the commands.
+    fn add(&self, copy: &DriverCopy, commands: &mut Vec<Command>) -> Result<(), Box<dyn StdError + Send + Sync>> {
+        let mut host = Vec::new();
+        let (imported, mapping) = (self.parts.importer.imported(), copy.host.mapping());
+        let found = copy.iova().filter(|_| self.parts.importer.owns(mapping)).is_some_and(|range| {
+            imported.resolve(range, |buffer, offset, _, len| host.push((buffer.clone(), offset, len)))
+        });
+        drop(imported);
+        if !found {
+            return Err(Refusal::NotRegistered.into());
+        }
+        let mut device = Vec::new();
+        let areas = self.parts.memory.areas();
+        let there = areas.resolve(copy.at, copy.len, |_, buffer, offset, _, len| {
+            device.push((buffer.clone(), offset, len));
+        });
+        there.map_err(Error::NotAllocated)?;
+        let mut device = device.into_iter().peekable();
+        for (host, mut host_at, mut left) in host {
+            while let Some((memory, at, there)) = device.peek_mut().filter(|_| left > 0) {
+                let size = left.min(*there);
+                let (from, to, src_offset, dst_offset) = match copy.direction {
+                    Direction::FromHost => (&host, &*memory, host_at, *at),
+                    Direction::ToHost => (&*memory, &host, *at, host_at),
+                };
+                let region = vk::BufferCopy { src_offset, dst_offset, size };
+                match commands.iter_mut().find(|(f, t, _)| Arc::ptr_eq(f, from) && Arc::ptr_eq(t, to)) {
+                    Some((_, _, regions)) => regions.push(region),
+                    None => commands.push((from.clone(), to.clone(), vec![region])),
+                }
+                (host_at, left, *at, *there) = (host_at + size, left - size, *at + size, *there - size);
+                if *there == 0 {
+                    device.next();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until a channel has fewer submissions in flight.
+    fn wait(channel: &mut Channel<()>, fewer_than: usize) -> Result<(), Error> {
+        while channel.in_flight() >= fewer_than {
+            let before = channel.in_flight();
+            channel.wait(LONG)?;
+            channel.ended(|()| {})?;
+            if channel.in_flight() == before {
+                return Err(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT }.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl DriverCopies for BackToBack {
+    fn copy(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
+        let mut commands = vec![Vec::new(); self.channels.len()];
+        for copy in copies {
+            let channel = match copy.direction {
+                Direction::FromHost => 0,
+                Direction::ToHost => self.channels.len() - 1,
+            };
+            self.add(copy, &mut commands[channel])?;
+        }
+        for _ in 0..times {
+            for (channel, commands) in self.channels.iter_mut().zip(&commands).filter(|(_, all)| !all.is_empty()) {
+                Self::wait(channel, IN_FLIGHT)?;
+                let mut recording = channel.begin()?;
+                // The same memory was written the time before.
+                channel.barrier(&recording);
+                for (from, to, regions) in commands {
+                    channel.copy(&mut recording, from, to, regions);
+                }
+                channel.show_host(&recording);
+                channel.submit(recording, None, ()).map_err(|((), e)| e)?;
+            }
+        }
+        for channel in &mut self.channels {
+            Self::wait(channel, 1)?;
+        }
+        Ok(())
+    }
+}
