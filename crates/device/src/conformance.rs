@@ -420,7 +420,8 @@ fn programs_see_what_is_bound(device: &mut dyn Device) {
     };
     let (mut memory, page) = (device.memory(), device.regions()[0].granule.bytes());
     // More than a program reads at once, where there is so much.
-    let whole = if memory.is_driven() { (9u64 << 20).next_multiple_of(page) } else { 4 * page };
+    let most = device.address_space().longest() / page * page;
+    let whole = if memory.is_driven() { (9u64 << 20).next_multiple_of(page).min(most) } else { 4 * page };
     let buffer = memory.allocate(whole, &Placement::Default).unwrap();
     let (bo, card) = (bo(&buffer), DeviceAddr::Card(one(&buffer).first()));
     let mut taken = Taken::new(device);

@@ -18,6 +18,11 @@ pub trait AddressSpace: Send {
         PageSize::SIZE_4K
     }
 
+    /// Bytes of the longest range that can be reserved. A file that is longer gets several.
+    fn longest(&self) -> u64 {
+        u64::MAX
+    }
+
     /// Takes `len` bytes of addresses for a buffer with these segments. In a [flat](AddressSpaceKind::Flat) space they
     /// are those of the buffer; elsewhere the range starts at a multiple of 2 MiB and may be longer than was asked for.
     ///

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, Address, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
 use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
     MemoryError, Placement, ReadCounters, Region, areas,
@@ -17,7 +17,7 @@ use dmalane_vm::Bo;
 
 use crate::channels::Channels;
 use crate::fill::Staging;
-use crate::layout::ALIGN;
+use crate::layout::{ALIGN, PAGE, VaRange};
 use crate::{Error, Layout, Live, Model, Report, Tensor, Track};
 
 /// Settings for driving a device.
@@ -155,8 +155,9 @@ pub struct LoadedFile {
     pub checksum: Option<u64>,
     /// The buffer object that holds its tensors; `None` when they have no bytes.
     pub bo: Option<Arc<Bo>>,
-    /// Where it lies in device virtual memory, gaps included.
-    pub range: Option<Span<DeviceVa>>,
+    /// Where it lies in device virtual memory, gaps included: one range, or several on a device whose longest is
+    /// shorter than the file. Each tensor lies in one.
+    pub ranges: Vec<Span<DeviceVa>>,
     pub(crate) layout: Layout,
     tensors: Vec<LoadedTensor>,
     /// The numbers of the tensors, sorted by name.
@@ -178,18 +179,19 @@ impl LoadedFile {
     pub(crate) fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
-        let (bo, range, tensors) = (None, None, Vec::new());
-        let mut this = Self { path, model, checksum: None, bo, range, layout, tensors, by_name, device };
-        this.place_at(None);
+        let (bo, tensors) = (None, Vec::new());
+        let mut this = Self { path, model, checksum: None, bo, ranges: Vec::new(), layout, tensors, by_name, device };
+        this.place_at(Vec::new());
         this
     }
 
-    /// Sets the range, and where the tensors lie in it.
-    fn place_at(&mut self, range: Option<Span<DeviceVa>>) {
-        self.range = range;
+    /// Sets the ranges, and where the tensors lie in them.
+    fn place_at(&mut self, ranges: Vec<Span<DeviceVa>>) {
+        self.ranges = ranges;
         let places = self.model.tensors.iter().zip(&self.layout.places);
         self.tensors = places
             .map(|(tensor, place)| {
+                let range = self.ranges.get(place.range);
                 let va = range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
                 LoadedTensor { tensor: tensor.clone(), va }
             })
@@ -421,10 +423,12 @@ impl OpenDevice {
 
     /// Takes device memory and device virtual addresses for a file.
     pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
-        let layout = match self.device.address_space().kind() {
-            AddressSpaceKind::Flat => Layout::flat(&model),
-            _ if self.binds_whole_files() => Layout::flat(&model),
-            _ => Layout::new(&model),
+        let whole = self.binds_whole_files();
+        let space = self.device.address_space();
+        let layout = match space.kind() {
+            AddressSpaceKind::Flat => Layout::whole(&model, PAGE, u64::MAX),
+            _ if whole => Layout::whole(&model, space.page(), space.longest()),
+            _ => Layout::new(&model, space.longest()),
         };
         let Some(layout) = layout else {
             let (needed, largest, align) = (model.len, self.memory.free_bytes(), PageSize::SIZE_16K);
@@ -438,36 +442,49 @@ impl OpenDevice {
         let allocated = self.memory.allocate(file.layout.bo_len, placement);
         let memory = allocated.map_err(|source| Error::DeviceMemory { path: file.path.clone(), source })?;
         let index = SgIndex::from_table(&memory).map_err(|source| Error::Index { path: file.path.clone(), source });
-        let range = index.and_then(|index| {
-            let range = self.device.address_space().reserve(&memory, file.layout.va_len);
-            let range = range.map_err(|source| Error::Bind { path: file.path.clone(), tensor: None, source })?;
-            Ok((index, range))
+        let mut ranges = Vec::new();
+        let given = index.and_then(|index| {
+            let bo = Arc::new(Bo::new(self.next_bo, index));
+            self.next_bo += 1;
+            self.give_addresses(&file, &bo, &memory, &mut ranges).map(|()| bo)
         });
-        let (index, range) = match range {
-            Ok(both) => both,
+        match given {
+            Ok(bo) => file.bo = Some(bo),
             Err(e) => {
+                let space = self.device.address_space();
+                let unbound = ranges.into_iter().try_for_each(|range| space.unbind(range));
+                unbound.map_err(|source| Error::Bind { path: file.path, tensor: None, source })?;
                 self.memory.free(memory.segments()).map_err(Error::Free)?;
                 return Err(e);
             }
-        };
-        let bo = Arc::new(Bo::new(self.next_bo, index));
-        self.next_bo += 1;
-        if self.binds_whole_files() {
-            let bind = Bind { va: range.first(), bo: &bo, offset: 0, len: bo.len(), access: Access::READ };
-            if let Err(source) = self.device.address_space().bind(&bind) {
-                let path = file.path.clone();
-                self.device.address_space().unbind(range).map_err(|source| Error::Bind {
-                    path,
-                    tensor: None,
-                    source,
-                })?;
-                self.memory.free(memory.segments()).map_err(Error::Free)?;
-                return Err(Error::Bind { path: file.path, tensor: None, source });
+        }
+        file.place_at(ranges);
+        Ok(file)
+    }
+
+    /// Takes the device virtual ranges of a file, and binds it there if it is bound as a whole. `ranges` has what was
+    /// taken, after an error too.
+    fn give_addresses(
+        &mut self,
+        file: &LoadedFile,
+        bo: &Arc<Bo>,
+        memory: &SgTable<CardAddr>,
+        ranges: &mut Vec<Span<DeviceVa>>,
+    ) -> Result<(), Error> {
+        let failed = |source| Error::Bind { path: file.path.clone(), tensor: None, source };
+        let whole = self.binds_whole_files();
+        let space = self.device.address_space();
+        for VaRange { bo_offset, len } in &file.layout.ranges {
+            let range = space.reserve(memory, *len).map_err(failed)?;
+            ranges.push(range);
+            if whole {
+                // Up to the end of the memory, which is allocated in pages.
+                let len = (*len).min(bo.len() - bo_offset);
+                let bind = Bind { va: range.first(), bo, offset: *bo_offset, len, access: Access::READ };
+                space.bind(&bind).map_err(failed)?;
             }
         }
-        file.bo = Some(bo);
-        file.place_at(Some(range));
-        Ok(file)
+        Ok(())
     }
 
     /// True where pages are so large that one for each tensor would waste memory: a file is bound as a whole before its
@@ -510,8 +527,10 @@ impl OpenDevice {
     /// As there.
     pub fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
-        let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
-        let unbound = self.device.address_space().unbind(range);
+        let Some(bo) = file.bo else { return Ok(()) };
+        let space = self.device.address_space();
+        let unbound: Vec<_> = file.ranges.into_iter().map(|range| space.unbind(range)).collect();
+        let unbound = unbound.into_iter().collect::<Result<(), _>>();
         unbound.map_err(|source| Error::Bind { path: file.path, tensor: None, source })?;
         self.memory.free(bo.sg().segments()).map_err(Error::Free)
     }

@@ -38,7 +38,7 @@ pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, Op
 pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, Select};
-pub use layout::{Layout, Place};
+pub use layout::{Layout, Place, VaRange};
 pub use live::{Live, LiveStage};
 pub use manifest::{Difference, Expected, Manifest, ManifestFile, ManifestRegion, RegionKind};
 pub use reference::ReferenceRates;

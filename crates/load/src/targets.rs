@@ -81,7 +81,7 @@ mod tests {
             });
             let tensors = tensors.collect();
             let model = Model { tensors, len: at, metadata: None, container: Container::Safetensors };
-            let layout = Layout::new(&model).unwrap();
+            let layout = Layout::new(&model, u64::MAX).unwrap();
             let mut sg = SgTable::new();
             for (i, pages) in segments.iter().cycle().enumerate() {
                 if sg.len() >= layout.bo_len {

@@ -99,8 +99,8 @@ pub enum Error {
     NoMemoryType(&'static str),
     /// A range of addresses that no buffer of this driver is long enough for.
     #[error(
-        "a range of {len} bytes is longer than the driver's longest buffer (room for {most}): split the file, or open \
-         the GPU as vulkan:NAME,flat"
+        "a range of {len} bytes is longer than the driver's longest buffer (room for {most}): open the GPU as \
+         vulkan:NAME,flat, where a tensor may lie in several"
     )]
     LongRange {
         /// Bytes of the range.

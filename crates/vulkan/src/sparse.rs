@@ -144,6 +144,11 @@ impl SparseMap {
         Ok(Arc::new(Self { granule: size, timeline, state, stays, uses, gpu: gpu.clone() }))
     }
 
+    /// Bytes of the longest range: a buffer of the driver, less what is cut off to begin at a large page.
+    fn longest(&self) -> u64 {
+        (self.gpu.info().max_buffer / LARGE.bytes()).saturating_sub(1) * LARGE.bytes()
+    }
+
     /// Reserves a range that starts at a multiple of 2 MiB: a sparse buffer.
     fn reserve(&self, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
         let info = self.gpu.info();
@@ -151,7 +156,7 @@ impl SparseMap {
         // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
         let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
         if asked > info.max_buffer {
-            return Err(refused(Error::LongRange { len, most: info.max_buffer.saturating_sub(2 * LARGE.bytes()) }));
+            return Err(refused(Error::LongRange { len, most: self.longest() }));
         }
         let mut state = self.lock();
         let taken: u64 = state.windows.values().map(|window| window.range.len() + LARGE.bytes()).sum();
@@ -286,6 +291,10 @@ impl AddressSpace for SparseSpace {
 
     fn page(&self) -> PageSize {
         self.map.granule
+    }
+
+    fn longest(&self) -> u64 {
+        self.map.longest()
     }
 
     fn reserve(&mut self, _: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError> {

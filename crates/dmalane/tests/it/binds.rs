@@ -157,7 +157,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
         let card = mapping(device.address_space().vm().unwrap());
         assert!(!card.is_empty());
         assert_eq!(mapping(replay.vm()), card);
-        let span: Span<DeviceVa> = loaded.files[0].range.unwrap();
+        let span: Span<DeviceVa> = loaded.files[0].ranges[0];
         assert!(card.iter().all(|run| span.covers(&run.span)), "only the second file is bound");
     }
 }

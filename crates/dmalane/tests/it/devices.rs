@@ -50,8 +50,8 @@ fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
 
     test(&format!("vfio-user:{}", served(folder.path().join("card"))), &OpenOptions::default());
 
-    // The last has files lie in several buffers of the driver.
-    for (flat, largest) in [(false, None), (true, None), (true, Some(2 * MIB))] {
+    // The last two have files lie in several buffers of the driver, sparse ones too.
+    for (flat, largest) in [(false, None), (true, None), (true, Some(2 * MIB)), (false, Some(6 * MIB))] {
         on_gpu(flat, largest, &mut test);
     }
 
@@ -133,8 +133,11 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         // Without an MMU, tensors lie where their memory is.
         if device.address_space().kind() == AddressSpaceKind::Flat {
             let segments: Vec<_> = file.bo.as_ref().unwrap().sg().segments().collect();
-            assert_eq!((segments.len(), segments[0].addr.bits()), (1, file.range.unwrap().first().bits()));
+            assert_eq!((segments.len(), segments[0].addr.bits()), (1, file.ranges[0].first().bits()));
         }
+        let longest = device.address_space().longest();
+        assert!(file.ranges.iter().all(|range| range.len() <= longest));
+        assert_eq!(file.ranges.len() > 1, longest < 5 * MIB, "several ranges where one is too short");
         device.unload(loaded).unwrap();
         assert_eq!(device.memory().free_bytes(), free);
     });

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use dmalane::addr::{CardAddr, DeviceVa, FileOffset, SgTable, Span};
+use dmalane::addr::{CardAddr, DeviceVa, FileOffset, PageSize, SgTable, Span};
 use dmalane::card::{CardDevice, CardUse};
 use dmalane::device::{AddressSpace, Bind, Device, DeviceInfo, MemoryError, Region, SpaceError};
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar};
@@ -404,6 +404,10 @@ struct Faults {
     late: VecDeque<Completion>,
     /// The device does not forget translations once.
     remembers: bool,
+    /// The longest range of addresses that it gives, how many there are, and whether its pages are large.
+    longest: Option<u64>,
+    ranges: Option<usize>,
+    large_pages: bool,
 }
 
 /// A card with a fault of its own.
@@ -440,7 +444,18 @@ impl AddressSpace for Faulty {
         dmalane::device::AddressSpaceKind::Driver { name: "a test" }
     }
 
+    fn page(&self) -> PageSize {
+        if self.faults.lock().unwrap().large_pages { PageSize::SIZE_64K } else { PageSize::SIZE_4K }
+    }
+
+    fn longest(&self) -> u64 {
+        self.faults.lock().unwrap().longest.unwrap_or(u64::MAX)
+    }
+
     fn reserve(&mut self, memory: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
+        if let Some(left) = &mut self.faults.lock().unwrap().ranges {
+            *left = left.checked_sub(1).ok_or(SpaceError::Exhausted(len))?;
+        }
         self.inner.address_space().reserve(memory, len)
     }
 
@@ -579,6 +594,35 @@ fn a_device_that_is_slow_is_waited_for() {
     assert!(transfers > 5 && begun.elapsed() > Duration::from_millis(100), "{transfers} transfers");
     faults.lock().unwrap().takes = Duration::ZERO;
     device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
+}
+
+#[test]
+fn a_file_that_is_longer_than_the_longest_range_gets_several() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", 20 * MIB);
+    for large_pages in [false, true] {
+        let faults = Faults { longest: Some(14 * MIB), large_pages, ..Faults::default() };
+        let (mut device, faults) = faulty(MIB, faults);
+        let free = device.memory().free_bytes();
+        let mut inputs = [open(&path)];
+        let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+        device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
+        let file = &loaded.files[0];
+        assert_eq!(file.ranges.len(), 2, "large pages: {large_pages}");
+        for va in file.tensors().filter_map(|tensor| tensor.va) {
+            assert!(file.ranges.iter().any(|range| range.covers(&va)), "each tensor lies in one of them");
+        }
+        device.unload(loaded).unwrap();
+        assert_eq!(device.memory().free_bytes(), free);
+        // The second is refused: nothing is left of the first.
+        faults.lock().unwrap().ranges = Some(1);
+        let error = device.load(&mut [open(&path)], &Placement::DDR, &mut |_| {}).unwrap_err();
+        assert!(matches!(error, Error::Bind { source: SpaceError::Exhausted(_), .. }), "{error}");
+        assert_eq!(device.memory().free_bytes(), free);
+        faults.lock().unwrap().ranges = Some(2);
+        let loaded = device.load(&mut [open(&path)], &Placement::DDR, &mut |_| {}).unwrap();
+        device.unload(loaded).unwrap();
+    }
 }
 
 #[test]

@@ -47,7 +47,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
         // The policy begins with those that the placement names, and moves work to one that is idle.
         assert!(channels.iter().all(|c| moved(*c) > MIB), "{placement}: {counts:?}");
         assert!(counts.small < MIB, "first bytes of a few operations: {counts:?}");
-        let range = loaded.files[0].range.unwrap();
+        let range = loaded.files[0].ranges[0];
         let border = HBM.0 + HBM.1 / 2;
         let crosses = range.first().bits() < border && range.last().bits() > border;
         assert_eq!(crosses, placement == Placement::HBM, "{placement}: {range:?}");

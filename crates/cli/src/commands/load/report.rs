@@ -237,7 +237,8 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     for (file, input) in placed.files.iter().zip(inputs) {
         let path = plain(&file.path.to_string_lossy());
         let (kind, tensors) = (file.model.container.name(), count(file.model.tensors.len(), "tensor"));
-        let at = file.range.map_or(String::new(), |va| format!(" at {}", range(va.first().bits(), va.len())));
+        let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
+        let at = if at.is_empty() { String::new() } else { format!(" at {}", at.join(", ")) };
         let how = plain(&input.queue.how().to_string());
         out += &wrap(&format!("{path}: {kind}, {tensors}, {}{at}; {how}", binary(file.device_bytes())), 2);
     }
