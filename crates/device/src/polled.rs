@@ -11,12 +11,15 @@ use dmalane_queue::{
 /// work is done by the processor, or by a call that returns when it is done.
 ///
 /// The function gets checked operations ([`Operation::admit`]); a registration, where there is one, holds the host
-/// memory.
+/// memory. Where it returns [`StopReason::Lost`], the device may still use the memory of the operation: the queue
+/// stops, and keeps the operation for good.
 pub struct PolledQueue<F> {
     capabilities: Capabilities,
     limits: Limits,
     execute: F,
     waiting: Waiting,
+    /// Never given back or freed.
+    kept: Vec<Operation>,
     state: QueueState,
 }
 
@@ -27,7 +30,8 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> PolledQueue<F> {
     /// A queue that takes operations within `limits` that need these capabilities, and calls `execute` with each.
     pub fn new(capabilities: Capabilities, limits: Limits, execute: F) -> Self {
         let capabilities = capabilities | Capabilities::FENCE | Capabilities::ORDERED | Capabilities::STOP;
-        Self { capabilities, limits, execute, waiting: Waiting::new(), state: QueueState::default() }
+        let (waiting, kept) = (Waiting::new(), Vec::new());
+        Self { capabilities, limits, execute, waiting, kept, state: QueueState::default() }
     }
 }
 
@@ -43,7 +47,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn in_flight(&self) -> usize {
-        self.waiting.len()
+        self.waiting.len() + self.kept.len()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
@@ -67,6 +71,11 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
                 (None, Work::Fence) => Ok(()),
                 (None, _) => (self.execute)(&operation),
             };
+            if let (None, Err(OpError::Stopped(lost @ StopReason::Lost(_)))) = (self.state.stopped(), &result) {
+                self.state.stop(lost.clone());
+                self.kept.push(operation);
+                continue;
+            }
             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
             let completion = Completion { ticket, operation, result, bytes };
             self.state.ended(&completion);
@@ -89,6 +98,12 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn restart(&mut self) -> bool {
-        self.state.restart()
+        self.kept.is_empty() && self.state.restart()
+    }
+}
+
+impl<F> Drop for PolledQueue<F> {
+    fn drop(&mut self) {
+        std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! `unsafe` because every call of Vulkan is. A [`Recording`] owns every buffer that its commands name, checks that they
 //! stay within them, and becomes a flight, which is given up only when the timeline says that the GPU is done with it,
-//! or the driver that the device is lost. Without either, it is leaked (never freed).
+//! or the driver that its queue has nothing to do. Without either, also after the loss of the device, it is leaked
+//! (never freed).
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -313,7 +314,8 @@ impl<T> Channel<T> {
     /// # Errors
     /// The device is lost, or does not answer.
     pub fn is_alive(&self) -> Result<(), CallError> {
-        self.check().and_then(|()| self.timeline().value()).map(drop)
+        // Waiting is the call that finds a lost device.
+        self.check().and_then(|()| self.timeline().wait(0, Duration::ZERO)).map(drop)
     }
 
     /// Gives the loads of what has ended, in the order in which it was submitted.
@@ -326,6 +328,10 @@ impl<T> Channel<T> {
         }
         self.check()?;
         let reached = self.timeline().value()?;
+        if self.flights.front().is_some_and(|f| f.value <= reached) {
+            // After a reset of the GPU the value may be reached without the commands: only waiting tells.
+            self.timeline().wait(reached, Duration::ZERO)?;
+        }
         while self.flights.front().is_some_and(|f| f.value <= reached) {
             let Flight { recording, load, .. } = self.flights.pop_front().expect("there is one");
             self.free.push(recording.commands);
@@ -345,7 +351,7 @@ impl<T> Channel<T> {
     }
 
     /// After an error: gives the loads of everything in flight if the driver says that the GPU uses none of it any
-    /// more, which it does of a lost device too. False if it does not say so.
+    /// more. False if it does not say so.
     pub fn give_up(&mut self, mut each: impl FnMut(T)) -> bool {
         if !self.gpu.is_idle(self.queue) {
             return false;
@@ -372,7 +378,7 @@ impl<T> Drop for Channel<T> {
         debug_assert_eq!(self.free.len() + self.flights.len(), self.made, "a recording was neither sent nor discarded");
         self.flights.clear();
         // SAFETY: none of the command buffers is in flight: the timeline has reached the value of the last, or the
-        // device is lost.
+        // queue has nothing to do.
         unsafe { self.gpu.device().destroy_command_pool(self.pool, None) }
         self.gpu.live().pools.fetch_sub(1, Ordering::Relaxed);
     }

@@ -111,6 +111,9 @@ impl VulkanDevice {
         let sparse = match () {
             () if !options.sparse => Err("it was not asked for".to_owned()),
             () if !gpu.binds() => Err("the driver cannot bind sparse buffers".to_owned()),
+            () if gpu.exports() && !gpu.info().sparse_export => {
+                Err("the driver exports no memory that is bound to sparse buffers, and it is to be exported".to_owned())
+            }
             () => SparseMap::new(&gpu).map_err(|e| e.to_string()),
         };
         let granule = sparse.as_ref().map_or(PageSize::SIZE_4K, |map| map.granule());
@@ -149,6 +152,9 @@ impl VulkanDevice {
         };
         let copying = gpu.copy_queues();
         let channels = options.channels.unwrap_or(copying);
+        if channels == 0 {
+            return Err(Error::NoQueues);
+        }
         let parts = Parts { importer: Importer::new(&gpu), memory, sparse: sparse.ok(), channels, gpu, direct };
         let queues = (0..channels)
             .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index % copying)?) as Box<DeviceQueue>))

@@ -108,6 +108,25 @@ pub enum Error {
         /// Bytes of the longest range.
         most: u64,
     },
+    /// Something larger than the driver can make.
+    #[error("{what} of {len} bytes is larger than the driver's largest ({most})")]
+    TooLarge {
+        /// What it is.
+        what: &'static str,
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes of the largest.
+        most: u64,
+    },
+    /// As many allocations as the driver has.
+    #[error("the driver makes {most} allocations at most, and all are made")]
+    TooMany {
+        /// How many.
+        most: u32,
+    },
+    /// A device without queues.
+    #[error("a device has a queue at least, and VulkanOptions::channels asks for none")]
+    NoQueues,
     /// More bindings than the driver can hold.
     #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]
     TooManyBinds {

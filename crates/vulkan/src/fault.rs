@@ -39,8 +39,11 @@ impl Faults {
         {
             let mut state = self.state.lock().unwrap();
             let State { calls, fails, failed } = &mut *state;
-            if let Some(failing) = fails.as_ref().filter(|failing| failing.call.is_none_or(|of| of == call)) {
+            if let Some(failing) = fails.as_mut().filter(|failing| failing.call.is_none_or(|of| of == call)) {
                 *calls += 1;
+                if failing.for_good && *calls == failing.number {
+                    failing.call = None; // from here on, all others too
+                }
                 if *calls == failing.number || (failing.for_good && *calls > failing.number) {
                     failed.get_or_insert(call);
                     return Err(CallError { call, result: failing.result });
@@ -67,6 +70,12 @@ impl Faults {
     #[cfg(test)]
     pub fn fail_for_good(&self, result: ash::vk::Result) {
         self.set(Some(Failing { call: None, number: 1, for_good: true, result }));
+    }
+
+    /// Makes all calls fail from the next one of a function on.
+    #[cfg(test)]
+    pub fn fail_for_good_from(&self, call: &'static str, result: ash::vk::Result) {
+        self.set(Some(Failing { call: Some(call), number: 1, for_good: true, result }));
     }
 
     /// Lets all calls work again.

@@ -16,7 +16,7 @@ use ash::{Device, ext, khr, vk};
 use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSlice};
 
 use crate::error::{CallError, Error};
-use crate::library::{DMA_BUF, GpuInfo, Library};
+use crate::library::{DMA_BUF, GpuInfo, Library, SPARSE, copied};
 use crate::shader;
 
 /// Optional capabilities to open a GPU with.
@@ -41,6 +41,12 @@ pub(crate) struct Live {
     pub semaphores: AtomicU64,
     pub pools: AtomicU64,
     pub programs: AtomicU64,
+    /// Binds that waited for those before them.
+    #[cfg(test)]
+    pub ordered_binds: AtomicU64,
+    /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
+    #[cfg(test)]
+    pub high: AtomicU64,
 }
 
 /// An opened GPU.
@@ -269,17 +275,22 @@ impl Gpu {
         &self.queues[index]
     }
 
+    /// Device memory is allocated to be exported.
+    pub fn exports(&self) -> bool {
+        self.exportable
+    }
+
     pub fn is_validated(&self) -> bool {
         self.library.is_validated()
     }
 
-    /// Waits until a queue has nothing to do. True when that is so, or the device is lost, which then uses nothing
-    /// either.
+    /// Waits until a queue has nothing to do. True when that is so: of a device that is lost the driver does not know
+    /// it, and Mesa's drivers answer without waiting.
     pub fn is_idle(&self, queue: usize) -> bool {
         let queue = self.queue(queue).lock();
         // SAFETY: the queue is locked.
         let idle = self.call("vkQueueWaitIdle", |d| unsafe { d.queue_wait_idle(*queue) });
-        idle.is_ok() || idle.is_err_and(|e| e.is_lost())
+        idle.is_ok()
     }
 
     /// The same of the queue that binds sparse buffers.
@@ -315,14 +326,26 @@ impl Gpu {
         fit.min_by_key(|(t, i)| (rank(t.flags), (t.flags & !flags).as_raw().count_ones(), *i)).map(|(_, i)| i)
     }
 
-    fn allocate(self: &Arc<Self>, info: &vk::MemoryAllocateInfo<'_>) -> Result<Memory, CallError> {
+    fn allocate(self: &Arc<Self>, info: &vk::MemoryAllocateInfo<'_>) -> Result<Memory, Error> {
+        let (len, most) = (info.allocation_size, self.info.max_allocation);
+        if len > most {
+            return Err(Error::TooLarge { what: "an allocation", len, most });
+        }
+        let most = self.info.max_allocations;
+        if self.live.memories.load(Ordering::Relaxed) >= u64::from(most) {
+            return Err(Error::TooMany { most });
+        }
         // SAFETY: the callers fill the structure as the specification asks for.
         let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) })?;
         self.live.memories.fetch_add(1, Ordering::Relaxed);
         Ok(Memory { memory, len: info.allocation_size, host: None, gpu: self.clone() })
     }
 
-    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, CallError> {
+    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, Error> {
+        let (len, most) = (info.size, self.info.max_buffer);
+        if len > most {
+            return Err(Error::TooLarge { what: "a buffer", len, most });
+        }
         let sharing = if self.families.len() > 1 { vk::SharingMode::CONCURRENT } else { vk::SharingMode::EXCLUSIVE };
         let info = info.sharing_mode(sharing).queue_family_indices(&self.families);
         // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
@@ -334,7 +357,7 @@ impl Gpu {
     /// Allocates a buffer of device memory of this heap.
     pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32) -> Result<Arc<Buffer>, Error> {
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
-        let mut create = vk::BufferCreateInfo::default().size(len).usage(self.copied());
+        let mut create = vk::BufferCreateInfo::default().size(len).usage(copied(self.info.device_address));
         if self.exportable {
             create = create.push_next(&mut external);
         }
@@ -464,8 +487,13 @@ impl Gpu {
 
     /// A sparse buffer in which nothing is bound, and the multiple of bytes in which memory is bound to it.
     pub fn sparse_buffer(self: &Arc<Self>, len: u64) -> Result<(Arc<Buffer>, u64), Error> {
-        let flags = vk::BufferCreateFlags::SPARSE_BINDING | vk::BufferCreateFlags::SPARSE_RESIDENCY;
-        let create = vk::BufferCreateInfo::default().size(len).usage(self.copied()).flags(flags);
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
+        let mut create =
+            vk::BufferCreateInfo::default().size(len).usage(copied(self.info.device_address)).flags(SPARSE);
+        if self.exportable {
+            // Memory that can be exported is bound to buffers of its kind only.
+            create = create.push_next(&mut external);
+        }
         let buffer = self.create_buffer(&create)?;
         let needs = buffer.requirements();
         self.sparse_types.get_or_init(|| needs.memory_type_bits);
@@ -480,16 +508,8 @@ impl Gpu {
         drop(self.create_buffer(&info));
     }
 
-    /// The use of device memory.
-    fn copied(&self) -> vk::BufferUsageFlags {
-        let copied = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        match self.info.device_address {
-            true => copied | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS | vk::BufferUsageFlags::STORAGE_BUFFER,
-            false => copied,
-        }
-    }
-
-    /// Binds and unbinds ranges of sparse buffers; it happens when the semaphore reaches `value`.
+    /// Binds and unbinds ranges of sparse buffers, after all binds up to the value before; it happens when the
+    /// semaphore reaches `value`.
     pub fn bind_sparse(
         &self,
         all: &[(Arc<Buffer>, Vec<SparseBind<'_>>)],
@@ -512,9 +532,19 @@ impl Gpu {
         };
         let buffers: Vec<_> = all.iter().zip(binds.iter().map(Vec::as_slice)).map(of).collect();
         let (signals, values) = ([semaphore.semaphore], [value]);
-        let mut timeline = vk::TimelineSemaphoreSubmitInfo::default().signal_semaphore_values(&values);
-        let info =
-            vk::BindSparseInfo::default().buffer_binds(&buffers).signal_semaphores(&signals).push_next(&mut timeline);
+        // Without it the driver may make binds of the same range in any order.
+        let waits = if value > 1 { &signals[..] } else { &[] };
+        let before = [value.saturating_sub(1)];
+        let mut timeline = vk::TimelineSemaphoreSubmitInfo::default()
+            .wait_semaphore_values(&before[..waits.len()])
+            .signal_semaphore_values(&values);
+        let info = vk::BindSparseInfo::default()
+            .buffer_binds(&buffers)
+            .wait_semaphores(waits)
+            .signal_semaphores(&signals)
+            .push_next(&mut timeline);
+        #[cfg(test)]
+        self.live.ordered_binds.fetch_add(waits.len() as u64, Ordering::Relaxed);
         let queue = self.queue(self.sparse.expect("a GPU with sparse buffers has a queue that binds them")).lock();
         // SAFETY: the ranges lie in the buffers and in the memories, as was checked; the caller keeps them and the
         // semaphore; the queue is locked.

@@ -16,6 +16,20 @@ use crate::fault::Faults;
 /// dma-bufs.
 pub(crate) const DMA_BUF: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::DMA_BUF_EXT;
 
+/// Sparse buffers.
+pub(crate) const SPARSE: vk::BufferCreateFlags = vk::BufferCreateFlags::from_raw(
+    vk::BufferCreateFlags::SPARSE_BINDING.as_raw() | vk::BufferCreateFlags::SPARSE_RESIDENCY.as_raw(),
+);
+
+/// The use of buffers that are copied, of device memory where programs have addresses of it.
+pub(crate) fn copied(addressed: bool) -> vk::BufferUsageFlags {
+    let copied = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+    match addressed {
+        true => copied | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS | vk::BufferUsageFlags::STORAGE_BUFFER,
+        false => copied,
+    }
+}
+
 /// The validation layer.
 const LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 
@@ -174,16 +188,24 @@ impl Library {
                 self.instance.get_physical_device_queue_family_properties(gpu),
             )
         };
-        let mut shared = vk::ExternalBufferProperties::default();
-        if has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME) {
-            let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-            let buffers = vk::PhysicalDeviceExternalBufferInfo::default().usage(usage).handle_type(DMA_BUF);
-            // SAFETY: as above; the version has the call.
-            unsafe { self.instance.get_physical_device_external_buffer_properties(gpu, &buffers, &mut shared) };
-        }
-        let can_share = |how| shared.external_memory_properties.external_memory_features.contains(how);
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
         let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
+        let device_address = vulkan12.buffer_device_address == vk::TRUE;
+        let dma_bufs = has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
+        // What the driver does with dma-bufs of such buffers.
+        let shares = |usage, flags| {
+            let mut shared = vk::ExternalBufferProperties::default();
+            if dma_bufs {
+                let buffers = vk::PhysicalDeviceExternalBufferInfo::default().usage(usage).flags(flags);
+                let buffers = buffers.handle_type(DMA_BUF);
+                // SAFETY: as above; the version has the call.
+                unsafe { self.instance.get_physical_device_external_buffer_properties(gpu, &buffers, &mut shared) };
+            }
+            shared.external_memory_properties.external_memory_features
+        };
+        let (plain, export) = (vk::BufferCreateFlags::empty(), vk::ExternalMemoryFeatureFlags::EXPORTABLE);
+        let of_device = copied(device_address);
+        let sparse_export = sparse && shares(of_device, SPARSE).contains(export);
         let heap = |h: &vk::MemoryHeap| MemoryHeap {
             bytes: h.size,
             device_local: h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
@@ -196,12 +218,13 @@ impl Library {
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
-            dma_buf_import: can_share(vk::ExternalMemoryFeatureFlags::IMPORTABLE),
-            dma_buf_export: can_share(vk::ExternalMemoryFeatureFlags::EXPORTABLE),
+            dma_buf_import: shares(copied(false), plain).contains(vk::ExternalMemoryFeatureFlags::IMPORTABLE),
+            dma_buf_export: shares(of_device, plain).contains(export),
+            sparse_export,
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
-            device_address: vulkan12.buffer_device_address == vk::TRUE,
+            device_address,
             sparse: sparse.then_some(limits.sparse_address_space_size),
             max_allocation: if has_1_1 { sizes.max_memory_allocation_size } else { 1 << 30 },
             max_allocations: limits.max_memory_allocation_count,
@@ -365,6 +388,8 @@ pub struct GpuInfo {
     pub dma_buf_import: bool,
     /// It can export its memory as dma-bufs.
     pub dma_buf_export: bool,
+    /// Also memory that is bound to sparse buffers.
+    pub sparse_export: bool,
     /// Bytes of address space for sparse buffers; `None` without sparse binding.
     pub sparse: Option<u64>,
     /// Shaders can use addresses of buffers.

@@ -18,8 +18,9 @@ use crate::shader;
 
 /// Time that a read may take.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Pause before the driver is asked again whether a read that failed has ended.
+/// Pause before the driver is asked again whether a read that failed has ended, and how often it is asked.
 const PAUSE: Duration = Duration::from_millis(100);
+const ASKED: usize = 50;
 
 /// Reads through a program, one operation at a time.
 struct Reader {
@@ -76,12 +77,19 @@ impl Reader {
         if ended.is_ok() && self.channel.in_flight() == 0 {
             return Ok(());
         }
-        // The GPU may still write into the caller's memory, which is given back with the error.
-        while !self.channel.give_up(drop) {
+        let error = ended.err().unwrap_or(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT });
+        // The GPU may still write into the caller's memory, which is given back with the error only once it does not.
+        for asked in 0..ASKED {
+            if self.channel.give_up(drop) {
+                return Err(stopped(error));
+            }
+            if error.is_lost() || asked + 1 == ASKED {
+                break;
+            }
             thread::sleep(PAUSE);
         }
-        let timeout = CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT };
-        Err(stopped(ended.err().unwrap_or(timeout)))
+        let why = format!("{error}, and the GPU may still write to the memory of the read");
+        Err(OpError::Stopped(StopReason::Lost(why.into())))
     }
 
     /// Writes down the copies of all runs.

@@ -4,7 +4,7 @@
 //! A VM of a format with the same page size checks each bind and knows what is bound. `vkQueueBindSparse` mirrors its
 //! bindings.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -22,12 +22,15 @@ use crate::memory::{Area, GpuMemory};
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Ranges start at multiples of this.
 const LARGE: PageSize = PageSize::SIZE_2M;
-/// Addresses of sparse buffers, as all formats of the VM have them.
+/// Addresses that all formats of the VM have.
 const ADDRESSES: u64 = 1 << 47;
 
 /// Sparse buffers and their bindings.
 pub(crate) struct SparseMap {
     granule: PageSize,
+    /// The upper bits of all addresses of sparse buffers, which drivers take from one half of the address space. What
+    /// is below them, all of the state here, is without; see [`SparseMap::turn`].
+    high: u64,
     timeline: Arc<Timeline>,
     state: Mutex<State>,
     /// Read while commands are written down and sent that use what is bound, written while that changes; locked before
@@ -47,8 +50,6 @@ struct State {
     /// The ranges that the driver has bound, by address: how long each is, and its memory, which nothing frees while
     /// it is bound.
     bound: BTreeMap<u64, (u64, Arc<Area>)>,
-    /// Memory that was taken away, until the driver has reached this value.
-    retired: VecDeque<(u64, Vec<Arc<Area>>)>,
     /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
     /// Most ranges that may be bound.
@@ -81,8 +82,8 @@ impl State {
         before.is_some_and(|(first, (bound, _))| first + bound > at)
     }
 
-    /// Forgets what is bound in a range; what reaches out of it is cut. The memory is kept until `value` is reached.
-    fn forget(&mut self, first: u64, end: u64, into: &mut Vec<Arc<Area>>) {
+    /// Forgets what is bound in a range; what reaches out of it is cut.
+    fn forget(&mut self, first: u64, end: u64) {
         let before = self.bound.range(..first).next_back().map(|(at, (len, _))| (*at, at + len));
         let inside = before.filter(|(_, behind)| *behind > first).map(|(at, _)| at);
         let starts: Vec<u64> = inside.into_iter().chain(self.bound.range(first..end).map(|(at, _)| *at)).collect();
@@ -92,16 +93,8 @@ impl State {
                 self.bound.insert(at, (first - at, area.clone()));
             }
             if at + len > end {
-                self.bound.insert(end, (at + len - end, area.clone()));
+                self.bound.insert(end, (at + len - end, area));
             }
-            into.push(area);
-        }
-    }
-
-    /// Drops what was retired and is not used any more.
-    fn release(&mut self, reached: u64) {
-        while self.retired.front().is_some_and(|(value, _)| *value <= reached) {
-            self.retired.pop_front();
         }
     }
 }
@@ -124,11 +117,8 @@ impl SparseMap {
             .into_iter()
             .find(|size| size.bytes() >= granule)
             .ok_or_else(|| unsuitable("it binds in pages of more than 64 KiB".to_owned()))?;
-        let base = buffer.device_address().unwrap_or_default();
+        let high = address_of(gpu, &buffer) & !(ADDRESSES - 1);
         let all = Span::new(DeviceVa::new(size.bytes()), ADDRESSES - size.bytes()).expect("a constant span");
-        if !all.contains(DeviceVa::new(base)) {
-            return Err(unsuitable(format!("its sparse buffers lie at {base:#x}")));
-        }
         let tables = HeapTables::new(CardAddr::new(0));
         let vm: Result<Box<dyn AnyVm + Send>, _> = match size {
             PageSize::SIZE_4K => Vm::<X86_64_4Level, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
@@ -137,11 +127,11 @@ impl SparseMap {
         };
         let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
         let limit = if gpu.info().kind == "software GPU" { binds_left() } else { u64::MAX };
-        let (windows, bound, retired) = (BTreeMap::new(), BTreeMap::new(), VecDeque::new());
-        let state = State { vm, windows, last: 0, bound, retired, lost: Vec::new(), limit };
+        let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
+        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), limit };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
-        Ok(Arc::new(Self { granule: size, timeline, state, stays, uses, gpu: gpu.clone() }))
+        Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, gpu: gpu.clone() }))
     }
 
     /// Bytes of the longest range: a buffer of the driver, less what is cut off to begin at a large page.
@@ -164,12 +154,23 @@ impl SparseMap {
             return Err(SpaceError::Exhausted(len));
         }
         let (buffer, _) = self.gpu.sparse_buffer(asked).map_err(driver)?;
-        let base = buffer.device_address().unwrap_or_default();
+        let base = address_of(&self.gpu, &buffer) ^ self.high;
         let range = LARGE.round_up(base).and_then(|first| Span::new(DeviceVa::new(first), whole));
         let range = range.filter(|range| state.vm.range().covers(range)).ok_or(SpaceError::Exhausted(len))?;
         let offset = range.first().bits() - base;
         state.windows.insert(range.first().bits(), Window { range, buffer, offset });
-        Ok(range)
+        self.turn(range).ok_or(SpaceError::Exhausted(len))
+    }
+
+    /// The addresses of the device without their upper bits, or those with them.
+    fn turn(&self, span: Span<DeviceVa>) -> Option<Span<DeviceVa>> {
+        let turn = |va: DeviceVa| DeviceVa::new(va.bits() ^ self.high);
+        Span::inclusive(turn(span.first()), turn(span.last()))
+    }
+
+    /// Addresses of the device that lie in one reserved range, without their upper bits.
+    fn inside(&self, span: Span<DeviceVa>) -> Result<Span<DeviceVa>, SpaceError> {
+        self.turn(span).filter(|span| self.lock().holds(span)).ok_or(SpaceError::NotReserved(span))
     }
 
     /// The pages in which it is bound.
@@ -224,10 +225,11 @@ impl SparseMap {
         writes: bool,
         mut each: impl FnMut(&Arc<Buffer>, u64, CardAddr, u64),
     ) -> Result<(), DeviceVa> {
+        let span = Span::new(va, len).and_then(|span| self.turn(span));
         let state = self.lock();
-        let Some(span) = Span::new(va, len).filter(|span| state.holds(span)) else { return Err(va) };
-        let window = state.window(va.bits()).ok_or(va)?;
-        let mut next = Some(va);
+        let Some(span) = span.filter(|span| state.holds(span)) else { return Err(va) };
+        let window = state.window(span.first().bits()).ok_or(va)?;
+        let mut next = Some(span.first());
         state.vm.mapping(span, &mut |mapped| {
             let here = mapped.span;
             let permitted = mapped.access.contains(if writes { Access::WRITE } else { Access::READ });
@@ -240,7 +242,7 @@ impl SparseMap {
             ControlFlow::Continue(())
         });
         match next {
-            Some(at) if at <= span.last() => Err(at),
+            Some(at) if at <= span.last() => Err(DeviceVa::new(at.bits() ^ self.high)),
             _ => Ok(()),
         }
     }
@@ -251,6 +253,15 @@ impl SparseMap {
             false => Err(CallError { call: "vkQueueBindSparse", result: ash::vk::Result::TIMEOUT }.into()),
         }
     }
+}
+
+/// The first address of a sparse buffer.
+fn address_of(gpu: &Gpu, buffer: &Buffer) -> u64 {
+    let base = buffer.device_address().unwrap_or_default();
+    #[cfg(test)]
+    let base = base + gpu.live().high.load(std::sync::atomic::Ordering::Relaxed);
+    let _ = gpu;
+    base
 }
 
 /// Binds that this process may still make: a driver that binds with one `mmap` each does not notice when there are no
@@ -303,30 +314,34 @@ impl AddressSpace for SparseSpace {
 
     fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
         let Bind { va, len, .. } = *bind;
-        let span = Span::new(va, len).ok_or(SpaceError::Elsewhere(va))?;
+        let span = self.map.inside(Span::new(va, len).ok_or(SpaceError::Elsewhere(va))?)?;
         let mut there = None;
         self.map.lock().vm.mapping(span, &mut |mapped| {
-            there = Some(mapped.span.first());
+            there = self.map.turn(mapped.span);
             ControlFlow::Break(())
         });
         match there {
-            Some(va) => Err(refused(Error::Bound(va))),
+            Some(span) => Err(refused(Error::Bound(span.first()))),
             None => self.apply(&[bind.request()]),
         }
     }
 
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
-        if self.map.lock().windows.get(&range.first().bits()).is_none_or(|window| window.range != range) {
+        let low = self.map.inside(range)?;
+        if self.map.lock().windows.get(&low.first().bits()).is_none_or(|window| window.range != low) {
             return Err(SpaceError::NotReserved(range));
         }
         self.apply(&[BindRequest::Unbind(range)])?;
+        // A bind that was sent and not seen to end may still use the buffer.
+        let last = self.map.lock().last;
+        self.map.wait(last).map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
         // Commands that use the buffer, and ended with an error since, keep it.
-        self.map.lock().windows.remove(&range.first().bits());
+        self.map.lock().windows.remove(&low.first().bits());
         Ok(())
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
-        let (mut touched, mut more) = (Vec::new(), 0);
+        let (mut touched, mut more, mut low) = (Vec::new(), 0, Vec::new());
         for request in requests {
             let span = match request {
                 BindRequest::Bind { va, bo, offset, len, .. } => {
@@ -343,10 +358,15 @@ impl AddressSpace for SparseSpace {
                 // Sparse buffers have neither.
                 _ => return Err(SpaceError::NoBatches),
             };
-            if !self.map.lock().holds(&span) {
-                return Err(SpaceError::NotReserved(span));
-            }
+            let span = self.map.inside(span)?;
             touched.push(span);
+            low.push(match request {
+                BindRequest::Bind { bo, offset, len, access, .. } => {
+                    let (bo, offset, len, access) = (bo.clone(), *offset, *len, *access);
+                    BindRequest::Bind { va: span.first(), bo, offset, len, access }
+                }
+                _ => BindRequest::Unbind(span),
+            });
         }
         let touched = union(touched);
         let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
@@ -355,7 +375,7 @@ impl AddressSpace for SparseSpace {
         if more > 0 && wanted > state.limit {
             return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
         }
-        let committed = state.vm.apply(requests.to_vec(), false).map_err(|PlanError { error, .. }| error)?;
+        let committed = state.vm.apply(low, false).map_err(|PlanError { error, .. }| error)?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
         if let Err(e) = mirror(&self.map, &self.memory, &mut state, &touched) {
@@ -428,7 +448,6 @@ fn mirror(
         return Err(driver(Error::NotAllocated(at)));
     }
     // Unbind what was bound there before; holes where nothing was bound need no unbind.
-    let mut gone = Vec::new();
     holes.retain(|(at, len)| state.is_bound(*at, *len));
     let replaced = bindings.iter().any(|p| state.is_bound(p.at, p.len));
     let binds = bindings
@@ -457,8 +476,10 @@ fn mirror(
             map.unused()?;
         }
         if !all.is_empty() {
-            map.gpu.bind_sparse(&all, &map.timeline, value)?;
-            sent = true;
+            let given = map.gpu.bind_sparse(&all, &map.timeline, value);
+            // A call that finds the device lost may have sent it.
+            sent = given.is_ok() || given.is_err_and(|e| e.is_lost());
+            given?;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
     })();
@@ -466,21 +487,20 @@ fn mirror(
         state.last = value;
     }
     if let Err(e) = done {
-        // The old memory stays in `bound`: it may be seen for ever. So may the new.
-        state.lost.extend(bindings.into_iter().map(|p| p.area));
+        // The old memory stays in `bound`: it may be seen for ever. So may the new, unless the driver did not get it.
+        if sent {
+            state.lost.extend(bindings.into_iter().map(|p| p.area));
+        }
         return Err(match takes_away {
             true => SpaceError::Invalidate(Box::new(e)),
             false => driver(e),
         });
     }
     for (at, len) in holes.iter().copied().chain(bindings.iter().map(|p| (p.at, p.len))) {
-        state.forget(at, at + len, &mut gone);
+        // What is taken away was waited for.
+        state.forget(at, at + len);
     }
-    state.retired.push_back((value, gone));
     state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, p.area))));
-    if takes_away {
-        state.release(value);
-    }
     Ok(())
 }
 
@@ -490,8 +510,7 @@ impl Drop for SparseMap {
         let last = self.lock().last;
         if self.wait(last).is_err() && !self.gpu.has_bound() {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let (bound, retired) = (std::mem::take(&mut state.bound), std::mem::take(&mut state.retired));
-            let memory = (bound, retired, std::mem::take(&mut state.lost));
+            let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
             std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
         }
     }
