@@ -5,6 +5,7 @@ mod bar_map;
 mod binders;
 mod buffers;
 mod clock;
+mod cuda;
 mod daemon;
 mod gpuvm;
 mod instructions;
@@ -86,6 +87,8 @@ enum Bench {
     Policy(policy::Options),
     /// Copies and binds of a GPU through Vulkan, beside the same written by hand
     Vulkan(vulkan::Options),
+    /// Copies and binds of a GPU through CUDA, beside the same by the driver alone
+    Cuda(cuda::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -116,6 +119,7 @@ fn main() -> ExitCode {
         Bench::Daemon(options) => daemon::run(&options),
         Bench::Policy(options) => policy::run(&options),
         Bench::Vulkan(options) => vulkan::run(&options),
+        Bench::Cuda(options) => cuda::run(&options),
         Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {

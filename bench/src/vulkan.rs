@@ -53,7 +53,7 @@ pub struct Options {
     folder: PathBuf,
 }
 
-const LONG: Duration = Duration::from_secs(60);
+pub const LONG: Duration = Duration::from_secs(60);
 /// Pages that are bound.
 const PAGES: u64 = 4096;
 
@@ -84,7 +84,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
 }
 
 /// Numbers below `n` in an order in which none follows the one before it.
-fn scattered(n: u64) -> impl Iterator<Item = u64> {
+pub fn scattered(n: u64) -> impl Iterator<Item = u64> {
     let step = (n / 2..).find(|s| gcd(*s, n) == 1 && *s > 0).unwrap_or(1);
     (0..n).map(move |i| i * step % n)
 }
@@ -93,7 +93,7 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-fn byte(i: usize) -> u8 {
+pub fn byte(i: usize) -> u8 {
     (i ^ (i >> 8) ^ (i >> 16)) as u8
 }
 
@@ -152,7 +152,7 @@ fn copies(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resu
 }
 
 /// Submits all copies, rings once and waits; gives the slices back in order.
-fn by_queue(
+pub fn by_queue(
     queue: &mut DeviceQueue,
     direction: Direction,
     slices: Vec<BufferSlice>,

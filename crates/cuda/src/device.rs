@@ -133,6 +133,11 @@ impl CudaDevice {
         &self.gpu
     }
 
+    #[cfg(feature = "by-hand")]
+    pub(crate) fn shared(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     /// Another queue to the same memory, on streams of its own. The device has one because a second moves nothing
     /// faster; threads that do not want to share it can have their own.
     ///

@@ -37,6 +37,8 @@ mod vram;
 pub use device::{CudaDevice, Gpu, gpus};
 pub use error::Error;
 pub use name::{Binds, GpuName, Which};
+#[cfg(feature = "by-hand")]
+pub use sys::PlainBinds;
 
 /// The library of the driver.
 pub const LIBRARY: &str = "libcuda.so.1";

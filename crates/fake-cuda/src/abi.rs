@@ -787,6 +787,7 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
         "virtual-memory" => state.settings.virtual_memory = number(1) > 0,
         "host-register" => state.settings.host_register = number(1) > 0,
         "hold" => state.settings.held = number(1) > 0,
+        "lose" => state.settings.lost = number(1),
         "delay" => state.settings.delay = Duration::from_micros(number(1)),
         "calls" => return state.calls.get(words[1]).map_or(0, |n| *n as i64),
         "reset" => {
@@ -897,6 +898,11 @@ impl Fake {
     /// Changes the GPU, before it is opened: `memory` in bytes, `gpus`; `virtual-memory` and `host-register`: 0 or 1.
     pub fn set(&self, what: &str, to: u64) {
         self.command(&format!("{what} {to}"));
+    }
+
+    /// Does not make the n-th copy from now on, which ends like others.
+    pub fn lose(&self, nth: u64) {
+        self.command(&format!("lose {nth}"));
     }
 
     /// Lets streams do nothing, or go on.

@@ -119,12 +119,14 @@ pub(crate) struct Settings {
     pub delay: Duration,
     /// Streams do nothing.
     pub held: bool,
+    /// Of the copies from now on, the one of this number is not made, though it ends like others; 0 for none.
+    pub lost: u64,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         let delay = Duration::from_micros(20);
-        Self { memory: 256 << 20, virtual_memory: true, host_register: true, gpus: 1, delay, held: false }
+        Self { memory: 256 << 20, virtual_memory: true, host_register: true, gpus: 1, delay, held: false, lost: 0 }
     }
 }
 
@@ -203,7 +205,13 @@ impl Model {
                         state.violation(format!("when a stream came to it: {why}"));
                         state.sticky = Some(LAUNCH_FAILED);
                     }
-                    None => copy(&state, &job),
+                    None => match std::mem::replace(&mut state.settings.lost, 0) {
+                        1 => {}
+                        lost => {
+                            state.settings.lost = lost.saturating_sub(1);
+                            copy(&state, &job);
+                        }
+                    },
                 }
             }
             if let Some(stream) = state.streams.get_mut(&id) {

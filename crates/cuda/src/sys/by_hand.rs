@@ -1,0 +1,96 @@
+//! Binds by calls of the driver and nothing else: what benches compare with.
+
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
+
+use super::context::Context;
+use super::ranges::{Range, RangeKind, chunk_at};
+use crate::{CudaDevice, Error};
+
+/// Addresses where pages of memory are bound without an address space of this crate.
+pub struct PlainBinds {
+    context: Arc<Context>,
+    memory: Span<CardAddr>,
+    page: u64,
+    at: u64,
+    /// For each page of the addresses: something is bound there.
+    bound: Vec<bool>,
+}
+
+impl PlainBinds {
+    /// As many addresses as memory, which a device that binds by [`CuMemMap`](crate::Binds::CuMemMap) has allocated;
+    /// both are whole pages of its own.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn new(device: &CudaDevice, memory: Span<CardAddr>, page: PageSize) -> Result<Self, Error> {
+        let context = device.shared().clone();
+        let (driver, _current) = (context.driver, context.current()?);
+        let (mut at, page) = (0, page.bytes());
+        may_call!(driver.address_reserve(&raw mut at, memory.len() as usize, 0, 0, 0))?;
+        let bound = vec![false; (memory.len() / page) as usize];
+        Ok(Self { context: context.clone(), memory, page, at, bound })
+    }
+
+    /// Binds consecutive pages, from the page `first` of the addresses on, to these pages of the memory: by a call for
+    /// each, and one for the access to all.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] for pages that there are not, or where something is bound; [`Error::Call`].
+    pub fn bind(&mut self, first: u64, pages: &[u64]) -> Result<(), Error> {
+        let (driver, _current) = (self.context.driver, self.context.current()?);
+        let at = self.at + first * self.page;
+        for (i, page) in pages.iter().enumerate() {
+            let from = self.memory.sub(page * self.page, self.page);
+            let chunk =
+                from.and_then(|from| chunk_at(&self.context.mapped(), from.first().bits(), from.last().bits() + 1));
+            let free = self.bound.get_mut(first as usize + i).filter(|bound| !**bound);
+            let ((handle, _), free) = chunk.zip(free).ok_or_else(|| Error::Memory(format!("no page {page}")))?;
+            may_call!(driver.map(at + i as u64 * self.page, self.page as usize, 0, handle, 0))?;
+            *free = true;
+        }
+        self.context.set_access(at, pages.len() as u64 * self.page, true)
+    }
+
+    /// Unbinds consecutive pages that are bound, by one call.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn unbind(&mut self, first: u64, count: u64) -> Result<(), Error> {
+        let (driver, _current) = (self.context.driver, self.context.current_to_undo()?);
+        may_call!(driver.unmap(self.at + first * self.page, (count * self.page) as usize))?;
+        self.bound[first as usize..][..count as usize].fill(false);
+        Ok(())
+    }
+
+    /// Calls `look` while queues of the device may use the addresses, at which everything is bound.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] where something is missing; [`Error::Call`].
+    pub fn shown<T>(&self, look: impl FnOnce(DeviceVa) -> T) -> Result<T, Error> {
+        if self.bound.contains(&false) {
+            return Err(Error::Memory("nothing is bound at some of the addresses".to_owned()));
+        }
+        let (len, kind, handles) = (self.memory.len(), RangeKind::Bound, Vec::new());
+        let range = Range { len, kind, writable: false, handles, chunk: 0, closed: false };
+        self.context.mapped_mut().insert(self.at, range);
+        let seen = look(DeviceVa::new(self.at));
+        self.context.mapped_mut().remove(&self.at);
+        self.context.settle().map(|()| seen)
+    }
+}
+
+impl Drop for PlainBinds {
+    fn drop(&mut self) {
+        for page in 0..self.bound.len() {
+            if self.bound[page] && self.unbind(page as u64, 1).is_err() {
+                return; // what is mapped keeps its addresses
+            }
+        }
+        let (context, driver) = (&self.context, self.context.driver);
+        if let Ok(_current) = context.current_to_undo() {
+            let _ = may_call!(driver.address_free(self.at, self.memory.len() as usize));
+        }
+    }
+}
