@@ -68,6 +68,23 @@ fn vulkan_in_every_command() {
     run(Some(&layers), folder.path(), "doctor").unwrap();
 }
 
+/// Over both address spaces, by each queue alone and by both. Where the driver cannot bind, the first space is flat
+/// too.
+#[test]
+#[ignore = "loads 6 GiB: `scripts/nightly gpus`"]
+fn a_gibibyte_is_loaded_over_both_spaces() {
+    let (layers, folder) = (Layers::new(), tempfile::tempdir().unwrap());
+    for (space, queue) in ["", ",flat"].into_iter().flat_map(|space| ["auto", "0", "1"].map(|queue| (space, queue))) {
+        let line = format!("load -d vulkan:0{space},channels=2 --mm-channel {queue} --sample 1GiB --verify --json -v");
+        let Some(text) = run(Some(&layers), folder.path(), &line) else { return };
+        let loaded: Value = serde_json::from_str(&text).unwrap();
+        assert!(loaded["bytes"].as_u64() > Some(1000 << 20) && loaded["verified"] == true, "{loaded}");
+        let binds = loaded["device_notes"].as_array().unwrap().iter().filter_map(Value::as_str);
+        let binds: Vec<_> = binds.filter(|note| note.starts_with("binds") || note.contains("card addresses")).collect();
+        println!("1 GiB, queue {queue}, {}: 0 messages of the layers", binds.join("; "));
+    }
+}
+
 #[test]
 fn vulkan_binds_what_a_trace_binds() {
     let folder = tempfile::tempdir().unwrap();
