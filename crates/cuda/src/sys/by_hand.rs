@@ -37,7 +37,7 @@ impl PlainBinds {
     /// each, and one for the access to all.
     ///
     /// # Errors
-    /// [`Error::Memory`] for pages that there are not, or where something is bound; [`Error::Call`].
+    /// [`Error::NotAllocated`] for pages that there are not, [`Error::Mapped`] where something is bound; [`Error::Call`].
     pub fn bind(&mut self, first: u64, pages: &[u64]) -> Result<(), Error> {
         let (driver, _current) = (self.context.driver, self.context.current()?);
         let at = self.at + first * self.page;
@@ -45,9 +45,10 @@ impl PlainBinds {
             let from = self.memory.sub(page * self.page, self.page);
             let chunk =
                 from.and_then(|from| chunk_at(&self.context.mapped(), from.first().bits(), from.last().bits() + 1));
-            let free = self.bound.get_mut(first as usize + i).filter(|bound| !**bound);
-            let ((handle, _), free) = chunk.zip(free).ok_or_else(|| Error::Memory(format!("no page {page}")))?;
-            may_call!(driver.map(at + i as u64 * self.page, self.page as usize, 0, handle, 0))?;
+            let to = at + i as u64 * self.page;
+            let (handle, _) = chunk.ok_or(Error::NotAllocated(page * self.page))?;
+            let free = self.bound.get_mut(first as usize + i).filter(|bound| !**bound).ok_or(Error::Mapped(to))?;
+            may_call!(driver.map(to, self.page as usize, 0, handle, 0))?;
             *free = true;
         }
         self.context.set_access(at, pages.len() as u64 * self.page, true)
@@ -67,10 +68,10 @@ impl PlainBinds {
     /// Calls `look` while queues of the device may use the addresses, at which everything is bound.
     ///
     /// # Errors
-    /// [`Error::Memory`] where something is missing; [`Error::Call`].
+    /// [`Error::NotAllocated`] where something is missing; [`Error::Call`].
     pub fn shown<T>(&self, look: impl FnOnce(DeviceVa) -> T) -> Result<T, Error> {
-        if self.bound.contains(&false) {
-            return Err(Error::Memory("nothing is bound at some of the addresses".to_owned()));
+        if let Some(missing) = self.bound.iter().position(|bound| !bound) {
+            return Err(Error::NotAllocated(self.at + missing as u64 * self.page));
         }
         let (len, kind, handles) = (self.memory.len(), RangeKind::Bound, Vec::new());
         let range = Range { len, kind, writable: false, handles, chunk: 0, closed: false };
