@@ -31,8 +31,6 @@ enum Fault {
     CountsMore,
     /// Not done, and answered with 0.
     ErrorAsZero,
-    /// As if every address were 0.
-    AddressZero,
     /// No more than so many bytes at once.
     Short(usize),
     /// This error at this byte.
@@ -83,7 +81,6 @@ impl Driver {
         match state.1 {
             Fault::Fails(errno, at) if touches(at) => Err(errno),
             Fault::ErrorAsZero => Ok((offset as usize, 0)),
-            Fault::AddressZero => Ok((0, n)),
             Fault::Short(most) => Ok((offset as usize, n.min(most))),
             _ => Ok((offset as usize, n)),
         }
@@ -284,32 +281,13 @@ fn what_a_driver_can_do_to_a_node() {
         assert_eq!(one(&mut queue, copy(&node, &heap, direction, &data, place)).result, Ok(()));
     }
 
-    // A probe finds memory that is none, and puts back what it can.
-    let probed = FileDeviceOptions { probe_at: Some(1 << 20), ..small };
-    for (fault, why) in [
-        (Fault::AddressZero, "went to address 0"),
-        (Fault::CountsLess, "was answered with"),
-        (Fault::ErrorAsZero, "was answered with 0"),
-        (Fault::Short(4096), "was answered with 4096"),
-        (Fault::Fails(5, (1 << 20) + 5000), "Input/output error"),
-    ] {
-        let before = fs.fresh();
-        fs.order(fault);
-        match fs.open(probed) {
-            Err(e @ FileDeviceError::NotMemory { .. }) => assert!(e.to_string().contains(why), "{fault:?}: {e}"),
-            other => panic!("{fault:?}: {other:?}"),
-        }
-        // A device whose every address is 0 cannot be put right by writing to another address.
-        if fault != Fault::AddressZero {
-            assert!(fs.device.memory.lock().unwrap().0 == before, "{fault:?}");
-        }
-    }
+    // A file is not written to choose a backend.
     let before = fs.fresh();
-    let honest = fs.open(probed).unwrap();
+    let probed = fs.open(FileDeviceOptions { probe_at: Some(1 << 20), ..small }).unwrap();
     assert!(fs.device.memory.lock().unwrap().0 == before);
-    assert!(honest.how().probed && honest.how().backend == IoBackend::Workers, "{}", honest.how());
-    assert!(honest.how().to_string().contains("FUSE completes asynchronous"), "{}", honest.how());
-    drop((queue, honest, end));
+    assert!(!probed.how().probed && probed.how().backend == IoBackend::Workers, "{}", probed.how());
+    assert!(probed.how().to_string().contains("FUSE completes asynchronous"), "{}", probed.how());
+    drop((queue, probed, end));
     assert_eq!((heap.stats().live, quarantined_bytes()), (0, 0));
 
     stuck(&fs, &node, &heap, &data);

@@ -178,7 +178,8 @@ pub(crate) struct Validate {
     #[arg(long)]
     fit: bool,
 
-    /// Offset, 16KiB or more, at which a file may be written to test whether io_uring works on it
+    /// Use io_uring, for files. A character device is tested first, by writing at this offset, 16KiB or more; other
+    /// files and disks are not written
     #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
     probe_at: Option<Size>,
 
@@ -196,7 +197,7 @@ pub(crate) struct Validate {
 
     /// Only restore the backup that a killed run left, although the device was written since; the data that it holds
     /// now are kept in a second backup
-    #[arg(long, conflicts_with_all = ["overwrite", "restore", "json", "csv"])]
+    #[arg(long, conflicts_with_all = ["overwrite", "restore", "probe_at", "json", "csv"])]
     recover: bool,
 
     /// Measure N times, and report the median of each figure with its spread

@@ -250,11 +250,29 @@ fn a_file_is_measured_and_left_as_it_was() {
     assert!(plain["notes"][0].as_str().unwrap().contains("not probed"), "{plain}");
     assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["reference_bytes_per_s"].as_f64() > Some(0.0)));
     let probed = json(&["-d", &device, "--restore", "--probe-at", "512KiB", "--read"]);
-    assert!(probed["notes"][0].as_str().unwrap().contains(", probed"), "{probed}");
+    let note = probed["notes"][0].as_str().unwrap();
+    assert!(note.starts_with("by ") && !note.contains("probed"), "{note}");
     assert!(ok(&["-d", &device, "--restore", "--read", "-v"]).contains("pread and pwrite on threads (not probed"));
     let both = format!("{device},h2c={0},c2h={0}", file.path().display());
     assert!(!figures(&json(&["-d", &both, "--restore", "--read"])).is_empty());
     assert!(std::fs::read(file.path()).unwrap() == before);
+}
+
+#[test]
+fn a_file_is_not_written_to_choose_a_backend() {
+    let (file, device) = file(1 << 20);
+    std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
+    let path = file.path().display().to_string();
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-e", "trace=pwrite64,io_uring_enter", "-P", &path, env!("CARGO_BIN_EXE_dmalane"), "validate"]);
+    let args = ["-d", &device, "--probe-at", "256KiB", "-j", "1", "--buffer-size", "64KiB"];
+    let Ok(output) = strace.args(args).output() else {
+        return println!("SKIPPED: no strace");
+    };
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("holds data"), "{said}");
+    assert!(!said.contains("pwrite64("), "{said}");
+    assert!(std::fs::read(file.path()).unwrap() == vec![7; 1 << 20]);
 }
 
 #[test]
@@ -478,6 +496,7 @@ fn a_bad_command_line_is_explained() {
         (&["--duration", "-1"], "not a number of seconds above 0"),
         (&["--iterations", "1", "--duration", "1"], "cannot be used with"),
         (&["--ddr-only", "--hbm-only"], "cannot be used with"),
+        (&["-d", &file, "--recover", "--probe-at", "1MiB"], "cannot be used with"),
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["--emulate", "wire"], "the links are half-egress-14"),
@@ -509,7 +528,6 @@ fn a_bad_command_line_is_explained() {
 #[test]
 fn what_cannot_be_measured_is_explained_with_a_way_out() {
     let (small, device) = file(100_000);
-    let (_file, large) = file(1 << 20);
     let folder = format!("file:{}", env!("CARGO_TARGET_TMPDIR"));
     let missing = format!("file:{}/missing", env!("CARGO_TARGET_TMPDIR"));
     let hint = "hint: each thread needs two buffers";
@@ -530,8 +548,12 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
             "--channel-region-stride",
         ),
         (&["-d", &device], "has 98304 bytes", "--buffer-size 24KiB, fewer threads (-j), or a file of 256KiB"),
-        (&["-d", &large, "--probe-at", "0"], "cannot probe at 0x0", "hint: for example --probe-at 1MiB"),
-        (&["-d", &large, "--probe-at", "1MiB"], "the device ends at 0x100000", "hint: for example"),
+        (&["-d", "file:/dev/zero", "--probe-at", "0"], "cannot probe at 0x0", "hint: for example --probe-at 1MiB"),
+        (
+            &["-d", "file:/dev/zero", "--probe-at", "1MiB"],
+            "does not keep what is written",
+            "hint: name the file of each",
+        ),
         (&["-d", &missing], "No such file", "hint: make a file"),
         (&["-d", &folder], "is a directory, which has no addresses", ""),
         (&["-d", "file:/dev/zero"], "/dev/zero is a character device", "hint: name the first address that may"),

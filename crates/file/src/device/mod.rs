@@ -5,8 +5,8 @@
 //! directions.
 //!
 //! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and
-//! `pwrite` on threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] gives its I/O backend
-//! and the reasons.
+//! `pwrite` on threads unless io_uring was [asked for](FileDeviceOptions::probe_at): a character device is then probed,
+//! regular files and disks are not written. [`FileDevice::how`] gives its I/O backend and the reasons.
 
 mod backend;
 mod probe;
@@ -100,10 +100,11 @@ impl FromStr for FileDevicePaths {
 /// How a file device is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileDeviceOptions {
-    /// Where the probe may write 16 KiB and read them back: a multiple of 4 KiB, at least 16 KiB. The bytes there, and
-    /// at 0, are restored. `None`: no probe, `pread` and `pwrite`.
+    /// Tries io_uring. On a character device a probe writes 16 KiB here and reads them back: a multiple of 4 KiB, at
+    /// least 16 KiB. The bytes there, and at 0, are restored. Regular files and disks are not probed, because the
+    /// faults that it looks for are those of drivers, and their contents are somebody's. `None`: `pread` and `pwrite`.
     pub probe_at: Option<u64>,
-    /// The best backend that a probe tries.
+    /// The best backend that is tried.
     pub best: IoBackend,
     /// Use this backend without a probe. For devices that are known to work.
     pub trust: Option<IoBackend>,
@@ -204,9 +205,6 @@ pub enum BackendReason {
         /// What was found.
         error: ProbeError,
     },
-    /// A probe did not end.
-    #[error("nothing else was tried")]
-    NothingElse,
     /// The kernel refused a better one.
     #[error(transparent)]
     Fallback(#[from] Fallback),
@@ -266,7 +264,7 @@ pub enum FileDeviceError {
         /// The reason.
         source: BadProbeAddress,
     },
-    /// Even synchronous calls do not read back what was written.
+    /// A probe did not read back what was written by synchronous calls, or could not put back what was there.
     #[error("{} does not keep what is written to it: {source}", path.display())]
     NotMemory {
         /// The file.
@@ -491,35 +489,43 @@ impl Opened {
             self.how.reasons.push(BackendReason::NotProbed);
             return Ok(());
         };
+        let fuse = source::is_fuse(&self.h2c) || source::is_fuse(&self.c2h);
+        let tried = IoBackend::ALL.into_iter().filter(|backend| *backend <= best && *backend != IoBackend::Workers);
+        let ring = |backend| match fuse {
+            true => Err(ProbeError::from(Fallback::Fuse)),
+            false => Mover::new(backend, depth, 1).map_err(ProbeError::from),
+        };
+        if ![&self.h2c, &self.c2h].iter().any(|file| is_char_device(file)) {
+            for backend in tried {
+                match ring(backend) {
+                    Ok(_) => {
+                        self.how.backend = backend;
+                        break;
+                    }
+                    Err(error) => self.how.reasons.push(BackendReason::Unfit { backend, error }),
+                }
+            }
+            return Ok(());
+        }
         self.check_probe_at(at)?;
         let target = probe::Target { h2c: &self.h2c, c2h: &self.c2h, at };
+        let no_memory = |source| FileDeviceError::NotMemory { path: self.paths.h2c.clone(), source };
         let no_queue = FileDeviceError::NoQueue;
         let mut safe = Mover::new(IoBackend::Workers, depth, 1).map_err(no_queue)?;
         let mut plain = Mover::new(IoBackend::Workers, depth, 2).map_err(no_queue)?;
-        probe::probe(&target, &mut safe, &mut plain)
-            .map_err(|source| FileDeviceError::NotMemory { path: self.paths.h2c.clone(), source })?;
+        probe::probe(&target, &mut safe, &mut plain).map_err(no_memory)?;
         self.how.probed = true;
-        let fuse = source::is_fuse(&self.h2c) || source::is_fuse(&self.c2h);
-        for backend in IoBackend::ALL.into_iter().filter(|backend| *backend <= best && *backend != IoBackend::Workers) {
-            let tried = match fuse {
-                true => Err(Fallback::Fuse.into()),
-                false => Mover::new(backend, depth, 1)
-                    .map_err(ProbeError::from)
-                    .and_then(|mut mover| probe::probe(&target, &mut safe, &mut mover)),
-            };
-            match tried {
+        for backend in tried {
+            match ring(backend).and_then(|mut mover| probe::probe(&target, &mut safe, &mut mover)) {
                 Ok(count) => {
                     (self.how.backend, self.how.count) = (backend, count);
                     return Ok(());
                 }
-                Err(error) => {
-                    let hangs = matches!(error, ProbeError::Hangs { .. });
-                    self.how.reasons.push(BackendReason::Unfit { backend, error });
-                    if hangs {
-                        self.how.reasons.push(BackendReason::NothingElse);
-                        return Ok(());
-                    }
+                // What was there is lost, or about to be.
+                Err(error @ (ProbeError::Hangs { .. } | ProbeError::NotRestored { .. })) => {
+                    return Err(no_memory(error));
                 }
+                Err(error) => self.how.reasons.push(BackendReason::Unfit { backend, error }),
             }
         }
         Ok(())
@@ -574,6 +580,10 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
         }
         Err(e) => Err(failed(e)),
     }
+}
+
+fn is_char_device(file: &File) -> bool {
+    file.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
 }
 
 /// Bytes of a file or block device; `None` for character devices.

@@ -363,6 +363,8 @@ mod tests {
         Deaf,
         /// All addresses are the first block.
         Wraps,
+        /// A write of what was there before fails, as on a disk with a bad sector.
+        NotBack,
     }
 
     /// A device, and a write that it has still to do.
@@ -394,6 +396,13 @@ mod tests {
                     }
                     Fault::Deaf if write => n = 0,
                     Fault::Wraps => at %= BLOCK,
+                    Fault::NotBack if write => {
+                        let mut bytes = vec![0; len];
+                        request.slice.read(0, &mut bytes).unwrap();
+                        if bytes == contents()[at..at + len] {
+                            (n, result) = (0, -5);
+                        }
+                    }
                     _ => {}
                 }
                 if write {
@@ -418,8 +427,12 @@ mod tests {
         }
     }
 
+    fn contents() -> Vec<u8> {
+        (0..1 << 20).map(|i: u32| (i ^ i >> 9) as u8).collect()
+    }
+
     fn probe_of(fault: Fault, safe: Fault) -> (Result<Count, ProbeError>, bool) {
-        let before: Vec<u8> = (0..1 << 20).map(|i: u32| (i ^ i >> 9) as u8).collect();
+        let before = contents();
         let memory = Rc::new(RefCell::new(before.clone()));
         let file = Arc::new(File::open("/dev/null").unwrap());
         let target = Target { h2c: &file, c2h: &file, at: 0x8000 };
@@ -458,6 +471,12 @@ mod tests {
             }
             assert!(same, "{fault:?}: what was there is there again");
         }
+    }
+
+    #[test]
+    fn what_cannot_be_put_back_is_not_just_a_reason() {
+        let (found, same) = probe_of(Fault::None, Fault::NotBack);
+        assert!(!same && matches!(found, Err(ProbeError::NotRestored { at: 0x8000, .. })), "{found:?}");
     }
 
     #[test]
