@@ -14,7 +14,6 @@ use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
 use dmalane::sim::Workers;
-use dmalane::validate::backup_left;
 use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
@@ -127,17 +126,9 @@ fn refused(spec: &DeviceSpec, option: &str) -> Failure {
     Failure::usage(format!("--{option} is for {}, not for {spec}", have.join(" and ")))
 }
 
-/// Opens a device, unless it is made of files whose contents a validation has yet to restore.
+/// Opens a device.
 pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Failure> {
-    let device = options.open(spec).map_err(|e| cannot_open(&e, options))?;
-    match device.backing_files().map(|files| backup_left(&files)).transpose()?.flatten() {
-        Some(backup) => {
-            let why =
-                format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {}", backup.display());
-            Err(with_backup(Failure::new(why), spec, &backup))
-        }
-        None => Ok(device),
-    }
+    options.open(spec).map_err(|e| cannot_open(&e, options))
 }
 
 /// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it.
@@ -158,6 +149,11 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         OpenError::Drive(load::Error::NoQueue { wanted, has }) => {
             let message = format!("the device has no channel {wanted}, it has {has}, numbered from 0");
             return Failure::usage(message).hint("--mm-channel auto uses all channels");
+        }
+        OpenError::Backup { spec, backup } => {
+            let path = backup.display();
+            let why = format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {path}");
+            return with_backup(Failure::new(why), spec, backup);
         }
         OpenError::Device { spec, source } => (spec, &**source),
         _ => return Failure::because("cannot open the device", error),

@@ -1,12 +1,14 @@
 //! Opening a device by name.
 
 use std::error::Error;
+use std::path::PathBuf;
 
 use dmalane_device::Device;
 use dmalane_file::FileDeviceOptions;
 use dmalane_load::{DriveOptions, OpenDevice};
 use dmalane_sim::Workers;
 use dmalane_slash::SlashOptions;
+use dmalane_validate::claim;
 use dmalane_vulkan::VulkanOptions;
 use thiserror::Error;
 
@@ -67,15 +69,23 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// Opens a device.
+    /// Opens a device. A file or a disk is [claimed](claim), so it can be open once, and is refused while it has a
+    /// backup of a validation that was killed.
     ///
     /// # Errors
     /// [`OpenError`].
     pub fn open(&self, spec: &DeviceSpec) -> Result<OpenDevice, OpenError> {
-        OpenDevice::new(self.device(spec)?, self.drive.clone()).map_err(OpenError::Drive)
+        let device = self.device(spec)?;
+        let left = device.backing_files().map(|files| claim(&files)).transpose();
+        let left = left.map_err(|e| OpenError::Device { spec: spec.clone(), source: Box::new(e) })?;
+        if let Some(backup) = left.flatten() {
+            return Err(OpenError::Backup { spec: spec.clone(), backup });
+        }
+        OpenDevice::new(device, self.drive.clone()).map_err(OpenError::Drive)
     }
 
-    /// Opens a device without driving it: its queues and all of its memory are the caller's.
+    /// Opens a device without driving it: its queues and all of its memory are the caller's. A file or a disk is not
+    /// claimed.
     ///
     /// # Errors
     /// [`OpenError`]; [`OpenOptions::drive`] does not matter.
@@ -142,6 +152,18 @@ pub enum OpenError {
         /// The error of its kind: [`dmalane_vfio::Error`], [`dmalane_daemon::ClientError`], [`dmalane_card::Error`] and
         /// so on.
         source: Box<dyn Error + Send + Sync>,
+    },
+    /// A file or a disk whose contents a validation has overwritten that was killed; nothing else may write it before
+    /// they are restored.
+    #[error(
+        "{spec} has a backup of a `dmalane validate --restore` that did not end, {}: restore it with `dmalane validate \
+         -d {spec} --recover`, or remove it", backup.display()
+    )]
+    Backup {
+        /// Which device.
+        spec: DeviceSpec,
+        /// The backup.
+        backup: PathBuf,
     },
     /// It was opened, and cannot be driven as was asked for.
     #[error(transparent)]

@@ -9,17 +9,22 @@
 //! A later run restores a backup unasked only where nothing can be lost: each sector of the file still holds what was
 //! backed up, or what a validation writes.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File};
 use std::hash::Hasher;
 use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::time::UNIX_EPOCH;
+use std::thread;
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane_device::BackingFiles;
 use dmalane_device::contents::{FileExtent, extents, holds_data, reopen};
-use rustix::fs::{CWD, FallocateFlags, FlockOperation, OFlags, RenameFlags, fallocate, major, minor};
+use rustix::fs::{
+    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, fallocate, flock, fstat, major, minor, openat,
+    renameat_with, statat, unlinkat,
+};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
@@ -34,12 +39,21 @@ const BLOCK: usize = 1 << 20;
 /// Bytes that are written whole or not at all, whatever ends a run.
 const SECTOR: usize = 512;
 
-/// A file that can be backed up, opened for reading and writing through the page cache.
+/// Time for which a lock is waited for: systemd-udevd locks a disk for a moment after somebody has written and closed
+/// it, and the kernel lets go of the last requests of a device a moment after it was closed.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A file that can be backed up, opened for reading and writing through the page cache. It is [claimed](claim).
 pub(crate) struct Original {
     file: File,
     id: Identity,
-    /// Where its backup lies.
-    backup: PathBuf,
+    place: Place,
+}
+
+/// Where the backup of a file lies.
+struct Place {
+    folder: PathBuf,
+    name: OsString,
 }
 
 /// Which file a backup is of: the device number of a block device, or file system and inode.
@@ -65,32 +79,60 @@ struct Header {
 /// A complete backup. Dropped, it restores the file; its [own method](Backup::restore) says whether that worked.
 pub(crate) struct Backup {
     original: Original,
+    stored: Stored,
     /// The backup is needed no more, or must stay.
     done: bool,
 }
 
-/// A backup that was found, and checked.
-struct Saved {
-    backup: File,
+/// A backup on the disk, open. This very file is restored and removed, whatever has its name by then.
+struct Stored {
+    file: File,
+    folder: OwnedFd,
+    name: OsString,
+}
+
+/// What a backup holds, checked as a whole.
+struct Saved<'a> {
+    backup: &'a File,
     of: Identity,
     extents: Vec<FileExtent>,
 }
 
-/// The backup of the contents of a device that is made of files, which a run left that was killed or is under way.
+/// Locks a device that is made of files, until it is closed and none of its requests is under way any more, and returns
+/// the backup of its contents that a run left that was killed. Nothing may be written while there is one. Devices that
+/// are no regular files nor block devices have neither a lock nor a backup.
 ///
 /// # Errors
-/// The kernel's.
-pub fn backup_left(files: &BackingFiles) -> io::Result<Option<PathBuf>> {
-    let kind = files.written.metadata()?.file_type();
+/// [`ValidateError::Locked`]: another process has claimed it, or this one through another device;
+/// [`ValidateError::Claim`].
+pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
+    let file = &files.written;
+    let kind = file.metadata().map_err(ValidateError::Claim)?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         return Ok(None);
     }
-    let (_, backup) = identify(&files.written)?;
-    Ok(backup.symlink_metadata().is_ok().then_some(backup))
+    let begun = Instant::now();
+    loop {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if begun.elapsed() < PATIENCE => thread::sleep(Duration::from_millis(10)),
+            Err(Errno::WOULDBLOCK) => return Err(ValidateError::Locked),
+            Err(e) => return Err(ValidateError::Claim(io::Error::new(e.kind(), format!("it cannot be locked: {e}")))),
+            Ok(()) => break,
+        }
+    }
+    let left = identify(file).and_then(|(_, place)| {
+        let path = place.path();
+        match path.symlink_metadata() {
+            Ok(_) => Ok(Some(path)),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(named(e, &path)),
+        }
+    });
+    left.map_err(ValidateError::Claim)
 }
 
 /// Which file this is, and where its backup lies.
-fn identify(file: &File) -> io::Result<(Identity, PathBuf)> {
+fn identify(file: &File) -> io::Result<(Identity, Place)> {
     let meta = file.metadata()?;
     if meta.file_type().is_block_device() {
         let rdev = meta.rdev();
@@ -99,15 +141,18 @@ fn identify(file: &File) -> io::Result<(Identity, PathBuf)> {
         let disk = ["diskseq", "../diskseq"].iter().find_map(|name| fs::read_to_string(sys.join(name)).ok());
         let start = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let born = format!("{} {}", start.trim(), disk.unwrap_or_default().trim());
-        let backup = folder()?.join(format!("backup-of-device-{rdev:x}"));
-        return Ok((Identity { rdev, dev: 0, ino: 0, born }, backup));
+        let place = Place { folder: folder()?, name: format!("backup-of-device-{rdev:x}").into() };
+        return Ok((Identity { rdev, dev: 0, ino: 0, born }, place));
     }
     let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
     let born = meta.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let born = born.map_or(String::new(), |at| at.as_nanos().to_string());
     let id = Identity { rdev: 0, dev: meta.dev(), ino: meta.ino(), born };
-    Ok((id, path.with_file_name(format!(".{name}.dmalane-backup"))))
+    let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".dmalane-backup");
+    Ok((id, Place { folder, name }))
 }
 
 /// The directory of the backups of block devices, in which nobody else can take a name.
@@ -121,8 +166,27 @@ fn folder() -> io::Result<PathBuf> {
     Ok(state.ok_or_else(missing)?.join("dmalane"))
 }
 
+impl Place {
+    fn path(&self) -> PathBuf {
+        self.folder.join(&self.name)
+    }
+
+    /// Opens the folder, so that nobody can put another one in its place.
+    fn enter(&self) -> io::Result<OwnedFd> {
+        Ok(rustix::fs::open(&self.folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+}
+
+impl Identity {
+    /// The name of a backup that is being written. Only who has claimed the file writes one of it.
+    fn unfinished(&self) -> String {
+        format!(".dmalane-backup-{:x}-{:x}-{:x}.new", self.rdev, self.dev, self.ino)
+    }
+}
+
 impl Original {
     /// The regular file or block device behind a descriptor, whatever that was opened for; `None` for anything else.
+    /// It is [claimed](claim).
     ///
     /// # Errors
     /// [`ValidateError::Backup`].
@@ -130,15 +194,10 @@ impl Original {
         Self::open(written).map_err(ValidateError::Backup)
     }
 
-    /// The file is locked until this is dropped, so that no other run restores it meanwhile.
     fn open(written: &File) -> io::Result<Option<Self>> {
         let Some(file) = reopen(written)? else { return Ok(None) };
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) => return Err(io::Error::other("another process has locked it")),
-            other => other?,
-        }
-        let (id, backup) = identify(&file)?;
-        Ok(Some(Self { file, id, backup }))
+        let (id, place) = identify(&file)?;
+        Ok(Some(Self { file, id, place }))
     }
 
     /// Whether there is anything but zeroes from `at` on.
@@ -154,15 +213,17 @@ impl Original {
     /// # Errors
     /// [`ValidateError::Left`] when something else would be lost, [`ValidateError::Recover`]: the backup stays.
     pub fn recover(&self) -> Result<Option<PathBuf>, ValidateError> {
-        let Some(saved) = self.saved()? else { return Ok(None) };
-        let left = |why| Err(ValidateError::Left { backup: self.backup.clone(), why });
+        let Some(stored) = self.find().map_err(|e| self.failed(e))? else { return Ok(None) };
+        let saved = stored.read().map_err(|e| self.failed(e))?;
+        let backup = self.place.path();
         if saved.of != self.id {
-            return left("it is of another file or disk that had this name");
+            return Err(ValidateError::Left { backup, why: "it is of another file or disk that had this name" });
         }
         if self.is_written_since(&saved).map_err(|e| self.failed(e))? {
-            return left("the device was written since");
+            return Err(ValidateError::Left { backup, why: "the device was written since" });
         }
-        self.restore_from(&saved).map(|()| Some(self.backup.clone()))
+        self.restore_from(&stored, &saved).map_err(|e| self.failed(e))?;
+        Ok(Some(backup))
     }
 
     /// Restores the file from its backup, whatever it holds now, which gets a backup of another name first.
@@ -170,29 +231,27 @@ impl Original {
     /// # Errors
     /// [`ValidateError::Recover`]: the backup stays.
     pub fn recover_over(&self) -> Result<Recovered, ValidateError> {
-        let saved = self.needed()?;
-        let (first, last) = (saved.extents.first(), saved.extents.last());
-        let range = first.map_or(0, |e| e.at)..last.map_or(0, |e| e.at + e.len);
-        let free = |n: u32| with_end(&self.backup, &format!("-replaced-{n}"));
-        let kept = (1..).map(free).find(|path| path.symlink_metadata().is_err()).unwrap_or_default();
-        let now = extents(&self.file, range.start, range.end);
-        self.write_backup(&kept, &now).map_err(|e| self.failed(named(e, &kept)))?;
-        self.restore_from(&saved)?;
-        Ok(Recovered { backup: self.backup.clone(), range, kept })
-    }
-
-    /// Restores the file from the backup of this run.
-    fn put_back(&self) -> Result<(), ValidateError> {
-        self.needed().and_then(|saved| self.restore_from(&saved))
-    }
-
-    /// The backup, which must be there.
-    fn needed(&self) -> Result<Saved, ValidateError> {
-        self.saved()?.ok_or_else(|| self.failed(ErrorKind::NotFound.into()))
+        let restored = || {
+            let stored = self.find()?.ok_or(ErrorKind::NotFound)?;
+            let saved = stored.read()?;
+            let (first, last) = (saved.extents.first(), saved.extents.last());
+            let range = first.map_or(0, |e| e.at)..last.map_or(0, |e| e.at + e.len);
+            let free = |n: u32| {
+                let name = with_end(&self.place.name, &format!("-replaced-{n}"));
+                Place { folder: self.place.folder.clone(), name }
+            };
+            let kept = (1..).map(free).find(|place| place.path().symlink_metadata().is_err());
+            let kept = kept.ok_or(ErrorKind::AlreadyExists)?;
+            let now = extents(&self.file, range.start, range.end);
+            self.write_backup(&kept, &now).map_err(|e| named(e, &kept.path()))?;
+            self.restore_from(&stored, &saved)?;
+            Ok(Recovered { backup: self.place.path(), range, kept: kept.path() })
+        };
+        restored().map_err(|e| self.failed(e))
     }
 
     fn failed(&self, source: io::Error) -> ValidateError {
-        ValidateError::Recover { backup: self.backup.clone(), source }
+        ValidateError::Recover { backup: self.place.path(), source }
     }
 
     /// Copies what the file holds from `at` on into a backup on the disk.
@@ -201,35 +260,40 @@ impl Original {
     /// [`ValidateError::Backup`], also when there is a backup already; nothing is left of the new one.
     pub fn back_up(self, at: u64, len: u64) -> Result<Backup, ValidateError> {
         let extents = extents(&self.file, at, at.saturating_add(len));
-        let written = self.write_backup(&self.backup, &extents);
-        written.map_err(|e| ValidateError::Backup(named(e, &self.backup)))?;
-        Ok(Backup { original: self, done: false })
+        let stored = self.write_backup(&self.place, &extents);
+        let stored = stored.map_err(|e| ValidateError::Backup(named(e, &self.place.path())))?;
+        Ok(Backup { original: self, stored, done: false })
     }
 
-    fn write_backup(&self, path: &Path, extents: &[FileExtent]) -> io::Result<()> {
-        if let Some(folder) = path.parent().filter(|_| self.id.rdev != 0) {
-            DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    fn write_backup(&self, place: &Place, extents: &[FileExtent]) -> io::Result<Stored> {
+        if self.id.rdev != 0 {
+            DirBuilder::new().recursive(true).mode(0o700).create(&place.folder)?;
         }
-        let new = unfinished(path);
-        // That of a run that was killed before it had overwritten anything: this one has the lock.
-        match fs::remove_file(&new) {
-            Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
-            _ => {}
+        let (folder, new) = (place.enter()?, self.id.unfinished());
+        // That of a run that was killed before it had overwritten anything.
+        match unlinkat(&folder, &new, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(e) => return Err(e.into()),
         }
-        let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC).bits() as i32;
-        let backup = File::options().write(true).create_new(true).mode(0o600).custom_flags(flags).open(&new)?;
-        let written = self.copy_to(&backup, extents).and_then(|()| {
-            match rustix::fs::renameat_with(CWD, &new, CWD, path, RenameFlags::NOREPLACE) {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = openat(&folder, &new, flags, Mode::RUSR | Mode::WUSR)?.into();
+        let stored = Stored { file, folder, name: place.name.clone() };
+        let written = self.copy_to(&stored.file, extents).and_then(|()| {
+            match renameat_with(&stored.folder, &new, &stored.folder, &place.name, RenameFlags::NOREPLACE) {
                 // A file system that cannot do that; there was no backup before.
-                Err(Errno::INVAL) => fs::rename(&new, path)?,
+                Err(Errno::INVAL) => rustix::fs::renameat(&stored.folder, &new, &stored.folder, &place.name)?,
                 other => other?,
             }
-            sync_folder(path)
+            sync_folder(&stored.folder)?;
+            match stored.has_its_name()? {
+                true => Ok(()),
+                false => Err(io::Error::other("another file has its name")),
+            }
         });
         if written.is_err() {
-            let _ = fs::remove_file(&new);
+            let _ = unlinkat(&stored.folder, &new, AtFlags::empty());
         }
-        written
+        written.map(|()| stored)
     }
 
     fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {
@@ -254,12 +318,24 @@ impl Original {
         backup.sync_all()
     }
 
-    /// The backup, if there is one.
-    fn saved(&self) -> Result<Option<Saved>, ValidateError> {
-        let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK).bits() as i32;
-        match File::options().read(true).custom_flags(flags).open(&self.backup) {
+    /// The backup, if there is one. It must be a file of this user.
+    fn find(&self) -> io::Result<Option<Stored>> {
+        let name = self.place.name.clone();
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let opened = self.place.enter().and_then(|folder| {
+            let file = File::from(openat(&folder, &name, flags, Mode::empty())?);
+            Ok(Stored { file, folder, name })
+        });
+        match opened {
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            opened => opened.and_then(Saved::check).map(Some).map_err(|e| self.failed(e)),
+            Err(e) => Err(e),
+            Ok(stored) => {
+                let meta = stored.file.metadata()?;
+                match meta.is_file() && meta.uid() == rustix::process::geteuid().as_raw() {
+                    true => Ok(Some(stored)),
+                    false => Err(io::Error::new(ErrorKind::PermissionDenied, "it is not a file of this user")),
+                }
+            }
         }
     }
 
@@ -280,17 +356,13 @@ impl Original {
     }
 
     /// Restores the file from a backup, and removes that.
-    fn restore_from(&self, saved: &Saved) -> Result<(), ValidateError> {
-        let restore = || {
-            saved.each_block(|at, bytes, data| match data {
-                true => self.file.write_all_at(bytes, at),
-                false => self.clear(at, bytes.len() as u64),
-            })?;
-            self.file.sync_all()?;
-            fs::remove_file(&self.backup)?;
-            sync_folder(&self.backup)
-        };
-        restore().map_err(|e| self.failed(e))
+    fn restore_from(&self, stored: &Stored, saved: &Saved<'_>) -> io::Result<()> {
+        saved.each_block(|at, bytes, data| match data {
+            true => self.file.write_all_at(bytes, at),
+            false => self.clear(at, bytes.len() as u64),
+        })?;
+        self.file.sync_all()?;
+        stored.remove()
     }
 
     /// Makes a hole, or zeros where the file system has none.
@@ -304,21 +376,37 @@ impl Original {
     }
 }
 
-impl Saved {
-    /// A backup, which is checked as a whole.
-    fn check(backup: File) -> io::Result<Self> {
-        let meta = backup.metadata()?;
-        if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() {
-            return Err(io::Error::new(ErrorKind::PermissionDenied, "it is not a file of this user"));
+impl Stored {
+    /// Whether the name still is this file's.
+    fn has_its_name(&self) -> io::Result<bool> {
+        let own = fstat(&self.file)?;
+        match statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(there) => Ok((there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(e) => Err(e.into()),
         }
+    }
+
+    /// Removes this file and no other.
+    fn remove(&self) -> io::Result<()> {
+        if self.has_its_name()? {
+            unlinkat(&self.folder, &self.name, AtFlags::empty())?;
+        }
+        sync_folder(&self.folder)
+    }
+
+    /// What it holds, checked as a whole.
+    fn read(&self) -> io::Result<Saved<'_>> {
+        let backup = &self.file;
         let damaged = || io::Error::new(ErrorKind::InvalidData, "it is damaged");
-        let mut input = BufReader::with_capacity(BLOCK, &backup);
+        let mut input = BufReader::with_capacity(BLOCK, backup);
+        io::Seek::rewind(&mut input)?;
         let mut line = Vec::new();
         input.by_ref().take(MAX_HEADER).read_until(b'\n', &mut line)?;
         let header = serde_json::from_slice(&line).map_err(|_| damaged())?;
         let Header { dmalane_backup: 2, file: of, extents } = header else { return Err(damaged()) };
         let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| FileExtent { at, len, data }).collect();
-        let mut rest = meta.len().checked_sub(line.len() as u64 + 8).ok_or_else(damaged)?;
+        let mut rest = backup.metadata()?.len().checked_sub(line.len() as u64 + 8).ok_or_else(damaged)?;
         let data = extents.iter().filter(|e| e.data).try_fold(0u64, |sum, e| sum.checked_add(e.len));
         if data != Some(rest) {
             return Err(damaged());
@@ -334,13 +422,14 @@ impl Saved {
         }
         let mut end = [0; 8];
         input.read_exact(&mut end)?;
-        drop(input);
-        if u64::from_le_bytes(end) == hash.finish() { Ok(Self { backup, of, extents }) } else { Err(damaged()) }
+        if u64::from_le_bytes(end) == hash.finish() { Ok(Saved { backup, of, extents }) } else { Err(damaged()) }
     }
+}
 
+impl Saved<'_> {
     /// Calls `f` with each place in the file, what was there, and whether that was data and not a hole.
     fn each_block(&self, mut f: impl FnMut(u64, &[u8], bool) -> io::Result<()>) -> io::Result<()> {
-        let mut input = BufReader::with_capacity(BLOCK, &self.backup);
+        let mut input = BufReader::with_capacity(BLOCK, self.backup);
         io::Seek::rewind(&mut input)?;
         input.skip_until(b'\n')?;
         let mut block = vec![0; BLOCK];
@@ -366,14 +455,18 @@ impl Backup {
     /// [`ValidateError::Recover`]: the backup stays.
     pub fn restore(mut self) -> Result<(), ValidateError> {
         self.done = true;
-        self.original.put_back()
+        self.put_back().map_err(|e| self.original.failed(e))
+    }
+
+    fn put_back(&self) -> io::Result<()> {
+        self.original.restore_from(&self.stored, &self.stored.read()?)
     }
 
     /// Leaves the file as it is, and returns the path of the backup, which stays: a call on a device that hangs would
     /// hang as well.
     pub fn leave(mut self) -> PathBuf {
         self.done = true;
-        self.original.backup.clone()
+        self.original.place.path()
     }
 }
 
@@ -381,7 +474,7 @@ impl Drop for Backup {
     fn drop(&mut self) {
         if !self.done {
             // On the way out of a panic. Where it fails, the backup stays.
-            let _ = self.original.put_back();
+            let _ = self.put_back();
         }
     }
 }
@@ -399,15 +492,10 @@ impl<W: Write> Hashed<W> {
     }
 }
 
-/// The name of a backup that is being written.
-fn unfinished(backup: &Path) -> PathBuf {
-    with_end(backup, ".new")
-}
-
-fn with_end(path: &Path, end: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
+fn with_end(name: &OsStr, end: &str) -> OsString {
+    let mut name = name.to_owned();
     name.push(end);
-    name.into()
+    name
 }
 
 fn named(e: io::Error, path: &Path) -> io::Error {
@@ -415,12 +503,16 @@ fn named(e: io::Error, path: &Path) -> io::Error {
 }
 
 /// Makes a new or removed name last.
-fn sync_folder(path: &Path) -> io::Result<()> {
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+fn sync_folder(folder: &OwnedFd) -> io::Result<()> {
+    let folder = openat(folder, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    Ok(rustix::fs::fsync(folder)?)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStrExt;
+    use std::sync::Arc;
+
     use super::*;
     use crate::walk::pattern;
 
@@ -435,9 +527,14 @@ mod tests {
         (path.clone(), fs::read(path).unwrap())
     }
 
-    /// Opened for writing only, as one of two files is.
+    /// The device that writes a file: opened for writing only, as one of two files is.
+    fn device(path: &Path) -> BackingFiles {
+        let written = Arc::new(File::options().write(true).open(path).unwrap());
+        BackingFiles { read: written.clone(), written }
+    }
+
     fn original(path: &Path) -> Original {
-        Original::of(&File::options().write(true).open(path).unwrap()).unwrap().unwrap()
+        Original::of(&device(path).written).unwrap().unwrap()
     }
 
     /// The contents after a validation, past the first page.
@@ -458,8 +555,6 @@ mod tests {
         let blocks = fs::metadata(&path).unwrap().blocks();
         for how in 0..3 {
             let backup = original(&path).back_up(4096, LEN - 4096).unwrap();
-            let again = Original::of(&File::open(&path).unwrap()).err().map(|e| e.to_string());
-            assert!(again.is_some_and(|e| e.contains("another process has locked it")), "one at a time");
             File::options().write(true).open(&path).unwrap().write_all_at(&written(), 4096).unwrap();
             match how {
                 0 => drop(backup),
@@ -479,6 +574,53 @@ mod tests {
         assert!(Original::of(&File::open("/dev/null").unwrap()).unwrap().is_none());
         assert!(original(&path).holds_data(0, LEN).unwrap());
         assert!(!original(&path).holds_data(0, 1 << 20).unwrap());
+    }
+
+    #[test]
+    fn a_device_is_claimed_as_long_as_a_request_has_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, _) = file(folder.path());
+        let (first, second) = (device(&path), device(&path));
+        assert_eq!((claim(&first).unwrap(), claim(&first).unwrap()), (None, None));
+        let request = first.written.clone();
+        drop(first);
+        assert!(matches!(claim(&second), Err(ValidateError::Locked)), "a request is under way");
+        drop(request);
+        assert_eq!(claim(&second).unwrap(), None);
+        let backup = original(&path).back_up(0, LEN).unwrap().leave();
+        assert_eq!(claim(&second).unwrap(), Some(backup));
+        assert_eq!(claim(&device(Path::new("/dev/null"))).unwrap(), None);
+    }
+
+    #[test]
+    fn a_run_restores_its_own_backup_whatever_has_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, before) = file(folder.path());
+        let backup = original(&path).back_up(0, LEN).unwrap();
+        // Its file is moved away, and another run backs up a new one of that name.
+        let moved = folder.path().join("moved");
+        fs::rename(&path, &moved).unwrap();
+        fs::rename(folder.path().join(".card.dmalane-backup"), folder.path().join("mine")).unwrap();
+        fs::write(&path, vec![9; LEN as usize]).unwrap();
+        let other = original(&path).back_up(0, LEN).unwrap();
+        fs::write(&moved, written()).unwrap();
+        backup.restore().unwrap();
+        assert!(fs::read(&moved).unwrap()[..] == before[..] && fs::read(&path).unwrap() == vec![9; LEN as usize]);
+        fs::write(&path, written()).unwrap();
+        other.restore().unwrap();
+        assert!(fs::read(&path).unwrap() == vec![9; LEN as usize]);
+        assert_ne!(original(&path).id.unfinished(), original(&moved).id.unfinished(), "nor do they share another name");
+    }
+
+    #[test]
+    fn names_that_are_not_text_have_backups_of_their_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = [b"card\xff", b"card\xfe"].map(|name| folder.path().join(OsStr::from_bytes(name)));
+        let backups = names.map(|path| {
+            fs::write(&path, [7; 4096]).unwrap();
+            original(&path).back_up(0, 4096).unwrap().leave()
+        });
+        assert!(backups[0] != backups[1] && backups.iter().all(|path| path.exists()));
     }
 
     #[test]
@@ -507,7 +649,7 @@ mod tests {
             assert!(original(&path).back_up(0, 4096).is_err(), "it is not replaced either");
         }
         // One that was not finished is in nobody's way.
-        fs::rename(&backup, unfinished(&backup)).unwrap();
+        fs::rename(&backup, folder.path().join(original(&path).id.unfinished())).unwrap();
         assert_eq!(original(&path).recover().unwrap(), None);
         original(&path).back_up(0, LEN).unwrap().restore().unwrap();
         assert_eq!(names(folder.path()), 1);

@@ -29,7 +29,7 @@ use dmalane_dma::PageKind;
 use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
-pub use backup::backup_left;
+pub use backup::claim;
 pub use channels::Channels;
 pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
@@ -311,6 +311,12 @@ pub enum ValidateError {
     /// Memory of a device whose driver allocates it.
     #[error(transparent)]
     DeviceMemory(dmalane_device::MemoryError),
+    /// The file that the device writes is locked: see [`claim`].
+    #[error("it is in use: another process, or another device of this one, has locked it")]
+    Locked,
+    /// The file that the device writes cannot be locked, or its backup cannot be looked for.
+    #[error("cannot tell whether a backup of the device's contents is there: {0}")]
+    Claim(std::io::Error),
     /// The contents of a file cannot be backed up.
     #[error("cannot back up the device's contents, so nothing was written: {0}")]
     Backup(std::io::Error),

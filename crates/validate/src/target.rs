@@ -12,7 +12,7 @@ use dmalane_device::{BackingFiles, Device, DeviceMemory, DriverCopies, Placement
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
-use crate::backup::{Backup, Original};
+use crate::backup::{Backup, Original, claim};
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
@@ -196,21 +196,23 @@ pub struct Recovered {
 ///
 /// # Errors
 /// [`ValidateError::Recover`], also without a backup or for a device whose contents cannot be kept;
-/// [`ValidateError::Backup`].
+/// [`ValidateError::Backup`]; those of [`claim`].
 pub fn recover(device: &dyn Device) -> Result<Recovered, ValidateError> {
-    let original = device.backing_files().map(|files| Original::of(&files.written)).transpose()?.flatten();
     let none = || ValidateError::Backup(std::io::Error::other("it is no file or block device"));
-    original.ok_or_else(none)?.recover_over()
+    let files = device.backing_files().ok_or_else(none)?;
+    claim(&files)?;
+    Original::of(&files.written)?.ok_or_else(none)?.recover_over()
 }
 
 impl TestedDevice {
-    /// Takes the queues of a device that nothing else uses. `contents` says what becomes of what a device that is made
-    /// of files holds; that of other devices is lost. A backup of a run that was killed is restored first, whatever
-    /// `contents` says, unless the device holds something that is neither in the backup nor what a run writes.
+    /// Takes the queues of a device that nothing else uses: it is [claimed](claim). `contents` says what becomes of
+    /// what a device that is made of files holds; that of other devices is lost. A backup of a run that was killed is
+    /// restored first, whatever `contents` says, unless the device holds something that is neither in the backup nor
+    /// what a run writes.
     ///
     /// # Errors
     /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`],
-    /// [`ValidateError::DriverCopies`]; nothing was written.
+    /// [`ValidateError::DriverCopies`], those of [`claim`]; nothing was written.
     pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
         Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))
     }
@@ -264,7 +266,9 @@ impl TestedDevice {
                 if contents != Contents::Overwrite && (is_lost(&files.written) || is_lost(&files.read)) {
                     return Err(ValidateError::Lost(info.name));
                 }
-                if let Some(original) = Original::of(&files.written)? {
+                if claim(&files)?.is_some()
+                    && let Some(original) = Original::of(&files.written)?
+                {
                     recovered = original.recover()?;
                 }
                 Reference::Files(files)

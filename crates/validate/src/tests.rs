@@ -631,6 +631,15 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
     assert_ne!(std::fs::read(memory.path()).unwrap()[..4096], [7; 4096]);
     let backup = backup.clone();
+    let device = || {
+        let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
+        Box::new(FileDevice::open(paths, FileDeviceOptions::default()).unwrap())
+    };
+    // What is under way may write it yet.
+    for contents in [Contents::Overwrite, Contents::Restore] {
+        assert!(matches!(TestedDevice::new(device(), contents), Err(ValidateError::Locked)));
+    }
+    assert!(matches!(recover(&*device()), Err(ValidateError::Locked)));
     drop(target);
     let again =
         file(FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() }, FileDeviceOptions::default());
@@ -647,6 +656,12 @@ fn a_file_that_holds_data_is_not_overwritten_unasked() {
         let device = FileDevice::open(paths, FileDeviceOptions { overwrite: true, ..Default::default() }).unwrap();
         TestedDevice::new(Box::new(device), contents).unwrap()
     };
+    // One at a time, whatever becomes of the contents.
+    let first = target(Contents::Overwrite);
+    let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
+    let second = Box::new(FileDevice::open(paths, FileDeviceOptions::default()).unwrap());
+    assert!(matches!(TestedDevice::new(second, Contents::Refuse), Err(ValidateError::Locked)));
+    drop(first);
     // It holds none.
     assert!(run(&target(Contents::Refuse), &quick(), &mut |_| {}).unwrap().passed());
     let before = vec![7; 2 * MIB as usize];

@@ -442,6 +442,27 @@ fn a_device_with_a_backup_is_left_alone() {
 }
 
 #[test]
+fn a_device_in_use_is_left_alone() {
+    use rustix::fs::{FlockOperation, flock};
+    let (file, device) = file(1 << 20);
+    // As another process that has the device open.
+    let other = file.reopen().unwrap();
+    flock(&other, FlockOperation::LockExclusive).unwrap();
+    for words in [
+        &["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..],
+        &["read", "/proc/self/exe", "-d", &device, "--overwrite"],
+        &["validate", "-d", &device, "--overwrite"],
+        &["validate", "-d", &device, "--restore"],
+        &["validate", "-d", &device, "--recover"],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("it is in use: another process"), "{words:?}: {said}");
+        assert!(std::fs::read(file.path()).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
+    }
+}
+
+#[test]
 fn a_character_device_needs_to_be_asked_for() {
     for consent in [&["--starting-offset", "0"][..], &["--overwrite"]] {
         let all = quick(&[&["-d", "file:/dev/zero"], consent].concat());

@@ -85,6 +85,24 @@ fn served(socket: PathBuf) -> String {
 }
 
 #[test]
+fn a_file_is_open_once_and_never_while_it_has_a_backup() {
+    let folder = tempfile::tempdir().unwrap();
+    let memory = folder.path().join("memory");
+    File::create(&memory).unwrap().set_len(MIB).unwrap();
+    let name = format!("file:{}", memory.display());
+    let refused = || dmalane::open(&name).err().map(|e| e.to_string()).unwrap();
+    let first = dmalane::open(&name).unwrap();
+    assert!(refused().contains("another device of this one, has locked it"), "{}", refused());
+    drop(first);
+    let backup = folder.path().join(".memory.dmalane-backup");
+    std::fs::write(&backup, b"").unwrap();
+    let how = format!("{}: restore it with `dmalane validate -d {name} --recover`", backup.display());
+    assert!(refused().contains(&how), "{}", refused());
+    std::fs::remove_file(&backup).unwrap();
+    dmalane::open(&name).unwrap();
+}
+
+#[test]
 fn every_kind_takes_the_suite() {
     let mut taken = BTreeSet::new();
     each_kind(|name, options| {
