@@ -278,7 +278,12 @@ impl Original {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = openat(&folder, &new, flags, Mode::RUSR | Mode::WUSR)?.into();
         let stored = Stored { file, folder, name: place.name.clone() };
-        let written = self.copy_to(&stored.file, extents).and_then(|()| {
+        let written = stored.file.metadata().and_then(|meta| match is_ours(&meta) {
+            true => self.copy_to(&stored.file, extents),
+            // A later run would not take it for its own.
+            false => Err(io::Error::other("this file system says that new files are another user's")),
+        });
+        let written = written.and_then(|()| {
             match renameat_with(&stored.folder, &new, &stored.folder, &place.name, RenameFlags::NOREPLACE) {
                 // A file system that cannot do that; there was no backup before.
                 Err(Errno::INVAL) => rustix::fs::renameat(&stored.folder, &new, &stored.folder, &place.name)?,
@@ -318,7 +323,7 @@ impl Original {
         backup.sync_all()
     }
 
-    /// The backup, if there is one. It must be a file of this user.
+    /// The backup, if there is one. It must be [of this user](is_ours).
     fn find(&self) -> io::Result<Option<Stored>> {
         let name = self.place.name.clone();
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
@@ -329,13 +334,8 @@ impl Original {
         match opened {
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
-            Ok(stored) => {
-                let meta = stored.file.metadata()?;
-                match meta.is_file() && meta.uid() == rustix::process::geteuid().as_raw() {
-                    true => Ok(Some(stored)),
-                    false => Err(io::Error::new(ErrorKind::PermissionDenied, "it is not a file of this user")),
-                }
-            }
+            Ok(stored) if is_ours(&stored.file.metadata()?) => Ok(Some(stored)),
+            Ok(_) => Err(io::Error::new(ErrorKind::PermissionDenied, "it is not a file of this user")),
         }
     }
 
@@ -490,6 +490,11 @@ impl<W: Write> Hashed<W> {
         self.hash.write(bytes);
         self.inner.write_all(bytes)
     }
+}
+
+/// Whether a backup is one that this user made: nobody else's is restored.
+fn is_ours(meta: &fs::Metadata) -> bool {
+    meta.is_file() && meta.uid() == rustix::process::geteuid().as_raw()
 }
 
 fn with_end(name: &OsStr, end: &str) -> OsString {

@@ -20,6 +20,15 @@ mod usage;
 mod validate;
 mod vm;
 
+/// `dmalane` under strace, with this error or value injected into a system call, as `fsync:error=EIO:when=2`.
+fn injecting(what: &str) -> std::process::Command {
+    let call = what.split(':').next().unwrap();
+    let mut strace = std::process::Command::new("strace");
+    strace.args(["-f", "-o", "/dev/null", "-e", &format!("trace={call}"), "-e", &format!("inject={what}")]);
+    strace.arg(env!("CARGO_BIN_EXE_dmalane"));
+    strace
+}
+
 /// How often tests kill a program: 50 times, or as often as `DMALANE_KILLS` says.
 fn kills() -> u64 {
     std::env::var("DMALANE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)

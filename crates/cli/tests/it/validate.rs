@@ -417,6 +417,23 @@ fn a_backup_of_a_disk_is_not_restored_onto_another() {
 }
 
 #[test]
+fn a_file_whose_backup_would_be_another_users_is_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let card = folder.path().join("card");
+    std::fs::write(&card, vec![7; 1 << 20]).unwrap();
+    // As on a file system that is mounted for one user, and used by another.
+    let mut strace = crate::injecting("geteuid:retval=61000");
+    strace.args(["validate", "-d", &format!("file:{}", card.display()), "--restore"]);
+    let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB", "--iterations", "1"]).output() else {
+        return println!("SKIPPED: no strace");
+    };
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("new files are another user's"), "{said}");
+    assert!(std::fs::read(&card).unwrap() == vec![7; 1 << 20]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
+}
+
+#[test]
 fn a_device_with_a_backup_is_left_alone() {
     let (file, device) = file(1 << 20);
     let name = file.path().file_name().unwrap().display().to_string();
