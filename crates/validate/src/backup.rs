@@ -22,8 +22,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use dmalane_device::BackingFiles;
 use dmalane_device::contents::{FileExtent, extents, holds_data, reopen};
 use rustix::fs::{
-    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, fallocate, flock, fstat, major, minor, openat,
-    renameat_with, statat, unlinkat,
+    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, fallocate, flock, fstat, linkat, major, minor,
+    openat, renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -284,11 +284,7 @@ impl Original {
             false => Err(io::Error::other("this file system says that new files are another user's")),
         });
         let written = written.and_then(|()| {
-            match renameat_with(&stored.folder, &new, &stored.folder, &place.name, RenameFlags::NOREPLACE) {
-                // A file system that cannot do that; there was no backup before.
-                Err(Errno::INVAL) => rustix::fs::renameat(&stored.folder, &new, &stored.folder, &place.name)?,
-                other => other?,
-            }
+            put_in_place(&stored.folder, new.as_ref(), &place.name, RenameFlags::NOREPLACE)?;
             sync_folder(&stored.folder)?;
             match stored.has_its_name()? {
                 true => Ok(()),
@@ -507,6 +503,17 @@ fn named(e: io::Error, path: &Path) -> io::Error {
     io::Error::new(e.kind(), format!("{}: {e}", path.display()))
 }
 
+/// Gives a file its name, where that is free.
+fn put_in_place(folder: &OwnedFd, new: &OsStr, name: &OsStr, flags: RenameFlags) -> Result<(), Errno> {
+    match renameat_with(folder, new, folder, name, flags) {
+        // A file system that does not know these flags.
+        Err(Errno::INVAL) => {
+            linkat(folder, new, folder, name, AtFlags::empty()).and_then(|()| unlinkat(folder, new, AtFlags::empty()))
+        }
+        other => other,
+    }
+}
+
 /// Makes a new or removed name last.
 fn sync_folder(folder: &OwnedFd) -> io::Result<()> {
     let folder = openat(folder, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
@@ -615,6 +622,26 @@ mod tests {
         other.restore().unwrap();
         assert!(fs::read(&path).unwrap() == vec![9; LEN as usize]);
         assert_ne!(original(&path).id.unfinished(), original(&moved).id.unfinished(), "nor do they share another name");
+    }
+
+    #[test]
+    fn no_backup_replaces_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, before) = file(folder.path());
+        let backup = original(&path).back_up(0, LEN).unwrap();
+        assert!(original(&path).back_up(0, LEN).is_err());
+        backup.restore().unwrap();
+        assert!(fs::read(&path).unwrap() == before);
+        // Both flags at once are none that a file system knows.
+        let there = original(&path).place.enter().unwrap();
+        for flags in [RenameFlags::NOREPLACE, RenameFlags::NOREPLACE | RenameFlags::EXCHANGE] {
+            fs::write(folder.path().join("new"), b"new").unwrap();
+            let refused = put_in_place(&there, "new".as_ref(), "card".as_ref(), flags);
+            assert_eq!((refused, names(folder.path())), (Err(Errno::EXIST), 2));
+            put_in_place(&there, "new".as_ref(), "free".as_ref(), flags).unwrap();
+            assert_eq!((fs::read(folder.path().join("free")).unwrap(), names(folder.path())), (b"new".to_vec(), 2));
+            fs::remove_file(folder.path().join("free")).unwrap();
+        }
     }
 
     #[test]
