@@ -291,8 +291,17 @@ impl<'a> Saving<'a> {
         &mut self.file
     }
 
-    /// Gives the file its name.
+    /// Gives the file its name, when all of it is on the disk: after a power cut there is the old file or the new one.
     pub(crate) fn finish(mut self) -> io::Result<()> {
+        self.file.sync_all()?;
+        self.place()?;
+        // The new file has its name, and is whole, whatever this says.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let _ = rustix::fs::openat(&self.target.folder, ".", flags, Mode::empty()).and_then(rustix::fs::fsync);
+        Ok(())
+    }
+
+    fn place(&mut self) -> io::Result<()> {
         let (folder, name) = (self.target.folder.as_fd(), &self.target.name);
         // A file may have come there meanwhile.
         match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {

@@ -203,6 +203,25 @@ fn force_replaces_what_is_no_input() {
     assert!(fs::symlink_metadata(place.at("alias")).unwrap().is_symlink());
 }
 
+#[test]
+fn a_file_that_does_not_reach_the_disk_replaces_nothing() {
+    let place = Place::new("outputs-synced");
+    fs::write(place.at("old"), b"old").unwrap();
+    for line in
+        ["load -q model.safetensors --save old --force", "iopt build boot.json --format x86-64-4level -o old --force"]
+    {
+        // As NFS says where a quota is exceeded.
+        let mut strace = crate::injecting("fsync:error=EDQUOT:when=1");
+        let Ok(output) = strace.args(line.split(' ')).current_dir(&place.folder).output() else {
+            return println!("SKIPPED: no strace");
+        };
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("quota exceeded"), "{line}: {said}");
+        assert_eq!(fs::read(place.at("old")).unwrap(), b"old");
+        place.stays(line);
+    }
+}
+
 /// A killed process can leave its file whole under a hidden name, between the two calls that replace the old one.
 #[test]
 fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
