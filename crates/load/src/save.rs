@@ -5,7 +5,7 @@ use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
@@ -18,7 +18,8 @@ use crate::direct::DirectWriter;
 ///
 /// Existing files are safe: a file is replaced only where that was [allowed](Output::replace), never
 /// when it is one of the [inputs](Output::excluding), and symbolic links are not followed in directories where others
-/// can plant them. A replaced file gives its mode, and its owner where that is allowed, to the new one.
+/// can plant them. A replaced file gives its mode, and its owner and group where that is allowed, to the new one; where
+/// its group is not, the new one's group gets no rights by that.
 ///
 /// ```
 /// use dmalane_load::Output;
@@ -183,6 +184,18 @@ impl Target {
         Ok(Self { folder, name, old })
     }
 
+    /// The mode of a file that replaces `old`: its own, but nothing for a group that the mode was not made for.
+    fn mode(&self, old: &Stat, same_group: bool) -> u32 {
+        let mode = old.st_mode & 0o777;
+        // The bits of the group are the mask of an access control list, which the new file has not.
+        let path = Path::new("/proc/self/fd").join(self.folder.as_raw_fd().to_string()).join(&self.name);
+        let listed = rustix::fs::lgetxattr(path, "system.posix_acl_access", &mut [0; 1024]);
+        match same_group && matches!(listed, Err(Errno::NODATA | Errno::OPNOTSUPP)) {
+            true => mode,
+            false => (mode & 0o707) | (mode & ((mode & 0o007) << 3)),
+        }
+    }
+
     /// A name beside the target.
     fn beside(&self, attempt: u32) -> OsString {
         let mut name = OsString::from(".");
@@ -270,8 +283,8 @@ pub(crate) struct Saving<'a> {
 impl<'a> Saving<'a> {
     fn begin(output: &'a Output) -> io::Result<Self> {
         let target = Target::find(output)?;
-        // rw-rw-rw- less the umask, as any new file.
-        let mode = Mode::from_raw_mode(0o666);
+        // rw-rw-rw- less the umask, as any new file. One that replaces another is nobody else's before it has its mode.
+        let mode = Mode::from_raw_mode(if target.old.is_some() { 0o600 } else { 0o666 });
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let (file, named) = match rustix::fs::openat(&target.folder, ".", flags | OFlags::TMPFILE, mode) {
             Ok(fd) => (fd, None),
@@ -280,9 +293,11 @@ impl<'a> Saving<'a> {
         };
         let this = Self { output, target, file: file.into(), named };
         if let Some(old) = &this.target.old {
-            this.file.set_permissions(Permissions::from_mode(old.st_mode & 0o7777))?;
-            // Only root may give files away; who may not keeps what is his.
-            let _ = std::os::unix::fs::fchown(&this.file, Some(old.st_uid), Some(old.st_gid));
+            // Only root may give files away; who may not keeps what is his, in the file's group if it is one of his.
+            let _ = fchown(&this.file, Some(old.st_uid), None);
+            let same_group = fchown(&this.file, None, Some(old.st_gid)).is_ok();
+            let mode = this.target.mode(old, same_group);
+            this.file.set_permissions(Permissions::from_mode(mode))?;
         }
         Ok(this)
     }

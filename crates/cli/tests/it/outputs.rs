@@ -314,3 +314,46 @@ fn a_full_file_system_keeps_what_is_there() {
         place.stays(line);
     }
 }
+
+#[test]
+fn a_new_file_gives_no_other_group_the_rights_of_the_old_one() {
+    use std::os::unix::fs::{MetadataExt, chown};
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    // Where other users may run it.
+    fs::copy(env!("CARGO_BIN_EXE_dmalane"), at("dmalane")).unwrap();
+    fs::write(at("boot.json"), r#"{"schema": 1, "mappings": []}"#).unwrap();
+    let (bob, users, secret) = (61_000, 61_001, 61_002);
+    for (groups, acl, mode, expected) in [
+        (secret, false, 0o4640, (secret, 0o640)),
+        (users, false, 0o4640, (users, 0o600)),
+        (users, false, 0o664, (users, 0o644)),
+        (secret, true, 0o660, (secret, 0o600)),
+    ] {
+        fs::write(at("old"), b"old").unwrap();
+        if chown(at("old"), Some(61_003), Some(secret)).is_err() {
+            return println!("SKIPPED: not root");
+        }
+        fs::set_permissions(at("old"), fs::Permissions::from_mode(mode)).unwrap();
+        // u::rw-, u:BOB:rw-, g::---, m::rw-, o::---
+        let entries = [(1u16, 6u16, u32::MAX), (2, 6, bob), (4, 0, u32::MAX), (16, 6, u32::MAX), (32, 0, u32::MAX)];
+        let list = entries
+            .iter()
+            .flat_map(|(tag, may, id)| [&tag.to_le_bytes()[..], &may.to_le_bytes(), &id.to_le_bytes()].concat());
+        let list: Vec<u8> = 2u32.to_le_bytes().into_iter().chain(list).collect();
+        let name = "system.posix_acl_access";
+        if acl && rustix::fs::setxattr(at("old"), name, &list, rustix::fs::XattrFlags::empty()).is_err() {
+            println!("SKIPPED: no access control lists");
+            continue;
+        }
+        let mut setpriv = Command::new("setpriv");
+        setpriv.args([format!("--reuid={bob}"), format!("--regid={users}"), format!("--groups={groups}")]);
+        setpriv.arg(at("dmalane")).args("iopt build boot.json --format x86-64-4level -o old --force".split(' '));
+        let Ok(output) = setpriv.current_dir(folder.path()).output() else { return println!("SKIPPED: no setpriv") };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let meta = fs::metadata(at("old")).unwrap();
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o7777), (bob, expected.0, expected.1), "{mode:o}");
+        fs::remove_file(at("old")).unwrap();
+    }
+}
