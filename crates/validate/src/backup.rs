@@ -56,15 +56,16 @@ struct Place {
     name: OsString,
 }
 
-/// Which file a backup is of: the device number of a block device, or file system and inode.
+/// Which file a backup is of.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-struct Identity {
-    rdev: u64,
-    dev: u64,
-    ino: u64,
-    /// The time of birth of a regular file, as inodes are used again; the start of the machine and the sequence number
-    /// of a disk, as device numbers are. Empty where there is none.
-    born: String,
+enum Identity {
+    /// A regular file: its file system and inode, and the time of birth, as inodes are used again; empty where there is
+    /// none.
+    File { dev: u64, ino: u64, born: String },
+    /// A disk that has a name for good, or a partition of it.
+    Disk { name: String, start: u64, len: u64 },
+    /// Another block device: its number and its sequence number, which are used again when the machine has started.
+    Number { rdev: u64, sequence: String },
 }
 
 /// The first line of a backup.
@@ -72,6 +73,8 @@ struct Identity {
 struct Header {
     dmalane_backup: u32,
     file: Identity,
+    /// The start of the machine.
+    boot: String,
     /// Where each begins, its bytes, and whether it is data.
     extents: Vec<(u64, u64, bool)>,
 }
@@ -95,6 +98,7 @@ struct Stored {
 struct Saved<'a> {
     backup: &'a File,
     of: Identity,
+    boot: String,
     extents: Vec<FileExtent>,
 }
 
@@ -137,22 +141,47 @@ fn identify(file: &File) -> io::Result<(Identity, Place)> {
     if meta.file_type().is_block_device() {
         let rdev = meta.rdev();
         let sys = PathBuf::from(format!("/sys/dev/block/{}:{}", major(rdev), minor(rdev)));
-        // That of a partition is its disk's.
-        let disk = ["diskseq", "../diskseq"].iter().find_map(|name| fs::read_to_string(sys.join(name)).ok());
-        let start = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let born = format!("{} {}", start.trim(), disk.unwrap_or_default().trim());
-        let place = Place { folder: folder()?, name: format!("backup-of-device-{rdev:x}").into() };
-        return Ok((Identity { rdev, dev: 0, ino: 0, born }, place));
+        let id = identify_disk(rdev, &sys);
+        let name = match &id {
+            Identity::Number { rdev, .. } => format!("backup-of-device-{rdev:x}"),
+            id => format!("backup-of-disk-{:016x}", XxHash3_64::oneshot(&serde_json::to_vec(id)?)),
+        };
+        return Ok((id, Place { folder: folder()?, name: name.into() }));
     }
     let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     let born = meta.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let born = born.map_or(String::new(), |at| at.as_nanos().to_string());
-    let id = Identity { rdev: 0, dev: meta.dev(), ino: meta.ino(), born };
+    let id = Identity::File { dev: meta.dev(), ino: meta.ino(), born };
     let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
     name.push(".dmalane-backup");
     Ok((id, Place { folder, name }))
+}
+
+/// Which block device this is, from its directory in sysfs.
+fn identify_disk(rdev: u64, sys: &Path) -> Identity {
+    let read = |name: &str| fs::read_to_string(sys.join(name)).map_or(String::new(), |text| text.trim().to_owned());
+    // A partition has the name of its disk, whose directory its own lies in.
+    let mut names =
+        ["wwid", "device/wwid", "dm/uuid"].iter().flat_map(|name| [(*name).to_owned(), format!("../{name}")]);
+    match names.find_map(|name| Some(read(&name)).filter(|name| !name.is_empty())) {
+        Some(name) => {
+            let [start, len] = ["start", "size"].map(|name| read(name).parse().unwrap_or(0));
+            // A whole disk has no start, and may grow.
+            let part = !read("start").is_empty();
+            Identity::Disk { name, start, len: if part { len } else { 0 } }
+        }
+        None => {
+            let sequence = ["diskseq", "../diskseq"].map(read).into_iter().find(|number| !number.is_empty());
+            Identity::Number { rdev, sequence: sequence.unwrap_or_default() }
+        }
+    }
+}
+
+/// A number of this start of the machine.
+fn boot() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").map_or(String::new(), |id| id.trim().to_owned())
 }
 
 /// The directory of the backups of block devices, in which nobody else can take a name.
@@ -174,13 +203,6 @@ impl Place {
     /// Opens the folder, so that nobody can put another one in its place.
     fn enter(&self) -> io::Result<OwnedFd> {
         Ok(rustix::fs::open(&self.folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
-    }
-}
-
-impl Identity {
-    /// The name of a backup that is being written. Only who has claimed the file writes one of it.
-    fn unfinished(&self) -> String {
-        format!(".dmalane-backup-{:x}-{:x}-{:x}.new", self.rdev, self.dev, self.ino)
     }
 }
 
@@ -216,17 +238,22 @@ impl Original {
         let Some(stored) = self.find().map_err(|e| self.failed(e))? else { return Ok(None) };
         let saved = stored.read().map_err(|e| self.failed(e))?;
         let backup = self.place.path();
-        if saved.of != self.id {
-            return Err(ValidateError::Left { backup, why: "it is of another file or disk that had this name" });
+        if !self.is_of(&saved) {
+            let why = match saved.boot == boot() {
+                true => "it is of another file or disk that had this name",
+                false => "the machine was started since: make sure that it is of this file or disk",
+            };
+            return Err(ValidateError::Left { backup, why });
         }
         if self.is_written_since(&saved).map_err(|e| self.failed(e))? {
             return Err(ValidateError::Left { backup, why: "the device was written since" });
         }
-        self.restore_from(&stored, &saved).map_err(|e| self.failed(e))?;
+        self.restore_from(&saved).and_then(|()| stored.remove()).map_err(|e| self.failed(e))?;
         Ok(Some(backup))
     }
 
-    /// Restores the file from its backup, whatever it holds now, which gets a backup of another name first.
+    /// Restores the file from its backup, whatever it holds now, which gets a backup of another name first. A backup
+    /// that may be of another file or disk stays: it may be the only copy.
     ///
     /// # Errors
     /// [`ValidateError::Recover`]: the backup stays.
@@ -244,10 +271,27 @@ impl Original {
             let kept = kept.ok_or(ErrorKind::AlreadyExists)?;
             let now = extents(&self.file, range.start, range.end);
             self.write_backup(&kept, &now).map_err(|e| named(e, &kept.path()))?;
-            self.restore_from(&stored, &saved)?;
-            Ok(Recovered { backup: self.place.path(), range, kept: kept.path() })
+            self.restore_from(&saved)?;
+            let stays = !self.is_of(&saved);
+            if !stays {
+                stored.remove()?;
+            }
+            Ok(Recovered { backup: self.place.path(), range, kept: kept.path(), stays })
         };
         restored().map_err(|e| self.failed(e))
+    }
+
+    /// Whether this file is the one that was backed up, for all that is known.
+    fn is_of(&self, saved: &Saved<'_>) -> bool {
+        saved.of == self.id && (!matches!(self.id, Identity::Number { .. }) || saved.boot == boot())
+    }
+
+    /// The name of a backup that is being written. Only who has claimed the file writes one of this name.
+    fn unfinished(&self) -> OsString {
+        match &self.id {
+            Identity::File { dev, ino, .. } => format!(".dmalane-backup-of-{dev:x}-{ino:x}.new").into(),
+            Identity::Disk { .. } | Identity::Number { .. } => with_end(&self.place.name, ".new"),
+        }
     }
 
     fn failed(&self, source: io::Error) -> ValidateError {
@@ -266,10 +310,10 @@ impl Original {
     }
 
     fn write_backup(&self, place: &Place, extents: &[FileExtent]) -> io::Result<Stored> {
-        if self.id.rdev != 0 {
+        if !matches!(self.id, Identity::File { .. }) {
             DirBuilder::new().recursive(true).mode(0o700).create(&place.folder)?;
         }
-        let (folder, new) = (place.enter()?, self.id.unfinished());
+        let (folder, new) = (place.enter()?, self.unfinished());
         // That of a run that was killed before it had overwritten anything.
         match unlinkat(&folder, &new, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
@@ -284,7 +328,7 @@ impl Original {
             false => Err(io::Error::other("this file system says that new files are another user's")),
         });
         let written = written.and_then(|()| {
-            put_in_place(&stored.folder, new.as_ref(), &place.name, RenameFlags::NOREPLACE)?;
+            put_in_place(&stored.folder, &new, &place.name, RenameFlags::NOREPLACE)?;
             sync_folder(&stored.folder)?;
             match stored.has_its_name()? {
                 true => Ok(()),
@@ -300,7 +344,8 @@ impl Original {
     fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {
         let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new() };
         let listed = extents.iter().map(|e| (e.at, e.len, e.data)).collect();
-        let mut header = serde_json::to_vec(&Header { dmalane_backup: 2, file: self.id.clone(), extents: listed })?;
+        let header = Header { dmalane_backup: 3, file: self.id.clone(), boot: boot(), extents: listed };
+        let mut header = serde_json::to_vec(&header)?;
         header.push(b'\n');
         if header.len() as u64 > MAX_HEADER {
             return Err(io::Error::other("the file has too many extents"));
@@ -351,14 +396,13 @@ impl Original {
         Ok(written)
     }
 
-    /// Restores the file from a backup, and removes that.
-    fn restore_from(&self, stored: &Stored, saved: &Saved<'_>) -> io::Result<()> {
+    /// Restores the file from a backup, on the disk too.
+    fn restore_from(&self, saved: &Saved<'_>) -> io::Result<()> {
         saved.each_block(|at, bytes, data| match data {
             true => self.file.write_all_at(bytes, at),
             false => self.clear(at, bytes.len() as u64),
         })?;
-        self.file.sync_all()?;
-        stored.remove()
+        self.file.sync_all()
     }
 
     /// Makes a hole, or zeros where the file system has none.
@@ -400,7 +444,7 @@ impl Stored {
         let mut line = Vec::new();
         input.by_ref().take(MAX_HEADER).read_until(b'\n', &mut line)?;
         let header = serde_json::from_slice(&line).map_err(|_| damaged())?;
-        let Header { dmalane_backup: 2, file: of, extents } = header else { return Err(damaged()) };
+        let Header { dmalane_backup: 3, file: of, boot, extents } = header else { return Err(damaged()) };
         let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| FileExtent { at, len, data }).collect();
         let mut rest = backup.metadata()?.len().checked_sub(line.len() as u64 + 8).ok_or_else(damaged)?;
         let data = extents.iter().filter(|e| e.data).try_fold(0u64, |sum, e| sum.checked_add(e.len));
@@ -418,7 +462,7 @@ impl Stored {
         }
         let mut end = [0; 8];
         input.read_exact(&mut end)?;
-        if u64::from_le_bytes(end) == hash.finish() { Ok(Saved { backup, of, extents }) } else { Err(damaged()) }
+        if u64::from_le_bytes(end) == hash.finish() { Ok(Saved { backup, of, boot, extents }) } else { Err(damaged()) }
     }
 }
 
@@ -455,7 +499,8 @@ impl Backup {
     }
 
     fn put_back(&self) -> io::Result<()> {
-        self.original.restore_from(&self.stored, &self.stored.read()?)
+        self.original.restore_from(&self.stored.read()?)?;
+        self.stored.remove()
     }
 
     /// Leaves the file as it is, and returns the path of the backup, which stays: a call on a device that hangs would
@@ -621,7 +666,7 @@ mod tests {
         fs::write(&path, written()).unwrap();
         other.restore().unwrap();
         assert!(fs::read(&path).unwrap() == vec![9; LEN as usize]);
-        assert_ne!(original(&path).id.unfinished(), original(&moved).id.unfinished(), "nor do they share another name");
+        assert_ne!(original(&path).unfinished(), original(&moved).unfinished(), "nor do they share another name");
     }
 
     #[test]
@@ -681,7 +726,7 @@ mod tests {
             assert!(original(&path).back_up(0, 4096).is_err(), "it is not replaced either");
         }
         // One that was not finished is in nobody's way.
-        fs::rename(&backup, folder.path().join(original(&path).id.unfinished())).unwrap();
+        fs::rename(&backup, folder.path().join(original(&path).unfinished())).unwrap();
         assert_eq!(original(&path).recover().unwrap(), None);
         original(&path).back_up(0, LEN).unwrap().restore().unwrap();
         assert_eq!(names(folder.path()), 1);
@@ -703,20 +748,58 @@ mod tests {
         assert_eq!(original(&path).recover().unwrap(), Some(backup.clone()));
         let end = whole.iter().position(|b| *b == b'\n').unwrap();
         let mut header: Header = serde_json::from_slice(&whole[..end]).unwrap();
-        assert!(!header.file.born.is_empty(), "this file system tells the time of birth");
-        header.file.born.push('0');
-        let mut bytes = serde_json::to_vec(&header).unwrap();
-        bytes.extend(&whole[end..whole.len() - 8]);
-        let mut hash = XxHash3_64::new();
-        hash.write(&bytes);
-        bytes.extend(hash.finish().to_le_bytes());
-        fs::write(&backup, bytes).unwrap();
+        let Identity::File { born, .. } = &mut header.file else { panic!("it is one") };
+        assert!(!born.is_empty(), "this file system tells the time of birth");
+        born.push('0');
+        let rest = &whole[end..whole.len() - 8];
+        fs::write(&backup, backup_of(&header, rest)).unwrap();
         assert!(original(&path).recover().unwrap_err().to_string().contains("it is of another file"));
-        // It is restored where that is asked for.
-        assert_eq!(original(&path).recover_over().unwrap().backup, backup);
+        // It is restored where that is asked for, and stays.
+        let recovered = original(&path).recover_over().unwrap();
+        assert!(recovered.backup == backup && recovered.stays && backup.exists());
         assert!(fs::read(&path).unwrap() == before);
+        // What the machine numbers anew when it starts may have changed since.
+        header.boot = "another".into();
+        fs::write(&backup, backup_of(&header, rest)).unwrap();
+        let error = original(&path).recover().unwrap_err().to_string();
+        assert!(error.contains("the machine was started since") && !error.contains("another file"), "{error}");
+        fs::remove_file(&backup).unwrap();
         std::os::unix::fs::symlink(folder.path().join("moved"), &backup).unwrap();
         assert!(original(&path).recover().is_err() && original(&path).back_up(0, 4096).is_err(), "no link is followed");
+    }
+
+    /// The bytes of a backup.
+    fn backup_of(header: &Header, rest: &[u8]) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec(header).unwrap();
+        bytes.extend(rest);
+        bytes.extend(XxHash3_64::oneshot(&bytes).to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn a_disk_is_known_by_its_name_and_else_as_long_as_the_machine_runs() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("disk");
+        let partition = disk.join("partition");
+        fs::create_dir_all(&partition).unwrap();
+        let set = |path: &Path, text: &str| fs::write(path, text).unwrap();
+        set(&disk.join("size"), "100\n");
+        set(&disk.join("diskseq"), "7\n");
+        set(&partition.join("start"), "8\n");
+        set(&partition.join("size"), "16\n");
+        let number = Identity::Number { rdev: 3, sequence: "7".into() };
+        assert_eq!((identify_disk(3, &disk), identify_disk(3, &partition)), (number.clone(), number));
+        set(&disk.join("wwid"), "naa.5000\n");
+        let named = |start, len| Identity::Disk { name: "naa.5000".into(), start, len };
+        assert_eq!((identify_disk(3, &disk), identify_disk(4, &disk)), (named(0, 0), named(0, 0)));
+        assert_eq!(identify_disk(3, &partition), named(8, 16));
+        // The number of a disk without a name says nothing after a start.
+        let (path, _) = file(folder.path());
+        let original = Original { id: Identity::Number { rdev: 3, sequence: "7".into() }, ..original(&path) };
+        let mut saved = Saved { backup: &original.file, of: original.id.clone(), boot: boot(), extents: Vec::new() };
+        assert!(original.is_of(&saved));
+        saved.boot.push('0');
+        assert!(!original.is_of(&saved));
     }
 
     #[test]

@@ -180,11 +180,13 @@ fn slower(link: &Link) -> Link {
     Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
-/// A backup that was restored, and is gone.
+/// A backup that was restored.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Recovered {
-    /// The path that it had.
+    /// Its path.
     pub backup: PathBuf,
+    /// It is still there, because it may be of another file or disk: who knows better removes it. Others are gone.
+    pub stays: bool,
     /// The bytes of the device that were restored; others are as they were.
     pub range: Range<u64>,
     /// A backup of what the device held before, in the same form: under the path of the first, it can be restored too.

@@ -348,16 +348,17 @@ impl Validate {
     fn recover_backup(&self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         let device = options.device(&self.device).map_err(|e| self.cannot_open(&e, &options))?;
-        let Recovered { backup, range, kept } = recover(&*device).map_err(|e| self.failure(e))?;
-        output::print(&format!(
-            "Restored bytes {}..{} of {} from {}\nThe data that were there before are in {}\nUnder the name of the \
-             first backup, --recover restores them\n",
-            range.start,
-            range.end,
-            self.device,
-            backup.display(),
-            kept.display()
-        ))?;
+        let Recovered { backup, range, kept, stays } = recover(&*device).map_err(|e| self.failure(e))?;
+        let (backup, kept) = (backup.display(), kept.display());
+        let mut text = format!(
+            "Restored bytes {}..{} of {} from {backup}\nThe data that were there before are in {kept}\n",
+            range.start, range.end, self.device
+        );
+        text += match stays {
+            true => "The first backup stays, because it may be of another file or disk; if not, remove it\n",
+            false => "Under the name of the first backup, --recover restores them\n",
+        };
+        output::print(&text)?;
         Ok(ExitCode::SUCCESS)
     }
 

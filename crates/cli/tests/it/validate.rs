@@ -413,6 +413,11 @@ fn a_backup_of_a_disk_is_not_restored_onto_another() {
     if second == first {
         assert!(said.contains("it is of another file or disk"), "{said}");
         assert!(restored[..1 << 17] == images[0].1[..1 << 17] && backup_holds(&recovered.stdout, &images[1].1));
+        // The only copy, if that was the wrong disk.
+        let recovered = text(&recovered.stdout);
+        let backup = recovered.split(" from ").nth(1).and_then(|rest| rest.lines().next()).unwrap();
+        assert!(recovered.contains("The first backup stays"), "{recovered}");
+        std::fs::remove_file(backup).unwrap();
     }
 }
 
