@@ -135,10 +135,14 @@ pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Fail
 pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path) -> Failure {
     let made = backup.metadata().and_then(|meta| meta.modified()).ok();
     let Some(made) = made.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) else { return failure };
+    let device = spec.to_string();
     failure
         .cause(format!("the backup was made on {}", date(made.as_secs())))
-        .hint(format!("to restore it, and to keep the present data beside it: dmalane validate -d {spec} --recover"))
-        .hint(format!("to drop it: rm {}", backup.display()))
+        .command(
+            "to restore it, and to keep the present data beside it",
+            &["dmalane", "validate", "-d", &device, "--recover"],
+        )
+        .command("to drop it", &["rm", &backup.to_string_lossy()])
 }
 
 /// The error of opening a device, with what helps against it.

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 
 use rustix::io::Errno;
 
-use crate::layout::wrap_message;
+use crate::layout::{unbroken, wrap_message};
 use crate::output::plain;
+use crate::program::shell_words;
 
 /// The exit status of a command line that cannot be run.
 pub const USAGE: u8 = 2;
@@ -23,7 +24,7 @@ pub struct Failure {
 impl Failure {
     /// A failure that nothing else caused, with exit status 1.
     pub fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into(), causes: Vec::new(), hints: Vec::new(), status: 1 }
+        Self { message: plain(&message.into()), causes: Vec::new(), hints: Vec::new(), status: 1 }
     }
 
     /// Options that contradict each other or the device, with exit status [`USAGE`].
@@ -36,7 +37,7 @@ impl Failure {
         let mut failure = Self::new(message);
         let mut next = Some(cause);
         while let Some(error) = next {
-            let text = error.to_string();
+            let text = plain(&error.to_string());
             // Many errors repeat their source in their own message.
             if !failure.causes.last().unwrap_or(&failure.message).contains(&text) {
                 failure.causes.push(text);
@@ -52,7 +53,7 @@ impl Failure {
     /// Adds a cause.
     #[must_use]
     pub fn cause(mut self, cause: impl Into<String>) -> Self {
-        self.causes.push(cause.into());
+        self.causes.push(plain(&cause.into()));
         self
     }
 
@@ -72,7 +73,14 @@ impl Failure {
     /// Adds something that the user can do about it.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hints.push(hint.into());
+        self.hints.push(plain(&hint.into()));
+        self
+    }
+
+    /// Adds a command that helps with this; it is kept on one line, to be copied.
+    #[must_use]
+    pub fn command(mut self, what: &str, words: &[&str]) -> Self {
+        self.hints.push(format!("{}: {}", plain(what), unbroken(&plain(&shell_words(words)))));
         self
     }
 
@@ -92,10 +100,10 @@ impl Failure {
 
     /// The lines that are printed.
     pub fn text(&self, program: &str) -> String {
-        let mut text = format!("{program}: {}\n", plain(&self.message));
+        let mut text = format!("{program}: {}\n", self.message);
         for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
             for line in lines {
-                text.push_str(&format!("{label}: {}\n", plain(line)));
+                text.push_str(&format!("{label}: {line}\n"));
             }
         }
         text

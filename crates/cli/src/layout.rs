@@ -47,7 +47,7 @@ pub fn wrap(text: &str, indent: usize) -> String {
 /// The lines of a message for stderr, as wide as the terminal that shows it. Elsewhere a program finds each cause in a
 /// line.
 pub fn wrap_message(text: &str) -> String {
-    let Some(columns) = width(&stderr()) else { return text.to_owned() };
+    let Some(columns) = width(&stderr()) else { return text.replace(GLUE, " ") };
     text.lines().map(|line| wrap_to(line, 2, columns.min(WIDEST))).collect()
 }
 

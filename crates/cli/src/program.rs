@@ -131,16 +131,18 @@ impl Man {
 
 /// The words of this process as a shell would take them.
 pub fn command_line() -> String {
-    shell_words(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))
+    let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    shell_words(&words)
 }
 
-fn shell_words(words: impl Iterator<Item = String>) -> String {
+/// Words as a shell reads them back.
+pub fn shell_words(words: &[impl AsRef<str>]) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./,:=+@%".contains(c);
-    let quoted = |word: String| match !word.is_empty() && word.chars().all(plain) {
-        true => word,
+    let quoted = words.iter().map(AsRef::as_ref).map(|word| match !word.is_empty() && word.chars().all(plain) {
+        true => word.to_owned(),
         false => format!("'{}'", word.replace('\'', "'\\''")),
-    };
-    words.map(quoted).collect::<Vec<_>>().join(" ")
+    });
+    quoted.collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -149,7 +151,6 @@ mod tests {
 
     #[test]
     fn words_are_quoted_for_a_shell() {
-        let words = ["dmalane", "a b", "it's", "", "--x=1"].map(str::to_owned);
-        assert_eq!(shell_words(words.into_iter()), r"dmalane 'a b' 'it'\''s' '' --x=1");
+        assert_eq!(shell_words(&["dmalane", "a b", "it's", "", "--x=1"]), r"dmalane 'a b' 'it'\''s' '' --x=1");
     }
 }

@@ -150,16 +150,6 @@ impl Subject {
     }
 }
 
-/// `word` as a shell reads it back.
-fn quote(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
-}
-
 #[derive(Serialize)]
 struct Report {
     schema: u32,

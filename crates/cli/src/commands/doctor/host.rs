@@ -6,9 +6,10 @@ use std::path::Path;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::{Check, Subject, quote};
+use super::{Check, Subject};
 use crate::device::CHUNK;
 use crate::probe::{CAP_IPC_LOCK, Probe};
+use crate::program::shell_words;
 use crate::size::binary;
 
 /// Host buffers of a load with the default `--chunk`.
@@ -81,7 +82,7 @@ pub fn cgroup_memory(probe: &Probe) -> Check {
         None => subject.ok("no limit"),
         Some((limit, file)) if limit < LEAST_MEMORY => subject.missing(
             format!("{}; {} are needed", binary(limit), binary(LEAST_MEMORY)),
-            format!("echo {LEAST_MEMORY} | sudo tee {}", quote(&file)),
+            format!("echo {LEAST_MEMORY} | sudo tee {}", shell_words(&[file])),
         ),
         Some((limit, _)) => subject.ok(binary(limit)),
     }

@@ -8,9 +8,10 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, OFlags, StatxFlags, fstatfs, statx};
 
-use super::{Check, Subject, host, quote};
+use super::{Check, Subject, host};
 use crate::failure::Failure;
 use crate::probe::{CAP_SYS_ADMIN, Probe};
+use crate::program::shell_words;
 
 pub fn io_uring(probe: &Probe) -> Check {
     let subject =
@@ -59,9 +60,10 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
             );
         }
         Err(Trouble::Open(e)) if e.kind() == ErrorKind::PermissionDenied => {
-            return Ok(
-                subject.missing(format!("not tried: {at}: {e}"), format!("sudo chmod a+r {}", quote(&at.to_string())))
-            );
+            return Ok(subject.missing(
+                format!("not tried: {at}: {e}"),
+                format!("sudo chmod a+r {}", shell_words(&[at.to_string()])),
+            ));
         }
         Err(Trouble::Open(e)) => return Ok(refused(subject, &format!("{at} cannot be opened with O_DIRECT: {e}"))),
     };
