@@ -13,7 +13,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File};
 use std::hash::Hasher;
 use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -22,8 +22,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use dmalane_device::BackingFiles;
 use dmalane_device::contents::{FileExtent, extents, holds_data, reopen};
 use rustix::fs::{
-    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, fallocate, flock, fstat, linkat, major, minor,
-    openat, renameat_with, statat, unlinkat,
+    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, StatxFlags, fallocate, flock, fstat, linkat,
+    major, minor, openat, renameat_with, statat, statx, unlinkat,
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -148,7 +148,7 @@ fn identify(file: &File) -> io::Result<(Identity, Place)> {
         };
         return Ok((id, Place { folder: folder()?, name: name.into() }));
     }
-    let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let path = path_of(file)?;
     let born = meta.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let born = born.map_or(String::new(), |at| at.as_nanos().to_string());
     let id = Identity::File { dev: meta.dev(), ino: meta.ino(), born };
@@ -157,6 +157,16 @@ fn identify(file: &File) -> io::Result<(Identity, Place)> {
     name.push(path.file_name().unwrap_or_default());
     name.push(".dmalane-backup");
     Ok((id, Place { folder, name }))
+}
+
+fn path_of(file: &File) -> io::Result<PathBuf> {
+    fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// The mount that a file was opened on; `None` before Linux 5.8.
+fn mount(file: BorrowedFd<'_>) -> Option<u64> {
+    let stat = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
+    Some(stat.stx_mnt_id).filter(|_| stat.stx_mask & StatxFlags::MNT_ID.bits() != 0)
 }
 
 /// Which block device this is, from its directory in sysfs.
@@ -314,6 +324,7 @@ impl Original {
             DirBuilder::new().recursive(true).mode(0o700).create(&place.folder)?;
         }
         let (folder, new) = (place.enter()?, self.unfinished());
+        self.check_beside(&folder)?;
         // That of a run that was killed before it had overwritten anything.
         match unlinkat(&folder, &new, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
@@ -339,6 +350,25 @@ impl Original {
             let _ = unlinkat(&stored.folder, &new, AtFlags::empty());
         }
         written.map(|()| stored)
+    }
+
+    /// Refuses a regular file whose backup would not lie beside it, where a later run looks for it.
+    fn check_beside(&self, folder: &OwnedFd) -> io::Result<()> {
+        if !matches!(self.id, Identity::File { .. }) {
+            return Ok(());
+        }
+        let own = fstat(&self.file)?;
+        match statat(folder, path_of(&self.file)?.file_name().unwrap_or_default(), AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(there) if (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino) => {}
+            Err(e) if e != Errno::NOENT => return Err(e.into()),
+            _ => return Err(io::Error::other("the file has no name beside which a backup could lie")),
+        }
+        if mount(self.file.as_fd()) != mount(folder.as_fd()) {
+            let why =
+                "the file is mounted apart from its folder, as by `docker -v FILE:FILE`: mount the folder instead";
+            return Err(io::Error::other(why));
+        }
+        Ok(())
     }
 
     fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {

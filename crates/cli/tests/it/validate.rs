@@ -439,6 +439,41 @@ fn a_file_whose_backup_would_be_another_users_is_not_written() {
 }
 
 #[test]
+fn a_file_without_a_place_for_a_backup_is_not_written() {
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::FileExt;
+    let data = vec![7; 1 << 20];
+    let args = ["--restore", "-j", "1", "--buffer-size", "64KiB", "--iterations", "1"];
+    // Inherited by the command.
+    let memory = std::fs::File::from(memfd_create("memory", MemfdFlags::empty()).unwrap());
+    memory.write_all_at(&data, 0).unwrap();
+    let output = run(&[&["-d", &format!("file:/proc/self/fd/{}", memory.as_raw_fd())], &args[..]].concat());
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("the file has no name beside which"), "{said}");
+    let mut now = vec![0; 1 << 20];
+    memory.read_exact_at(&mut now, 0).unwrap();
+    assert!(now == data && !std::path::Path::new("/.memfd:memory (deleted).dmalane-backup").exists());
+
+    let folder = tempfile::tempdir().unwrap();
+    let (card, apart) = (folder.path().join("card"), folder.path().join("apart"));
+    std::fs::write(&card, &data).unwrap();
+    std::fs::create_dir(&apart).unwrap();
+    std::fs::write(apart.join("card"), b"").unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["-rm", "sh", "-c", "mount --bind card apart/card || exit 77; exec \"$@\"", "sh"]);
+    command.args([env!("CARGO_BIN_EXE_dmalane"), "validate", "-d", "file:apart/card"]).args(args);
+    match command.current_dir(folder.path()).output() {
+        Ok(output) if output.status.code() != Some(77) && !text(&output.stderr).starts_with("unshare") => {
+            let said = text(&output.stderr);
+            assert!(output.status.code() == Some(1) && said.contains("mounted apart from its folder"), "{said}");
+            assert!(std::fs::read(&card).unwrap() == data && std::fs::read_dir(&apart).unwrap().count() == 1);
+        }
+        _ => println!("SKIPPED: no mount namespace"),
+    }
+}
+
+#[test]
 fn a_device_with_a_backup_is_left_alone() {
     let (file, device) = file(1 << 20);
     let name = file.path().file_name().unwrap().display().to_string();
