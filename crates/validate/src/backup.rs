@@ -258,7 +258,8 @@ impl Original {
         if self.is_written_since(&saved).map_err(|e| self.failed(e))? {
             return Err(ValidateError::Left { backup, why: "the device was written since" });
         }
-        self.restore_from(&saved).and_then(|()| stored.remove()).map_err(|e| self.failed(e))?;
+        self.restore_from(&saved).map_err(|e| self.failed(e))?;
+        stored.remove().map_err(|e| self.remains(e))?;
         Ok(Some(backup))
     }
 
@@ -283,12 +284,13 @@ impl Original {
             self.write_backup(&kept, &now).map_err(|e| named(e, &kept.path()))?;
             self.restore_from(&saved)?;
             let stays = !self.is_of(&saved);
-            if !stays {
-                stored.remove()?;
-            }
-            Ok(Recovered { backup: self.place.path(), range, kept: kept.path(), stays })
+            Ok((stored, Recovered { backup: self.place.path(), range, kept: kept.path(), stays }))
         };
-        restored().map_err(|e| self.failed(e))
+        let (stored, recovered) = restored().map_err(|e| self.failed(e))?;
+        if !recovered.stays {
+            stored.remove().map_err(|e| self.remains(e))?;
+        }
+        Ok(recovered)
     }
 
     /// Whether this file is the one that was backed up, for all that is known.
@@ -302,6 +304,10 @@ impl Original {
             Identity::File { dev, ino, .. } => format!(".dmalane-backup-of-{dev:x}-{ino:x}.new").into(),
             Identity::Disk { .. } | Identity::Number { .. } => with_end(&self.place.name, ".new"),
         }
+    }
+
+    fn remains(&self, source: io::Error) -> ValidateError {
+        ValidateError::Remains { backup: self.place.path(), source }
     }
 
     fn failed(&self, source: io::Error) -> ValidateError {
@@ -321,7 +327,12 @@ impl Original {
 
     fn write_backup(&self, place: &Place, extents: &[FileExtent]) -> io::Result<Stored> {
         if !matches!(self.id, Identity::File { .. }) {
+            let is_there = place.folder.exists();
             DirBuilder::new().recursive(true).mode(0o700).create(&place.folder)?;
+            // The folders that were made are to last as well.
+            for above in place.folder.ancestors().skip(1).filter(|_| !is_there) {
+                let _ = File::open(above).and_then(|folder| folder.sync_all());
+            }
         }
         let (folder, new) = (place.enter()?, self.unfinished());
         self.check_beside(&folder)?;
@@ -348,6 +359,7 @@ impl Original {
         });
         if written.is_err() {
             let _ = unlinkat(&stored.folder, &new, AtFlags::empty());
+            let _ = stored.remove();
         }
         written.map(|()| stored)
     }
@@ -461,8 +473,10 @@ impl Stored {
     fn remove(&self) -> io::Result<()> {
         if self.has_its_name()? {
             unlinkat(&self.folder, &self.name, AtFlags::empty())?;
+            // Where that fails, and the power does, the backup may be there again, and is restored again.
+            let _ = sync_folder(&self.folder);
         }
-        sync_folder(&self.folder)
+        Ok(())
     }
 
     /// What it holds, checked as a whole.
@@ -525,12 +539,13 @@ impl Backup {
     /// [`ValidateError::Recover`]: the backup stays.
     pub fn restore(mut self) -> Result<(), ValidateError> {
         self.done = true;
-        self.put_back().map_err(|e| self.original.failed(e))
+        self.put_back()
     }
 
-    fn put_back(&self) -> io::Result<()> {
-        self.original.restore_from(&self.stored.read()?)?;
-        self.stored.remove()
+    fn put_back(&self) -> Result<(), ValidateError> {
+        let restored = self.stored.read().and_then(|saved| self.original.restore_from(&saved));
+        restored.map_err(|e| self.original.failed(e))?;
+        self.stored.remove().map_err(|e| self.original.remains(e))
     }
 
     /// Leaves the file as it is, and returns the path of the backup, which stays: a call on a device that hangs would
@@ -589,10 +604,14 @@ fn put_in_place(folder: &OwnedFd, new: &OsStr, name: &OsStr, flags: RenameFlags)
     }
 }
 
-/// Makes a new or removed name last.
+/// Makes a new or removed name last, where that can be done: not in a folder that may not be read, nor on some file
+/// systems.
 fn sync_folder(folder: &OwnedFd) -> io::Result<()> {
-    let folder = openat(folder, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-    Ok(rustix::fs::fsync(folder)?)
+    let opened = openat(folder, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+    match opened.and_then(rustix::fs::fsync) {
+        Err(Errno::ACCESS | Errno::INVAL) => Ok(()),
+        other => Ok(other?),
+    }
 }
 
 #[cfg(test)]

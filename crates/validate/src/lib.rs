@@ -328,6 +328,14 @@ pub enum ValidateError {
         /// The step that failed.
         source: std::io::Error,
     },
+    /// The contents of a file were restored, but the backup is still there; restoring it again does no harm.
+    #[error("the device's contents were restored, but their backup, {}, cannot be removed: {source}", backup.display())]
+    Remains {
+        /// The backup.
+        backup: PathBuf,
+        /// The step that failed.
+        source: std::io::Error,
+    },
     /// An earlier run, which was killed, has left a backup that is not restored unasked: [`recover`] does that.
     #[error("an earlier run, which was killed, left a backup of the device's contents, {}; {why}", backup.display())]
     Left {

@@ -439,6 +439,26 @@ fn a_file_whose_backup_would_be_another_users_is_not_written() {
 }
 
 #[test]
+fn a_folder_that_cannot_be_synchronised_keeps_no_backup() {
+    let folder = tempfile::tempdir().unwrap();
+    let card = folder.path().join("card");
+    std::fs::write(&card, vec![7; 1 << 20]).unwrap();
+    // The backup, its folder, the restored file, the folder.
+    for (injected, status) in [("EINVAL:when=2", 0), ("EIO:when=2", 1), ("EIO:when=4", 0), ("EIO:when=3", 1)] {
+        let mut strace = crate::injecting(&format!("fsync:error={injected}"));
+        strace.args(["validate", "-d", &format!("file:{}", card.display()), "--restore"]);
+        let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB", "--iterations", "1"]).output() else {
+            return println!("SKIPPED: no strace");
+        };
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{injected}: {said}");
+        assert!(std::fs::read(&card).unwrap() == vec![7; 1 << 20], "{injected}");
+        let names = std::fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(names, if injected == "EIO:when=3" { 2 } else { 1 }, "{injected}: {said}");
+    }
+}
+
+#[test]
 fn a_file_without_a_place_for_a_backup_is_not_written() {
     use rustix::fs::{MemfdFlags, memfd_create};
     use std::os::fd::AsRawFd;
