@@ -75,6 +75,8 @@ struct Header {
     file: Identity,
     /// The start of the machine.
     boot: String,
+    /// Bytes of a regular file.
+    len: Option<u64>,
     /// Where each begins, its bytes, and whether it is data.
     extents: Vec<(u64, u64, bool)>,
 }
@@ -99,6 +101,7 @@ struct Saved<'a> {
     backup: &'a File,
     of: Identity,
     boot: String,
+    len: Option<u64>,
     extents: Vec<FileExtent>,
 }
 
@@ -280,7 +283,7 @@ impl Original {
             };
             let kept = (1..).map(free).find(|place| place.path().symlink_metadata().is_err());
             let kept = kept.ok_or(ErrorKind::AlreadyExists)?;
-            let now = extents(&self.file, range.start, range.end);
+            let now = self.extents(range.start, range.end)?;
             self.write_backup(&kept, &now).map_err(|e| named(e, &kept.path()))?;
             self.restore_from(&saved)?;
             let stays = !self.is_of(&saved);
@@ -319,8 +322,8 @@ impl Original {
     /// # Errors
     /// [`ValidateError::Backup`], also when there is a backup already; nothing is left of the new one.
     pub fn back_up(self, at: u64, len: u64) -> Result<Backup, ValidateError> {
-        let extents = extents(&self.file, at, at.saturating_add(len));
-        let stored = self.write_backup(&self.place, &extents);
+        let extents = self.extents(at, at.saturating_add(len));
+        let stored = extents.and_then(|extents| self.write_backup(&self.place, &extents));
         let stored = stored.map_err(|e| ValidateError::Backup(named(e, &self.place.path())))?;
         Ok(Backup { original: self, stored, done: false })
     }
@@ -386,7 +389,9 @@ impl Original {
     fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {
         let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new() };
         let listed = extents.iter().map(|e| (e.at, e.len, e.data)).collect();
-        let header = Header { dmalane_backup: 3, file: self.id.clone(), boot: boot(), extents: listed };
+        let meta = self.file.metadata()?;
+        let len = meta.is_file().then_some(meta.len());
+        let header = Header { dmalane_backup: 3, file: self.id.clone(), boot: boot(), len, extents: listed };
         let mut header = serde_json::to_vec(&header)?;
         header.push(b'\n');
         if header.len() as u64 > MAX_HEADER {
@@ -444,7 +449,22 @@ impl Original {
             true => self.file.write_all_at(bytes, at),
             false => self.clear(at, bytes.len() as u64),
         })?;
+        // One that was cut short since; a hole at its end writes nothing.
+        if let Some(len) = saved.len.filter(|_| matches!(self.id, Identity::File { .. }))
+            && self.file.metadata()?.len() < len
+        {
+            self.file.set_len(len)?;
+        }
         self.file.sync_all()
+    }
+
+    /// The extents of the file from `at` to `end`. A file that is allocated whole has no holes: what looks like one is
+    /// to stay allocated.
+    fn extents(&self, at: u64, end: u64) -> io::Result<Vec<FileExtent>> {
+        let meta = self.file.metadata()?;
+        let whole = meta.is_file() && meta.blocks() * 512 >= meta.len();
+        let data = |e: &FileExtent| e.data || (whole && e.at + e.len <= meta.len());
+        Ok(extents(&self.file, at, end).into_iter().map(|e| FileExtent { data: data(&e), ..e }).collect())
     }
 
     /// Makes a hole, or zeros where the file system has none.
@@ -488,7 +508,7 @@ impl Stored {
         let mut line = Vec::new();
         input.by_ref().take(MAX_HEADER).read_until(b'\n', &mut line)?;
         let header = serde_json::from_slice(&line).map_err(|_| damaged())?;
-        let Header { dmalane_backup: 3, file: of, boot, extents } = header else { return Err(damaged()) };
+        let Header { dmalane_backup: 3, file: of, boot, len, extents } = header else { return Err(damaged()) };
         let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| FileExtent { at, len, data }).collect();
         let mut rest = backup.metadata()?.len().checked_sub(line.len() as u64 + 8).ok_or_else(damaged)?;
         let data = extents.iter().filter(|e| e.data).try_fold(0u64, |sum, e| sum.checked_add(e.len));
@@ -506,7 +526,11 @@ impl Stored {
         }
         let mut end = [0; 8];
         input.read_exact(&mut end)?;
-        if u64::from_le_bytes(end) == hash.finish() { Ok(Saved { backup, of, boot, extents }) } else { Err(damaged()) }
+        if u64::from_le_bytes(end) == hash.finish() {
+            Ok(Saved { backup, of, boot, len, extents })
+        } else {
+            Err(damaged())
+        }
     }
 }
 
@@ -739,6 +763,26 @@ mod tests {
     }
 
     #[test]
+    fn the_size_and_the_allocation_of_a_file_are_restored() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, before) = file(folder.path());
+        let out = File::options().write(true).open(&path).unwrap();
+        original(&path).back_up(0, LEN).unwrap().leave();
+        out.set_len(1 << 20).unwrap();
+        assert!(original(&path).recover().unwrap_err().to_string().contains("written since"));
+        original(&path).recover_over().unwrap();
+        assert!(fs::read(&path).unwrap() == before, "with the hole at its end");
+        if fallocate(&out, FallocateFlags::empty(), 0, LEN).is_err() {
+            return println!("SKIPPED: no preallocation");
+        }
+        let blocks = out.metadata().unwrap().blocks();
+        let backup = original(&path).back_up(0, LEN).unwrap();
+        out.write_all_at(&written(), 0).unwrap();
+        backup.restore().unwrap();
+        assert_eq!((out.metadata().unwrap().blocks(), fs::read(&path).unwrap() == before), (blocks, true));
+    }
+
+    #[test]
     fn names_that_are_not_text_have_backups_of_their_own() {
         let folder = tempfile::tempdir().unwrap();
         let names = [b"card\xff", b"card\xfe"].map(|name| folder.path().join(OsStr::from_bytes(name)));
@@ -845,7 +889,8 @@ mod tests {
         // The number of a disk without a name says nothing after a start.
         let (path, _) = file(folder.path());
         let original = Original { id: Identity::Number { rdev: 3, sequence: "7".into() }, ..original(&path) };
-        let mut saved = Saved { backup: &original.file, of: original.id.clone(), boot: boot(), extents: Vec::new() };
+        let mut saved =
+            Saved { backup: &original.file, of: original.id.clone(), boot: boot(), len: None, extents: Vec::new() };
         assert!(original.is_of(&saved));
         saved.boot.push('0');
         assert!(!original.is_of(&saved));
