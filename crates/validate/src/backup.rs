@@ -14,6 +14,7 @@ use std::fs::{self, DirBuilder, File};
 use std::hash::Hasher;
 use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -131,7 +132,8 @@ pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
         let path = place.path();
         match path.symlink_metadata() {
             Ok(_) => Ok(Some(path)),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            // Under a name that is too long there is none either.
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
             Err(e) => Err(named(e, &path)),
         }
     });
@@ -157,7 +159,14 @@ fn identify(file: &File) -> io::Result<(Identity, Place)> {
     let id = Identity::File { dev: meta.dev(), ino: meta.ino(), born };
     let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
     let mut name = OsString::from(".");
-    name.push(path.file_name().unwrap_or_default());
+    // A name has at most 255 bytes, and more is added to this one.
+    match path.file_name().unwrap_or_default() {
+        long if long.len() > 200 => {
+            name.push(OsStr::from_bytes(&long.as_bytes()[..180]));
+            name.push(format!("-{:016x}", XxHash3_64::oneshot(long.as_bytes())));
+        }
+        short => name.push(short),
+    }
     name.push(".dmalane-backup");
     Ok((id, Place { folder, name }))
 }
@@ -211,6 +220,18 @@ fn folder() -> io::Result<PathBuf> {
 impl Place {
     fn path(&self) -> PathBuf {
         self.folder.join(&self.name)
+    }
+
+    /// Makes the folder, which is to last.
+    fn make(&self) -> io::Result<()> {
+        if self.folder.is_dir() {
+            return Ok(());
+        }
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
+        for above in self.folder.ancestors().skip(1) {
+            let _ = File::open(above).and_then(|folder| folder.sync_all());
+        }
+        Ok(())
     }
 
     /// Opens the folder, so that nobody can put another one in its place.
@@ -284,7 +305,7 @@ impl Original {
             let kept = (1..).map(free).find(|place| place.path().symlink_metadata().is_err());
             let kept = kept.ok_or(ErrorKind::AlreadyExists)?;
             let now = self.extents(range.start, range.end)?;
-            self.write_backup(&kept, &now).map_err(|e| named(e, &kept.path()))?;
+            self.write_backup(&kept, &now)?;
             self.restore_from(&saved)?;
             let stays = !self.is_of(&saved);
             Ok((stored, Recovered { backup: self.place.path(), range, kept: kept.path(), stays }))
@@ -324,42 +345,40 @@ impl Original {
     pub fn back_up(self, at: u64, len: u64) -> Result<Backup, ValidateError> {
         let extents = self.extents(at, at.saturating_add(len));
         let stored = extents.and_then(|extents| self.write_backup(&self.place, &extents));
-        let stored = stored.map_err(|e| ValidateError::Backup(named(e, &self.place.path())))?;
+        let stored = stored.map_err(ValidateError::Backup)?;
         Ok(Backup { original: self, stored, done: false })
     }
 
     fn write_backup(&self, place: &Place, extents: &[FileExtent]) -> io::Result<Stored> {
+        let path = place.path();
+        let here = |e: io::Error| named(e, &path);
         if !matches!(self.id, Identity::File { .. }) {
-            let is_there = place.folder.exists();
-            DirBuilder::new().recursive(true).mode(0o700).create(&place.folder)?;
-            // The folders that were made are to last as well.
-            for above in place.folder.ancestors().skip(1).filter(|_| !is_there) {
-                let _ = File::open(above).and_then(|folder| folder.sync_all());
-            }
+            place.make().map_err(here)?;
         }
-        let (folder, new) = (place.enter()?, self.unfinished());
+        let (folder, new) = (place.enter().map_err(here)?, self.unfinished());
         self.check_beside(&folder)?;
         // That of a run that was killed before it had overwritten anything.
         match unlinkat(&folder, &new, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
-            Err(e) => return Err(e.into()),
+            Err(e) => return Err(here(e.into())),
         }
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = openat(&folder, &new, flags, Mode::RUSR | Mode::WUSR)?.into();
+        let file = openat(&folder, &new, flags, Mode::RUSR | Mode::WUSR).map_err(|e| here(e.into()))?.into();
         let stored = Stored { file, folder, name: place.name.clone() };
-        let written = stored.file.metadata().and_then(|meta| match is_ours(&meta) {
-            true => self.copy_to(&stored.file, extents),
-            // A later run would not take it for its own.
-            false => Err(io::Error::other("this file system says that new files are another user's")),
-        });
-        let written = written.and_then(|()| {
-            put_in_place(&stored.folder, &new, &place.name, RenameFlags::NOREPLACE)?;
-            sync_folder(&stored.folder)?;
+        let written = || {
+            if !is_ours(&stored.file.metadata()?) {
+                // A later run would not take it for its own.
+                return Err(here(io::Error::other("this file system says that new files are another user's")));
+            }
+            self.copy_to(&stored.file, extents, &path)?;
+            put_in_place(&stored.folder, &new, &place.name, RenameFlags::NOREPLACE).map_err(|e| here(e.into()))?;
+            sync_folder(&stored.folder).map_err(here)?;
             match stored.has_its_name()? {
                 true => Ok(()),
-                false => Err(io::Error::other("another file has its name")),
+                false => Err(here(io::Error::other("another file has its name"))),
             }
-        });
+        };
+        let written = written();
         if written.is_err() {
             let _ = unlinkat(&stored.folder, &new, AtFlags::empty());
             let _ = stored.remove();
@@ -386,8 +405,8 @@ impl Original {
         Ok(())
     }
 
-    fn copy_to(&self, backup: &File, extents: &[FileExtent]) -> io::Result<()> {
-        let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new() };
+    fn copy_to(&self, backup: &File, extents: &[FileExtent], path: &Path) -> io::Result<()> {
+        let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new(), path };
         let listed = extents.iter().map(|e| (e.at, e.len, e.data)).collect();
         let meta = self.file.metadata()?;
         let len = meta.is_file().then_some(meta.len());
@@ -401,14 +420,12 @@ impl Original {
         let mut block = vec![0; BLOCK];
         for extent in extents.iter().filter(|e| e.data) {
             for (at, n) in extent.blocks(BLOCK) {
-                self.file.read_exact_at(&mut block[..n], at)?;
+                let read = self.file.read_exact_at(&mut block[..n], at);
+                read.map_err(|e| io::Error::new(e.kind(), format!("the device cannot be read at byte {at}: {e}")))?;
                 out.write_all(&block[..n])?;
             }
         }
-        let hash = out.hash.finish();
-        out.inner.write_all(&hash.to_le_bytes())?;
-        out.inner.flush()?;
-        backup.sync_all()
+        out.finish()
     }
 
     /// The backup, if there is one. It must be [of this user](is_ours).
@@ -589,16 +606,24 @@ impl Drop for Backup {
     }
 }
 
-/// A writer that hashes what goes through it.
-struct Hashed<W> {
-    inner: W,
+/// Writes a backup, and hashes what goes through it. Its errors name the backup.
+struct Hashed<'a> {
+    inner: BufWriter<&'a File>,
     hash: XxHash3_64,
+    path: &'a Path,
 }
 
-impl<W: Write> Hashed<W> {
+impl Hashed<'_> {
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.hash.write(bytes);
-        self.inner.write_all(bytes)
+        self.inner.write_all(bytes).map_err(|e| named(e, self.path))
+    }
+
+    /// Writes the hash, and waits for the disk.
+    fn finish(mut self) -> io::Result<()> {
+        let hash = self.hash.finish().to_le_bytes();
+        let written = self.inner.write_all(&hash).and_then(|()| self.inner.flush());
+        written.and_then(|()| self.inner.get_ref().sync_all()).map_err(|e| named(e, self.path))
     }
 }
 
@@ -640,7 +665,6 @@ fn sync_folder(folder: &OwnedFd) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::ffi::OsStrExt;
     use std::sync::Arc;
 
     use super::*;
@@ -780,6 +804,23 @@ mod tests {
         out.write_all_at(&written(), 0).unwrap();
         backup.restore().unwrap();
         assert_eq!((out.metadata().unwrap().blocks(), fs::read(&path).unwrap() == before), (blocks, true));
+    }
+
+    #[test]
+    fn a_name_may_be_as_long_as_names_are() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = ["n".repeat(255), "n".repeat(254) + "m", "n".repeat(200)];
+        let backups = names.map(|name| {
+            let path = folder.path().join(name);
+            fs::write(&path, [7; 4096]).unwrap();
+            for _ in 0..2 {
+                let backup = original(&path).back_up(0, 4096).unwrap().leave();
+                assert_eq!(claim(&device(&path)).unwrap(), Some(backup));
+                original(&path).recover_over().unwrap();
+            }
+            original(&path).back_up(0, 4096).unwrap().leave()
+        });
+        assert_eq!(backups.iter().collect::<std::collections::BTreeSet<_>>().len(), 3);
     }
 
     #[test]

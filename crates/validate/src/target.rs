@@ -377,11 +377,14 @@ impl TestedDevice {
     /// Backs up what the device holds there, if it is a file that holds something for good and is to be restored.
     pub(crate) fn back_up(&self, offset: u64, len: u64) -> Result<Option<Backup>, ValidateError> {
         let Reference::Files(files) = &self.reference else { return Ok(None) };
+        if self.contents == Contents::Overwrite {
+            return Ok(None);
+        }
         let Some(original) = Original::of(&files.written)? else { return Ok(None) };
         match self.contents {
             Contents::Restore => original.back_up(offset, len).map(Some),
-            Contents::Refuse if original.holds_data(offset, len)? => Err(ValidateError::HoldsData(self.name.clone())),
-            Contents::Refuse | Contents::Overwrite => Ok(None),
+            _ if original.holds_data(offset, len)? => Err(ValidateError::HoldsData(self.name.clone())),
+            _ => Ok(None),
         }
     }
 

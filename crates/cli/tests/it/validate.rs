@@ -459,6 +459,21 @@ fn a_folder_that_cannot_be_synchronised_keeps_no_backup() {
 }
 
 #[test]
+fn an_error_of_the_device_is_not_said_to_be_one_of_the_backup() {
+    let (file, device) = file(1 << 20);
+    std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
+    let path = file.path().display().to_string();
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-o", "/dev/null", "-P", &path, "-e", "inject=pread64:error=EIO"]);
+    strace.args([env!("CARGO_BIN_EXE_dmalane"), "validate", "-d", &device, "--restore"]);
+    let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB"]).output() else {
+        return println!("SKIPPED: no strace");
+    };
+    let said = text(&output.stderr);
+    assert!(said.contains("nothing was written: the device cannot be read at byte 0: Input/output"), "{said}");
+}
+
+#[test]
 fn a_file_without_a_place_for_a_backup_is_not_written() {
     use rustix::fs::{MemfdFlags, memfd_create};
     use std::os::fd::AsRawFd;
@@ -495,9 +510,10 @@ fn a_file_without_a_place_for_a_backup_is_not_written() {
 
 #[test]
 fn a_device_with_a_backup_is_left_alone() {
-    let (file, device) = file(1 << 20);
-    let name = file.path().file_name().unwrap().display().to_string();
-    let backup = file.path().with_file_name(format!(".{name}.dmalane-backup"));
+    let folder = tempfile::Builder::new().prefix("with space").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (path, backup) = (folder.path().join("card"), folder.path().join(".card.dmalane-backup"));
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let device = format!("file:{}", path.display());
     std::fs::write(&backup, b"not a backup").unwrap();
     for words in [
         &["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..],
@@ -509,8 +525,9 @@ fn a_device_with_a_backup_is_left_alone() {
         let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
         let said = text(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains("cause: the backup was made on 20"), "{said}");
-        assert!(said.contains("--recover") && said.contains(&format!("rm {}", backup.display())), "{said}");
-        assert!(std::fs::read(file.path()).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
+        assert!(said.contains(&format!("dmalane validate -d '{device}' --recover")), "{said}");
+        assert!(said.contains(&format!("rm '{}'", backup.display())), "{said}");
+        assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
         assert_eq!(std::fs::read(&backup).unwrap(), b"not a backup");
     }
     std::fs::remove_file(&backup).unwrap();
