@@ -29,6 +29,8 @@ pub struct CardUse {
     pub name: String,
     /// The threads of a card in software, for people; `None` for another card.
     pub threads: Option<String>,
+    /// Processors that it needs for itself, as in [`DeviceInfo`].
+    pub processors: usize,
     /// Its queues work at the same time, so that they may be balanced (`docs/bench/policy.md`).
     pub concurrent: bool,
     /// Entries of each ring; `None` for what the driver chooses.
@@ -66,6 +68,7 @@ impl<B: Mmio + 'static> CardDevice<B> {
             notes: vec![format!("{} channels, {threads}rings of {entries}", queues.len())],
             polled: !bus.works_alone(),
             concurrent: how.concurrent,
+            processors: how.processors,
         };
         let mut regions = regions(driver.layout());
         let space: Box<dyn AddressSpace> = match how.flat {

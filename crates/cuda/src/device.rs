@@ -253,7 +253,7 @@ fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Opt
 
 impl Device for CudaDevice {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { name: self.gpu.name.clone(), notes: self.notes.clone(), polled: false, concurrent: false }
+        DeviceInfo { name: self.gpu.name.clone(), notes: self.notes.clone(), ..DeviceInfo::default() }
     }
 
     fn regions(&self) -> &[Region] {

@@ -128,6 +128,9 @@ pub struct DeviceInfo {
     pub polled: bool,
     /// True when its queues work at the same time, so that measured rates say which of them has room.
     pub concurrent: bool,
+    /// Processors of this machine that the device needs for itself while it works: threads of a device in software, or
+    /// of the process that serves it. 0 for hardware, and where the caller's time is used.
+    pub processors: usize,
 }
 
 /// The files behind a device; often both are the same.

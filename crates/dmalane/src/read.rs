@@ -63,6 +63,8 @@ pub struct ReadOptions {
     pub threads: Option<usize>,
     /// Hash each buffer (XXH3-64) while its bytes are in the processor's cache.
     pub checksum: bool,
+    /// Hash on a thread of its own: see [`FillOptions::hash_thread`].
+    pub hash_thread: Option<bool>,
     /// Hash the regions of each buffer too, as a [manifest](dmalane_load::Manifest::expect) has them. Only in
     /// [`Read`].
     pub hash_regions: Option<Arc<HashRegions>>,
@@ -88,6 +90,7 @@ impl Default for ReadOptions {
             block: 2 << 20,
             threads: None,
             checksum: false,
+            hash_thread: None,
             hash_regions: None,
             timeout: None,
             limit: None,
@@ -332,7 +335,8 @@ impl<'a> Read<'a> {
         let registrar = device.registrar().clone();
         let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(heap) };
         self.options.timeline.into_iter().for_each(|epoch| device.record_channels(epoch));
-        let sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &places };
+        let (polled, processors) = (device.info().polled, device.info().processors);
+        let sink = Sink::Device { polled, processors, queue: device.queue_mut(), targets: &places };
         let mut files = read(memory, sink, &sources, &job, &self.options, &mut *self.watch, true)?;
         if let Some(timeline) = &mut files.filled.report.timeline {
             timeline.tracks.extend(device.channel_tracks());
@@ -370,6 +374,7 @@ fn read<'a>(
         },
         block: options.block as u64,
         checksum: options.checksum,
+        hash_thread: options.hash_thread,
         hash_regions: options.hash_regions.clone(),
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         timeline: options.timeline,

@@ -170,6 +170,7 @@ fn used(name: &str, concurrent: bool, options: &OpenOptions) -> CardUse {
         name: name.to_owned(),
         concurrent,
         threads: None,
+        processors: 0,
         ring: options.ring,
         flat: options.flat,
         va_bits: options.va_bits,
@@ -183,12 +184,12 @@ fn soft(_: &str, options: &OpenOptions) -> Opened {
     // Unless each channel has a thread, apparent differences between channels only reflect polling order.
     let workers = card.workers;
     let used = used("software card", workers == Workers::PerChannel, options);
-    let threads = match workers {
-        Workers::Inline => "the card works in the threads that poll",
-        Workers::One => "one thread for the card",
-        Workers::PerChannel => "a thread for each channel of the card",
+    let (threads, processors) = match workers {
+        Workers::Inline => ("the card works in the threads that poll", 0),
+        Workers::One => ("one thread for the card", 1),
+        Workers::PerChannel => ("a thread for each channel of the card", card.channels as usize),
     };
-    let how = CardUse { threads: Some(threads.to_owned()), ..used };
+    let how = CardUse { threads: Some(threads.to_owned()), processors, ..used };
     Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || soft_counters(&bus))))
 }
 
@@ -261,7 +262,7 @@ fn daemon(rest: &str, options: &OpenOptions) -> Opened {
     let wanted = ClientOptions { ddr, hbm, ..daemon_options(rest)? };
     let name = format!("the card daemon:{}", wanted.path.display());
     let client = Client::connect(wanted)?;
-    Ok(Box::new(CardDevice::open(Arc::new(client), used(&name, false, options))?))
+    Ok(Box::new(CardDevice::open(Arc::new(client), CardUse { processors: 1, ..used(&name, false, options) })?))
 }
 
 fn list_daemon(root: &Path) -> Vec<Listed> {
@@ -312,7 +313,7 @@ fn list_vfio(root: &Path) -> Vec<Listed> {
 }
 
 fn vfio_user(rest: &str, options: &OpenOptions) -> Opened {
-    let how = used(&format!("the card vfio-user:{rest}"), true, options);
+    let how = CardUse { processors: 1, ..used(&format!("the card vfio-user:{rest}"), true, options) };
     Ok(Box::new(CardDevice::open(Arc::new(connect_pci_card(Path::new(rest))?), how)?))
 }
 

@@ -34,6 +34,8 @@ pub struct DriveOptions {
     pub heap: Option<Arc<dyn Heap>>,
     /// Hash files as their bytes arrive.
     pub checksum: bool,
+    /// Hash on a thread of its own: see [`FillOptions::hash_thread`](crate::fill::FillOptions::hash_thread).
+    pub hash_thread: Option<bool>,
     /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker and each channel.
     pub timeline: bool,
     /// Updated with the state of each stage of a load meanwhile.
@@ -44,7 +46,8 @@ impl Default for DriveOptions {
     /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing, no timeline.
     fn default() -> Self {
         let (queues, timeout) = (QueueChoice::Auto, Duration::from_secs(30));
-        Self { chunk: 16 << 20, queues, timeout, heap: None, checksum: true, timeline: false, live: None }
+        let (heap, hash_thread, live) = (None, None, None);
+        Self { chunk: 16 << 20, queues, timeout, heap, checksum: true, hash_thread, timeline: false, live }
     }
 }
 

@@ -161,12 +161,13 @@ impl OpenDevice {
             block: u64::MAX,
             checksum: options.checksum,
             hash_regions: expected.hash_regions(),
+            hash_thread: options.hash_thread,
             timeout: options.timeout,
             timeline: epoch,
             live: options.live.clone(),
             ..FillOptions::default()
         };
-        let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
+        let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets: &placed };
         let mut workers = workers(inputs);
         let job = Job::whole(&lens);
         let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);

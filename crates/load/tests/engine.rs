@@ -8,14 +8,14 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr, FileOffset};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
 use dmalane_load::fill::{BufferMemory, FillOptions, Job, Sink, fill};
-use dmalane_load::{DriveOptions, Input, OpenDevice, Placement};
+use dmalane_load::{DriveOptions, Input, OpenDevice, Placement, Stage};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
 };
@@ -69,7 +69,8 @@ fn settings(random: &mut Random, device: &dyn Device) -> (DriveOptions, Placemen
     };
     let queues = if random.below(2) == 0 { QueueChoice::Auto } else { QueueChoice::Only(0) };
     let chunk = [1, 10_000, 65_536, 100_000, 1 << 20, 16 << 20][random.below(6) as usize];
-    (DriveOptions { chunk, queues, ..DriveOptions::default() }, placement)
+    let hash_thread = [None, Some(false), Some(true)][random.below(3) as usize];
+    (DriveOptions { chunk, queues, hash_thread, ..DriveOptions::default() }, placement)
 }
 
 fn pread(file: &File) -> Vec<u8> {
@@ -141,6 +142,7 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
             chunk: random.below(100_000),
             block: random.below(40_000),
             checksum: random.below(2) == 0,
+            hash_thread: Some(random.below(2) == 0),
             ..FillOptions::default()
         };
         let heap = AnonHeap::starting_at(PageKind::Base);
@@ -150,13 +152,14 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
             .iter()
             .map(|s| DeviceAddr::Card(device.memory_mut().reserve((s.len() as u64).max(1)).unwrap().first()))
             .collect();
-        let (registrar, polled, on_device) = (device.registrar().clone(), device.info().polled, random.below(2) == 0);
+        let (registrar, on_device) = (device.registrar().clone(), random.below(2) == 0);
+        let (polled, processors) = (device.info().polled, device.info().processors);
         let mut go = |_| ControlFlow::Continue(());
         let (memory, sink) = match on_device {
             true => {
                 let register = Some((&*registrar, Access::READ));
                 let memory = BufferMemory { register, ..BufferMemory::of(&heap) };
-                (memory, Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] })
+                (memory, Sink::Device { queue: device.queue_mut(), polled, processors, targets: &&to[..] })
             }
             false => (BufferMemory::of(&heap), Sink::Memory),
         };
@@ -175,6 +178,38 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
     }
 }
 
+/// The track that hashed, of a job that goes to a device.
+fn hashed_by(len: usize, block: u64, processors: usize, hash_thread: Option<bool>) -> String {
+    let source = Arc::new(vec![7; len]);
+    let mut workers = [vec![Script::new(source.clone(), 3, 1, Vec::new())]];
+    let mut device = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
+    let to = [DeviceAddr::Card(CardAddr::new(0))];
+    let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
+    let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(&heap) };
+    let sink = Sink::Device { queue: device.queue_mut(), polled: true, processors, targets: &&to[..] };
+    let timeline = Some(Instant::now());
+    let options = FillOptions { checksum: true, block, hash_thread, timeline, ..FillOptions::default() };
+    let job = Job::whole(&[len as u64]);
+    let filled = fill(memory, sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(filled.buffers[0].checksum(), Some(XxHash3_64::oneshot(&source)));
+    let timeline = filled.report.timeline.unwrap();
+    let hashes = |track: &&dmalane_load::Track| track.work.iter().any(|span| span.stage == Stage::Checksum);
+    timeline.tracks.iter().find(hashes).unwrap().name.clone()
+}
+
+#[test]
+fn a_thread_hashes_for_a_device_where_a_processor_is_spare() {
+    let (large, block, all) = (32 << 20, 2 << 20, std::thread::available_parallelism().unwrap().get());
+    assert_eq!(hashed_by(100_000, block, 0, Some(true)), "hashing");
+    assert_eq!(hashed_by(large, block, 0, Some(false)), "worker 0");
+    if all > 1 {
+        assert_eq!(hashed_by(large, block, 0, None), "hashing");
+    }
+    assert_eq!(hashed_by(large, block, all - 1, None), "worker 0", "the device needs the others");
+    assert_eq!(hashed_by(large, 64 << 10, 0, None), "worker 0", "pieces that are sooner hashed than handed over");
+    assert_eq!(hashed_by(1 << 20, block, 0, None), "worker 0");
+}
+
 #[test]
 fn a_place_that_does_not_exist_is_an_error() {
     let source = noise(1, 100_000);
@@ -183,7 +218,7 @@ fn a_place_that_does_not_exist_is_an_error() {
     let to = [DeviceAddr::Card(CardAddr::new((1 << 20) - 5000))];
     let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
     let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(&heap) };
-    let sink = Sink::Device { queue: device.queue_mut(), polled: true, targets: &&to[..] };
+    let sink = Sink::Device { queue: device.queue_mut(), polled: true, processors: 0, targets: &&to[..] };
     let job = Job::whole(&[100_000]);
     let failed = fill(memory, sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));
     assert!(failed.unwrap_err().to_string().contains("on its way to the device"));

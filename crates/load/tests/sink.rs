@@ -199,7 +199,7 @@ impl<'a> Case<'a> {
     ) -> Result<Filled, FillError> {
         let Self { host, card, to, inline, .. } = self;
         let memory = BufferMemory { register: Some((*host, Access::READ)), ..BufferMemory::of(heap) };
-        let sink = Sink::Device { queue: card, polled: *inline, targets: &&to[..] };
+        let sink = Sink::Device { queue: card, polled: *inline, processors: 0, targets: &&to[..] };
         let mut filled = fill(memory, sink, job, workers, options, saw)?;
         for (mappings, buffer) in std::mem::take(&mut filled.mappings).iter().zip(&filled.buffers) {
             let bytes: u64 = mappings.iter().map(|mapping| mapping.mapping().span().len()).sum();
@@ -221,7 +221,7 @@ fn workers(random: &mut Random, sources: &Sources, faults: &[(u64, Fault)]) -> V
 
 fn options(random: &mut Random, checksum: bool) -> FillOptions {
     let (chunk, block) = (random.below(40_000), random.below(20_000));
-    FillOptions { chunk, block, checksum, ..FillOptions::default() }
+    FillOptions { chunk, block, checksum, hash_thread: Some(random.below(2) == 0), ..FillOptions::default() }
 }
 
 #[test]
@@ -368,18 +368,29 @@ fn what_hangs_keeps_its_memory() {
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
     let heap = AnonHeap::starting_at(PageKind::Base);
-    let timeout = Duration::from_millis(500);
-    let deadline = Some(Instant::now() + Duration::from_millis(50));
-    let options = FillOptions { chunk: 8192, block: 8192, timeout, deadline, ..FillOptions::default() };
-    let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
-    let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
-    let late = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
-    // Everything was read, and the device does not have everything.
-    assert!(matches!(late, FillError::Deadline { of: Some(100_000), .. }), "{late:?}");
-    assert_eq!(case.card.in_flight(), 1);
-    assert!(host.stats().pinned_frames > 0 && heap.stats().live > 0, "the device may still read it");
-    drop(case);
-    assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0));
+    for hash_thread in [None, Some(true)] {
+        let timeout = Duration::from_millis(500);
+        let deadline = Some(Instant::now() + Duration::from_millis(50));
+        let checksum = hash_thread.is_some();
+        let options = FillOptions {
+            chunk: 8192,
+            block: 8192,
+            timeout,
+            deadline,
+            checksum,
+            hash_thread,
+            ..FillOptions::default()
+        };
+        let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
+        let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
+        let late = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        // Everything was read, and the device does not have everything.
+        assert!(matches!(late, FillError::Deadline { of: Some(100_000), .. }), "{late:?}");
+        assert_eq!(case.card.in_flight(), 1);
+        assert!(host.stats().pinned_frames > 0 && heap.stats().live > 0, "the device may still read it");
+        drop(case);
+        assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0));
+    }
 }
 
 #[test]
@@ -388,10 +399,20 @@ fn a_device_that_ends_nothing_is_stopped() {
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
     let heap = AnonHeap::starting_at(PageKind::Base);
-    for (lets_go, workers) in [(false, 1), (true, 1), (true, 3)] {
+    for (lets_go, workers, checksum) in
+        [(false, 1, false), (true, 1, false), (true, 3, false), (true, 1, true), (false, 3, true)]
+    {
         // The deadline is there for a job that would wait without end.
         let (timeout, deadline) = (Duration::from_millis(50), Some(Instant::now() + Duration::from_secs(20)));
-        let options = FillOptions { chunk: 8192, block: 8192, timeout, deadline, ..FillOptions::default() };
+        let options = FillOptions {
+            chunk: 8192,
+            block: 8192,
+            timeout,
+            deadline,
+            checksum,
+            hash_thread: Some(true),
+            ..FillOptions::default()
+        };
         let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
         case.card.lets_go = lets_go;
         let mut workers: Vec<_> =
@@ -417,7 +438,7 @@ fn what_cannot_go_there_is_refused() {
     let run = |to: &[DeviceAddr], registered: bool| {
         let mut card = Card::new(&host, 20_000, 1, None);
         let memory = BufferMemory { register: registered.then_some((&host, Access::READ)), ..BufferMemory::of(&heap) };
-        let sink = Sink::Device { queue: &mut card, polled: true, targets: &to };
+        let sink = Sink::Device { queue: &mut card, polled: true, processors: 0, targets: &to };
         let mut workers = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
         let options = FillOptions::default();
         let failed = fill(memory, sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()));

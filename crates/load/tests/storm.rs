@@ -261,7 +261,8 @@ fn card(seed: u64, sources: &[Source], ended: &mut Ended) {
     let stalls = random.below(10) == 0;
     let timeout = TIMEOUTS[usize::from(stalls)];
     let chunk = [1, 10_000, 65_536][random.below(3) as usize];
-    let drive = DriveOptions { chunk, timeout, heap: Some(heap.clone()), ..DriveOptions::default() };
+    let hash_thread = Some(random.below(2) == 0);
+    let drive = DriveOptions { chunk, timeout, heap: Some(heap.clone()), hash_thread, ..DriveOptions::default() };
     let mut device = OpenDevice::new(Box::new(CardDevice::open(bus, how).unwrap()), drive).unwrap();
     let free = device.memory().free_bytes();
     for number in 0..LOADS {

@@ -263,7 +263,7 @@ fn regions() -> [Region; 3] {
 impl Device for SlashDevice {
     fn info(&self) -> DeviceInfo {
         let name = "AMD V80 (SLASH)".to_owned();
-        DeviceInfo { name, notes: self.notes.clone(), polled: false, concurrent: true }
+        DeviceInfo { name, notes: self.notes.clone(), polled: false, concurrent: true, processors: 0 }
     }
 
     fn regions(&self) -> &[Region] {

@@ -233,6 +233,7 @@ impl Device for VulkanDevice {
             notes: self.notes.clone(),
             polled: false,
             concurrent: self.parts.gpu.copy_queues().min(self.parts.channels) > 1,
+            processors: self.gpu().processors(),
         }
     }
 

@@ -439,6 +439,14 @@ impl GpuInfo {
         unified(self.device_type)
     }
 
+    /// Processors of this machine that it works on: all of them for a GPU in software, none for another one.
+    pub fn processors(&self) -> usize {
+        match self.device_type {
+            vk::PhysicalDeviceType::CPU => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            _ => 0,
+        }
+    }
+
     /// Its queues, for people: "2 transfer, 16 graphics".
     pub fn queues(&self) -> String {
         let family = |(flags, count): &(vk::QueueFlags, u32)| {

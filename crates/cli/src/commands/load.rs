@@ -21,7 +21,7 @@ use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
 use crate::job;
 use crate::model::{self, ReadMode, cannot_open};
-use crate::number::within;
+use crate::number::{within, yes_or_no};
 use crate::output;
 use crate::progress::Progress;
 use crate::room::LoadRoom;
@@ -108,6 +108,10 @@ pub(crate) struct Load {
     /// Do not hash the data
     #[arg(long)]
     no_checksum: bool,
+
+    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
+    #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
+    hash_thread: Option<bool>,
 
     /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
     /// in host memory
@@ -391,6 +395,7 @@ impl Load {
                 chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
                 checksum: !self.no_checksum,
+                hash_thread: self.hash_thread,
                 timeline: self.timeline.any(),
                 live: Some(job::this().live()),
                 ..DriveOptions::default()

@@ -25,7 +25,7 @@ use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
 use crate::failure::Failure;
 use crate::job;
 use crate::model::{self, ReadMode};
-use crate::number::within;
+use crate::number::{within, yes_or_no};
 use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
@@ -150,6 +150,10 @@ pub(crate) struct Read {
     /// Do not hash the data
     #[arg(long)]
     no_checksum: bool,
+
+    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
+    #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
+    hash_thread: Option<bool>,
 
     /// Compare the files with this manifest while they are read; `dmalane manifest` makes it
     #[arg(long, value_name = "FILE", conflicts_with = "range")]
@@ -393,6 +397,7 @@ impl Read {
             block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
             checksum: !self.no_checksum,
+            hash_thread: self.hash_thread,
             timeout: self.timeout,
             limit: self.limit.map(Size::bytes),
             live: Some(job::this().live()),

@@ -97,6 +97,11 @@ impl Staging {
         }
     }
 
+    /// Bytes of a slot of the buffers that are made next, about.
+    pub(crate) fn slot(&self) -> u64 {
+        self.len.min(SLOT)
+    }
+
     /// Gives all buffers up. Operations in flight keep theirs.
     pub(crate) fn clear(&mut self) {
         self.slots.clear();

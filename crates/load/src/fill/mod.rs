@@ -4,9 +4,9 @@
 //! are reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next
 //! one is being allocated and registered; small pages behind a memfd are filled from landing places instead. A load
 //! onto a device uses the slots of a few staging buffers instead. Bytes that have arrived are hashed, if checksums are
-//! on, in the order of their buffer while they are in the processor's cache; large jobs without a device have a thread
-//! for that where there is a processor that no worker needs. With a device as the [`Sink`] they are transferred right
-//! after that; a buffer that stays is rejoined in the end.
+//! on, in the order of their buffer while they are in the processor's cache; large jobs have a thread for that where
+//! there is a processor that neither workers nor the device need. With a device as the [`Sink`] they are transferred
+//! right after that; a buffer that stays is rejoined in the end.
 //!
 //! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
 //! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
@@ -55,6 +55,9 @@ pub struct FillOptions {
     pub checksum: bool,
     /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer.
     pub hash_regions: Option<Arc<HashRegions>>,
+    /// Hash on a thread of its own. By default jobs of 32 MiB and more do, where the workers and the device leave a
+    /// processor.
+    pub hash_thread: Option<bool>,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
     /// Time to wait for reads in flight after a failure. Also the time in which a device may end nothing while a worker
@@ -70,9 +73,17 @@ pub struct FillOptions {
 impl Default for FillOptions {
     /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds, no timeline.
     fn default() -> Self {
-        let (checksum, hash_regions, deadline, timeline, live) = (false, None, None, None, None);
-        let (chunk, block, timeout) = (2 << 20, 2 << 20, Duration::from_secs(30));
-        Self { chunk, block, checksum, hash_regions, deadline, timeout, timeline, live }
+        Self {
+            chunk: 2 << 20,
+            block: 2 << 20,
+            checksum: false,
+            hash_regions: None,
+            hash_thread: None,
+            deadline: None,
+            timeout: Duration::from_secs(30),
+            timeline: None,
+            live: None,
+        }
     }
 }
 
@@ -372,13 +383,14 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     let (first, others) = workers.split_first_mut().expect("at least one worker");
     let clocks = |name: String| Clocks::observed(&name, options.timeline, options.live.as_ref());
     let clocks = if others.is_empty() && !state.aside {
-        Worker::new(&state, first, clocks("worker 0".to_owned())).run()
+        let clocks = Worker::new(&state, first, clocks("worker 0".to_owned())).run();
+        state.drain(clocks)
     } else {
         std::thread::scope(|scope| {
             let state = &state;
             let hasher =
                 state.aside.then(|| scope.spawn(move || state.hash_in_background(clocks("hashing".to_owned()))));
-            let reading = AllRead(state);
+            let done = NothingComes(state);
             let named = |(queues, i)| (queues, clocks(format!("worker {i}")));
             let threads: Vec<_> = others
                 .iter_mut()
@@ -387,25 +399,26 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
                 .map(|(queues, clocks)| scope.spawn(move || Worker::new(state, queues, clocks).run()))
                 .collect();
             let mut clocks = Worker::new(state, first, clocks("worker 0".to_owned())).run();
-            let mut add = |thread: std::thread::ScopedJoinHandle<'_, Clocks>| match thread.join() {
+            let add = |clocks: &mut Clocks, thread: std::thread::ScopedJoinHandle<'_, Clocks>| match thread.join() {
                 Ok(other) => clocks.add(other),
                 Err(panic) => std::panic::resume_unwind(panic),
             };
-            threads.into_iter().for_each(&mut add);
-            drop(reading);
-            hasher.into_iter().for_each(add);
+            threads.into_iter().for_each(|thread| add(&mut clocks, thread));
+            clocks = state.drain(clocks);
+            drop(done);
+            hasher.into_iter().for_each(|thread| add(&mut clocks, thread));
             clocks
         })
     };
     state.finish(clocks)
 }
 
-/// Tells the thread that hashes when workers have ended, by a panic too.
-struct AllRead<'s, 'a, 'w>(&'s State<'a, 'w>);
+/// Tells the thread that hashes when workers have ended and the device has everything, or when there was a panic.
+struct NothingComes<'s, 'a, 'w>(&'s State<'a, 'w>);
 
-impl Drop for AllRead<'_, '_, '_> {
+impl Drop for NothingComes<'_, '_, '_> {
     fn drop(&mut self) {
-        self.0.all_read();
+        self.0.nothing_comes();
     }
 }
 

@@ -27,6 +27,9 @@ pub enum Sink<'a> {
         queue: &'a mut DeviceQueue,
         /// True when the queue works inside `poll`, so that only time spent there is its time.
         polled: bool,
+        /// Processors that the device needs for itself while it works, as [`DeviceInfo`](dmalane_device::DeviceInfo)
+        /// says.
+        processors: usize,
         /// Where the bytes go. Bytes that no extent names go there too, as zeroes.
         targets: &'a dyn Targets,
     },
@@ -107,7 +110,7 @@ pub(super) type Failed = ((usize, usize), FillError);
 impl<'a> DeviceSink<'a> {
     /// `None` for memory.
     pub fn new(sink: Sink<'a>, options: &FillOptions) -> Option<Self> {
-        let Sink::Device { queue, polled, targets } = sink else { return None };
+        let Sink::Device { queue, polled, targets, .. } = sink else { return None };
         let end = End {
             queue,
             polled,

@@ -45,8 +45,10 @@ pub(super) struct State<'a, 'w> {
     progress: Mutex<Progress>,
     /// A thread of its own hashes: [`State::hash_in_background`].
     pub aside: bool,
-    /// There is something to hash, or nothing will come any more.
+    /// There is something to hash and the device has room for it, or nothing will come any more.
     hashable: Condvar,
+    /// A fragment was hashed and handed on.
+    handed_on: Condvar,
     device: Option<DeviceSink<'a>>,
     watch: Mutex<&'a mut Watch<'w>>,
     stop: AtomicBool,
@@ -73,13 +75,15 @@ struct Progress {
     buffers: Vec<Arrived>,
     /// Buffers whose next bytes to be hashed are there, and nobody hashes them.
     ready: BTreeSet<usize>,
-    /// No worker reads any more.
-    all_read: bool,
+    /// Nothing will have to be hashed any more.
+    nothing_comes: bool,
     /// Bytes of each extent that have not arrived, or that the sink is not done with.
     missing: Vec<u64>,
     done: u64,
-    /// Bytes that the sink has.
+    /// Bytes that have arrived and that the device does not have yet.
     away: u64,
+    /// Fragments that were hashed and handed on.
+    handed_on: u64,
     /// The failure that lies first, and where.
     failed: Option<((usize, usize), FillError)>,
     first_read: Option<Instant>,
@@ -230,9 +234,16 @@ impl<'a, 'w> State<'a, 'w> {
             Pages::Staging(..) => vec![false; job.buffers.len()],
         };
         let (first, stays) = (options.chunk < job.bytes(), matches!(&pages_of_job, Pages::Buffers(_)));
+        // The bytes that are hashed at once.
+        let piece = match &pages_of_job {
+            Pages::Staging(staging, _) => staging.slot(),
+            Pages::Buffers(_) => pages(options.block).min(chunk) as u64,
+        };
+        let busy = workers + if let Sink::Device { processors, .. } = &sink { *processors } else { 0 };
+        let worth = || job.bytes() >= ASIDE_FROM && piece >= ASIDE_PIECE;
+        let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > busy);
+        let aside = Hasher::is_wanted(options) && options.hash_thread.unwrap_or_else(|| worth() && spare());
         let device = DeviceSink::new(sink, options);
-        let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > workers);
-        let aside = device.is_none() && Hasher::is_wanted(options) && job.bytes() >= ASIDE_FROM && spare();
         let state = Self {
             options,
             chunk,
@@ -252,7 +263,8 @@ impl<'a, 'w> State<'a, 'w> {
             progress: Mutex::new(Progress {
                 buffers: job.buffers.iter().enumerate().map(arrived).collect(),
                 ready: BTreeSet::new(),
-                all_read: false,
+                nothing_comes: false,
+                handed_on: 0,
                 missing: job.extents.iter().map(|e| e.len).collect(),
                 done: 0,
                 away: 0,
@@ -261,6 +273,7 @@ impl<'a, 'w> State<'a, 'w> {
             }),
             aside,
             hashable: Condvar::new(),
+            handed_on: Condvar::new(),
             device,
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
@@ -561,12 +574,20 @@ impl<'a, 'w> State<'a, 'w> {
         self.settle(fragment);
     }
 
+    /// Bytes of a fragment that go to the device: those behind the end of the buffer do not.
+    fn to_device(&self, fragment: &Fragment) -> usize {
+        let left = (self.lens[fragment.tag.buffer] as usize).saturating_sub(fragment.tag.offset);
+        if self.device.is_some() { left.min(fragment.slice.len()) } else { 0 }
+    }
+
     /// Takes a fragment whose bytes are final. It is hashed first, if checksums are on, when its turn comes.
     fn settle(&self, fragment: Fragment) {
+        let mut progress = self.progress();
+        progress.away += self.to_device(&fragment) as u64;
         if !Hasher::is_wanted(self.options) {
+            drop(progress);
             return self.send(fragment);
         }
-        let mut progress = self.progress();
         let Tag { buffer, offset, .. } = fragment.tag;
         progress.buffers[buffer].fragments.insert(offset, fragment);
         progress.make_ready(buffer);
@@ -575,34 +596,61 @@ impl<'a, 'w> State<'a, 'w> {
         }
     }
 
-    /// Hashes as bytes arrive, until workers read no more.
+    /// Hashes as bytes arrive, until nothing comes any more or the job is stopped.
     pub fn hash_in_background(&self, mut clocks: Clocks) -> Clocks {
-        loop {
-            self.hash(&mut clocks);
-            let mut progress = self.progress();
-            while progress.ready.is_empty() {
-                if progress.all_read {
-                    return clocks;
+        let _stop = StopOnPanic(&self.stop);
+        while !self.stop.load(Ordering::Relaxed) {
+            if self.hash(&mut clocks) {
+                continue;
+            }
+            let progress = self.progress();
+            if progress.ready.is_empty() || self.device_is_full() {
+                if progress.nothing_comes {
+                    break;
                 }
-                progress = self.hashable.wait(progress).unwrap_or_else(PoisonError::into_inner);
+                // A device may have room again although nothing of this job has ended.
+                drop(self.hashable.wait_timeout(progress, POLL_INTERVAL));
             }
-            if self.stop.load(Ordering::Relaxed) {
-                return clocks;
-            }
+        }
+        clocks
+    }
+
+    /// Notes that nothing will have to be hashed any more.
+    pub fn nothing_comes(&self) {
+        self.progress().nothing_comes = true;
+        self.hashable.notify_one();
+    }
+
+    /// Fragments that were hashed and handed on until now, for [`State::pause`].
+    pub fn handed_on(&self) -> u64 {
+        if self.aside { self.progress().handed_on } else { 0 }
+    }
+
+    /// Waits a little for another thread: until it has handed on a fragment more than `seen`, if it hashes.
+    pub fn pause(&self, seen: u64) {
+        if !self.aside {
+            return std::thread::sleep(PAUSE);
+        }
+        let progress = self.progress();
+        if progress.handed_on == seen {
+            drop(self.handed_on.wait_timeout(progress, PAUSE));
         }
     }
 
-    /// Notes that no worker reads any more.
-    pub fn all_read(&self) {
-        self.progress().all_read = true;
-        self.hashable.notify_one();
+    /// The longest that a worker waits for the disk: what is hashed meanwhile is to go to the device.
+    pub fn patience(&self) -> Duration {
+        if self.aside && self.device.is_some() { PAUSE } else { POLL_INTERVAL }
+    }
+
+    fn device_is_full(&self) -> bool {
+        self.device.as_ref().is_some_and(DeviceSink::is_full)
     }
 
     /// Hashes the fragments whose turn it is and sends them on: with a device only one, so that it is transferred while
     /// it is in the processor's cache, and none while the device has no room. True when there was one.
     pub fn hash(&self, clocks: &mut Clocks) -> bool {
         let mut any = false;
-        while !self.device.as_ref().is_some_and(DeviceSink::is_full) {
+        while !self.device_is_full() {
             let mut progress = self.progress();
             let Some(buffer) = progress.ready.pop_first() else { break };
             let arrived = &mut progress.buffers[buffer];
@@ -628,6 +676,10 @@ impl<'a, 'w> State<'a, 'w> {
             self.send(fragment);
             any = true;
             if self.device.is_some() {
+                if self.aside {
+                    self.progress().handed_on += 1;
+                    self.handed_on.notify_all();
+                }
                 break;
             }
         }
@@ -640,12 +692,9 @@ impl<'a, 'w> State<'a, 'w> {
             self.ahead.fetch_sub(1, Ordering::Relaxed);
         }
         if let Some(device) = &self.device
-            // Bytes behind the end of the buffer go nowhere.
-            && let left = (self.lens[fragment.tag.buffer] as usize).saturating_sub(fragment.tag.offset)
-            && let n @ 1.. = left.min(fragment.slice.len())
+            && let n @ 1.. = self.to_device(&fragment)
             && let Some(front) = fragment.split_off_front(n)
         {
-            self.progress().away += n as u64;
             device.take(front);
         }
         if !fragment.slice.is_empty() {
@@ -667,9 +716,14 @@ impl<'a, 'w> State<'a, 'w> {
     /// Drives the device, if there is one: see [`DeviceSink::drive`]. True when anything came back.
     pub fn drive(&self, timeout: Duration) -> bool {
         let Some(device) = &self.device else { return false };
-        let mut back = Vec::new();
+        let (mut back, was_full) = (Vec::new(), device.is_full());
         if let Err((place, error)) = device.drive(&mut back, timeout) {
             self.fail(place, error);
+        }
+        if self.aside && was_full && !device.is_full() {
+            // Under the lock, so that it is not between looking and waiting.
+            let _progress = self.progress();
+            self.hashable.notify_one();
         }
         let any = !back.is_empty();
         for (fragment, moved) in back {
@@ -691,19 +745,23 @@ impl<'a, 'w> State<'a, 'w> {
         any
     }
 
-    /// Waits for the device, then rejoins everything, or returns the failure.
-    pub fn finish(mut self, mut clocks: Clocks) -> Result<Done, FillError> {
+    /// Drives the device, and hashes for it, until it has everything that has arrived or the job is stopped.
+    pub fn drain(&self, mut clocks: Clocks) -> Clocks {
         while self.device.is_some() && !self.stopped() {
-            let (away, ready) = {
-                let progress = self.progress();
-                (progress.away, !progress.ready.is_empty())
-            };
-            if away == 0 && !ready {
+            let seen = self.handed_on();
+            if self.progress().away == 0 {
                 break;
             }
-            let hashed = self.hash(&mut clocks);
-            self.drive(if hashed { Duration::ZERO } else { POLL_INTERVAL });
+            let hashed = !self.aside && self.hash(&mut clocks);
+            if !self.drive(if hashed { Duration::ZERO } else { POLL_INTERVAL }) && !hashed {
+                self.pause(seen);
+            }
         }
+        clocks
+    }
+
+    /// Rejoins everything when the device has let go of it, or returns the failure.
+    pub fn finish(mut self, mut clocks: Clocks) -> Result<Done, FillError> {
         if let Some(device) = self.device.take() {
             device.quiesce();
             clocks.add(device.into_clocks());
@@ -755,8 +813,25 @@ impl Progress {
     }
 }
 
+/// Stops the job when the thread that holds it panics: others wait for what it does.
+struct StopOnPanic<'s>(&'s AtomicBool);
+
+impl Drop for StopOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The longest that a worker with nothing to do waits for another thread.
+const PAUSE: Duration = Duration::from_millis(1);
+
 /// Fewer bytes than this are hashed sooner than a thread has started.
 const ASIDE_FROM: u64 = 32 << 20;
+
+/// Pieces of fewer bytes than this are hashed sooner than they are handed to another thread and back.
+const ASIDE_PIECE: u64 = 256 << 10;
 
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;

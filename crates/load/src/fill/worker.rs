@@ -46,6 +46,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
     pub fn run(mut self) -> Clocks {
         let mut done = Vec::new();
         while !self.state.stopped() {
+            let seen = self.state.handed_on();
             let mut busy = self.reap(&mut done, Duration::ZERO);
             // Before anything is done with what has arrived, so that the disk always has as many reads as it takes.
             let (claimed, later) = self.refill();
@@ -60,9 +61,12 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 return self.clocks;
             }
             // A polled device works while it is waited for; another one ends something sooner than the disk.
-            if !self.state.drive(POLL_INTERVAL) && !self.reap(&mut done, POLL_INTERVAL) && self.flying.is_empty() {
-                // Another worker drives the device.
-                std::thread::sleep(Duration::from_millis(1));
+            if !self.state.drive(POLL_INTERVAL)
+                && !self.reap(&mut done, self.state.patience())
+                && self.flying.is_empty()
+            {
+                // Another worker drives the device, or a thread hashes.
+                self.state.pause(seen);
             }
         }
         self.quiesce(&mut done);
