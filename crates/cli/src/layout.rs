@@ -1,5 +1,6 @@
 //! Text for people: tables, wrapped sentences and colours, as wide as the reader's terminal.
 
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{IsTerminal, stderr, stdout};
 use std::os::fd::AsFd;
@@ -8,6 +9,8 @@ use clap::builder::styling::{AnsiColor, Style};
 
 /// The most columns that a line of text takes.
 const WIDEST: usize = 100;
+/// Columns of a terminal that are used, however few it has.
+const NARROWEST: usize = 20;
 
 /// Something that is right.
 const GOOD: Style = AnsiColor::Green.on_default();
@@ -30,12 +33,19 @@ pub fn terminal() -> Option<usize> {
 }
 
 fn width(of: &(impl IsTerminal + AsFd)) -> Option<usize> {
-    of.is_terminal().then(|| terminal_size::terminal_size_of(of).map_or(WIDEST, |(w, _)| w.0.max(20).into()))
+    let told = || terminal_size::terminal_size_of(of).map(|(w, _)| w.0.into()).filter(|columns| *columns > 0);
+    of.is_terminal().then(|| named().or_else(told).map_or(WIDEST, |columns| columns.max(NARROWEST)))
+}
+
+/// The columns that the environment asks for, also where there is no terminal.
+fn named() -> Option<usize> {
+    let columns: usize = std::env::var("COLUMNS").ok()?.parse().ok()?;
+    (columns > 0).then(|| columns.max(NARROWEST))
 }
 
 /// Columns for a sentence.
 fn columns() -> usize {
-    terminal().map_or(WIDEST, |terminal| terminal.min(WIDEST))
+    limit().map_or(WIDEST, |columns| columns.min(WIDEST))
 }
 
 /// `text` in lines that fit the terminal, each but the first indented by `indent` columns. A word that does not fit a
@@ -44,11 +54,27 @@ pub fn wrap(text: &str, indent: usize) -> String {
     wrap_to(text, indent, columns())
 }
 
-/// The lines of a message for stderr, as wide as the terminal that shows it. Elsewhere a program finds each cause in a
-/// line.
+/// The lines of a message for stderr, no wider than the terminal that shows it, or elsewhere as the environment says: a
+/// program that sets many `COLUMNS` finds each cause in a line. Text in backquotes, a command to be copied, stays on
+/// one line.
 pub fn wrap_message(text: &str) -> String {
-    let Some(columns) = width(&stderr()) else { return text.replace(GLUE, " ") };
-    text.lines().map(|line| wrap_to(line, 2, columns.min(WIDEST))).collect()
+    let columns = match width(&stderr()) {
+        Some(columns) => columns.min(WIDEST),
+        None => named().unwrap_or(WIDEST),
+    };
+    wrap_message_to(text, columns)
+}
+
+fn wrap_message_to(text: &str, columns: usize) -> String {
+    let commands_whole = |line: &str| {
+        let pieces = line.split('`').enumerate();
+        pieces
+            .map(|(i, piece)| if i % 2 == 1 { unbroken(piece) } else { piece.to_owned() })
+            .collect::<Vec<_>>()
+            .join("`")
+    };
+    let lines: String = text.lines().map(|line| wrap_to(&commands_whole(line), 2, columns)).collect();
+    spaced(&lines).into_owned()
 }
 
 fn wrap_to(text: &str, indent: usize, columns: usize) -> String {
@@ -57,14 +83,44 @@ fn wrap_to(text: &str, indent: usize, columns: usize) -> String {
         .subsequent_indent(&indent)
         .break_words(false)
         .word_splitter(textwrap::WordSplitter::NoHyphenation);
-    let mut text = textwrap::fill(text, options).replace(GLUE, " ");
-    text.push('\n');
-    text
+    textwrap::fill(text, options) + "\n"
 }
 
-/// A space at which [`wrap`] does not divide a line: a control character, which [`plain`](crate::output::plain) keeps
-/// out of names.
+/// A space at which no line is divided, until [`spaced`]: a control character, which [`plain`](crate::output::plain)
+/// keeps out of names.
 const GLUE: char = '\u{1}';
+
+/// Text with its spaces, after all that may divide its lines.
+pub fn spaced(text: &str) -> Cow<'_, str> {
+    // A list of tensors may be long, and is not copied.
+    if text.contains(GLUE) { text.replace(GLUE, " ").into() } else { text.into() }
+}
+
+/// The lines of a report, no wider than the terminal that shows stdout; elsewhere as they are, unless the environment
+/// names a width.
+pub fn fit(text: &str) -> Cow<'_, str> {
+    match limit() {
+        Some(columns) => fit_to(text, columns).into(),
+        None => text.into(),
+    }
+}
+
+/// Columns that lines of stdout may have: those of its terminal, or those that the environment names.
+pub fn limit() -> Option<usize> {
+    terminal().or_else(named)
+}
+
+/// The lines of a report, of at most so many columns.
+pub fn fit_to(text: &str, columns: usize) -> String {
+    let fit = |line: &str| {
+        let words = line.trim_start();
+        match words.contains(' ') && textwrap::core::display_width(line) > columns {
+            true => wrap_to(line, line.len() - words.len() + 2, columns),
+            false => format!("{line}\n"),
+        }
+    };
+    text.lines().map(fit).collect()
+}
 
 /// `text` for [`wrap`], which keeps it on one line: a command to be copied.
 pub fn unbroken(text: &str) -> String {
@@ -124,23 +180,44 @@ impl Table {
         self.rows.push(cells.to_vec());
     }
 
-    /// The lines. Columns in which no row has anything are left out.
+    /// The lines. Columns in which no row has anything are left out. Those that do not fit the terminal follow as
+    /// another table, with the first column again; text in the last column goes on in the next line.
     pub fn text(&self) -> String {
+        self.text_within(limit().unwrap_or(usize::MAX))
+    }
+
+    fn text_within(&self, most: usize) -> String {
         let columns = self.rows[0].len();
         let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..columns).map(width).collect();
         let empty = |column: &usize| self.rows.len() > 1 && self.rows[1..].iter().all(|row| row[*column].is_empty());
         let shown: Vec<usize> = (0..columns).filter(|column| !empty(column)).collect();
-        let mut text = String::new();
-        for row in &self.rows {
-            let cells = shown.iter().map(|&column| match self.align.as_bytes().get(column) {
-                Some(b'r') => format!("{:>width$}", row[column], width = widths[column]),
-                _ => format!("{:<width$}", row[column], width = widths[column]),
-            });
-            text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
-            text.push('\n');
+        let mut parts: Vec<(usize, Vec<usize>)> = Vec::new();
+        for &column in &shown {
+            match parts.last_mut() {
+                Some((taken, part)) if part.len() < 2 || *taken + 2 + widths[column] <= most => {
+                    *taken += 2 + widths[column];
+                    part.push(column);
+                }
+                Some(_) => parts.push((widths[shown[0]] + 2 + widths[column], vec![shown[0], column])),
+                None => parts.push((widths[column], vec![column])),
+            }
         }
-        text
+        let is_right = |column: usize| self.align.as_bytes().get(column) == Some(&b'r');
+        let line = |row: &Vec<String>, part: &[usize]| {
+            let cells = part.iter().map(|&column| match is_right(column) {
+                true => format!("{:>width$}", row[column], width = widths[column]),
+                false => format!("{:<width$}", row[column], width = widths[column]),
+            });
+            let line = cells.collect::<Vec<_>>().join("  ");
+            match part.last() {
+                // Text in the last column goes on below.
+                Some(&last) if !is_right(last) => wrap_to(line.trim_end(), line.chars().count() - widths[last], most),
+                _ => format!("{}\n", line.trim_end()),
+            }
+        };
+        let lines = |(_, part): &(usize, Vec<usize>)| self.rows.iter().map(|row| line(row, part)).collect::<String>();
+        parts.iter().map(lines).collect::<Vec<_>>().join("\n")
     }
 }
 
@@ -152,7 +229,10 @@ mod tests {
     fn sentences_are_wrapped_and_words_are_not() {
         assert_eq!(wrap_to("one two three", 2, 9), "one two\n  three\n");
         assert_eq!(wrap_to("a /a/long/path", 1, 6), "a\n /a/long/path\n");
-        assert_eq!(wrap_to(&format!("with: {}", unbroken("echo 1 | tee x")), 2, 9), "with:\n  echo 1 | tee x\n");
+        let command = wrap_to(&format!("with: {}", unbroken("echo 1 | tee x")), 2, 9);
+        assert_eq!(spaced(&command), "with:\n  echo 1 | tee x\n");
+        assert_eq!(spaced(&fit_to(&command, 9)), "with:\n  echo 1 | tee x\n");
+        assert_eq!(fit_to("  one two three\n\nfour\n", 9), "  one two\n    three\n\nfour\n");
         assert!(wrap(&"word ".repeat(99), 4).lines().all(|line| line.len() <= WIDEST));
     }
 
@@ -180,6 +260,23 @@ mod tests {
         let mut table = Table::new("lrr", ["name", "ms", "none"]);
         table.row(["a\u{e9}".to_owned(), "1.5".to_owned(), String::new()]);
         table.row(["longer".to_owned(), "12.25".to_owned(), String::new()]);
-        assert_eq!(table.text(), "name       ms\na\u{e9}        1.5\nlonger  12.25\n");
+        let text = "name       ms\na\u{e9}        1.5\nlonger  12.25\n";
+        assert_eq!((table.text_within(13), table.text_within(1)), (text.to_owned(), text.to_owned()));
+    }
+
+    #[test]
+    fn columns_that_do_not_fit_follow_as_another_table() {
+        let mut table = Table::new("lrrr", ["name", "ms", "GB/s", "share"]);
+        table.row(["read", "1", "2.5", "80 %"].map(str::to_owned));
+        let parts = "name  ms  GB/s\nread   1   2.5\n\nname  share\nread   80 %\n";
+        assert_eq!((table.text_within(14), table.text_within(20)), (parts.to_owned(), parts.to_owned()));
+        assert_eq!(table.text_within(21), "name  ms  GB/s  share\nread   1   2.5   80 %\n");
+    }
+
+    #[test]
+    fn messages_are_wrapped_and_commands_are_not() {
+        let text = "dmalane: it is full\nhint: to have more: `make it --large` or wait\n";
+        let lines = "dmalane: it is\n  full\nhint: to have\n  more:\n  `make it --large`\n  or wait\n";
+        assert_eq!(wrap_message_to(text, 14), lines);
     }
 }

@@ -10,23 +10,29 @@ use dmalane::load::{Error, Output};
 use serde::Serialize;
 
 use crate::failure::Failure;
+use crate::layout::{fit, spaced};
 
 /// Writes `text` to stdout, without its colours where no terminal shows them or `NO_COLOR` is set.
 pub fn print(text: &str) -> Result<(), Failure> {
     print_or_closed(text).map(drop)
 }
 
+/// As [`print()`], for people: lines that do not fit the terminal are wrapped.
+pub fn print_text(text: &str) -> Result<(), Failure> {
+    print(&fit(text))
+}
+
 /// As [`print()`]; false when nobody reads it any more.
 pub fn print_or_closed(text: &str) -> Result<bool, Failure> {
     let mut out = anstream::AutoStream::auto(io::stdout().lock());
-    let result = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let result = out.write_all(spaced(text).as_bytes()).and_then(|()| out.flush());
     let closed = matches!(&result, Err(e) if e.kind() == ErrorKind::BrokenPipe);
     written(result).map(|()| !closed)
 }
 
 /// Writes `text` to stderr, as [`print()`] writes it to stdout. A closed stderr is no error.
 pub fn print_beside(text: &str) {
-    let _ = anstream::AutoStream::auto(io::stderr().lock()).write_all(text.as_bytes());
+    let _ = anstream::AutoStream::auto(io::stderr().lock()).write_all(spaced(text).as_bytes());
 }
 
 /// `value` as JSON, as [`print_json`] writes it.

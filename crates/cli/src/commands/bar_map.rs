@@ -126,7 +126,7 @@ impl BarMap {
         if self.json {
             output::print_json(&report)?;
         } else {
-            output::print(&text(&report))?;
+            output::print_text(&text(&report))?;
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -155,7 +155,7 @@ impl Compare {
         match (self.json, self.csv) {
             (true, _) => output::print_json(&report::json(&outcome))?,
             (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print(&report::text(&outcome))?,
+            _ => output::print_text(&report::text(&outcome))?,
         }
         let wrong = outcome.loaders.iter().filter(|loader| loader.first.is_ok() && !loader.right);
         let wrong: Vec<&str> = wrong.map(|loader| &*loader.name).collect();

@@ -37,7 +37,7 @@ impl Devices {
                 "devices": devices.iter().map(json).collect::<Vec<_>>(),
                 "kinds": kinds.collect::<Vec<_>>(),
             }))?,
-            false => output::print(&text(&devices))?,
+            false => output::print_text(&text(&devices))?,
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -78,7 +78,7 @@ impl Doctor {
         } else if self.json {
             output::print_json(&report)?;
         } else {
-            output::print(&text(&report))?;
+            output::print_text(&text(&report))?;
         }
         Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }

@@ -50,7 +50,7 @@ impl Inspect {
         match self.what.to_str().and_then(|text| text.parse::<u32>().ok()) {
             Some(pid) => {
                 let found = process(pid, self.least.bytes())?;
-                if self.json { output::print_json(&found)? } else { output::print(&found.text())? }
+                if self.json { output::print_json(&found)? } else { output::print_text(&found.text())? }
             }
             None => {
                 let files = model::files(std::slice::from_ref(&self.what))?;
@@ -58,7 +58,7 @@ impl Inspect {
                 match (&found[..], self.json) {
                     ([only], true) if files[0] == self.what => output::print_json(only)?,
                     (all, true) => output::print_json(&ModelReport::of(&self.what, all))?,
-                    (all, false) => output::print(&ModelReport::of(&self.what, all).text())?,
+                    (all, false) => output::print_text(&ModelReport::of(&self.what, all).text())?,
                 }
             }
         }

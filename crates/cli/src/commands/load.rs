@@ -340,7 +340,7 @@ impl Load {
         match (json, csv) {
             (true, _) => output::print_json(&report::json(&outcome))?,
             (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print(&report::text(&outcome, verbose, self.list))?,
+            _ => output::print_text(&report::text(&outcome, verbose, self.list))?,
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -381,7 +381,7 @@ impl Load {
         match (json, csv) {
             (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
             (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
-            _ => output::print(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
+            _ => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
         }
         device.unload(placed)?;
         Ok(ExitCode::SUCCESS)

@@ -100,7 +100,7 @@ impl Manifest {
             }))?;
             return Ok(ExitCode::SUCCESS);
         }
-        output::print(&format!(
+        output::print_text(&format!(
             "Wrote {}: {} in {}, {} hashed in {} ({})\n",
             output::plain(&to.path().display().to_string()),
             count(tensors, "tensor"),

@@ -24,6 +24,7 @@ use dmalane::{
 use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
 use crate::failure::Failure;
 use crate::job;
+use crate::layout::fit;
 use crate::model::{self, ReadMode};
 use crate::number::{within, yes_or_no};
 use crate::output;
@@ -298,7 +299,7 @@ impl Read {
         let text = match (json, csv) {
             (true, _) => output::json(&report::json(&outcome))?,
             (_, true) => report::csv(&outcome),
-            _ => report::text(&outcome, verbose),
+            _ => fit(&report::text(&outcome, verbose)).into_owned(),
         };
         match exported {
             Some((exported, receiver)) if self.export.runs_command() => {

@@ -12,6 +12,7 @@ use dmalane::DeviceSpec;
 
 use crate::device;
 use crate::failure::Failure;
+use crate::layout::fit;
 use crate::output;
 use watch::Watcher;
 
@@ -79,7 +80,7 @@ impl Top {
             let view = watch.look();
             let text = match self.json {
                 true => serde_json::to_string(&view.json())? + "\n",
-                false => view.text(),
+                false => fit(&view.text()).into_owned(),
             };
             if !output::print_or_closed(&text)? {
                 return Ok(ExitCode::SUCCESS);

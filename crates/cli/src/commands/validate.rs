@@ -358,7 +358,7 @@ impl Validate {
             true => "The first backup stays, because it may be of another file or disk; if not, remove it\n",
             false => "Under the name of the first backup, --recover restores them\n",
         };
-        output::print(&text)?;
+        output::print_text(&text)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -374,7 +374,7 @@ impl Validate {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,
-            _ => output::print(&report::text(outcome, path, self.format.verbose, self.mb))?,
+            _ => output::print_text(&report::text(outcome, path, self.format.verbose, self.mb))?,
         }
         drawn.unwrap_or(Ok(()))
     }

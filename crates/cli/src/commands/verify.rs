@@ -124,7 +124,7 @@ impl Verify {
         if unchecked > 0 {
             text.push_str(&format!("Not checked: {} of the manifest not named\n", count(unchecked, "file")));
         }
-        output::print(&text)?;
+        output::print_text(&text)?;
         Ok(ExitCode::SUCCESS)
     }
 }

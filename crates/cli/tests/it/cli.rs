@@ -7,7 +7,7 @@ use serde_json::Value;
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-    command.args(args).current_dir(env!("CARGO_TARGET_TMPDIR"));
+    command.args(args).current_dir(env!("CARGO_TARGET_TMPDIR")).envs(crate::WIDE);
     command
 }
 
@@ -62,47 +62,6 @@ fn every_help_has_an_example_and_the_exit_status() {
     assert!(stdout(&general).contains("Exit status:\n  0  success\n  1  the job failed"));
     let version = run(&["--version"]);
     assert_eq!(stdout(&version), format!("dmalane {}\n", env!("CARGO_PKG_VERSION")));
-}
-
-#[test]
-fn no_line_is_wider_than_100_columns() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("columns");
-    let _ = std::fs::remove_dir_all(&folder);
-    std::fs::create_dir_all(&folder).unwrap();
-    let mapping = r#"{"va": "0x40000000", "pa": 0, "len": 65536, "access": "rw"}"#;
-    std::fs::write(folder.join("spec.json"), format!(r#"{{"schema": 1, "mappings": [{mapping}]}}"#)).unwrap();
-    for (line, status) in [
-        ("load --sample 8MiB -v --verify --save m.safetensors --list", 0),
-        ("load m.safetensors -v --repeat 2 --trace t --report r --record b -d soft", 0),
-        ("load m.safetensors -v -d ram:64MiB", 0),
-        ("load m.safetensors --dry-run --list", 0),
-        ("read m.safetensors -v", 0),
-        ("read m.safetensors -v -d soft --verify", 0),
-        ("read m.safetensors -v --map --heap memfd", 0),
-        ("inspect m.safetensors", 0),
-        ("manifest m.safetensors -o manifest", 0),
-        ("verify m.safetensors --manifest manifest", 0),
-        ("compare m.safetensors --rounds 1 --only plain-read", 0),
-        ("vm replay b --times", 0),
-        ("vm replay b -d soft", 0),
-        ("validate -j 1 --ddr-only --buffer-size 64KiB --iterations 1 -v --mb", 0),
-        ("doctor", 0),
-        ("devices", 0),
-        ("top --once --interval 0.1", 0),
-        ("iopt formats", 0),
-        ("iopt build spec.json -f x86-64-4level -o image --base 0x1a3000", 0),
-        ("iopt walk image -f x86-64-4level --root 0x1a3000 0x40000000 0", 0),
-        ("iopt dump image -f x86-64-4level --root 0x1a3000", 0),
-        ("card --help", 0),
-    ] {
-        let args: Vec<_> = line.split_whitespace().collect();
-        // `top` shows no commands of other tests.
-        let output = command(&args).current_dir(&folder).env("XDG_RUNTIME_DIR", &folder).output().unwrap();
-        assert_eq!(output.status.code(), Some(status), "{line}: {}", stderr(&output));
-        // A command to be copied is in one piece.
-        let wide = stdout(&output).lines().find(|text| text.chars().count() > 100 && !text.contains(" fix: "));
-        assert_eq!(wide, None, "{line}");
-    }
 }
 
 #[test]

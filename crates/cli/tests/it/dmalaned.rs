@@ -15,7 +15,7 @@ use serde_json::Value;
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalaned"));
-    command.args(args).env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
+    command.args(args).env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").envs(crate::WIDE);
     command
 }
 
@@ -135,7 +135,8 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let child = daemon.stderr(Stdio::piped()).spawn().unwrap();
     drop(wait_for(&path));
     let device = format!("daemon:{socket}");
-    let dmalane = |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args).output().unwrap();
+    let dmalane =
+        |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args).envs(crate::WIDE).output().unwrap();
     let load = |more: &[&str]| dmalane(&[&["load", "-q", "-d", &device], more].concat());
 
     let bytes: Vec<u8> = (0..5_000_001u32).map(|i| (i ^ i >> 9) as u8).collect();

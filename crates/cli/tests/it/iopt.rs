@@ -37,7 +37,7 @@ impl Place {
 
     fn run(&self, line: &str) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        command.arg("iopt").args(line.split_whitespace()).current_dir(self.0.path()).output().unwrap()
+        command.arg("iopt").args(line.split_whitespace()).current_dir(self.0.path()).envs(crate::WIDE).output().unwrap()
     }
 
     fn text(&self, line: &str) -> String {

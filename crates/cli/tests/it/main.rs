@@ -2,6 +2,7 @@
 
 mod card;
 mod cli;
+mod columns;
 mod compare;
 mod dmalaned;
 mod examples;
@@ -28,6 +29,9 @@ fn injecting(what: &str) -> std::process::Command {
     strace.arg(env!("CARGO_BIN_EXE_dmalane"));
     strace
 }
+
+/// The environment of a program that reads messages: each cause is in a line.
+const WIDE: [(&str, &str); 1] = [("COLUMNS", "10000")];
 
 /// How often tests kill a program: 50 times, or as often as `DMALANE_KILLS` says.
 fn kills() -> u64 {

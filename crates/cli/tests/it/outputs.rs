@@ -50,7 +50,8 @@ impl Place {
     /// Runs a command, whose exit status must be this, and gives what it said.
     fn dmalane(&self, line: &str, status: i32) -> String {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        let output = command.args(line.split_whitespace()).current_dir(&self.folder).output().unwrap();
+        let output =
+            command.args(line.split_whitespace()).current_dir(&self.folder).envs(crate::WIDE).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
         said

@@ -63,7 +63,7 @@ fn the_program_has_no_privileges() {
 }
 
 fn dmalane(model: &DriverModel, args: &[&str]) -> Option<Output> {
-    supervisor::run(model, Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args), None)
+    supervisor::run(model, Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args).envs(crate::WIDE), None)
 }
 
 fn text(output: &Output) -> String {

@@ -316,6 +316,7 @@ fn run(folder: &Path, line: &str) -> Result<(i32, String), String> {
         .args(line.split_whitespace())
         .current_dir(folder)
         .env("DMALANE_CONFIG", "")
+        .envs(crate::WIDE)
         .output()
         .unwrap();
     let text = String::from_utf8(output.stderr).unwrap();

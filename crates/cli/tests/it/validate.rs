@@ -8,7 +8,7 @@ use serde_json::Value;
 
 fn run(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-    command.arg("validate").args(args).current_dir(env!("CARGO_TARGET_TMPDIR")).output().unwrap()
+    command.arg("validate").args(args).current_dir(env!("CARGO_TARGET_TMPDIR")).envs(crate::WIDE).output().unwrap()
 }
 
 fn text(bytes: &[u8]) -> &str {

@@ -48,7 +48,7 @@ impl Status {
         if self.json {
             output::print_json(&json(&self.socket, &status))?;
         } else {
-            output::print(&text(&status))?;
+            output::print_text(&text(&status))?;
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::ImageSource;
 use super::formats::{self, DumpRun};
 use crate::failure::Failure;
+use crate::layout::Table;
 use crate::{output, size};
 
 /// An address in JSON: a text, since not every reader keeps all digits of a number above 2^53.
@@ -32,13 +33,14 @@ pub fn formats(json: bool) -> Result<ExitCode, Failure> {
         let formats: Value = FormatId::ALL.iter().map(format).collect();
         output::print_json(&json!({ "schema": 1, "command": "iopt formats", "formats": formats }))?;
     } else {
-        let width = FormatId::ALL.iter().map(|format| format.name().len()).max().unwrap_or(0);
-        let line = |format: &FormatId| {
+        let mut table = Table::new("lrrl", ["format", "input", "output", "page sizes"]);
+        for format in FormatId::ALL {
             let pages: Vec<_> = format.page_sizes().iter().map(|size| size.to_string()).collect();
-            let (input, output) = (format.input_bits(), format.output_bits());
-            format!("{format:<width$}  {input} to {output} bits  {}\n", pages.join(" "))
-        };
-        output::print(&FormatId::ALL.iter().map(line).collect::<String>())?;
+            let bits = [format.input_bits(), format.output_bits()].map(|bits| format!("{bits} bits"));
+            let [input, output] = bits;
+            table.row([format.name().to_owned(), input, output, pages.join(" ")]);
+        }
+        output::print_text(&table.text())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -74,7 +76,7 @@ pub fn built(
             "registers": built.registers.iter().map(register).collect::<Value>(),
         }))?;
     } else {
-        output::print(&built_text(format, output, base, built))?;
+        output::print_text(&built_text(format, output, base, built))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -114,7 +116,7 @@ pub fn walked(source: &ImageSource, walks: &[(u64, Result<Walked, WalkFault>)]) 
             Ok(leaf) => format!("{va:#x} -> {:#x}  {}  {}\n", leaf.to, leaf.access, leaf.size),
             Err(fault) => format!("{va:#x} -> fault at level {}: {}\n", fault.level, fault.kind),
         };
-        output::print(&walks.iter().map(line).collect::<String>())?;
+        output::print_text(&walks.iter().map(line).collect::<String>())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -182,7 +184,7 @@ pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failur
         }
         let plural = if runs.len() == 1 { "" } else { "s" };
         text += &format!("{} run{plural}, {} mapped\n", runs.len(), size::binary(mapped_bytes));
-        output::print(&text)?;
+        output::print_text(&text)?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -15,6 +15,7 @@ use serde_json::json;
 
 use super::report::{chain, each_of, times_json};
 use crate::failure::Failure;
+use crate::layout::Table;
 use crate::output::{self, plain};
 use crate::size;
 
@@ -356,7 +357,7 @@ pub fn run(
             let _ = write!(text, " (each stands for {} of the trace)", size::binary(granule));
         }
         let _ = writeln!(text, "\n{} operations, {refused} refused, {} skipped", all.len(), operations.skipped);
-        let _ = writeln!(text, "{:<34}{:>14}{:>14}{:>14}", "ns per operation", "first bind", "other binds", "unbinds");
+        let mut table = Table::new("lrrr", ["ns per operation", "first bind", "other binds", "unbinds"]);
         for (what, times) in [
             ("one by one".to_owned(), &one_by_one),
             ("one by one, each waited for".to_owned(), &waited),
@@ -366,9 +367,11 @@ pub fn run(
         ] {
             let cells = [&times.first_bind, &times.other_binds, &times.unbinds]
                 .map(|timed| each_of(timed).map_or_else(|| "-".to_owned(), |(ns, _)| format!("{ns:.1}")));
-            let _ = writeln!(text, "{what:<34}{:>14}{:>14}{:>14}", cells[0], cells[1], cells[2]);
+            let [first, others, unbinds] = cells;
+            table.row([what, first, others, unbinds]);
         }
-        output::print(&text)?;
+        text += &table.text();
+        output::print_text(&text)?;
     }
     match first_refused {
         None => Ok(()),

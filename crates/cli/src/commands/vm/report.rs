@@ -9,6 +9,7 @@ use dmalane::vm::{AnyVm, Mapped, MappedSource};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::layout::{fit_to, limit};
 use crate::output::plain;
 use crate::size;
 
@@ -16,6 +17,8 @@ use crate::size;
 pub struct ReplayReport {
     out: BufWriter<Stdout>,
     json: bool,
+    /// Columns of a line of text.
+    columns: Option<usize>,
     /// The next element of a list is its first.
     first: bool,
     result: io::Result<()>,
@@ -64,7 +67,8 @@ fn hex(number: u64) -> String {
 impl ReplayReport {
     /// Begins the report.
     pub fn new(trace: &str, format: FormatId, vm: &dyn AnyVm, json: bool) -> Self {
-        let mut report = Self { out: BufWriter::new(io::stdout()), json, first: true, result: Ok(()) };
+        let columns = limit().filter(|_| !json);
+        let mut report = Self { out: BufWriter::new(io::stdout()), json, columns, first: true, result: Ok(()) };
         if json {
             let range = json!({ "va": hex(vm.range().first().bits()), "len": vm.range().len() });
             let head = json!({
@@ -81,10 +85,19 @@ impl ReplayReport {
         report
     }
 
-    fn write(&mut self, write: impl FnOnce(&mut BufWriter<Stdout>) -> io::Result<()>) {
-        if self.result.is_ok() {
-            self.result = write(&mut self.out);
+    /// Writes whole lines, or parts of JSON.
+    fn write(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
+        if self.result.is_err() {
+            return;
         }
+        self.result = match self.columns {
+            None => write(&mut self.out),
+            Some(columns) => {
+                let mut lines = Vec::new();
+                let written = write(&mut lines);
+                written.and_then(|()| self.out.write_all(fit_to(&String::from_utf8_lossy(&lines), columns).as_bytes()))
+            }
+        };
     }
 
     /// An element of the list that is being written.
@@ -176,8 +189,7 @@ impl ReplayReport {
                 Ok(())
             });
         }
-        self.write(|out| out.flush());
-        self.result
+        self.result.and_then(|()| self.out.flush())
     }
 
     fn run(&mut self, run: &Mapped) {
