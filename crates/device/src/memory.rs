@@ -76,8 +76,9 @@ pub enum MemoryError {
     },
     /// No free range is long enough.
     #[error(
-        "needs {needed} bytes of {placement} memory, {range} of them in one range at {align} alignment; the largest \
-         free range has {largest}"
+        "too little device memory is free{}: {} are needed, {} of them in one piece at a multiple of {align}, and the \
+         largest free piece has {}",
+        place(placement), size(*needed), size(*range), size(*largest)
     )]
     Full {
         /// Bytes asked for.
@@ -92,7 +93,7 @@ pub enum MemoryError {
         largest: u64,
     },
     /// The device's driver has no memory for it.
-    #[error("cannot allocate {len} bytes of {placement} memory: {source}")]
+    #[error("cannot allocate {} of device memory{}: {source}", size(*len), place(placement))]
     Driver {
         /// Bytes of the range.
         len: u64,
@@ -104,6 +105,28 @@ pub enum MemoryError {
     /// Memory was given back wrongly: a bug.
     #[error(transparent)]
     Range(#[from] RangeError<CardAddr>),
+}
+
+/// Where memory was asked for, for people; nothing for the memory that is taken by default.
+fn place(placement: &Placement) -> String {
+    match placement {
+        Placement::Default => String::new(),
+        named => format!(" in {named}"),
+    }
+}
+
+/// Bytes for people, rounded up in the unit that fits.
+fn size(bytes: u64) -> String {
+    let (unit, name) = match bytes {
+        0..0x400 => return format!("{bytes} bytes"),
+        0x400..0x10_0000 => (1 << 10, "KiB"),
+        0x10_0000..0x4000_0000 => (1 << 20, "MiB"),
+        _ => (1u64 << 30, "GiB"),
+    };
+    match bytes.is_multiple_of(unit) {
+        true => format!("{} {name}", bytes / unit),
+        false => format!("{:.2} {name}", (bytes as f64 / unit as f64 * 100.0).ceil() / 100.0),
+    }
 }
 
 /// Bytes per stripe: the largest leaf that a bind can use.
@@ -645,6 +668,17 @@ mod tests {
     }
 
     #[test]
+    fn a_full_memory_says_so_in_sizes_and_words() {
+        let mut m = memory();
+        let refused = m.allocate(1 << 40, &Placement::Default).unwrap_err().to_string();
+        assert!(refused.starts_with("too little device memory is free: 1024 GiB are needed, "), "{refused}");
+        let refused = m.allocate(1 << 40, &Placement::HBM).unwrap_err().to_string();
+        assert!(refused.starts_with("too little device memory is free in hbm: 1024 GiB are needed, "), "{refused}");
+        let sizes = [7, 1024, 1025, 8_400_896, 1 << 20, (1 << 20) - 1, 3 << 29].map(size);
+        assert_eq!(sizes, ["7 bytes", "1 KiB", "1.01 KiB", "8.02 MiB", "1 MiB", "1024.00 KiB", "1.50 GiB"]);
+    }
+
+    #[test]
     fn a_driver_allocates_what_is_taken_and_its_refusal_takes_nothing() {
         let given = std::sync::Arc::default();
         let mut m = memory().driven_by(Driver(6 * MIB, std::sync::Arc::clone(&given)));
@@ -655,7 +689,7 @@ mod tests {
         let ddr = m.allocate(MIB, &Placement::DDR).unwrap();
         live(MIB);
         let refused = m.allocate(10 * MIB, &Placement::HBM).unwrap_err();
-        assert_eq!(refused.to_string(), "cannot allocate 2097152 bytes of hbm memory: out of memory");
+        assert_eq!(refused.to_string(), "cannot allocate 2 MiB of device memory in hbm: out of memory");
         assert!(matches!(m.reserve(6 * MIB), Err(MemoryError::Driver { .. })));
         live(MIB);
         let span = m.reserve(5 * MIB).unwrap();

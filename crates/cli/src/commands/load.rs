@@ -53,6 +53,8 @@ Examples:
     encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
 Safetensors, GGUF and NumPy files are parsed; any other file is loaded as one run of bytes.
+To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export and --send-to
+hand a file in host memory to another process.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
 Addresses are START..END, without END. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30).
 
@@ -61,7 +63,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 /// Load files into device memory.
 ///
 /// Parses safetensors, GGUF and NumPy files and binds each tensor at its own device address. Loads any other file as
-/// one run of bytes.
+/// one run of bytes. Measures and checks: the device memory is freed when the command ends.
 #[derive(Args)]
 #[command(
     after_help = EXAMPLES,

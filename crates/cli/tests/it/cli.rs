@@ -812,7 +812,7 @@ fn a_dry_run_says_where_everything_would_be() {
     }
     let text = run(&["load", &model, "--dry-run", "--list"]);
     let text = stdout(&text);
-    assert!(text.starts_with("Would load 5 tensors of 1 file onto soft: 2"), "{text}");
+    assert!(text.starts_with("Would load 5 tensors in 1 file onto soft: 2"), "{text}");
     assert!(text.contains("\nembeddings.weight ") && text.lines().all(|line| line.len() <= 100), "{text}");
     assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: ram:"));
     complains(&["load", &model, "--dry-run", "--save", "x"], 2);

@@ -309,6 +309,13 @@ fn a_replay_in_the_address_space_of_a_device() {
     }
     let (status, text, _) = place.run("vm replay trace.jsonl -d soft --times");
     assert!(status == 0 && text.contains("one by one, each waited for"), "{text}");
+    // As many as without a device, lines of `bo` included.
+    let (_, alone, _) = place.run("vm replay trace.jsonl --times");
+    let operations = |text: &str| {
+        let line = text.lines().find(|line| line.contains(" operations, ")).unwrap_or_else(|| panic!("{text}"));
+        line.split(',').next().unwrap().to_owned()
+    };
+    assert_eq!(operations(&text), operations(&alone));
 
     for (lines, line, says) in [
         (&[HEADER, BO, BIND][..], "-d ram:64MiB", "binds nothing: its addresses are those of its memory"),
@@ -318,7 +325,7 @@ fn a_replay_in_the_address_space_of_a_device() {
         (
             &[HEADER, BO, &BIND.replace("0xc000", "0xc00000")],
             "-d soft",
-            "1 of 1 operations refused, the first in line 3",
+            "1 of 2 operations refused, the first in line 3",
         ),
         (&[HEADER, &BO.replace("0x40000", "0x4000000000000"), BIND], "-d soft", "no memory for the trace's buffers"),
         (&[HEADER, BO, BIND], "-d floppy", "floppy"),

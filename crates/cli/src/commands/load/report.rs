@@ -226,7 +226,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     let bytes = placed.files.iter().map(LoadedFile::device_bytes).sum();
     let mut out = wrap(
         &format!(
-            "Would load {} of {} onto {}: {} of its memory",
+            "Would load {} in {} onto {}: {} of its memory",
             count(tensors(placed), "tensor"),
             count(placed.files.len(), "file"),
             plain(device),
@@ -238,7 +238,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
         let path = plain(&file.path.to_string_lossy());
         let (kind, tensors) = (file.model.container.name(), count(file.model.tensors.len(), "tensor"));
         let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
-        let at = if at.is_empty() { String::new() } else { format!(" at {}", at.join(", ")) };
+        let at = if at.is_empty() { String::new() } else { format!(", device VA {}", at.join(", ")) };
         let how = plain(&input.queue.how().to_string());
         out += &wrap(&format!("{path}: {kind}, {tensors}, {}{at}; {how}", binary(file.device_bytes())), 2);
     }

@@ -1,6 +1,6 @@
 //! A replay through the address space of a device, beside the bind manager's own tables.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::fmt::Write;
 use std::io::{BufRead, Error as IoError};
@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::report::{chain, each_of, times_json};
 use crate::failure::Failure;
-use crate::layout::Table;
+use crate::layout::{Table, count};
 use crate::output::{self, plain};
 use crate::size;
 
@@ -34,6 +34,8 @@ pub struct Operations {
     /// The number of each buffer object, which ids are not: they are used again.
     next: u64,
     skipped: u64,
+    /// Lines of the trace, as a replay without a device counts its operations.
+    lines: u64,
 }
 
 impl Operations {
@@ -47,6 +49,7 @@ impl Operations {
                 Some(dmalane::vm::trace::Line::Bytes(bytes)) if bytes.trim_ascii().is_empty() => continue,
                 Some(line) => TraceOperation::parse(line),
             };
+            this.lines += 1;
             let at = lines.number();
             let bad = |e: &dyn Error| Failure::new(format!("{name}: line {at}: {}", plain(&chain(e))));
             match parsed.map_err(|(_, e)| bad(&e))? {
@@ -295,6 +298,10 @@ pub fn run(
     })?;
     let good: Vec<_> = all.iter().zip(&bad).filter(|(_, bad)| !**bad).map(|(request, _)| request.clone()).collect();
     let refused = all.len() - good.len();
+    // As a replay without a device counts: a line is an operation.
+    let lines = operations.lines;
+    let refused_lines = translated.requests.iter().zip(&bad).filter(|(_, bad)| **bad).map(|((line, _), _)| *line);
+    let refused_lines = refused_lines.collect::<BTreeSet<u64>>().len();
     let mut on_device = |batch: usize, waits: bool| {
         clear(space, &translated.windows)?;
         let mut left = good.len();
@@ -342,6 +349,7 @@ pub fn run(
             "bos": bos,
             "bytes": bytes,
             "batch": batch,
+            "lines": lines,
             "operations": all.len(),
             "refused": refused,
             "skipped": operations.skipped,
@@ -356,7 +364,13 @@ pub fn run(
         if scale > 1 {
             let _ = write!(text, " (each stands for {} of the trace)", size::binary(granule));
         }
-        let _ = writeln!(text, "\n{} operations, {refused} refused, {} skipped", all.len(), operations.skipped);
+        let _ = writeln!(
+            text,
+            "\n{}, {refused_lines} refused, {} skipped; {} of the device",
+            count(lines as usize, "operation"),
+            operations.skipped,
+            all.len()
+        );
         let mut table = Table::new("lrrr", ["ns per operation", "first bind", "other binds", "unbinds"]);
         for (what, times) in [
             ("one by one".to_owned(), &one_by_one),
@@ -376,8 +390,8 @@ pub fn run(
     match first_refused {
         None => Ok(()),
         Some((line, why)) => Err(Failure::new(format!(
-            "{name}: {refused} of {} operations refused, the first in line {line}: {}",
-            all.len(),
+            "{name}: {refused_lines} of {} refused, the first in line {line}: {}",
+            count(lines as usize, "operation"),
             plain(&why)
         ))),
     }
