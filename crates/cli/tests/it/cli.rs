@@ -840,6 +840,35 @@ fn a_report_of_many_tensors_takes_little_memory() {
     assert_eq!((tensors.len(), &report["tensors"], &tensors[99_999]["bytes"]), (100_000, &100_000.into(), &0.into()));
 }
 
+/// Quadratic work would take hours, and a copy of each name for each step more memory than this.
+#[test]
+fn two_hundred_thousand_tensors_take_little_time_and_memory() {
+    let path = folder("tensors").join("m.safetensors");
+    // One of ten has bytes.
+    let tensor = |i: u32| {
+        let (start, len) = (i.div_ceil(10) * 16, if i.is_multiple_of(10) { 16 } else { 0 });
+        let end = start + len;
+        format!("\"model.layers.{i}.weight\":{{\"dtype\":\"U8\",\"shape\":[{len}],\"data_offsets\":[{start},{end}]}}")
+    };
+    let header = format!("{{{}}}", (0..200_000).map(tensor).collect::<Vec<_>>().join(","));
+    let data = vec![7; 20_000 * 16];
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()).unwrap();
+    let program = env!("CARGO_BIN_EXE_dmalane");
+    for (line, shows) in [
+        ("inspect \"$0\"", "in the page cache"),
+        ("load \"$0\" -d ram:100MiB --verify", "200000 tensors"),
+        ("load \"$0\" -d ram:100MiB --list", "model.layers.199999.weight"),
+        ("load \"$0\" -d soft --card-ddr 256MiB --card-hbm 4MiB", "200000 tensors"),
+        ("read \"$0\" -d ram:100MiB --verify", "GB/s"),
+        ("manifest \"$0\"", "model.layers.199999.weight"),
+    ] {
+        let line = format!("ulimit -v 1000000 -t 60; exec {program} {line}");
+        let output = Command::new("sh").args(["-c", &line]).arg(&path).output().unwrap();
+        assert!(output.status.success(), "{line}: {}", stderr(&output));
+        assert!(stdout(&output).contains(shows), "{line}");
+    }
+}
+
 #[test]
 fn options_come_from_a_file_and_from_the_environment() {
     let folder = folder("config");
