@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
@@ -11,10 +12,11 @@ use clap::{Arg, Args, Command};
 use dmalane::daemon::ClientError;
 use dmalane::daemon::wire::Code;
 use dmalane::device::{BackingFiles, MemoryError};
-use dmalane::file::HoldsData;
+use dmalane::file::{FileDeviceError, HoldsData};
 use dmalane::registry::{self, KINDS};
 use dmalane::sim::Workers;
-use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
+use dmalane::vfio::Bdf;
+use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
 use crate::size::{self, Size, binary};
@@ -109,7 +111,15 @@ pub fn help(what: &str) -> String {
 
 /// Parses the name of a device.
 pub fn parse(text: &str) -> Result<DeviceSpec, String> {
-    text.parse().map_err(|e| format!("{e}\nhint: `dmalane devices` lists the devices of this machine"))
+    text.parse().map_err(|e: BadDeviceSpec| {
+        let meant = |kind: &str| format!("did you mean `-d {kind}:{text}`? `dmalane devices` describes all kinds");
+        let hint = match &e {
+            BadDeviceSpec::Kind { .. } if text.starts_with(['/', '.']) => meant("file"),
+            BadDeviceSpec::Kind { .. } if text.parse::<Bdf>().is_ok() => meant("vfio"),
+            _ => "`dmalane devices` lists the devices of this machine".to_owned(),
+        };
+        format!("{e}\nhint: {hint}")
+    })
 }
 
 /// Refuses options that devices of this kind do not have. To be called before anything else is touched.
@@ -177,9 +187,53 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
             binary(options.card_ddr.unwrap_or(CARD_DDR.bytes())),
             binary(options.card_hbm.unwrap_or(CARD_HBM.bytes()))
         ),
-        _ => return failure,
+        _ if matches!(source.downcast_ref(), Some(ClientError::Connect { .. })) => {
+            "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it".to_owned()
+        }
+        _ => match source.downcast_ref::<FileDeviceError>() {
+            Some(error) => match file_hint(error) {
+                Some(hint) => hint,
+                None => return failure,
+            },
+            None if spec.kind().needs_driver => {
+                "`dmalane doctor` says what this machine lacks for it, `dmalane devices` lists what it has".to_owned()
+            }
+            None => return failure,
+        },
     };
     failure.hint(hint)
+}
+
+/// What helps against the error of opening a file as a device.
+fn file_hint(error: &FileDeviceError) -> Option<String> {
+    let hint = match error {
+        FileDeviceError::Open { path, source, .. } => match source.kind() {
+            ErrorKind::NotFound if is_node(path) => {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                let driver = name.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap_or_default();
+                let like = path.with_file_name(format!("{driver}*"));
+                return Some(format!("a driver makes this node: is it loaded, and `ls {}` empty?", like.display()));
+            }
+            ErrorKind::NotFound => {
+                return Some(format!("`truncate -s 1GiB {}` makes a file to be used as device memory", path.display()));
+            }
+            ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+                "device memory is written: it must be readable and writable for you"
+            }
+            _ => return None,
+        },
+        FileDeviceError::InUse(_) => "unmount it first: device memory is written",
+        FileDeviceError::ProbeAt { .. } => "for example --probe-at 1MiB",
+        FileDeviceError::NotMemory { .. } => "name the file of each direction: file:PATH,c2h=PATH",
+        FileDeviceError::NoDirect { .. } => "without --direct it is used through the page cache",
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+/// True for the name of a driver's node, which is not made like a file.
+fn is_node(path: &Path) -> bool {
+    path.starts_with("/dev") && !path.starts_with("/dev/shm")
 }
 
 /// Refuses an input that is the device's memory, which would be overwritten while it is read.
@@ -203,9 +257,11 @@ pub fn check_inputs<'a>(
 /// Adds what helps when device memory was refused because a file holds data there.
 pub fn with_overwrite_hint(failure: Failure, error: &MemoryError) -> Failure {
     match error {
-        MemoryError::Driver { source, .. } if source.is::<HoldsData>() => {
-            failure.hint("--overwrite loses the data; `truncate -s SIZE FILE` makes a file without any")
-        }
+        MemoryError::Driver { source, .. } => match source.downcast_ref::<HoldsData>() {
+            Some(HoldsData { path }) if is_node(path) => failure.hint("--overwrite loses the data"),
+            Some(_) => failure.hint("--overwrite loses the data; `truncate -s SIZE FILE` makes a file without any"),
+            None => failure,
+        },
         _ => failure,
     }
 }

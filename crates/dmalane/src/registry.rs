@@ -33,6 +33,8 @@ pub struct DeviceKind {
     /// The process that has the device, which must be able to map the memory that is transferred; `None` for this
     /// process and the kernel.
     pub served_by: Option<&'static str>,
+    /// True where a driver of this machine must have found it; what is missing then is what `dmalane doctor` says.
+    pub needs_driver: bool,
     /// The option or the name of a device that has so many bytes in a group of its regions, in words of the command
     /// line; `None` where there is none.
     pub more: fn(&str, u64) -> Option<String>,
@@ -51,37 +53,37 @@ type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 #[rustfmt::skip] // one line for what it is, one for what it does
 pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
-        options: SOFT, always_flat: false, served_by: None, more: own,
+        options: SOFT, always_flat: false, served_by: None, needs_driver: false, more: own,
         check: nothing, list: list_soft, open: soft },
     DeviceKind { name: "daemon", syntax: "daemon[:SOCKET[,server-uid=UID]]", about: "a function of a dmalaned's card",
-        options: DAEMON, always_flat: false, served_by: Some("the daemon"), more: granted,
+        options: DAEMON, always_flat: false, served_by: Some("the daemon"), needs_driver: false, more: granted,
         check: daemon_socket, list: list_daemon, open: daemon },
     DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a dmalane card (PCI ID 4c44:0001) bound to vfio-pci",
-        options: CARD, always_flat: false, served_by: None, more: fixed,
+        options: CARD, always_flat: false, served_by: None, needs_driver: true, more: fixed,
         check: parse::<Bdf>, list: list_vfio, open: vfio },
     DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket",
-        options: CARD, always_flat: false, served_by: Some("the process that serves it"), more: fixed,
-        check: socket, list: none, open: vfio_user },
+        options: CARD, always_flat: false, served_by: Some("the process that serves it"), needs_driver: false,
+        more: fixed, check: socket, list: none, open: vfio_user },
     DeviceKind { name: "file", syntax: "file:PATH[,c2h=PATH]",
         about: "a file, block device or DMA driver's node as device memory",
-        options: &["file", "overwrite"], always_flat: true, served_by: None, more: longer,
+        options: &["file", "overwrite"], always_flat: true, served_by: None, needs_driver: false, more: longer,
         check: parse::<FileDevicePaths>, list: none, open: file },
     DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process",
-        options: &[], always_flat: true, served_by: None, more: named,
+        options: &[], always_flat: true, served_by: None, needs_driver: false, more: named,
         check: size, list: none, open: ram },
     DeviceKind { name: "vulkan", syntax: "vulkan:NUMBER|NAME|UUID[,flat][,channels=N]",
         about: "a GPU, through its Vulkan driver",
-        options: &["flat", "vulkan"], always_flat: false, served_by: None, more: fixed,
+        options: &["flat", "vulkan"], always_flat: false, served_by: None, needs_driver: true, more: fixed,
         check: gpu, list: list_vulkan, open: vulkan },
     DeviceKind { name: "cuda", syntax: "cuda:NUMBER|UUID[,vmm][,lib=PATH]",
         about: "an NVIDIA GPU, through the CUDA driver",
-        options: &[], always_flat: true, served_by: None, more: fixed,
+        options: &[], always_flat: true, served_by: None, needs_driver: true, more: fixed,
         check: parse::<GpuName>, list: list_cuda, open: cuda },
     DeviceKind { name: "slash", syntax: "slash:N", about: "an AMD V80 of the driver SLASH (/dev/slash_qdma_ctlN)",
-        options: &["slash"], always_flat: true, served_by: None, more: fixed,
+        options: &["slash"], always_flat: true, served_by: None, needs_driver: true, more: fixed,
         check: parse::<Node>, list: list_slash, open: slash },
     DeviceKind { name: "vrtd", syntax: "vrtd[:SOCKET][#N]", about: "an AMD V80 that SLASH's daemon vrtd lends",
-        options: &["slash"], always_flat: true, served_by: None, more: fixed,
+        options: &["slash"], always_flat: true, served_by: None, needs_driver: true, more: fixed,
         check: parse::<VrtdName>, list: list_vrtd, open: vrtd },
 ];
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::file::{FileDeviceError, FileDeviceOptions};
+use dmalane::file::FileDeviceOptions;
 use dmalane::load::Output;
 use dmalane::slash::SlashOptions;
 use dmalane::validate::{
@@ -22,7 +22,7 @@ use dmalane::validate::{
     TestedDevice, ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, recover,
     run_into as measure,
 };
-use dmalane::{DeviceSpec, OpenError, OpenOptions};
+use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
@@ -347,7 +347,7 @@ impl Validate {
     /// Restores the backup of a run that was killed.
     fn recover_backup(&self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| self.cannot_open(&e, &options))?;
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
         let Recovered { backup, range, kept, stays } = recover(&*device).map_err(|e| self.failure(e))?;
         let (backup, kept) = (backup.display(), kept.display());
         let mut text = format!(
@@ -507,7 +507,7 @@ impl Validate {
     fn targets(&self, plot: &mut Option<Output>) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
         let options = self.open_options();
         let mut target = |catch_up| {
-            let device = options.device(&self.device).map_err(|e| self.cannot_open(&e, &options))?;
+            let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
             let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
             let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
             if let Some(to) = plot.take() {
@@ -538,27 +538,6 @@ impl Validate {
             _ if named => Contents::Overwrite,
             _ => Contents::Refuse,
         }
-    }
-
-    /// The error of opening the device, with what helps against it.
-    fn cannot_open(&self, error: &OpenError, options: &OpenOptions) -> Failure {
-        let failure = device::cannot_open(error, options);
-        let OpenError::Device { source, .. } = error else { return failure };
-        let hint = match source.downcast_ref::<FileDeviceError>() {
-            Some(FileDeviceError::Open { source, .. }) => match source.kind() {
-                std::io::ErrorKind::NotFound => "make a file to measure with: truncate -s 1GiB /dev/shm/memory",
-                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
-                    "validating writes to the device: it must be readable and writable for you"
-                }
-                _ => return failure,
-            },
-            Some(FileDeviceError::InUse(_)) => "unmount it first; validating writes to it",
-            Some(FileDeviceError::ProbeAt { .. }) => "for example --probe-at 1MiB",
-            Some(FileDeviceError::NotMemory { .. }) => "name the file of each direction: file:PATH,c2h=PATH",
-            Some(FileDeviceError::NoDirect { .. }) => "without --direct it is used through the page cache",
-            _ => return failure,
-        };
-        failure.hint(hint)
     }
 
     /// The error with what helps against it. ValidateSettings that the device cannot have are usage errors.

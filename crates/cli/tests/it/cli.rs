@@ -840,6 +840,23 @@ fn a_report_of_many_tensors_takes_little_memory() {
     assert_eq!((tensors.len(), &report["tensors"], &tensors[99_999]["bytes"]), (100_000, &100_000.into(), &0.into()));
 }
 
+#[test]
+fn devices_that_are_not_there_come_with_a_way_to_them() {
+    let model = folder("hints").join("m.bin");
+    std::fs::write(&model, [7; 5000]).unwrap();
+    for (device, status, hint) in [
+        ("/dev/xdma0_h2c_0", 2, "did you mean `-d file:/dev/xdma0_h2c_0`?"),
+        ("0000:01:00.0", 2, "did you mean `-d vfio:0000:01:00.0`?"),
+        ("cuda:0,lib=/nowhere/libcuda.so", 1, "`dmalane doctor` says what this machine lacks for it"),
+        ("daemon:/nowhere", 1, "`dmalaned --socket SOCKET` shares a card"),
+        ("file:/dev/xdma0_h2c_0", 1, "a driver makes this node: is it loaded, and `ls /dev/xdma*` empty?"),
+        ("file:/nowhere/memory", 1, "`truncate -s 1GiB /nowhere/memory` makes a file"),
+    ] {
+        let text = complains(&["load", model.to_str().unwrap(), "-d", device], status);
+        assert!(text.contains(&format!("hint: {hint}")), "{device}: {text}");
+    }
+}
+
 /// Quadratic work would take hours, and a copy of each name for each step more memory than this.
 #[test]
 fn two_hundred_thousand_tensors_take_little_time_and_memory() {

@@ -466,7 +466,7 @@ fn an_error_of_the_device_is_not_said_to_be_one_of_the_backup() {
     let mut strace = Command::new("strace");
     strace.args(["-f", "-o", "/dev/null", "-P", &path, "-e", "inject=pread64:error=EIO"]);
     strace.args([env!("CARGO_BIN_EXE_dmalane"), "validate", "-d", &device, "--restore"]);
-    let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB"]).output() else {
+    let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB"]).envs(crate::WIDE).output() else {
         return println!("SKIPPED: no strace");
     };
     let said = text(&output.stderr);
@@ -498,7 +498,7 @@ fn a_file_without_a_place_for_a_backup_is_not_written() {
     let mut command = Command::new("unshare");
     command.args(["-rm", "sh", "-c", "mount --bind card apart/card || exit 77; exec \"$@\"", "sh"]);
     command.args([env!("CARGO_BIN_EXE_dmalane"), "validate", "-d", "file:apart/card"]).args(args);
-    match command.current_dir(folder.path()).output() {
+    match command.current_dir(folder.path()).envs(crate::WIDE).output() {
         Ok(output) if output.status.code() != Some(77) && !text(&output.stderr).starts_with("unshare") => {
             let said = text(&output.stderr);
             assert!(output.status.code() == Some(1) && said.contains("mounted apart from its folder"), "{said}");
@@ -669,7 +669,7 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
             "does not keep what is written",
             "hint: name the file of each",
         ),
-        (&["-d", &missing], "No such file", "hint: make a file"),
+        (&["-d", &missing], "No such file", "hint: `truncate -s 1GiB "),
         (&["-d", &folder], "is a directory, which has no addresses", ""),
         (&["-d", "file:/dev/zero"], "/dev/zero is a character device", "hint: name the first address that may"),
     ] {

@@ -424,7 +424,7 @@ impl Device for FileDevice {
             true => format!("file:{}", h2c.display()),
             false => format!("file:h2c={},c2h={}", h2c.display(), c2h.display()),
         };
-        DeviceInfo { name, notes: vec![format!("by {}", self.how())], ..DeviceInfo::default() }
+        DeviceInfo { name, notes: vec![format!("by {}", self.how())], processors: 1, ..DeviceInfo::default() }
     }
 
     fn regions(&self) -> &[Region] {
