@@ -37,7 +37,8 @@ impl PlainBinds {
     /// each, and one for the access to all.
     ///
     /// # Errors
-    /// [`Error::NotAllocated`] for pages that there are not, [`Error::Mapped`] where something is bound; [`Error::Call`].
+    /// [`Error::NotAllocated`] for pages that there are not, [`Error::Mapped`] where something is bound;
+    /// [`Error::Call`].
     pub fn bind(&mut self, first: u64, pages: &[u64]) -> Result<(), Error> {
         let (driver, _current) = (self.context.driver, self.context.current()?);
         let at = self.at + first * self.page;
