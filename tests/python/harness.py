@@ -30,7 +30,7 @@ class Dmalane:
         return subprocess.run(
             [*map(str, prefix), *self.command(*args)],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout,
-            env=os.environ | {"RUST_BACKTRACE": "0"},
+            env=os.environ | {"RUST_BACKTRACE": "0", "COLUMNS": "10000"},  # each cause in a line
         )
 
     def load(self, *args, **kwargs):

@@ -16,7 +16,8 @@ fn file() -> tempfile::NamedTempFile {
 
 fn run(before: &str, args: &str, file: &Path) -> Output {
     let line = format!("{before} exec {} read {} {args}", env!("CARGO_BIN_EXE_dmalane"), file.display());
-    Command::new("sh").args(["-c", &line]).output().unwrap()
+    // Messages with each cause in a line.
+    Command::new("sh").args(["-c", &line]).env("COLUMNS", "10000").output().unwrap()
 }
 
 fn refused(output: &Output) -> String {
