@@ -204,7 +204,7 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
     failure.hint(hint)
 }
 
-/// What helps against the error of opening a file as a device.
+/// A way out of an error of opening a file as a device.
 fn file_hint(error: &FileDeviceError) -> Option<String> {
     let hint = match error {
         FileDeviceError::Open { path, source, .. } => match source.kind() {

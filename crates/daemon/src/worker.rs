@@ -30,7 +30,7 @@ const MAX_TIME_COST: i64 = 2_000_000 * NANOSECOND_COST;
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
-/// What a step may cost at most, and at least where such steps take long.
+/// The limit of a step's cost: at most, and at least where such steps take long.
 const MAX_STEP: u64 = 1 << 20;
 const MIN_STEP: u64 = 32 << 10;
 /// Where steps take longer than this, the next ones are shorter: a user whose few operations end sooner than that has
@@ -82,7 +82,7 @@ struct Turn {
     next: usize,
     /// The turn was cut short by the user's limit, and continues in the user's next round.
     continues: bool,
-    /// What the next step may cost.
+    /// The limit of the next step's cost.
     most: u64,
 }
 

@@ -59,7 +59,7 @@ pub trait Device: Send {
     /// Copies by its driver alone, for a reference beside its queues; `None` where queues are all that moves bytes.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// The driver refused it.
     fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn Error + Send + Sync>> {
         Ok(None)
     }

@@ -12,7 +12,7 @@ pub trait DriverCopies: Send {
     /// end of the last. No two copies use the same memory.
     ///
     /// # Errors
-    /// What the driver refuses, and memory that is not registered with the device or not allocated there; some of the
+    /// The driver refused a copy, or its memory is not registered with the device or not allocated there; some of the
     /// bytes may have been copied.
     fn copy(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn Error + Send + Sync>>;
 }

@@ -85,7 +85,7 @@ fn no_line_is_wider_than_100_columns_or_the_environment_says() {
     }
 }
 
-/// What a command shows in a terminal of so many columns, without colours.
+/// The text that a command shows in a terminal of so many columns, without colours.
 fn shown(mut command: Command, columns: u16) -> String {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&master).unwrap();

@@ -6,7 +6,6 @@ use dmalane_addr::Iova;
 use dmalane_card::regs::{self, BAR_MEMORY};
 use dmalane_card::{Descriptor, Task};
 use dmalane_dma::{Mmio, SharedBuf};
-use dmalane_queue::Work;
 
 /// Connections of the hostile user.
 const CONNECTIONS: usize = 48;

@@ -24,7 +24,7 @@ use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader};
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
-use dmalane_queue::{Cancelled, DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered, Shape};
+use dmalane_queue::{Cancelled, DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered, Shape, Work};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
@@ -578,11 +578,31 @@ impl Copies {
         took.sort();
         took
     }
+
+    /// Compares the memory with what was copied from it. It is at rest, and not zeroes.
+    fn check(self) {
+        let Self { mut queue, ready, .. } = self;
+        for operation in ready {
+            let Work::Copy { host, at, .. } = operation.work else { unreachable!("a copy") };
+            let _ticket = queue.submit(Operation::compare(host, at)).unwrap();
+        }
+        queue.flush();
+        let mut ended = Vec::new();
+        while queue.in_flight() > 0 {
+            queue.wait(&mut ended, Duration::from_secs(20));
+        }
+        assert!(!ended.is_empty() && ended.iter().all(|completion| completion.result.is_ok()), "other bytes");
+    }
 }
 
 /// Clients that measure: for copies of 1 MiB, few and many in flight, and for short ones.
 fn measured(daemon: &Daemon) -> [Copies; 3] {
-    [(MIB, 4), (MIB, 16), (4096, 1)].map(|(len, parts)| Copies::new(patient(daemon), len, parts, |copy| copy))
+    [(MIB, 4), (MIB, 16), (4096, 1)].map(|(len, parts)| {
+        let copies = Copies::new(patient(daemon), len, parts, |copy| copy);
+        let bytes: Vec<u8> = (0..len * parts).map(|i| (i % 251) as u8 + 1).collect();
+        rustix::io::pwrite(&copies.memory, &bytes, 0).unwrap();
+        copies
+    })
 }
 
 fn patient(daemon: &Daemon) -> Client {
@@ -595,7 +615,7 @@ fn rate(copies: &mut Copies, time: Duration) -> f64 {
     copies.run(time).len() as f64 * MIB as f64 / start.elapsed().as_secs_f64() / 1e6
 }
 
-/// What another user gets: MB/s of copies of 1 MiB, few and many in flight; milliseconds of the 99th percentile of
+/// The service that another user gets: MB/s of copies of 1 MiB, few and many in flight; milliseconds of the 99th percentile of
 /// short copies one by one, of the worst of so many statuses, and of the median of so many clients that map 8 MB and
 /// copy them to memory that was not touched.
 fn service(
@@ -673,7 +693,7 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
                 service(&daemon, &mut clients, Duration::from_millis(20), (3, 1));
             }
         }
-        drop(clients);
+        clients.into_iter().for_each(Copies::check);
         daemon.wait_until_empty();
     }
     assert!(bad.is_empty(), "others get too little beside {bad:?}");
@@ -720,7 +740,7 @@ fn others_are_served_beside_each_attack() {
 /// Prints the figures of docs/bench/daemon.md, and fails where one is far from its goal: `cargo test --release -p
 /// dmalane-daemon --test users -- --ignored --nocapture`; `DMALANE_TEST_ONLY` names one attack.
 #[test]
-#[ignore = "measures for some minutes"]
+#[ignore = "a measurement of four minutes: see docs/bench/daemon.md"]
 fn figures_beside_a_hostile_user() {
     beside_each_attack("figures_beside_a_hostile_user", Some(5));
 }
