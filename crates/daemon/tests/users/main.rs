@@ -615,9 +615,9 @@ fn rate(copies: &mut Copies, time: Duration) -> f64 {
     copies.run(time).len() as f64 * MIB as f64 / start.elapsed().as_secs_f64() / 1e6
 }
 
-/// The service that another user gets: MB/s of copies of 1 MiB, few and many in flight; milliseconds of the 99th percentile of
-/// short copies one by one, of the worst of so many statuses, and of the median of so many clients that map 8 MB and
-/// copy them to memory that was not touched.
+/// The service that another user gets: MB/s of copies of 1 MiB, few and many in flight; milliseconds of the 99th
+/// percentile of short copies one by one, of the worst of so many statuses, and of the median of so many clients that
+/// map 8 MB and copy them to memory that was not touched.
 fn service(
     daemon: &Daemon,
     [few, many, short]: &mut [Copies; 3],
