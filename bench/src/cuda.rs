@@ -85,17 +85,15 @@ fn copies(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Re
             for side in 0..2u8 {
                 fill(&slices, side, round);
                 for (i, direction) in [Direction::FromHost, Direction::ToHost].into_iter().enumerate() {
+                    let copy = |(place, i): (u64, u64)| {
+                        let at = CardAddr::new(at.bits() + place * len);
+                        DriverCopy { direction, host: via.clone(), offset: i * len, at, len }
+                    };
+                    let all: Vec<_> = scattered(copies).zip(0..).map(copy).collect();
                     let begun = Instant::now();
                     match side {
                         0 => slices = by_queue(&mut *queues[0], direction, slices, &via, at, len)?,
-                        _ => {
-                            let copy = |(place, i): (u64, u64)| {
-                                let at = CardAddr::new(at.bits() + place * len);
-                                DriverCopy { direction, host: via.clone(), offset: i * len, at, len }
-                            };
-                            let all: Vec<_> = scattered(copies).zip(0..).map(copy).collect();
-                            driver.copy(&all, 1).map_err(failed)?;
-                        }
+                        _ => driver.copy(&all, 1).map_err(failed)?,
                     }
                     let took = begun.elapsed().as_secs_f64();
                     // The first round makes memory present.

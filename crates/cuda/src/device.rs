@@ -268,6 +268,7 @@ impl Device for CudaDevice {
                 window: self.window.clone(),
                 chunk,
                 live: Vec::new(),
+                stuck: Vec::new(),
             }),
             None => memory,
         }

@@ -16,11 +16,15 @@ pub(crate) struct Vram {
     pub(crate) chunk: Option<u64>,
     /// Allocations that were not freed.
     pub(crate) live: Vec<Span<CardAddr>>,
+    /// Those that could not be freed, because work of the context had not ended or could not be waited for.
+    pub(crate) stuck: Vec<Span<CardAddr>>,
 }
 
 impl MemoryDriver for Vram {
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
         let chunk = self.chunk.unwrap_or(range.len());
+        let window = &self.window;
+        self.stuck.retain(|stuck| window.unmap(stuck.first().bits(), stuck.len()).is_err());
         self.window.map_new(range.first().bits(), range.len(), chunk).map_err(|e| match self.context.memory() {
             Ok((free, total)) if e.code() == 2 => {
                 format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them").into()
@@ -33,8 +37,11 @@ impl MemoryDriver for Vram {
 
     fn free(&mut self, range: Span<CardAddr>) {
         self.live.retain(|live| *live != range);
-        // Memory that a stream may still use is not freed; the window tries again when the device is closed.
-        let _ = self.window.unmap(range.first().bits(), range.len());
+        // Memory that a stream may still use is not freed; that is tried again before the next allocation, and when the
+        // device is closed.
+        if self.window.unmap(range.first().bits(), range.len()).is_err() {
+            self.stuck.push(range);
+        }
     }
 }
 

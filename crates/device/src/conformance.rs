@@ -294,10 +294,12 @@ fn drivers_copy_as_queues_do(device: &mut dyn Device) {
     assert!(back == down, "to the host");
     let elsewhere = taken.heap.allocate(4096).unwrap().share();
     let foreign = Registered::new(&NoIommu::new(), &elsewhere, Access::RW).unwrap();
+    let readable = Registered::new(&*taken.registrar, &elsewhere, Access::READ).unwrap();
     for wrong in [
         copy(Direction::FromHost, &from, 4096, at(0), 4097),
         copy(Direction::ToHost, &from, u64::MAX, at(0), 4096),
         copy(Direction::ToHost, &foreign, 0, at(0), 4096),
+        copy(Direction::ToHost, &readable, 0, at(0), 4096),
         copy(Direction::FromHost, &from, 0, CardAddr::new(1 << 62), 4096),
     ] {
         assert!(driver.copy(std::slice::from_ref(&wrong), 1).is_err(), "{wrong:?}");

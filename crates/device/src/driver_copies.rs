@@ -3,7 +3,8 @@
 use std::error::Error;
 
 use dmalane_addr::{CardAddr, Iova, Span};
-use dmalane_queue::{Direction, Registered};
+use dmalane_dma::Registrar;
+use dmalane_queue::{Direction, Refusal, Registered};
 
 /// Copies that the driver of a device makes back to back, without a queue of this library: as fast as the device's link
 /// is, to measure queues beside. [`Device::driver_copies`](crate::Device::driver_copies) makes it.
@@ -33,6 +34,19 @@ pub struct DriverCopy {
 }
 
 impl DriverCopy {
+    /// Checks that the host memory is registered with the device behind `bus`, for this direction.
+    ///
+    /// # Errors
+    /// [`Refusal::NotRegistered`], [`Refusal::NotPermitted`].
+    pub fn check(&self, bus: &(impl Registrar + ?Sized)) -> Result<(), Refusal> {
+        let mapping = self.host.mapping();
+        match bus.owns(mapping) {
+            false => Err(Refusal::NotRegistered),
+            true if mapping.access().contains(self.direction.host_access()) => Ok(()),
+            true => Err(Refusal::NotPermitted),
+        }
+    }
+
     /// Where the device sees the host memory; `None` where the copy is longer than that.
     pub fn iova(&self) -> Option<Span<Iova>> {
         self.host.mapping().span().sub(self.offset, self.len)

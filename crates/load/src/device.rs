@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
     MemoryError, Placement, ReadCounters, Region, areas,
@@ -454,10 +454,8 @@ impl OpenDevice {
         match given {
             Ok(bo) => file.bo = Some(bo),
             Err(e) => {
-                let space = self.device.address_space();
-                let unbound = ranges.into_iter().try_for_each(|range| space.unbind(range));
-                unbound.map_err(|source| Error::Bind { path: file.path, tensor: None, source })?;
-                self.memory.free(memory.segments()).map_err(Error::Free)?;
+                // The first error says more than one of giving back.
+                let _ = self.give_back(file.path, ranges, memory.segments());
                 return Err(e);
             }
         }
@@ -531,11 +529,21 @@ impl OpenDevice {
     pub fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
         let Some(bo) = file.bo else { return Ok(()) };
+        self.give_back(file.path, file.ranges, bo.sg().segments())
+    }
+
+    /// Unbinds all of these ranges, and frees the memory if none stays bound.
+    fn give_back(
+        &mut self,
+        path: PathBuf,
+        ranges: Vec<Span<DeviceVa>>,
+        memory: impl Iterator<Item = Segment<CardAddr>>,
+    ) -> Result<(), Error> {
         let space = self.device.address_space();
-        let unbound: Vec<_> = file.ranges.into_iter().map(|range| space.unbind(range)).collect();
+        let unbound: Vec<_> = ranges.into_iter().map(|range| space.unbind(range)).collect();
         let unbound = unbound.into_iter().collect::<Result<(), _>>();
-        unbound.map_err(|source| Error::Bind { path: file.path, tensor: None, source })?;
-        self.memory.free(bo.sg().segments()).map_err(Error::Free)
+        unbound.map_err(|source| Error::Bind { path, tensor: None, source })?;
+        self.memory.free(memory).map_err(Error::Free)
     }
 }
 

@@ -246,9 +246,18 @@ impl Drop for OnDevice {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(loaded) = loaded {
             // Nobody is left to be told; what could not be unbound stays with the device.
-            let _ = lock(&self.device).unload(loaded);
+            without_lock(|| drop(lock(&self.device).unload(loaded)));
         }
     }
+}
+
+/// Does this without the interpreter's lock, which the thread that drops the last reference to an object usually has:
+/// unloading waits for the GPU, and the GPU may wait for a function of Python.
+fn without_lock(work: impl FnOnce() + Send) {
+    let mut work = Some(work);
+    // None while the interpreter ends, when nothing else runs.
+    let _ = Python::try_attach(|py| py.detach(|| work.take().into_iter().for_each(|work| work())));
+    work.into_iter().for_each(|work| work());
 }
 
 /// Addresses that are pointers of a CUDA device.

@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_device::{DriverCopies, DriverCopy};
-use dmalane_dma::Registrar;
-use dmalane_queue::{Direction, Refusal};
+use dmalane_queue::{Direction, Refusal, Registered};
 
 use crate::channel::Channel;
 use crate::error::{CallError, Error};
@@ -22,7 +21,8 @@ const IN_FLIGHT: usize = 4;
 /// A command buffer for each time, on a queue of the driver for each direction, or one for both.
 pub(crate) struct BackToBack {
     parts: Parts,
-    channels: Vec<Channel<()>>,
+    /// Host memory stays registered until the GPU is done with it.
+    channels: Vec<Channel<Arc<[Registered]>>>,
 }
 
 /// The regions of a command, and the buffers that they are in.
@@ -37,9 +37,9 @@ impl BackToBack {
 
     /// Adds the regions of a copy to the commands.
     fn add(&self, copy: &DriverCopy, commands: &mut Vec<Command>) -> Result<(), Box<dyn StdError + Send + Sync>> {
-        let mut host = Vec::new();
-        let (imported, mapping) = (self.parts.importer.imported(), copy.host.mapping());
-        let found = copy.iova().filter(|_| self.parts.importer.owns(mapping)).is_some_and(|range| {
+        copy.check(&self.parts.importer)?;
+        let (mut host, imported) = (Vec::new(), self.parts.importer.imported());
+        let found = copy.iova().is_some_and(|range| {
             imported.resolve(range, |buffer, offset, _, len| host.push((buffer.clone(), offset, len)))
         });
         drop(imported);
@@ -75,11 +75,11 @@ impl BackToBack {
     }
 
     /// Waits until a channel has fewer submissions in flight.
-    fn wait(channel: &mut Channel<()>, fewer_than: usize) -> Result<(), Error> {
+    fn wait(channel: &mut Channel<Arc<[Registered]>>, fewer_than: usize) -> Result<(), Error> {
         while channel.in_flight() >= fewer_than {
             let before = channel.in_flight();
             channel.wait(LONG)?;
-            channel.ended(|()| {})?;
+            channel.ended(drop)?;
             if channel.in_flight() == before {
                 return Err(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT }.into());
             }
@@ -88,8 +88,10 @@ impl BackToBack {
     }
 }
 
-impl DriverCopies for BackToBack {
-    fn copy(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
+impl BackToBack {
+    /// Gives all copies to the driver, so many times.
+    fn give(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
+        let hosts: Arc<[Registered]> = copies.iter().map(|copy| copy.host.clone()).collect();
         let mut commands = vec![Vec::new(); self.channels.len()];
         for copy in copies {
             let channel = match copy.direction {
@@ -102,18 +104,26 @@ impl DriverCopies for BackToBack {
             for (channel, commands) in self.channels.iter_mut().zip(&commands).filter(|(_, all)| !all.is_empty()) {
                 Self::wait(channel, IN_FLIGHT)?;
                 let mut recording = channel.begin()?;
-                // The same memory was written the time before.
+                // Other queues may have written the memory, and this one has the time before.
+                channel.see_others(&recording);
                 channel.barrier(&recording);
                 for (from, to, regions) in commands {
                     channel.copy(&mut recording, from, to, regions);
                 }
                 channel.show_host(&recording);
-                channel.submit(recording, None, ()).map_err(|((), e)| e)?;
+                channel.submit(recording, None, hosts.clone()).map_err(|(_, e)| e)?;
             }
         }
-        for channel in &mut self.channels {
-            Self::wait(channel, 1)?;
-        }
         Ok(())
+    }
+}
+
+impl DriverCopies for BackToBack {
+    fn copy(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
+        let given = self.give(copies, times);
+        // Also after an error, which leaves some of the copies under way. Those that do not end keep their memory.
+        let ended: Vec<_> = self.channels.iter_mut().map(|channel| Self::wait(channel, 1)).collect();
+        given?;
+        Ok(ended.into_iter().collect::<Result<(), _>>()?)
     }
 }

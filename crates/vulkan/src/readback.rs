@@ -77,16 +77,26 @@ impl Reader {
         if ended.is_ok() && self.channel.in_flight() == 0 {
             return Ok(());
         }
+        // A GPU that has not ended in time may never do so: it is not waited for without a limit, as `give_up` does.
+        let late = ended.is_ok();
         let error = ended.err().unwrap_or(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT });
         // The GPU may still write into the caller's memory, which is given back with the error only once it does not.
-        for asked in 0..ASKED {
-            if self.channel.give_up(drop) {
+        for _ in 0..if error.is_lost() { 1 } else { ASKED } {
+            let is_over = match late {
+                true => {
+                    let _ = self.channel.wait(PAUSE).and_then(|()| self.channel.ended(drop));
+                    self.channel.in_flight() == 0
+                }
+                false => self.channel.give_up(drop),
+            };
+            if is_over {
                 return Err(stopped(error));
             }
-            if error.is_lost() || asked + 1 == ASKED {
-                break;
-            }
             thread::sleep(PAUSE);
+        }
+        if let Some(sparse) = &sparse {
+            let (timeline, value) = self.channel.last();
+            sparse.used_until(timeline, value);
         }
         let why = format!("{error}, and the GPU may still write to the memory of the read");
         Err(OpError::Stopped(StopReason::Lost(why.into())))

@@ -4,6 +4,8 @@ import ctypes
 import gc
 import mmap
 import os
+import threading
+import time
 from pathlib import Path
 
 import dmalane
@@ -194,6 +196,34 @@ def test_a_capsule_keeps_the_load_and_frees_it_once(driver, model):
     driver.control("delay 20")
     assert device.info()["free_bytes"] > free
     assert driver.page[: len(data)] == data, "memory is freed behind the work that uses it"
+
+
+def test_others_run_while_memory_waits_for_the_gpu(driver, model):
+    path, tensors = model
+    device, ours = on_fake(driver, path)
+    gaps, stop = [0.0], threading.Event()
+
+    def watch():
+        last = time.monotonic()
+        while not stop.is_set():
+            now = time.monotonic()
+            gaps[0], last = max(gaps[0], now - last), now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        driver.control("delay 1000000")
+        driver.begin_read(ours["BF16.matrix"].address, len(tensors["BF16.matrix"][2]))
+        begun = time.monotonic()
+        del ours
+        gc.collect()
+        took = time.monotonic() - begun
+    finally:
+        driver.control("delay 20")
+        stop.set()
+        watcher.join()
+    assert took > 0.5 and gaps[0] < took / 2, (took, gaps[0])
+    assert device.info()["free_bytes"] > 0
 
 
 def test_a_capsule_outlives_device_and_tensors(driver, model):

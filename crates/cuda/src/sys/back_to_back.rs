@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use dmalane_addr::CardAddr;
 use dmalane_device::{DriverCopies, DriverCopy, NoIommu};
-use dmalane_dma::Registrar;
 use dmalane_queue::{Direction, OpError, Refusal, Registered};
 
 use super::RawHandle;
@@ -41,8 +40,8 @@ impl BackToBack {
         // Locked, so that what was checked stays mapped until the driver has the copy, as for a queue.
         let mapped = context.mapped();
         for copy in copies {
-            let registered = self.registrar.owns(copy.host.mapping());
-            let here = copy.address().filter(|_| registered).ok_or(Refusal::NotRegistered)?;
+            copy.check(&self.registrar)?;
+            let here = copy.address().ok_or(Refusal::NotRegistered)?;
             let (at, len, writes) = (copy.at.bits(), copy.len as usize, copy.direction == Direction::FromHost);
             check(&mapped, at, copy.len, RangeKind::Memory, writes)
                 .map_err(|bad| OpError::NoCardMemory(CardAddr::new(bad)))?;

@@ -37,17 +37,21 @@ impl PlainBinds {
     /// each, and one for the access to all.
     ///
     /// # Errors
-    /// [`Error::NotAllocated`] for pages that there are not, [`Error::Mapped`] where something is bound;
+    /// [`Error::NotAllocated`] for pages and addresses that there are not, [`Error::Mapped`] where something is bound;
     /// [`Error::Call`].
     pub fn bind(&mut self, first: u64, pages: &[u64]) -> Result<(), Error> {
         let (driver, _current) = (self.context.driver, self.context.current()?);
+        let room = (self.bound.len() as u64).checked_sub(first).is_some_and(|room| pages.len() as u64 <= room);
+        if !room {
+            return Err(Error::NotAllocated(self.at.saturating_add(first.saturating_mul(self.page))));
+        }
         let at = self.at + first * self.page;
         for (i, page) in pages.iter().enumerate() {
-            let from = self.memory.sub(page * self.page, self.page);
+            let from = page.checked_mul(self.page).and_then(|at| self.memory.sub(at, self.page));
             let chunk =
                 from.and_then(|from| chunk_at(&self.context.mapped(), from.first().bits(), from.last().bits() + 1));
             let to = at + i as u64 * self.page;
-            let (handle, _) = chunk.ok_or(Error::NotAllocated(page * self.page))?;
+            let (handle, _) = chunk.ok_or(Error::NotAllocated(page.saturating_mul(self.page)))?;
             let free = self.bound.get_mut(first as usize + i).filter(|bound| !**bound).ok_or(Error::Mapped(to))?;
             may_call!(driver.map(to, self.page as usize, 0, handle, 0))?;
             *free = true;
@@ -58,11 +62,15 @@ impl PlainBinds {
     /// Unbinds consecutive pages that are bound, by one call.
     ///
     /// # Errors
-    /// [`Error::Call`].
+    /// [`Error::NotAllocated`] where one is not; [`Error::Call`].
     pub fn unbind(&mut self, first: u64, count: u64) -> Result<(), Error> {
         let (driver, _current) = (self.context.driver, self.context.current_to_undo()?);
+        let end = first.checked_add(count).and_then(|end| usize::try_from(end).ok());
+        let pages = end.and_then(|end| self.bound.get_mut(first as usize..end));
+        let pages = pages.filter(|pages| pages.iter().all(|bound| *bound));
+        let pages = pages.ok_or(Error::NotAllocated(self.at.saturating_add(first.saturating_mul(self.page))))?;
         may_call!(driver.unmap(self.at + first * self.page, (count * self.page) as usize))?;
-        self.bound[first as usize..][..count as usize].fill(false);
+        pages.fill(false);
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::safetensors::{MAX_HEADER, MAX_PAIRS};
+use super::safetensors::{MAX_HEADER, MAX_PAIRS, short};
 use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, TypeNames, has_extension};
 use crate::Error;
 
@@ -179,7 +179,7 @@ impl<R: BufRead> Header<R> {
         if dims > MAX_DIMS {
             let (at, count, limit) = (FileOffset::new(described >> 32), dims.into(), MAX_DIMS.into());
             let source = Defect::TooMany { what: "dimensions", count, limit };
-            return Err(HeaderError::Format(FormatError::Tensor { tensor: name, at, source }));
+            return Err(HeaderError::Format(FormatError::Tensor { tensor: short(&name), at, source }));
         }
         // The file names the fastest dimension first; shapes here name it last.
         let mut shape = (0..dims).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
@@ -325,7 +325,7 @@ fn place(
     let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
     by_name.sort_unstable_by_key(name);
     if let Some(twice) = by_name.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        return Err(FormatError::Gguf(Defect::Twice { what: "tensor", name: name(&twice[0]).to_owned() }));
+        return Err(FormatError::Gguf(Defect::Twice { what: "tensor", name: short(name(&twice[0])) }));
     }
     drop(by_name);
     let mut end_before = start;
@@ -334,7 +334,7 @@ fn place(
         let next = tensors.get(i + 1).map_or(Some(file), |next| start.checked_add(next.at.bits()));
         let Tensor { name, dtype, shape, at: first, len } = Arc::make_mut(&mut tensors[i]);
         let (at, number) = (FileOffset::new(*len >> 32), *len as u32);
-        let wrong = |source| FormatError::Tensor { tensor: name.clone(), at, source };
+        let wrong = |source| FormatError::Tensor { tensor: short(name), at, source };
         let overflow = || wrong(Defect::Overflow);
         let offset = first.bits();
         *first = FileOffset::new(start.checked_add(offset).ok_or_else(overflow)?);
@@ -366,7 +366,7 @@ fn place(
         };
         let end = first.bits().checked_add(*len).ok_or_else(overflow)?;
         if end > file {
-            return Err(FormatError::TensorBeyondEnd { tensor: name.clone(), end: FileOffset::new(end), len: file });
+            return Err(FormatError::TensorBeyondEnd { tensor: short(name), end: FileOffset::new(end), len: file });
         }
         if *len > 0 && first.bits() < end_before {
             return Err(wrong(Defect::Overlaps(end_before)));
@@ -425,6 +425,21 @@ mod tests {
             HeaderError::Format(e) => e.to_string(),
             HeaderError::Io(e) => e.to_string(),
         })
+    }
+
+    #[test]
+    fn names_in_messages_are_cut() {
+        let (name, header) = ("\u{7f}".repeat(1_000_000), |tensors| Writer::new(3, tensors, 0));
+        let wrong = [
+            header(2).tensor(&name, &[8], 0, 0).tensor(&name, &[8], 0, 32),
+            header(1).tensor(&name, &[1; MAX_DIMS as usize + 1], 0, 0),
+            header(1).tensor(&name, &[8], 0, 1),
+            header(1).tensor(&name, &[1 << 20], 0, 0),
+        ];
+        for file in wrong {
+            let error = parsed(&file.file(32, 64)).unwrap_err();
+            assert!(error.len() < 2500 && error.contains("..."), "{}", error.len());
+        }
     }
 
     fn model() -> Writer {
