@@ -212,18 +212,22 @@ fn file_hint(error: &FileDeviceError) -> Option<String> {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
                 let driver = name.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap_or_default();
                 let like = path.with_file_name(format!("{driver}*"));
-                return Some(format!("a driver makes this node: is it loaded, and `ls {}` empty?", like.display()));
+                return Some(format!(
+                    "the driver makes this node; once its module is loaded, `ls {}` lists its nodes",
+                    like.display()
+                ));
             }
             ErrorKind::NotFound => {
                 return Some(format!("`truncate -s 1GiB {}` makes a file to be used as device memory", path.display()));
             }
             ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
-                "device memory is written: it must be readable and writable for you"
+                "device memory is read and written: you need both permissions on this file"
             }
             _ => return None,
         },
         FileDeviceError::InUse(_) => "unmount it first: device memory is written",
         FileDeviceError::ProbeAt { .. } => "for example --probe-at 1MiB",
+        FileDeviceError::ProbeDamage { .. } => "load the driver anew; without --probe-at, pread and pwrite are used",
         FileDeviceError::NotMemory { .. } => "name the file of each direction: file:PATH,c2h=PATH",
         FileDeviceError::NoDirect { .. } => "without --direct it is used through the page cache",
         _ => return None,
@@ -258,8 +262,10 @@ pub fn check_inputs<'a>(
 pub fn with_overwrite_hint(failure: Failure, error: &MemoryError) -> Failure {
     match error {
         MemoryError::Driver { source, .. } => match source.downcast_ref::<HoldsData>() {
-            Some(HoldsData { path }) if is_node(path) => failure.hint("--overwrite loses the data"),
-            Some(_) => failure.hint("--overwrite loses the data; `truncate -s SIZE FILE` makes a file without any"),
+            Some(HoldsData { path }) if is_node(path) => failure.hint("pass --overwrite to lose the data"),
+            Some(_) => {
+                failure.hint("pass --overwrite to lose the data; `truncate -s SIZE FILE` makes a file without any")
+            }
             None => failure,
         },
         _ => failure,

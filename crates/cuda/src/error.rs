@@ -94,7 +94,7 @@ pub enum Error {
         at: usize,
     },
     /// A bind of memory that is not whole pages.
-    #[error("{len} bytes from {offset} of the buffer at {va} are not pages of {page}")]
+    #[error("cannot bind {len} bytes from {offset} of a buffer at {va}: each must be a multiple of {page}")]
     NotPages {
         /// Where it would be bound.
         va: DeviceVa,
@@ -106,7 +106,7 @@ pub enum Error {
         page: PageSize,
     },
     /// An unbind of a range that is not whole pages.
-    #[error("{span} is not pages of {page}")]
+    #[error("cannot unbind {span}: it is not whole pages of {page}")]
     Unaligned {
         /// The range.
         span: Span<DeviceVa>,

@@ -150,9 +150,9 @@ impl<T: Send + 'static> Shared<T> {
     }
 }
 
-/// Gives this thread less of a processor than the worker, whose time is what users share. Under `dmalane.slice`, whose
-/// weight is ten times that of users, it has about that of a process of a user: with more, who has it work would take
-/// processors from others' processes.
+/// Lowers the priority of this thread (nice 10) below the worker's, whose time is what users share. `dmalane.slice`
+/// weighs ten times as much as `user.slice`: at full priority, a user could have this thread take processors from other
+/// users' processes.
 pub(crate) fn yield_to_worker() {
     // It may always get less.
     let _ = rustix::process::setpriority_process(None, 10);

@@ -30,13 +30,13 @@ const MAX_TIME_COST: i64 = 2_000_000 * NANOSECOND_COST;
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
-/// The limit of a step's cost: at most, and at least where such steps take long.
+/// Largest and smallest limit of a step's cost; the limit halves while steps take long.
 const MAX_STEP: u64 = 1 << 20;
 const MIN_STEP: u64 = 32 << 10;
 /// Where steps take longer than this, the next ones are shorter: a user whose few operations end sooner than that has
 /// no work for the worker until the client has seen it, and waits for the step of another user then.
 const STEP_TIME: Duration = Duration::from_micros(200);
-/// A step that costs fewer bytes than this in each nanosecond did something else than copying: no memory is so slow.
+/// A step that cost fewer bytes than this in each nanosecond did more than copy: no memory is so slow.
 const SLOW: u128 = 2;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };

@@ -78,7 +78,10 @@ pub enum Fallback {
     #[error("the file system does no direct I/O on this file (statx)")]
     NoDirect,
     /// The file system asks for an alignment that is not supported here.
-    #[error("direct I/O in units of {offset} bytes at addresses of {memory} is not done")]
+    #[error(
+        "its direct I/O needs offsets in multiples of {offset} bytes and memory aligned to {memory}, which is not \
+         supported"
+    )]
     Alignment {
         /// Of memory, in bytes.
         memory: u32,
@@ -99,7 +102,7 @@ pub enum Fallback {
     /// Linux (6.18 at least) completes an asynchronous direct read on FUSE as if it were whole when the server answered
     /// with fewer bytes, as it does where the file was truncated meanwhile: what is missing would be silent zeroes. A
     /// synchronous read says how far it came.
-    #[error("FUSE completes asynchronous direct reads as whole that are not")]
+    #[error("on FUSE, Linux can report a short asynchronous direct read as whole")]
     Fuse,
     /// Reads of such a descriptor by io_uring fail where they would wait.
     #[error("the descriptor is non-blocking, and the file cannot be opened again")]

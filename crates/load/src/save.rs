@@ -19,7 +19,7 @@ use crate::direct::DirectWriter;
 /// Existing files are safe: a file is replaced only where that was [allowed](Output::replace), never
 /// when it is one of the [inputs](Output::excluding), and symbolic links are not followed in directories where others
 /// can plant them. A replaced file gives its mode, and its owner and group where that is allowed, to the new one; where
-/// its group is not, the new one's group gets no rights by that.
+/// its group is not, the new one's group gets no more than all others get.
 ///
 /// ```
 /// use dmalane_load::Output;

@@ -388,7 +388,9 @@ impl DeviceTensor {
             return export_dlpack(&OnCuda { tensor: self, pointers: self.pointers()? }, py, request);
         }
         if copy == Some(false) {
-            return Err(PyBufferError::new_err("host memory gets a copy of a tensor of a device"));
+            return Err(PyBufferError::new_err(
+                "copy=False is impossible: host memory gets a copy of a tensor of a device",
+            ));
         }
         let read = interrupt::run(py, self.nbytes, None, |_| {
             let size = usize::try_from(self.nbytes.max(1)).unwrap_or(usize::MAX);

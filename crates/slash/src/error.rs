@@ -54,13 +54,13 @@ pub enum Error {
         what: String,
     },
     /// Transfers cannot be begun.
-    #[error("TRANSFER cannot be begun: {0}")]
+    #[error("the driver begins no transfer (TRANSFER): {0}")]
     NoBegin(io::Error),
     /// The driver does not say how transfers ended.
-    #[error("the end of TRANSFER is not known: {0}")]
+    #[error("the driver does not say how transfers ended (TRANSFER): {0}")]
     NoEnd(io::Error),
     /// The driver moved other bytes than it was told to.
-    #[error("TRANSFER of {wanted} bytes answered with {moved}")]
+    #[error("the driver moved {moved} of {wanted} bytes (TRANSFER)")]
     Short {
         /// Bytes of the transfer.
         wanted: u64,

@@ -112,7 +112,7 @@ struct Saved<'a> {
 ///
 /// # Errors
 /// [`ValidateError::Locked`]: another process has claimed it, or this one through another device;
-/// [`ValidateError::Claim`].
+/// [`ValidateError::Lock`], [`ValidateError::Claim`].
 pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
     let file = &files.written;
     let kind = file.metadata().map_err(ValidateError::Claim)?.file_type();
@@ -124,7 +124,7 @@ pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) if begun.elapsed() < PATIENCE => thread::sleep(Duration::from_millis(10)),
             Err(Errno::WOULDBLOCK) => return Err(ValidateError::Locked),
-            Err(e) => return Err(ValidateError::Claim(io::Error::new(e.kind(), format!("it cannot be locked: {e}")))),
+            Err(e) => return Err(ValidateError::Lock(e.into())),
             Ok(()) => break,
         }
     }
@@ -291,10 +291,11 @@ impl Original {
     /// that may be of another file or disk stays: it may be the only copy.
     ///
     /// # Errors
-    /// [`ValidateError::Recover`]: the backup stays.
+    /// [`ValidateError::NoBackup`]; [`ValidateError::Recover`]: the backup stays.
     pub fn recover_over(&self) -> Result<Recovered, ValidateError> {
+        let stored = self.find().map_err(|e| self.failed(e))?;
+        let stored = stored.ok_or_else(|| ValidateError::NoBackup(self.place.path()))?;
         let restored = || {
-            let stored = self.find()?.ok_or(ErrorKind::NotFound)?;
             let saved = stored.read()?;
             let (first, last) = (saved.extents.first(), saved.extents.last());
             let range = first.map_or(0, |e| e.at)..last.map_or(0, |e| e.at + e.len);
@@ -308,9 +309,9 @@ impl Original {
             self.write_backup(&kept, &now)?;
             self.restore_from(&saved)?;
             let stays = !self.is_of(&saved);
-            Ok((stored, Recovered { backup: self.place.path(), range, kept: kept.path(), stays }))
+            Ok(Recovered { backup: self.place.path(), range, kept: kept.path(), stays })
         };
-        let (stored, recovered) = restored().map_err(|e| self.failed(e))?;
+        let recovered = restored().map_err(|e| self.failed(e))?;
         if !recovered.stays {
             stored.remove().map_err(|e| self.remains(e))?;
         }

@@ -312,11 +312,20 @@ pub enum ValidateError {
     #[error(transparent)]
     DeviceMemory(dmalane_device::MemoryError),
     /// The file that the device writes is locked: see [`claim`].
-    #[error("it is in use: another process, or another device of this one, has locked it")]
+    #[error("its file is in use as a device: another process, or another open device of this process, has locked it")]
     Locked,
-    /// The file that the device writes cannot be locked, or its backup cannot be looked for.
-    #[error("cannot tell whether a backup of the device's contents is there: {0}")]
+    /// The file that the device writes cannot be locked.
+    #[error("cannot lock the device's file: {0}")]
+    Lock(std::io::Error),
+    /// Its backup cannot be looked for.
+    #[error("cannot look for a backup of the device's contents: {0}")]
     Claim(std::io::Error),
+    /// There is nothing to restore.
+    #[error("there is no backup of the device's contents: {} does not exist", .0.display())]
+    NoBackup(PathBuf),
+    /// Only contents of regular files and block devices are backed up.
+    #[error("{0} is neither a regular file nor a block device, so there is no backup of it")]
+    NeverBackedUp(String),
     /// The contents of a file cannot be backed up.
     #[error("cannot back up the device's contents, so nothing was written: {0}")]
     Backup(std::io::Error),

@@ -32,10 +32,7 @@ impl Reference {
                  or by a thread for each \
                  buffer, whichever is faster"
             }
-            Self::Driver(_) => {
-                "copies of the same buffers back to back over the device's link, by its driver alone, as many at a \
-                 time as there are"
-            }
+            Self::Driver(_) => "the same copies by the device's driver alone, all submitted together",
             Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
         }
     }

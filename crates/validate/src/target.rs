@@ -197,10 +197,10 @@ pub struct Recovered {
 /// since or is another one.
 ///
 /// # Errors
-/// [`ValidateError::Recover`], also without a backup or for a device whose contents cannot be kept;
+/// [`ValidateError::NoBackup`], [`ValidateError::NeverBackedUp`], [`ValidateError::Recover`],
 /// [`ValidateError::Backup`]; those of [`claim`].
 pub fn recover(device: &dyn Device) -> Result<Recovered, ValidateError> {
-    let none = || ValidateError::Backup(std::io::Error::other("it is no file or block device"));
+    let none = || ValidateError::NeverBackedUp(device.info().name);
     let files = device.backing_files().ok_or_else(none)?;
     claim(&files)?;
     Original::of(&files.written)?.ok_or_else(none)?.recover_over()

@@ -119,7 +119,7 @@ fn files_pass_and_are_left_as_they_were() {
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     for probe_at in [None, Some(MIB)] {
         let target = file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }).unwrap();
-        assert_eq!(target.notes()[0].contains("not probed"), probe_at.is_none());
+        assert_eq!(target.notes()[0].contains("was not tried"), probe_at.is_none());
         let report = check(&target, &ValidateSettings { starting_offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
         assert!(std::fs::read(memory.path()).unwrap() == before);

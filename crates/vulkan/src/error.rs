@@ -125,7 +125,7 @@ pub enum Error {
         most: u32,
     },
     /// A device without queues.
-    #[error("a device has a queue at least, and VulkanOptions::channels asks for none")]
+    #[error("VulkanOptions::channels is 0, and at least 1 is needed")]
     NoQueues,
     /// More bindings than the driver can hold.
     #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]

@@ -178,8 +178,8 @@ pub(crate) struct Validate {
     #[arg(long)]
     fit: bool,
 
-    /// Use io_uring, for files. A character device is tested first, by writing at this offset, 16KiB or more; other
-    /// files and disks are not written
+    /// Try io_uring on a file device. A character device is probed first: 16KiB at this offset, 16KiB or more, are
+    /// written, read back and restored; regular files and disks need no probe
     #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
     probe_at: Option<Size>,
 
@@ -351,12 +351,14 @@ impl Validate {
         let Recovered { backup, range, kept, stays } = recover(&*device).map_err(|e| self.failure(e))?;
         let (backup, kept) = (backup.display(), kept.display());
         let mut text = format!(
-            "Restored bytes {}..{} of {} from {backup}\nThe data that were there before are in {kept}\n",
+            "Restored bytes {}..{} of {} from {backup}\nThe data that this replaced are in {kept}\n",
             range.start, range.end, self.device
         );
-        text += match stays {
-            true => "The first backup stays, because it may be of another file or disk; if not, remove it\n",
-            false => "Under the name of the first backup, --recover restores them\n",
+        text += &match stays {
+            true => {
+                format!("{backup} was kept, because it may be of another file or disk: remove it if it is of this\n")
+            }
+            false => format!("To undo this, give {kept} the name {backup} and run --recover again\n"),
         };
         output::print_text(&text)?;
         Ok(ExitCode::SUCCESS)

@@ -849,7 +849,11 @@ fn devices_that_are_not_there_come_with_a_way_to_them() {
         ("0000:01:00.0", 2, "did you mean `-d vfio:0000:01:00.0`?"),
         ("cuda:0,lib=/nowhere/libcuda.so", 1, "`dmalane doctor` says what this machine lacks for it"),
         ("daemon:/nowhere", 1, "`dmalaned --socket SOCKET` shares a card"),
-        ("file:/dev/xdma0_h2c_0", 1, "a driver makes this node: is it loaded, and `ls /dev/xdma*` empty?"),
+        (
+            "file:/dev/xdma0_h2c_0",
+            1,
+            "the driver makes this node; once its module is loaded, `ls /dev/xdma*` lists its nodes",
+        ),
         ("file:/nowhere/memory", 1, "`truncate -s 1GiB /nowhere/memory` makes a file"),
     ] {
         let text = complains(&["load", model.to_str().unwrap(), "-d", device], status);

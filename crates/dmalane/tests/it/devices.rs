@@ -92,7 +92,7 @@ fn a_file_is_open_once_and_never_while_it_has_a_backup() {
     let name = format!("file:{}", memory.display());
     let refused = || dmalane::open(&name).err().map(|e| e.to_string()).unwrap();
     let first = dmalane::open(&name).unwrap();
-    assert!(refused().contains("another device of this one, has locked it"), "{}", refused());
+    assert!(refused().contains("another open device of this process, has locked it"), "{}", refused());
     drop(first);
     let backup = folder.path().join(".memory.dmalane-backup");
     std::fs::write(&backup, b"").unwrap();

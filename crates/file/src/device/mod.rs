@@ -195,9 +195,9 @@ pub enum BackendReason {
     #[error("trusted without a probe")]
     Trusted,
     /// [`FileDeviceOptions::probe_at`] names no address.
-    #[error("not probed: with an address to probe at, io_uring is tried")]
+    #[error("io_uring was not tried: that needs --probe-at OFFSET (FileDeviceOptions::probe_at)")]
     NotProbed,
-    /// A probe found that a better one does not work.
+    /// A better one is not available, or failed its probe.
     #[error("not {backend}: {error}")]
     Unfit {
         /// The better one.
@@ -264,12 +264,20 @@ pub enum FileDeviceError {
         /// The reason.
         source: BadProbeAddress,
     },
-    /// A probe did not read back what was written by synchronous calls, or could not put back what was there.
+    /// A probe did not read back what was written by synchronous calls.
     #[error("{} does not keep what is written to it: {source}", path.display())]
     NotMemory {
         /// The file.
         path: PathBuf,
         /// The observation of the probe.
+        source: ProbeError,
+    },
+    /// A probe of io_uring has changed the device, and what was there could not be written back.
+    #[error("the probe of io_uring has left {} changed: {source}", path.display())]
+    ProbeDamage {
+        /// The file.
+        path: PathBuf,
+        /// The observation of the probe, with the addresses.
         source: ProbeError,
     },
     /// The backend of [`FileDeviceOptions::trust`] is not available.
@@ -523,7 +531,7 @@ impl Opened {
                 }
                 // What was there is lost, or about to be.
                 Err(error @ (ProbeError::Hangs { .. } | ProbeError::NotRestored { .. })) => {
-                    return Err(no_memory(error));
+                    return Err(FileDeviceError::ProbeDamage { path: self.paths.h2c.clone(), source: error });
                 }
                 Err(error) => self.how.reasons.push(BackendReason::Unfit { backend, error }),
             }

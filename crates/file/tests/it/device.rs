@@ -213,7 +213,7 @@ fn without_a_probe_only_plain_calls_are_trusted() {
     let file = file_in(DISK, LEN);
     let device = FileDevice::open(paths(file.path()), FileDeviceOptions::default()).unwrap();
     assert_eq!(device.how().backend, IoBackend::Workers);
-    assert!(!device.how().probed && device.how().to_string().contains("not probed"), "{}", device.how());
+    assert!(!device.how().probed && device.how().to_string().contains("was not tried"), "{}", device.how());
 }
 
 #[test]

@@ -176,10 +176,10 @@ pub enum Defect {
         command: String,
     },
     /// A manifest has a file of so many bytes, which none has.
-    #[error("no file has {0} bytes")]
+    #[error("its size, {0} bytes, is more than any file has")]
     FileSize(u64),
     /// A region of a manifest does not begin where the one before it ends.
-    #[error("region {region} is {start}..{end}, and begins behind {at}: regions leave no holes")]
+    #[error("region {region} is {start}..{end}, and the one before it ends at {at}: regions follow without holes")]
     Hole {
         /// Its number.
         region: usize,

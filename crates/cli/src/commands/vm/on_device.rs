@@ -366,7 +366,7 @@ pub fn run(
         }
         let _ = writeln!(
             text,
-            "\n{}, {refused_lines} refused, {} skipped; {} of the device",
+            "\n{}, {refused_lines} refused, {} skipped; {} on the device",
             count(lines as usize, "operation"),
             operations.skipped,
             all.len()
