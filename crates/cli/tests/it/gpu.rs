@@ -36,7 +36,7 @@ fn in_every_command(layers: Option<&Layers>, device: &str) -> Option<()> {
     let validated = json(&format!("validate -d {device} {quick} --json"))?;
     assert_eq!(validated["passed"], true);
     let reference = validated["reference"].as_str().unwrap();
-    assert!(reference.contains("by its driver alone"), "{reference}");
+    assert!(reference.contains("by the device's driver alone"), "{reference}");
     for figure in validated["figures"].as_array().unwrap() {
         assert!(figure["reference_bytes_per_s"].as_f64() > Some(0.0), "{figure}");
     }

@@ -554,7 +554,7 @@ fn a_device_in_use_is_left_alone() {
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
         let said = text(&output.stderr);
-        assert!(output.status.code() == Some(1) && said.contains("it is in use: another process"), "{words:?}: {said}");
+        assert!(output.status.code() == Some(1) && said.contains("in use as a device: another"), "{words:?}: {said}");
         assert!(std::fs::read(file.path()).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
     }
 }

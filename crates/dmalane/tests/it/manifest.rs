@@ -212,9 +212,9 @@ fn hostile_manifests_are_refused_with_the_reason() {
         (one(&region.replace("0123456789abcdef", "0123456789abcde")), "16 hexadecimal digits"),
         (one(&region.replace("0123456789abcdef", &long)), "16 hexadecimal digits"),
         (one(&region.replace("0123456789abcdef\"", "0123456789abcdef\", \"sha256\": \"00\"")), "64 hexadecimal digits"),
-        (one(&region.replace("\"start\": 0", "\"start\": 1")), "regions leave no holes"),
-        (one(&format!("{region}, {}", tensor("t", 3, 4))), "regions leave no holes"),
-        (one(&format!("{region}, {}", tensor("t", 4, 2))), "regions leave no holes"),
+        (one(&region.replace("\"start\": 0", "\"start\": 1")), "regions follow without holes"),
+        (one(&format!("{region}, {}", tensor("t", 3, 4))), "regions follow without holes"),
+        (one(&format!("{region}, {}", tensor("t", 4, 2))), "regions follow without holes"),
         (one(&format!("{region}, {}", tensor("t", 4, 5))), "regions end at 5, and it has 4 bytes"),
         (with(&file("a", "5", region)), "regions end at 4, and it has 5 bytes"),
         (
