@@ -15,6 +15,8 @@ struct State {
     calls: u64,
     fails: Option<Failing>,
     failed: Option<&'static str>,
+    /// Functions that were called since.
+    called: std::collections::BTreeSet<&'static str>,
 }
 
 #[cfg(test)]
@@ -38,7 +40,8 @@ impl Faults {
         #[cfg(test)]
         {
             let mut state = self.state.lock().unwrap();
-            let State { calls, fails, failed } = &mut *state;
+            let State { calls, fails, failed, called } = &mut *state;
+            called.insert(call);
             if let Some(failing) = fails.as_mut().filter(|failing| failing.call.is_none_or(|of| of == call)) {
                 *calls += 1;
                 if failing.for_good && *calls == failing.number {
@@ -86,7 +89,13 @@ impl Faults {
 
     #[cfg(test)]
     fn set(&self, fails: Option<Failing>) {
-        *self.state.lock().unwrap() = State { calls: 0, fails, failed: None };
+        *self.state.lock().unwrap() = State { fails, ..State::default() };
+    }
+
+    /// True if a function was called since calls were last made to fail or to work.
+    #[cfg(test)]
+    pub fn called(&self, call: &str) -> bool {
+        self.state.lock().unwrap().called.contains(call)
     }
 
     /// The first call that was made to fail, once it was made.

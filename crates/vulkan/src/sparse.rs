@@ -12,7 +12,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
 use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
-use dmalane_vm::{AnyVm, BindRequest, PlanError, Vm};
+use dmalane_vm::{AnyVm, BindRequest, Vm};
 
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
@@ -166,6 +166,21 @@ impl SparseMap {
     fn turn(&self, span: Span<DeviceVa>) -> Option<Span<DeviceVa>> {
         let turn = |va: DeviceVa| DeviceVa::new(va.bits() ^ self.high);
         Span::inclusive(turn(span.first()), turn(span.last()))
+    }
+
+    /// The VM's error with addresses of the device.
+    fn turn_error(&self, mut error: dmalane_vm::Error) -> dmalane_vm::Error {
+        use dmalane_vm::Error::{BeyondBo, Misaligned, MisalignedOffset, PrivateBo, Segment, Unsupported};
+        match &mut error {
+            Misaligned { span, .. } => *span = self.turn(*span).unwrap_or(*span),
+            MisalignedOffset { va, .. }
+            | PrivateBo { va, .. }
+            | BeyondBo { va, .. }
+            | Segment { va, .. }
+            | Unsupported { va, .. } => *va = DeviceVa::new(va.bits() ^ self.high),
+            _ => {} // the others cannot happen in a range that is reserved, or name no address
+        }
+        error
     }
 
     /// Addresses of the device that lie in one reserved range, without their upper bits.
@@ -375,13 +390,13 @@ impl AddressSpace for SparseSpace {
         if more > 0 && wanted > state.limit {
             return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
         }
-        let committed = state.vm.apply(low, false).map_err(|PlanError { error, .. }| error)?;
+        let committed = state.vm.apply(low, false).map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
         if let Err(e) = mirror(&self.map, &self.memory, &mut state, &touched) {
             // Nothing of it may be used, whatever the driver has done.
             let nothing = touched.iter().map(|span| BindRequest::Unbind(*span)).collect();
-            let undone = state.vm.apply(nothing, false).map_err(|PlanError { error, .. }| error)?;
+            let undone = state.vm.apply(nothing, false).map_err(|e| self.map.turn_error(e.error))?;
             state.vm.invalidated(undone);
             return Err(e);
         }

@@ -273,6 +273,7 @@ fn a_read_by_a_program_that_timed_out_has_ended_when_its_memory_is_given_back() 
     let _ticket = programs.submit(Operation::read(host, at)).unwrap();
     let mut done = drain(&mut *programs, LONG);
     assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
+    assert!(gpu.faults.called("vkWaitSemaphores") && !gpu.faults.called("vkQueueWaitIdle"), "it waits for ever");
     let mut last = [0];
     done.remove(0).operation.into_slice().unwrap().read(LEN - 1, &mut last).unwrap();
     assert_eq!(last, [7], "the GPU writes no more");
@@ -578,6 +579,11 @@ fn sparse_buffers_may_lie_in_the_upper_half_of_the_addresses() {
     let table = memory.allocate(4 << 20, &Placement::Default).unwrap();
     let range = device.address_space().reserve(&table, 4 << 20).unwrap();
     assert!(range.first().bits() >= 0xffff_8000_0000_0000, "{range}");
+    let half_a_page = Span::new(range.first(), 2048).unwrap();
+    match device.address_space().apply(&[BindRequest::Unbind(half_a_page)]) {
+        Err(SpaceError::Vm(dmalane_vm::Error::Misaligned { span, .. })) => assert_eq!(span, half_a_page),
+        other => panic!("{other:?}"),
+    }
     device.address_space().unbind(range).unwrap();
     memory.free(table.segments()).unwrap();
     drop(memory);
