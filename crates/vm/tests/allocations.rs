@@ -6,8 +6,11 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
-use dmalane_iopt::{Format, FormatId, HeapTables, TablePool, TableShape, Tables, with_format};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, SgTable, Span};
+use dmalane_iopt::{
+    AgxUat, AmdV1, Arm64S1, Armv7, Format, FormatId, HeapTables, RiscvSv, TablePool, TableShape, Tables, VtdSecond,
+    X86_64, with_format,
+};
 use dmalane_vm::{BindRequest, Bo, Error, Vm};
 
 /// The system's allocator, until it is told to fail.
@@ -71,6 +74,36 @@ impl Random {
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         (self.0 >> 11) % n
+    }
+}
+
+/// What of a format decides which memory a VM takes: sizes of tables and pages, and groups, from the last level up. What
+/// entries look like does not, nor how many levels are above those that a test reaches.
+fn geometry<F: Format>() -> (PageSize, Vec<PageSize>, u64, Vec<u32>) {
+    let groups = F::GROUP_BITS[..F::LEVELS as usize].iter().rev().take(2).copied().collect();
+    (TableShape::of::<F>().table, F::PAGE_SIZES.iter().take(2).collect(), F::ENTRY_BYTES, groups)
+}
+
+/// Evaluates an expression for a format of each geometry: tests over all formats take half a minute to compile.
+macro_rules! for_each_geometry {
+    ($format:ident => $do:expr) => {
+        for_each_geometry!(@for $format => $do;
+            AgxUat, AmdV1<4, true>, Arm64S1<12>, Arm64S1<14>, Arm64S1<14, 48, true>, Arm64S1<16>,
+            Arm64S1<16, 48, true>, Armv7, RiscvSv<3, true>, VtdSecond<3>, X86_64<5>)
+    };
+    (@for $format:ident => $do:expr; $($each:ty),*) => {
+        [$({
+            type $format = $each;
+            $do
+        }),*]
+    };
+}
+
+#[test]
+fn no_format_has_another_geometry() {
+    let there = for_each_geometry!(F => geometry::<F>());
+    for format in FormatId::ALL {
+        assert!(there.contains(&with_format!(*format, F => geometry::<F>())), "{format}");
     }
 }
 
@@ -156,8 +189,7 @@ fn run_out<F: Format>() -> u64 {
 
 #[test]
 fn a_plan_that_runs_out_of_memory_changes_nothing_and_a_commit_needs_none() {
-    let run_out = |format: &FormatId| with_format!(*format, F => run_out::<F>());
-    let failures: Vec<u64> = FormatId::ALL.iter().map(run_out).collect();
+    let failures = for_each_geometry!(F => run_out::<F>());
     assert!(failures.iter().all(|&n| n > 10), "{failures:?}");
     println!("{} allocations failed", failures.iter().sum::<u64>());
 }
@@ -190,20 +222,14 @@ fn split_without_memory<F: Format>() {
 
 #[test]
 fn unbinding_a_part_of_a_large_binding_needs_no_memory() {
-    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => split_without_memory::<F>()));
-}
-
-/// Every fourth format has records of tables of tables, which do not depend on what entries look like; with
-/// `DMALANE_CASES`, which scripts/nightly sets, every one.
-fn is_deep((n, format): (usize, &FormatId)) -> (&FormatId, bool) {
-    (format, n.is_multiple_of(4) || std::env::var_os("DMALANE_CASES").is_some())
+    for_each_geometry!(F => split_without_memory::<F>());
 }
 
 /// Unbinds at random, each without any memory: one page, some pages or a buffer. Binds in between have memory.
-fn unbind_at_random<F: Format, T: Tables<Addr = CardAddr>>(tables: T, deep: bool) {
+fn unbind_at_random<F: Format, T: Tables<Addr = CardAddr>>(tables: T) {
     let (granule, chunk) = (F::GRANULE.bytes(), 1u64 << F::INDEX_BITS);
     // Where a model of that is small enough.
-    let pages = if deep && chunk <= 512 { chunk * chunk + 4 * chunk } else { 4 * chunk };
+    let pages = if chunk <= 512 { chunk * chunk + 4 * chunk } else { 4 * chunk };
     let pages = pages.min(1 << (F::INPUT_BITS - u32::from(F::GRANULE.log2())));
     let span = |page: u64, pages: u64| Span::new(DeviceVa::new(page * granule), pages * granule).unwrap();
     let mut random = Random(0xcafe);
@@ -295,23 +321,18 @@ fn unbind_at_random<F: Format, T: Tables<Addr = CardAddr>>(tables: T, deep: bool
 
 #[test]
 fn every_unbind_works_without_memory() {
-    let heap = || HeapTables::new(CardAddr::new(0));
-    for (format, deep) in FormatId::ALL.iter().enumerate().map(is_deep) {
-        with_format!(*format, F => unbind_at_random::<F, _>(heap(), deep));
-    }
+    for_each_geometry!(F => unbind_at_random::<F, _>(HeapTables::new(CardAddr::new(0))));
 }
 
 /// In tables that threads share, where empty ones stay.
-fn unbind_at_random_in_a_pool<F: Format>(deep: bool) {
+fn unbind_at_random_in_a_pool<F: Format>() {
     let tables = if F::INDEX_BITS > 9 { 64 } else { 4096 };
     let words = tables * TableShape::of::<F>().table.bytes() / 8;
     let memory: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
-    unbind_at_random::<F, _>(&TablePool::new::<F>(CardAddr::new(0), &memory), deep);
+    unbind_at_random::<F, _>(&TablePool::new::<F>(CardAddr::new(0), &memory));
 }
 
 #[test]
 fn every_unbind_works_without_memory_in_a_pool_that_handles_share() {
-    for (format, deep) in FormatId::ALL.iter().enumerate().map(is_deep) {
-        with_format!(*format, F => unbind_at_random_in_a_pool::<F>(deep));
-    }
+    for_each_geometry!(F => unbind_at_random_in_a_pool::<F>());
 }
