@@ -1,17 +1,17 @@
 //! Memory that runs out: at every allocation of a plan in turn, and never in a commit.
 #![allow(unsafe_code)]
 
+mod geometries;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, SgTable, Span};
-use dmalane_iopt::{
-    AgxUat, AmdV1, Arm64S1, Armv7, Format, FormatId, HeapTables, RiscvSv, TablePool, TableShape, Tables, VtdSecond,
-    X86_64, with_format,
-};
+use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
+use dmalane_iopt::{Format, HeapTables, TablePool, TableShape, Tables};
 use dmalane_vm::{BindRequest, Bo, Error, Vm};
+use geometries::geometries;
 
 /// The system's allocator, until it is told to fail.
 struct Failing;
@@ -77,34 +77,14 @@ impl Random {
     }
 }
 
-/// What of a format decides which memory a VM takes: sizes of tables and pages, and groups, from the last level up. What
-/// entries look like does not, nor how many levels are above those that a test reaches.
-fn geometry<F: Format>() -> (PageSize, Vec<PageSize>, u64, Vec<u32>) {
-    let groups = F::GROUP_BITS[..F::LEVELS as usize].iter().rev().take(2).copied().collect();
-    (TableShape::of::<F>().table, F::PAGE_SIZES.iter().take(2).collect(), F::ENTRY_BYTES, groups)
-}
-
-/// Evaluates an expression for a format of each geometry: tests over all formats take half a minute to compile.
-macro_rules! for_each_geometry {
-    ($format:ident => $do:expr) => {
-        for_each_geometry!(@for $format => $do;
-            AgxUat, AmdV1<4, true>, Arm64S1<12>, Arm64S1<14>, Arm64S1<14, 48, true>, Arm64S1<16>,
-            Arm64S1<16, 48, true>, Armv7, RiscvSv<3, true>, VtdSecond<3>, X86_64<5>)
-    };
-    (@for $format:ident => $do:expr; $($each:ty),*) => {
+/// Evaluates an expression for each format of a list.
+macro_rules! for_each {
+    ($format:ident => $do:expr; $($name:ident: $each:ty;)*) => {
         [$({
             type $format = $each;
             $do
         }),*]
     };
-}
-
-#[test]
-fn no_format_has_another_geometry() {
-    let there = for_each_geometry!(F => geometry::<F>());
-    for format in FormatId::ALL {
-        assert!(there.contains(&with_format!(*format, F => geometry::<F>())), "{format}");
-    }
 }
 
 /// Everything that can be seen of a VM.
@@ -189,7 +169,7 @@ fn run_out<F: Format>() -> u64 {
 
 #[test]
 fn a_plan_that_runs_out_of_memory_changes_nothing_and_a_commit_needs_none() {
-    let failures = for_each_geometry!(F => run_out::<F>());
+    let failures = geometries!(for_each(F => run_out::<F>();));
     assert!(failures.iter().all(|&n| n > 10), "{failures:?}");
     println!("{} allocations failed", failures.iter().sum::<u64>());
 }
@@ -222,7 +202,7 @@ fn split_without_memory<F: Format>() {
 
 #[test]
 fn unbinding_a_part_of_a_large_binding_needs_no_memory() {
-    for_each_geometry!(F => split_without_memory::<F>());
+    geometries!(for_each(F => split_without_memory::<F>();));
 }
 
 /// Unbinds at random, each without any memory: one page, some pages or a buffer. Binds in between have memory.
@@ -321,7 +301,7 @@ fn unbind_at_random<F: Format, T: Tables<Addr = CardAddr>>(tables: T) {
 
 #[test]
 fn every_unbind_works_without_memory() {
-    for_each_geometry!(F => unbind_at_random::<F, _>(HeapTables::new(CardAddr::new(0))));
+    geometries!(for_each(F => unbind_at_random::<F, _>(HeapTables::new(CardAddr::new(0)));));
 }
 
 /// In tables that threads share, where empty ones stay.
@@ -334,5 +314,5 @@ fn unbind_at_random_in_a_pool<F: Format>() {
 
 #[test]
 fn every_unbind_works_without_memory_in_a_pool_that_handles_share() {
-    for_each_geometry!(F => unbind_at_random_in_a_pool::<F>());
+    geometries!(for_each(F => unbind_at_random_in_a_pool::<F>();));
 }

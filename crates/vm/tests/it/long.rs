@@ -1,6 +1,6 @@
 //! Long random sequences against a model that knows one page at a time.
 //!
-//! `DMALANE_VM_OPERATIONS=10000000 cargo test --release -p dmalane-vm --test long -- --nocapture` runs as many as the
+//! `DMALANE_VM_OPERATIONS=10000000 cargo test --release -p dmalane-vm --test it long -- --nocapture` runs as many as the
 //! variable says with each format; by default few.
 
 use std::sync::Arc;
@@ -363,4 +363,4 @@ macro_rules! long {
     )*};
 }
 
-dmalane_iopt::formats!(long);
+crate::geometries::geometries!(long);

@@ -1,6 +1,8 @@
 //! The integration tests of this crate, linked once.
 
 mod array;
+#[path = "../geometries/mod.rs"]
+mod geometries;
 mod long;
 mod queue;
 mod shapes;
