@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::conformance::more;
-use crate::formats::{Failing, MapList, Sizes, sizes};
+use crate::formats::{Failing, MapList, Sizes, sizes, stand_ins};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
-use dmalane_iopt::{Entry, Error, Format, FormatId, HeapTables, PageTable, TableShape, with_format};
+use dmalane_iopt::{Entry, Error, Format, HeapTables, PageTable, TableShape};
 
 type Table<F> = PageTable<F, Iova, PhysAddr, Failing>;
 
@@ -234,13 +234,17 @@ fn sweep_all<F: Format>() {
     FAILURES.fetch_add(failures, Ordering::Relaxed);
 }
 
-/// One test for all formats, for the sake of the sum.
+/// One test for the sake of the sum.
 #[test]
 fn every_allocation_fails_once() {
-    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => sweep_all::<F>()));
-    let formats = FormatId::ALL.len();
+    macro_rules! sweeps {
+        ($($name:ident: $format:ty;)*) => { [$(sweep_all::<$format>),*] };
+    }
+    let sweeps = stand_ins!(sweeps);
+    sweeps.iter().for_each(|sweep| sweep());
+    let formats = sweeps.len();
     let scenarios = scenarios::<dmalane_iopt::Arm64S1_4k>().len();
     let failures = FAILURES.load(Ordering::Relaxed);
     println!("{failures} allocations failed, in {scenarios} scenarios for each of {formats} formats");
-    assert!(failures >= 5000, "{failures}");
+    assert!(failures >= 2000, "{failures}");
 }

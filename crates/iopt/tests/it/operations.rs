@@ -806,6 +806,9 @@ macro_rules! operations {
     )*};
 }
 
+#[cfg(not(every_format))]
+crate::formats::stand_ins!(operations);
+#[cfg(every_format)]
 dmalane_iopt::formats!(operations);
 
 /// A host with smaller pages than the format: its segments are joined before anything is said of their alignment.

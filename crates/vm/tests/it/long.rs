@@ -363,4 +363,7 @@ macro_rules! long {
     )*};
 }
 
+#[cfg(not(every_format))]
 crate::geometries::geometries!(long);
+#[cfg(every_format)]
+dmalane_iopt::formats!(long);

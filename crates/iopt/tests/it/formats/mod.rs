@@ -4,6 +4,60 @@
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
 use dmalane_iopt::{Error, Format, HeapTables, PageTable, TableShape, Tables};
 
+/// Calls a macro with a list of formats, as [`dmalane_iopt::formats!`] does with all: those that stand for all where
+/// only [`kind`] matters. Tests over all formats take minutes to compile.
+macro_rules! stand_ins {
+    ($each:ident) => {
+        $each! {
+            agx_uat: dmalane_iopt::AgxUat;
+            amd_v1_4level_groups: dmalane_iopt::AmdV1<4, true>;
+            amd_v1_6level: dmalane_iopt::AmdV1<6>;
+            arm64_s1_4k: dmalane_iopt::Arm64S1<12>;
+            arm64_s1_4k_contiguous: dmalane_iopt::Arm64S1<12, 48, true>;
+            arm64_s1_4k_dirty: dmalane_iopt::Arm64S1<12, 48, false, 48, true>;
+            arm64_s1_16k_52: dmalane_iopt::Arm64S1<14, 52, false, 52>;
+            arm64_s1_16k_contiguous: dmalane_iopt::Arm64S1<14, 48, true>;
+            arm64_s1_64k_48_52_contiguous_dirty: dmalane_iopt::Arm64S1<16, 48, true, 52, true>;
+            arm64_s1_64k_contiguous: dmalane_iopt::Arm64S1<16, 48, true>;
+            arm64_s2_4k_40: dmalane_iopt::Arm64S2<12, 40>;
+            arm64_s2_4k_40_contiguous_dirty: dmalane_iopt::Arm64S2<12, 40, true, 48, true>;
+            arm64_s2_16k_40: dmalane_iopt::Arm64S2<14, 40>;
+            arm64_s2_16k_40_contiguous: dmalane_iopt::Arm64S2<14, 40, true>;
+            arm64_s2_64k_40: dmalane_iopt::Arm64S2<16, 40>;
+            arm64_s2_64k_40_contiguous: dmalane_iopt::Arm64S2<16, 40, true>;
+            arm64_s2_64k_52: dmalane_iopt::Arm64S2<16, 52, false, 52>;
+            armv7_lpae_s2: dmalane_iopt::Armv7LpaeS2;
+            armv7_short: dmalane_iopt::Armv7;
+            riscv_sv39_napot: dmalane_iopt::RiscvSv<3, true>;
+            riscv_sv57: dmalane_iopt::RiscvSv<5>;
+            vtd_second_48: dmalane_iopt::VtdSecond<4>;
+            x86_64_5level: dmalane_iopt::X86_64<5>;
+        }
+    };
+}
+pub(crate) use stand_ins;
+
+type Kind = (dmalane_addr::PageSize, Vec<dmalane_addr::PageSize>, u64, Vec<u32>, (u64, bool, u64, u64));
+
+/// All of a format but its encodings, its rights, and the number of levels above the last three.
+fn kind<F: Format>() -> Kind {
+    let groups: Vec<u32> = F::GROUP_BITS[..F::LEVELS as usize].iter().rev().take(3).copied().collect();
+    let sizes: Vec<_> = F::PAGE_SIZES.iter().take(3).collect();
+    let bits = (F::DIRTY, F::DIRTY_IS_CLEAR, F::VALID, F::TABLE_BITS);
+    (TableShape::of::<F>().table, sizes, F::ENTRY_BYTES, groups, bits)
+}
+
+#[test]
+fn no_format_is_of_another_kind() {
+    macro_rules! kinds {
+        ($($name:ident: $format:ty;)*) => { [$(kind::<$format>()),*] };
+    }
+    let (there, all) = (stand_ins!(kinds), dmalane_iopt::formats!(kinds));
+    for (kind, format) in all.iter().zip(dmalane_iopt::FormatId::ALL) {
+        assert!(there.contains(kind), "{format}");
+    }
+}
+
 /// The sizes that a format's cases are built from, and where the spaces end.
 pub struct Sizes {
     pub page: u64,
