@@ -105,7 +105,7 @@ pub(crate) fn with_last_error<R>(look: impl Fn(&str) -> R) -> R {
 /// The callback by which C learns that a buffer object is gone.
 pub(crate) type Release = Box<dyn FnOnce() + Send + Sync>;
 
-/// Owns the memory of a buffer object as far as C is to be told when it may be used again.
+/// Notifies C when the buffer object's memory may be reused.
 #[derive(Default)]
 struct Owner {
     release: OnceLock<Release>,

@@ -33,8 +33,8 @@ pub trait Device: Send {
     /// Its queues, at least one; only the first call has any.
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>>;
 
-    /// A queue that reads through a program on the device, which uses the addresses that all its programs use, so that
-    /// what it gives is what they see. It only copies to the host.
+    /// A queue that reads through a program on the device, at the addresses that all its programs use, so it returns
+    /// the bytes that programs on the device see. It only copies to the host.
     ///
     /// # Errors
     /// Why there is none: then the [queues](Device::take_queues) read.

@@ -46,8 +46,7 @@ pub trait AddressSpace: Send {
 
     /// Carries out several requests within ranges that are reserved, whole or not at all; later ones see what earlier
     /// ones did, and what was bound before is replaced. When this returns, the device has forgotten what was taken
-    /// away; what was only added it may still be about to see, but no operation that is submitted from now on comes
-    /// before that.
+    /// away. New bindings may become visible later, but before any operation submitted after this call.
     ///
     /// # Errors
     /// [`SpaceError::NoBatches`] where a space binds one range at a time, [`SpaceError::NotReserved`],

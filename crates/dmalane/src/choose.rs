@@ -22,7 +22,7 @@ pub(crate) struct Choice {
     pub mode: Mode,
     /// Why not all of it is read directly, unless that was asked for.
     pub fallback: Option<Fallback>,
-    /// What is cached of it, where [`Mode::Auto`] was asked for and the kernel says.
+    /// Its cached parts, where [`Mode::Auto`] was asked for and the kernel says.
     pub cached: Option<Residency>,
 }
 

@@ -9,8 +9,8 @@ use dmalane_load::Input;
 use crate::choose::{Choice, workers};
 use crate::read::size;
 
-/// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], a file that is short or of
-/// which most is in the page cache is read from there; of any other the blocks that are cached, and the rest with
+/// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], short files and mostly
+/// cached files are read from the page cache. Of any other file, cached blocks are read from there, and the rest with
 /// direct I/O where the file system supports it.
 ///
 /// # Errors

@@ -112,7 +112,7 @@ pub enum Fallback {
     Ring {
         /// The kernel's answer.
         errno: i32,
-        /// What forbids it, as far as it is known, for people.
+        /// The likely cause, for people.
         cause: &'static str,
     },
     /// The kernel's rings are too old.

@@ -67,7 +67,7 @@ impl Output {
     pub fn is_same_place(&self, other: &Self) -> bool {
         match (resolve(&self.path), resolve(&other.path)) {
             (Ok(here), Ok(there)) => here == there,
-            // What cannot be found cannot be written.
+            // A path that cannot be resolved cannot be written either.
             _ => self.path == other.path,
         }
     }

@@ -371,8 +371,8 @@ impl DeviceTensor {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// DLPack: the memory itself on a CUDA device, or a copy in host memory where that was asked for. What came of a
-    /// load is there for every `stream`.
+    /// DLPack: the memory itself on a CUDA device, or a copy in host memory where that was asked for. Bytes of
+    /// a load are complete for every `stream`.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,

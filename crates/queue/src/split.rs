@@ -346,7 +346,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         n
     }
 
-    /// Takes back what no queue has begun of a copy; the rest ends by itself.
+    /// Cancels the parts of a copy that no queue has started; the rest ends by itself.
     fn cancel_copy(&mut self, id: u64) -> Cancelled<Q::Addr> {
         self.policy.forget(id);
         let copy = self.copies.get_mut(&id).expect("looked up");
@@ -475,7 +475,8 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
         false
     }
 
-    /// Of a copy, what no queue has begun is taken back: all of it, or the copy ends with [`OpError::Cancelled`].
+    /// Cancels the parts of a copy that no queue has started; if some have started, the copy ends with
+    /// [`OpError::Cancelled`].
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<Q::Addr> {
         let id = ticket.number();
         if let Some((_, operation)) =

@@ -45,7 +45,7 @@ pub enum Error {
         /// The driver's error.
         source: io::Error,
     },
-    /// The driver answered what cannot be.
+    /// The driver returned an invalid answer.
     #[error("{call} answered with {what}")]
     Answer {
         /// The driver's name of the call.
@@ -53,13 +53,13 @@ pub enum Error {
         /// The answer.
         what: String,
     },
-    /// Transfers cannot be begun.
-    #[error("the driver begins no transfer (TRANSFER): {0}")]
+    /// Transfers cannot be started.
+    #[error("the driver cannot start transfers (TRANSFER): {0}")]
     NoBegin(io::Error),
     /// The driver does not say how transfers ended.
     #[error("the driver does not say how transfers ended (TRANSFER): {0}")]
     NoEnd(io::Error),
-    /// The driver moved other bytes than it was told to.
+    /// The driver moved a different number of bytes than requested.
     #[error("the driver moved {moved} of {wanted} bytes (TRANSFER)")]
     Short {
         /// Bytes of the transfer.

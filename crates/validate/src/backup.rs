@@ -97,7 +97,7 @@ struct Stored {
     name: OsString,
 }
 
-/// What a backup holds, checked as a whole.
+/// The contents of a backup, checked as a whole.
 struct Saved<'a> {
     backup: &'a File,
     of: Identity,
@@ -517,7 +517,7 @@ impl Stored {
         Ok(())
     }
 
-    /// What it holds, checked as a whole.
+    /// Its contents, checked as a whole.
     fn read(&self) -> io::Result<Saved<'_>> {
         let backup = &self.file;
         let damaged = || io::Error::new(ErrorKind::InvalidData, "it is damaged");
@@ -901,7 +901,7 @@ mod tests {
         let recovered = original(&path).recover_over().unwrap();
         assert!(recovered.backup == backup && recovered.stays && backup.exists());
         assert!(fs::read(&path).unwrap() == before);
-        // What the machine numbers anew when it starts may have changed since.
+        // Numbers that the machine assigns at boot may have changed since.
         header.boot = "another".into();
         fs::write(&backup, backup_of(&header, rest)).unwrap();
         let error = original(&path).recover().unwrap_err().to_string();

@@ -86,8 +86,8 @@ impl TestedDevice {
 }
 
 impl TestedDevice {
-    /// Copies by the driver of what the workers have moved last. What they moved was compared, and all buffers are
-    /// filled anew before the next figure.
+    /// Copies by the driver of the bytes that the workers moved last. Those were compared, and all buffers are filled
+    /// anew before the next figure.
     fn by_driver(
         &self,
         driver: &mut dyn DriverCopies,

@@ -635,7 +635,7 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
         let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
         Box::new(FileDevice::open(paths, FileDeviceOptions::default()).unwrap())
     };
-    // What is under way may write it yet.
+    // Operations under way may still write it.
     for contents in [Contents::Overwrite, Contents::Restore] {
         assert!(matches!(TestedDevice::new(device(), contents), Err(ValidateError::Locked)));
     }

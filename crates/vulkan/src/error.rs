@@ -111,7 +111,7 @@ pub enum Error {
     /// Something larger than the driver can make.
     #[error("{what} of {len} bytes is larger than the driver's largest ({most})")]
     TooLarge {
-        /// What it is.
+        /// The kind of object.
         what: &'static str,
         /// Bytes asked for.
         len: u64,

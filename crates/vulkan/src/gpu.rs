@@ -503,7 +503,7 @@ impl Gpu {
     /// Does what the specification forbids, which the validation layers must notice.
     #[cfg(test)]
     pub fn misuse(self: &Arc<Self>) {
-        // Made for nothing at all, and of no bytes: no driver looks at it before there is memory.
+        // Without usage flags, which is invalid. Drivers ignore it until memory is bound.
         let info = vk::BufferCreateInfo::default().size(4096).usage(vk::BufferUsageFlags::empty());
         drop(self.create_buffer(&info));
     }

@@ -192,7 +192,7 @@ impl Library {
         let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
         let device_address = vulkan12.buffer_device_address == vk::TRUE;
         let dma_bufs = has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
-        // What the driver does with dma-bufs of such buffers.
+        // The driver's support for dma-bufs of such buffers.
         let shares = |usage, flags| {
             let mut shared = vk::ExternalBufferProperties::default();
             if dma_bufs {

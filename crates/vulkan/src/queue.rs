@@ -433,7 +433,7 @@ impl GpuQueue {
     fn batch(&mut self, mut recording: Recording) -> Result<(), CallError> {
         let mut load = Vec::new();
         let sparse = self.parts.sparse.clone();
-        // What is looked up stays bound until the GPU has the commands, and unbinding waits for these.
+        // Buffers that are looked up stay bound until the GPU has the commands, and unbinding waits for these.
         let _stays = sparse.as_ref().map(|sparse| sparse.stays());
         let mut writer = Writer {
             channel: &self.channel,

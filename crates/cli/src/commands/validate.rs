@@ -542,7 +542,7 @@ impl Validate {
         }
     }
 
-    /// The error with what helps against it. ValidateSettings that the device cannot have are usage errors.
+    /// The error with a hint. Settings that the device does not support are usage errors.
     fn failure(&self, error: ValidateError) -> Failure {
         let hint = self.hint(&error);
         let usage = matches!(

@@ -54,7 +54,8 @@ impl BackToBack {
         Ok(())
     }
 
-    /// Waits until the streams have ended what they were given; each is asked twice, in case that only the call failed.
+    /// Waits until the streams have ended what they were given. Each stream is queried twice, in case the first query
+    /// itself failed.
     fn wait(&self) -> Result<(), Error> {
         let (driver, _current) = (self.context.driver, self.context.current_to_undo()?);
         let wait = |stream: &RawHandle| call!(driver.stream_synchronize(stream.0));

@@ -202,7 +202,7 @@ pub enum BackendReason {
     Unfit {
         /// The better one.
         backend: IoBackend,
-        /// What was found.
+        /// The finding of its probe.
         error: ProbeError,
     },
     /// The kernel refused a better one.
@@ -297,7 +297,7 @@ pub enum FileDeviceError {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum BadProbeAddress {
-    /// What is written there overlaps address 0.
+    /// A probe there would overlap address 0.
     #[error("it must be at least 16 KiB, so that a write that goes to address 0 instead shows")]
     TooLow,
     /// It is not at the beginning of a page.
@@ -529,7 +529,7 @@ impl Opened {
                     (self.how.backend, self.how.count) = (backend, count);
                     return Ok(());
                 }
-                // What was there is lost, or about to be.
+                // The previous contents are lost, or about to be.
                 Err(error @ (ProbeError::Hangs { .. } | ProbeError::NotRestored { .. })) => {
                     return Err(FileDeviceError::ProbeDamage { path: self.paths.h2c.clone(), source: error });
                 }

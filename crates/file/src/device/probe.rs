@@ -104,7 +104,7 @@ pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn M
     Ok(probe.count.unwrap_or(Count::Bytes))
 }
 
-/// What a probe of a file device found: why its backend is not to be used.
+/// The reason why a backend is not to be used, as found by a probe of a file device.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum ProbeError {

@@ -1,10 +1,10 @@
-//! What may be wrong with a header, an index, a manifest, or the description of a tensor in it.
+//! Defects of a header, an index, a manifest, or the description of a tensor in it.
 
 use dmalane_addr::FileOffset;
 use dmalane_vm::trace::plain_json;
 use thiserror::Error;
 
-/// What is wrong with a header, an index, a manifest, or the description of a tensor in it. Texts are the file's own,
+/// A defect of a header, an index, a manifest, or the description of a tensor in it. Texts are quoted from the file,
 /// cut to 200 characters.
 #[derive(Debug, Error)]
 #[non_exhaustive]

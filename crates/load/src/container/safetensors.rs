@@ -1,8 +1,8 @@
 //! Safetensors files.
 //!
 //! Format: <https://github.com/huggingface/safetensors#format>: 8 bytes little-endian header length, a JSON header of
-//! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. What is
-//! accepted is what the crate `safetensors` accepts, within limits.
+//! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. This
+//! module accepts the headers that the crate `safetensors` accepts, within limits.
 
 use std::cmp::Ordering;
 use std::path::Path;

@@ -48,11 +48,11 @@ pub(super) struct Landed(Mutex<Parts>);
 
 struct Parts {
     absent: Option<Absent>,
-    /// What has arrived.
+    /// Fragments that have arrived.
     fragments: Vec<Fragment>,
-    /// Bytes that have not.
+    /// Bytes that have not arrived.
     missing: usize,
-    /// What the chunk leaves of its landing place.
+    /// The rest of the landing place, behind the chunk.
     rest: BufferSlice,
 }
 

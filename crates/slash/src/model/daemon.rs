@@ -286,7 +286,7 @@ impl State {
         Ok((answer, Some(file)))
     }
 
-    /// Frees what was lent; as in the daemon, failures are only logged.
+    /// Frees lent resources. Failures are only logged.
     fn close(&mut self, at: usize) {
         let lent = self.lent.remove(at);
         for op in [1, 2] {
