@@ -195,9 +195,11 @@ fn kernel(error: &std::io::Error) -> Refused {
     Refused::new(os(error), error)
 }
 
-/// The number of an error of the operating system.
+/// The number of an error of the operating system, which a driver's error may wrap.
 pub(crate) fn os(error: &std::io::Error) -> Number {
-    Number::Kernel(error.raw_os_error().unwrap_or(EIO))
+    let mut chain = std::iter::successors(Some(error as &dyn std::error::Error), |e| e.source());
+    let number = chain.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
+    Number::Kernel(number.unwrap_or(EIO))
 }
 
 /// The number of an error about a file that was to be opened.

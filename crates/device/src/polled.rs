@@ -18,8 +18,8 @@ pub struct PolledQueue<F> {
     limits: Limits,
     execute: F,
     waiting: Waiting,
-    /// Never given back or freed.
-    kept: Vec<Operation>,
+    /// Operations whose memory the device may still use: never given back or freed.
+    quarantined: Vec<Operation>,
     state: QueueState,
 }
 
@@ -30,8 +30,8 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> PolledQueue<F> {
     /// A queue that takes operations within `limits` that need these capabilities, and calls `execute` with each.
     pub fn new(capabilities: Capabilities, limits: Limits, execute: F) -> Self {
         let capabilities = capabilities | Capabilities::FENCE | Capabilities::ORDERED | Capabilities::STOP;
-        let (waiting, kept) = (Waiting::new(), Vec::new());
-        Self { capabilities, limits, execute, waiting, kept, state: QueueState::default() }
+        let (waiting, quarantined) = (Waiting::new(), Vec::new());
+        Self { capabilities, limits, execute, waiting, quarantined, state: QueueState::default() }
     }
 }
 
@@ -47,7 +47,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn in_flight(&self) -> usize {
-        self.waiting.len() + self.kept.len()
+        self.waiting.len() + self.quarantined.len()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
@@ -73,7 +73,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
             };
             if let (None, Err(OpError::Stopped(lost @ StopReason::Lost(_)))) = (self.state.stopped(), &result) {
                 self.state.stop(lost.clone());
-                self.kept.push(operation);
+                self.quarantined.push(operation);
                 continue;
             }
             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
@@ -98,12 +98,12 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn restart(&mut self) -> bool {
-        self.kept.is_empty() && self.state.restart()
+        self.quarantined.is_empty() && self.state.restart()
     }
 }
 
 impl<F> Drop for PolledQueue<F> {
     fn drop(&mut self) {
-        std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);
+        std::mem::take(&mut self.quarantined).into_iter().for_each(std::mem::forget);
     }
 }

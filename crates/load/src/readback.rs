@@ -83,7 +83,7 @@ impl OpenDevice {
         }
         let (mut program, by_copies) = match self.device.program_queue() {
             Ok(queue) => (Some(queue), None),
-            Err(why) => (None, Some(why.to_string())),
+            Err(why) => (None, Some(why.into())),
         };
         for (file, input) in loaded.files.iter().zip(inputs) {
             self.check(file)?;

@@ -1,5 +1,7 @@
 //! The report of a load: bytes, and the time of each stage.
 
+use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::PageSize;
@@ -21,12 +23,12 @@ pub struct StageReport {
 }
 
 /// A verification that found every tensor equal to its file.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct Verified {
     /// From its beginning to its end.
     pub wall: Duration,
     /// Why copies read the device, and not a program on it; `None` when a program did.
-    pub by_copies: Option<String>,
+    pub by_copies: Option<Arc<dyn Error + Send + Sync>>,
 }
 
 /// Times and bytes of a load.

@@ -13,10 +13,10 @@ use dmalane_addr::Access;
 use dmalane_device::NoIommu;
 use dmalane_dma::{BufferRef, DriverHeap, Error as DmaError, Heap, Mapping, PageKind, Pinned, Registrar};
 
+use crate::Error;
 use crate::abi::{self, halves};
 use crate::kernel::{Handle, Kernel, Request};
 use crate::sys::Mapped;
-use crate::{Error, error};
 
 /// Memory that the card may still use, because its queue could not be stopped. Never dropped.
 static QUARANTINED: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
@@ -120,7 +120,7 @@ pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
     let buffers = buffers.clone();
     let allocate = move |len| match buffers.create(len) {
         Ok(mapped) => Ok(Box::new(mapped) as _),
-        Err(e) => Err(DmaError::Allocate { len, kind: "buffers of SLASH", source: error::into_io(e) }),
+        Err(e) => Err(DmaError::Allocate { len, kind: "buffers of SLASH", source: io::Error::new(e.kind(), e) }),
     };
     DriverHeap::new("slash", allocate).direct()
 }

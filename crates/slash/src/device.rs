@@ -180,7 +180,12 @@ impl SlashDevice {
         let buffers = Arc::new(pairs[0].buffers());
         let registrar = Arc::new(OwnBuffers::new(&buffers));
         // The pages of both queues: of the first buffer, which also says how the channels should be used.
-        let of = |e: dmalane_dma::Error| Error::call(Request::BufferCreate, kernels(e));
+        let of = |e: dmalane_dma::Error| match e {
+            dmalane_dma::Error::Allocate { source, .. } => {
+                source.downcast().unwrap_or_else(|e| Error::call(Request::BufferCreate, e))
+            }
+            other => Error::call(Request::BufferCreate, io::Error::other(other)),
+        };
         let mut pages =
             Some(heap(&buffers).allocate(2 * DEPTH * MAX_RANGES * page()).map_err(of)?.share().into_slice());
         let mut next_page = || match pages.take()?.split_at(page()) {
@@ -238,14 +243,6 @@ impl SlashDevice {
     /// Calls of the driver that moved bytes.
     pub fn transfer_calls(&self) -> u64 {
         self.counters.iter().map(|c| c.calls.load(Ordering::Relaxed)).sum()
-    }
-}
-
-/// The kernel's error behind one of the heap.
-fn kernels(error: dmalane_dma::Error) -> io::Error {
-    match error {
-        dmalane_dma::Error::Allocate { source, .. } => source,
-        other => io::Error::other(other),
     }
 }
 

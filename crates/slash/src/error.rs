@@ -114,13 +114,13 @@ impl Error {
     pub(crate) fn call(request: Request, source: io::Error) -> Self {
         Self::Call { call: request.name(), source }
     }
-}
 
-/// The error number where there is one, so that callers recognise it; else the text.
-pub(crate) fn into_io(error: Error) -> io::Error {
-    match error {
-        Error::Call { source, .. } | Error::Map(source) => source,
-        other => io::Error::other(other),
+    /// The kind of the kernel's error where there is one, so that callers recognise it.
+    pub(crate) fn kind(&self) -> io::ErrorKind {
+        match self {
+            Self::Call { source, .. } | Self::Map(source) => source.kind(),
+            _ => io::ErrorKind::Other,
+        }
     }
 }
 

@@ -40,9 +40,9 @@ const BLOCK: usize = 1 << 20;
 /// Bytes that are written whole or not at all, whatever ends a run.
 const SECTOR: usize = 512;
 
-/// Time for which a lock is waited for: systemd-udevd locks a disk for a moment after somebody has written and closed
-/// it, and the kernel lets go of the last requests of a device a moment after it was closed.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Timeout for a lock: systemd-udevd locks a disk for a moment after somebody has written and closed it, and the kernel
+/// lets go of the last requests of a device a moment after it was closed.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A file that can be backed up, opened for reading and writing through the page cache. It is [claimed](claim).
 pub(crate) struct Original {
@@ -122,7 +122,7 @@ pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
     let begun = Instant::now();
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if begun.elapsed() < PATIENCE => thread::sleep(Duration::from_millis(10)),
+            Err(Errno::WOULDBLOCK) if begun.elapsed() < LOCK_TIMEOUT => thread::sleep(Duration::from_millis(10)),
             Err(Errno::WOULDBLOCK) => return Err(ValidateError::Locked),
             Err(e) => return Err(ValidateError::Lock(e.into())),
             Ok(()) => break,
@@ -303,13 +303,13 @@ impl Original {
                 let name = with_end(&self.place.name, &format!("-replaced-{n}"));
                 Place { folder: self.place.folder.clone(), name }
             };
-            let kept = (1..).map(free).find(|place| place.path().symlink_metadata().is_err());
-            let kept = kept.ok_or(ErrorKind::AlreadyExists)?;
+            let replaced = (1..).map(free).find(|place| place.path().symlink_metadata().is_err());
+            let replaced = replaced.ok_or(ErrorKind::AlreadyExists)?;
             let now = self.extents(range.start, range.end)?;
-            self.write_backup(&kept, &now)?;
+            self.write_backup(&replaced, &now)?;
             self.restore_from(&saved)?;
             let stays = !self.is_of(&saved);
-            Ok(Recovered { backup: self.place.path(), range, kept: kept.path(), stays })
+            Ok(Recovered { backup: self.place.path(), range, replaced: replaced.path(), stays })
         };
         let recovered = restored().map_err(|e| self.failed(e))?;
         if !recovered.stays {
@@ -963,10 +963,10 @@ mod tests {
             );
             assert!(backup.exists() && fs::read(&path).unwrap() == new);
             // Restored after all, and back.
-            let kept = original(&path).recover_over().unwrap().kept;
+            let replaced = original(&path).recover_over().unwrap().replaced;
             assert!(fs::read(&path).unwrap() == before && !backup.exists());
-            fs::rename(kept, &backup).unwrap();
-            fs::remove_file(original(&path).recover_over().unwrap().kept).unwrap();
+            fs::rename(replaced, &backup).unwrap();
+            fs::remove_file(original(&path).recover_over().unwrap().replaced).unwrap();
             assert!(fs::read(&path).unwrap() == new);
             out.write_all_at(&before, 0).unwrap();
         }

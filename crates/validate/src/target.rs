@@ -189,8 +189,9 @@ pub struct Recovered {
     pub stays: bool,
     /// The bytes of the device that were restored; others are as they were.
     pub range: Range<u64>,
-    /// A backup of what the device held before, in the same form: under the path of the first, it can be restored too.
-    pub kept: PathBuf,
+    /// The path of a backup of the contents that were replaced, in the same form: under the path of the first, it can be
+    /// restored too.
+    pub replaced: PathBuf,
 }
 
 /// Restores the backup that a killed run left of a device which is made of files, although the device was written

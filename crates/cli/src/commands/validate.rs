@@ -348,17 +348,17 @@ impl Validate {
     fn recover_backup(&self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
-        let Recovered { backup, range, kept, stays } = recover(&*device).map_err(|e| self.failure(e))?;
-        let (backup, kept) = (backup.display(), kept.display());
+        let Recovered { backup, range, replaced, stays } = recover(&*device).map_err(|e| self.failure(e))?;
+        let (backup, replaced) = (backup.display(), replaced.display());
         let mut text = format!(
-            "Restored bytes {}..{} of {} from {backup}\nThe data that this replaced are in {kept}\n",
+            "Restored bytes {}..{} of {} from {backup}\nThe data that this replaced are in {replaced}\n",
             range.start, range.end, self.device
         );
         text += &match stays {
             true => {
                 format!("{backup} was kept, because it may be of another file or disk: remove it if it is of this\n")
             }
-            false => format!("To undo this, give {kept} the name {backup} and run --recover again\n"),
+            false => format!("To undo this, give {replaced} the name {backup} and run --recover again\n"),
         };
         output::print_text(&text)?;
         Ok(ExitCode::SUCCESS)

@@ -584,8 +584,8 @@ fn a_device_that_ends_nothing_is_stopped() {
 fn a_device_that_is_slow_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 10 * MIB);
-    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the device's
-    // patience.
+    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the timeout of the
+    // device.
     let (mut device, faults) = faulty(16 * MIB, Faults { takes: Duration::from_millis(20), ..Faults::default() });
     let mut inputs = [open(&path)];
     let begun = Instant::now();

@@ -637,8 +637,8 @@ impl<'a, 'w> State<'a, 'w> {
         }
     }
 
-    /// The longest that a worker waits for the disk: what is hashed meanwhile is to go to the device.
-    pub fn patience(&self) -> Duration {
+    /// The timeout of a worker's wait for the disk; short where blocks hashed meanwhile must go to the device.
+    pub fn disk_timeout(&self) -> Duration {
         if self.aside && self.device.is_some() { PAUSE } else { POLL_INTERVAL }
     }
 

@@ -62,7 +62,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             }
             // A polled device works while it is waited for; another one ends something sooner than the disk.
             if !self.state.drive(POLL_INTERVAL)
-                && !self.reap(&mut done, self.state.patience())
+                && !self.reap(&mut done, self.state.disk_timeout())
                 && self.flying.is_empty()
             {
                 // Another worker drives the device, or a thread hashes.

@@ -103,10 +103,7 @@ fn known_versions_are_opened_and_others_refused_with_what_is_known() {
         (Version { info: 56, ..Version::KNOWN }, "INFO has 56 bytes, caps 0x0. This program knows INFO of 20 bytes"),
         (Version { caps: 4, ..Version::KNOWN }, "unknown caps 0x4"),
         (Version { hint: 3, ..Version::KNOWN }, "unknown hint 3"),
-        (
-            Version { granule: 1 << 21, ..Version::KNOWN },
-            "BUF_CREATE failed: BUF_CREATE answered with pages of 2097152",
-        ),
+        (Version { granule: 1 << 21, ..Version::KNOWN }, "BUF_CREATE answered with pages of 2097152"),
         (Version { pair_add: 32, ..Version::KNOWN }, "the module is older than July 2026"),
         (Version { buffers: false, ..Version::KNOWN }, "the module is older than June 2026"),
     ] {
@@ -143,6 +140,15 @@ fn whatever_call_fails_while_a_card_is_opened_nothing_stays() {
             return;
         }
     }
+}
+
+#[test]
+fn an_allocation_that_fails_names_the_call_and_the_fix() {
+    let model = DriverModel::new(Version::KNOWN).unwrap();
+    let device = open(&model).unwrap();
+    model.fail(|_| Some(Fault::Fails(libc::ENODEV)));
+    let error = device.registrar().heap(None).allocate(4096).unwrap_err().to_string();
+    assert!(error.contains("BUF_CREATE failed: No such device") && error.contains("removing or resetting"), "{error}");
 }
 
 #[test]

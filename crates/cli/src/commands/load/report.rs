@@ -149,7 +149,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "manifest": path(o.manifest.as_ref()),
         "verify_s": verified.map(|v| v.wall.as_secs_f64()),
         "verified_by": verified.map(|v| if v.by_copies.is_none() { "program" } else { "copies" }),
-        "verified_by_reason": verified.and_then(|v| v.by_copies.as_ref()),
+        "verified_by_reason": verified.and_then(|v| v.by_copies.as_ref()).map(ToString::to_string),
         "bottleneck": r.slowest().map(|s| s.stage.to_string()),
         "runs_s": o.runs.runs_s,
         "median_s": o.runs.median_s,
