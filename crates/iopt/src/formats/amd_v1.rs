@@ -4,6 +4,7 @@ use alloc::{vec, vec::Vec};
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
+use super::rights::{bits, rights};
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
@@ -101,14 +102,7 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
 
     #[inline]
     fn encode_leaf(_level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = out & ADDRESS | PRESENT | FORCE_COHERENT;
-        if access.contains(Access::READ) {
-            entry |= READ;
-        }
-        if access.contains(Access::WRITE) {
-            entry |= WRITE;
-        }
-        entry
+        out & ADDRESS | PRESENT | FORCE_COHERENT | bits(access, READ, WRITE)
     }
 
     fn encode_member(level: u32, out: u64, access: Access) -> u64 {
@@ -143,14 +137,7 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
         if level + 3 < L || entry & ADDRESS & (size - 1) != size_bits || entry & (READ | WRITE) == 0 {
             return Entry::Invalid;
         }
-        let mut access = Access::empty();
-        if entry & READ != 0 {
-            access |= Access::READ;
-        }
-        if entry & WRITE != 0 {
-            access |= Access::WRITE;
-        }
-        Entry::Leaf { out: entry & ADDRESS & !(size - 1), access }
+        Entry::Leaf { out: entry & ADDRESS & !(size - 1), access: rights(entry, READ, WRITE) }
     }
 
     fn registers(root: u64) -> Vec<Register> {

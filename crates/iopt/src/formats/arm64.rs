@@ -47,15 +47,13 @@ pub trait ArmStage: Copy + Debug + 'static {
 
     /// [`Format::inherit`].
     #[inline]
-    fn inherit(table: u64, leaf: u64) -> u64 {
-        let _ = table;
+    fn inherit(_table: u64, leaf: u64) -> u64 {
         leaf
     }
 
     /// [`Format::unprivileged`].
     #[inline]
-    fn unprivileged(leaf: u64) -> Access {
-        let _ = leaf;
+    fn unprivileged(_leaf: u64) -> Access {
         Access::empty()
     }
 

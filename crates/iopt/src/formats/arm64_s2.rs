@@ -5,6 +5,7 @@ use alloc::{vec, vec::Vec};
 use dmalane_addr::Access;
 
 use super::arm64::*;
+use super::rights::{bits, rights};
 use crate::Register;
 
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
@@ -86,12 +87,7 @@ impl ArmStage for Stage2 {
             Access::UNCACHED => MEMORY_UNCACHED,
             _ => MEMORY,
         };
-        if access.contains(Access::READ) {
-            entry |= READ;
-        }
-        if access.contains(Access::WRITE) {
-            entry |= if dirty { DBM } else { WRITE };
-        }
+        entry |= bits(access, READ, if dirty { DBM } else { WRITE });
         if !access.contains(Access::EXEC) {
             entry |= XN;
         }
@@ -106,12 +102,7 @@ impl ArmStage for Stage2 {
             kind if kind & 0b1100 << 2 == 0 => Access::MMIO,
             _ => Access::empty(),
         };
-        if leaf & READ != 0 {
-            access |= Access::READ;
-        }
-        if leaf & if dirty { WRITE | DBM } else { WRITE } != 0 {
-            access |= Access::WRITE;
-        }
+        access |= rights(leaf, READ, if dirty { WRITE | DBM } else { WRITE });
         // The values other than 0 permit one exception level at most.
         if leaf & XN_FIELD == 0 && leaf & READ != 0 {
             access |= Access::EXEC;

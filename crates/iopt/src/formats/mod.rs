@@ -8,6 +8,7 @@ mod arm64_s2;
 mod armv7;
 mod armv7_lpae;
 mod list;
+mod rights;
 mod riscv;
 mod vtd;
 mod x86_64;

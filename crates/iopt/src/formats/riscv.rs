@@ -4,6 +4,7 @@ use alloc::{vec, vec::Vec};
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
+use super::rights::bits;
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
@@ -134,12 +135,7 @@ impl<const L: u32, const N: bool, const P: bool> Format for RiscvSv<L, N, P> {
         } else if access.contains(Access::UNCACHED) {
             entry |= PBMT_NC;
         }
-        if access.contains(Access::READ) {
-            entry |= READ;
-        }
-        if access.contains(Access::WRITE) {
-            entry |= WRITE | DIRTY;
-        }
+        entry |= bits(access, READ, WRITE | DIRTY);
         if access.contains(Access::EXEC) {
             entry |= EXEC;
         }

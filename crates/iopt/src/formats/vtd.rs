@@ -4,6 +4,7 @@ use alloc::{vec, vec::Vec};
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
+use super::rights::{bits, rights};
 use crate::{Entry, Format, Register};
 
 /// VT-d second-stage translation with 3, 4 or 5 levels: 39, 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB,
@@ -75,15 +76,9 @@ impl<const L: u32> Format for VtdSecond<L> {
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = out & ADDRESS;
+        let mut entry = out & ADDRESS | bits(access, READ, WRITE);
         if level + 1 != L {
             entry |= LARGE;
-        }
-        if access.contains(Access::READ) {
-            entry |= READ;
-        }
-        if access.contains(Access::WRITE) {
-            entry |= WRITE;
         }
         entry
     }
@@ -110,14 +105,7 @@ impl<const L: u32> Format for VtdSecond<L> {
         if entry & ADDRESS & (page - 1) != 0 {
             return Entry::Invalid; // so are the address bits of a large leaf below its size
         }
-        let mut access = Access::empty();
-        if entry & READ != 0 {
-            access |= Access::READ;
-        }
-        if entry & WRITE != 0 {
-            access |= Access::WRITE;
-        }
-        Entry::Leaf { out: entry & ADDRESS, access }
+        Entry::Leaf { out: entry & ADDRESS, access: rights(entry, READ, WRITE) }
     }
 
     fn registers(root: u64) -> Vec<Register> {
