@@ -29,8 +29,8 @@ use crate::page::Page;
 use crate::server::Totals;
 use crate::socket::{self, Received};
 use crate::wire::{
-    ANSWER, ClientRequest, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE, MAX_SEGMENTS,
-    MapAnswer, MapSegment, MessageHeader, OpenAnswer, RowAnswer, TotalsAnswer, VERSION,
+    ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE,
+    MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, RowAnswer, TotalsAnswer, VERSION,
 };
 
 /// Status reads between two checks that the daemon is still running.
@@ -689,43 +689,6 @@ pub struct DaemonStatus {
     pub hbm: (u64, u64),
     /// The clients, by number; the connection that asks for the status is one of them.
     pub clients: Vec<ClientStatus>,
-}
-
-/// The state of one client.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ClientStatus {
-    /// Number of the client.
-    pub client: u64,
-    /// Process that connected.
-    pub pid: u32,
-    /// User that connected.
-    pub uid: u32,
-    /// Queues; 0 for a client that has opened no function.
-    pub queues: u32,
-    /// Buffers.
-    pub buffers: u32,
-    /// Mappings.
-    pub mappings: u32,
-    /// The client has disconnected, and its resources are being released.
-    pub closing: bool,
-    /// Bytes of its buffers.
-    pub bytes: u64,
-    /// DDR, in bytes.
-    pub ddr: u64,
-    /// HBM, in bytes.
-    pub hbm: u64,
-    /// Bytes copied between host and card for this client.
-    pub moved: u64,
-    /// Refused requests of this client.
-    pub errors: u64,
-    /// Descriptors that its queues were given and have not completed.
-    pub in_flight: u64,
-    /// Translations found in the IOTLBs of its function.
-    pub iotlb_hits: u64,
-    /// Translations that needed a walk.
-    pub iotlb_misses: u64,
-    /// Accesses of its function to memory that was not mapped for it.
-    pub faults: u64,
 }
 
 /// Queries the status of the daemon at `path` without opening a function.

@@ -64,9 +64,10 @@ mod socket;
 pub mod wire;
 mod worker;
 
-pub use client::{Client, ClientError, ClientOptions, ClientStatus, DaemonStatus, status, status_with};
+pub use client::{Client, ClientError, ClientOptions, DaemonStatus, status, status_with};
 pub use config::{BadConfig, ClientLimits, Config, Setting};
 pub use connection::ClientResources;
 pub use listener::Listener;
 pub use log::ServerEvent;
 pub use server::{Server, ServerError, Totals};
+pub use wire::ClientStatus;

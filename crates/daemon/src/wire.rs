@@ -424,43 +424,46 @@ pub struct TotalsAnswer {
     pub more: U32,
 }
 
-/// One client, in an answer to `Status`.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
-#[repr(C)]
-pub struct RowAnswer {
+/// The state of one client. The parameters are the types of its fields: native ones, or those of a [`RowAnswer`].
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(C)] // the layout of a `RowAnswer`
+pub struct ClientStatus<N32 = u32, N64 = u64, Flag = bool> {
     /// Number of the client.
-    pub client: U64,
+    pub client: N64,
     /// Process that connected.
-    pub pid: U32,
+    pub pid: N32,
     /// User that connected.
-    pub uid: U32,
-    /// Queues.
-    pub queues: U32,
+    pub uid: N32,
+    /// Queues; 0 for a client that has opened no function.
+    pub queues: N32,
     /// Buffers.
-    pub buffers: U32,
+    pub buffers: N32,
     /// Mappings.
-    pub mappings: U32,
-    /// 1 while the client's resources are being released.
-    pub closing: U32,
+    pub mappings: N32,
+    /// The client has disconnected, and its resources are being released.
+    pub closing: Flag,
     /// Bytes of its buffers.
-    pub bytes: U64,
+    pub bytes: N64,
     /// DDR, in bytes.
-    pub ddr: U64,
+    pub ddr: N64,
     /// HBM, in bytes.
-    pub hbm: U64,
+    pub hbm: N64,
     /// Bytes copied between host and card for this client.
-    pub moved: U64,
+    pub moved: N64,
     /// Refused requests of this client.
-    pub errors: U64,
+    pub errors: N64,
     /// Descriptors that its queues were given and have not completed.
-    pub in_flight: U64,
+    pub in_flight: N64,
     /// Translations found in the IOTLBs of its function.
-    pub iotlb_hits: U64,
+    pub iotlb_hits: N64,
     /// Translations that needed a walk.
-    pub iotlb_misses: U64,
+    pub iotlb_misses: N64,
     /// Accesses of its function to memory that was not mapped for it.
-    pub faults: U64,
+    pub faults: N64,
 }
+
+/// One client, in an answer to `Status`: little-endian, with 0 or 1 in `closing`.
+pub type RowAnswer = ClientStatus<U32, U64, U32>;
 
 /// Builds the answer to a refused request. The text is cut to 1024 bytes.
 pub fn failed(seqno: u64, code: Code, text: &str) -> Vec<u8> {
