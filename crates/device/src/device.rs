@@ -71,52 +71,6 @@ pub trait Device: Send {
     }
 }
 
-impl<D: Device + ?Sized> Device for Box<D> {
-    fn info(&self) -> DeviceInfo {
-        (**self).info()
-    }
-
-    fn regions(&self) -> &[Region] {
-        (**self).regions()
-    }
-
-    fn memory(&self) -> DeviceMemory {
-        (**self).memory()
-    }
-
-    fn registrar(&self) -> Arc<dyn Registrar> {
-        (**self).registrar()
-    }
-
-    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
-        (**self).take_queues()
-    }
-
-    fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn Error + Send + Sync>> {
-        (**self).program_queue()
-    }
-
-    fn address_space(&mut self) -> &mut dyn AddressSpace {
-        (**self).address_space()
-    }
-
-    fn cuda_number(&self) -> Option<u32> {
-        (**self).cuda_number()
-    }
-
-    fn counters(&self) -> ReadCounters {
-        (**self).counters()
-    }
-
-    fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn Error + Send + Sync>> {
-        (**self).driver_copies()
-    }
-
-    fn backing_files(&self) -> Option<BackingFiles> {
-        (**self).backing_files()
-    }
-}
-
 /// The description of a device.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeviceInfo {

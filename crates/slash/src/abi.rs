@@ -44,9 +44,6 @@ pub const TRANSFER_WORDS: usize = 2 + MAX_RANGES * RANGE_WORDS;
 pub const RANGE_WORDS: usize = 10;
 /// Parts of a transfer at most, which is also the number of queue pairs behind one file.
 pub const MAX_RANGES: usize = 2;
-/// Bytes of a range that the driver takes at most.
-#[cfg(feature = "model")]
-pub const MAX_PART: u64 = u32::MAX as u64;
 
 /// Words of GET_BAR_FD.
 pub const BAR_WORDS: usize = 6;

@@ -6,7 +6,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
@@ -22,7 +21,7 @@ use crate::kernel::{Handle, Kernel, Request};
 use crate::queue::SlashQueue;
 use crate::sys::{DEPTH, Linux};
 use crate::vrtd::{Daemon, Grants, Reach, VrtdName};
-use crate::worker::{Counters, Planner};
+use crate::worker::Planner;
 
 /// First address and bytes of the card's DDR.
 pub const DDR: (u64, u64) = (0x600_0000_0000, 32 << 30);
@@ -104,7 +103,6 @@ impl Default for SlashOptions {
 pub struct SlashDevice {
     // Queues end before the node is closed.
     queues: Vec<Box<DeviceQueue>>,
-    counters: Vec<Arc<Counters>>,
     info: Info,
     notes: Vec<String>,
     regions: [Region; 3],
@@ -200,7 +198,7 @@ impl SlashDevice {
             abi::HINT_SINGLE => {}
             hint => return Err(Error::Version { found: format!("BUF_CREATE has the unknown hint {hint}") }),
         }
-        let (mut queues, mut counters): (Vec<Box<DeviceQueue>>, Vec<_>) = (Vec::new(), Vec::new());
+        let mut queues: Vec<Box<DeviceQueue>> = Vec::new();
         let mut waits = String::new();
         for (number, pair) in pairs.into_iter().enumerate() {
             let pages = (0..DEPTH).map(|_| (0..MAX_RANGES).filter_map(|_| next_page()).collect()).collect();
@@ -211,7 +209,6 @@ impl SlashDevice {
                 more => format!("each with {more} io_uring commands in flight"),
             };
             let queue = SlashQueue::new(number, pair, calls, plans, pages, registrar.clone(), options.polls)?;
-            counters.push(queue.counters().clone());
             queues.push(Box::new(queue));
         }
         let mut notes = vec![
@@ -227,22 +224,12 @@ impl SlashDevice {
         if daemon.is_some() {
             notes.push("lent by vrtd, which grants memory in blocks of 64 MiB to 512 MiB".to_owned());
         }
-        Ok(Self { queues, counters, info, notes, regions, registrar, space: FlatSpace::new(), reach, daemon })
+        Ok(Self { queues, info, notes, regions, registrar, space: FlatSpace::new(), reach, daemon })
     }
 
     /// The driver's description of itself and of the card.
     pub fn driver(&self) -> &Info {
         &self.info
-    }
-
-    /// Bytes that the processor copied, because they did not begin at a page of their buffer.
-    pub fn copied_bytes(&self) -> u64 {
-        self.counters.iter().map(|c| c.copied.load(Ordering::Relaxed)).sum()
-    }
-
-    /// Calls of the driver that moved bytes.
-    pub fn transfer_calls(&self) -> u64 {
-        self.counters.iter().map(|c| c.calls.load(Ordering::Relaxed)).sum()
     }
 }
 

@@ -702,7 +702,7 @@ impl State {
             let [index, direction, fd] = [0, 1, 2].map(|w| word(bytes, at + w).unwrap_or(0));
             let [offset, address, len] = [4, 6, 8].map(|w| wide(bytes, at + w));
             let pair = *pairs.get(index as usize).ok_or(EINVAL)?;
-            if !(1..=2).contains(&direction) || len == 0 || len > abi::MAX_PART {
+            if !(1..=2).contains(&direction) || len == 0 || len > u32::MAX.into() {
                 return Err(EINVAL);
             }
             let buffer = file_of(fd as i32).ok_or(EBADF)?;

@@ -1,6 +1,5 @@
 //! A queue pair as a queue. Where the driver's call blocks, a thread makes it.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -14,7 +13,7 @@ use crate::Error;
 use crate::buffers::OwnBuffers;
 use crate::card::Pair;
 use crate::kernel::Calls;
-use crate::worker::{Counters, MAX_LEN, Planner, Shared, Worker};
+use crate::worker::{MAX_LEN, Planner, Shared, Worker};
 
 /// Operations in flight, at most.
 const CAPACITY: usize = 256;
@@ -29,7 +28,6 @@ const CAPABILITIES: Capabilities = Capabilities::FROM_HOST
 /// A queue of a card. Operations are done in order; those that touch on both sides become one transfer.
 pub(crate) struct SlashQueue {
     shared: Arc<Shared>,
-    counters: Arc<Counters>,
     pair: Arc<Pair>,
     registrar: Arc<OwnBuffers>,
     /// Submitted and not flushed.
@@ -55,9 +53,8 @@ impl SlashQueue {
         polls: Option<Duration>,
     ) -> Result<Self, Error> {
         let (shared, pair) = (Arc::new(Shared::polling(polls)), Arc::new(pair));
-        let counters = Arc::new(Counters::default());
         let blocks = calls.depth() == 1;
-        let worker = Worker::new(shared.clone(), counters.clone(), pair.clone(), plans, calls, pages);
+        let worker = Worker::new(shared.clone(), pair.clone(), plans, calls, pages);
         let named = thread::Builder::new().name(format!("dmalane-slash-{number}"));
         let (hand, worker_comes) = mpsc::channel::<(Worker, Option<Error>)>();
         let work = move || {
@@ -72,7 +69,7 @@ impl SlashQueue {
         let thread = Some(named.spawn(work).map_err(Error::Thread)?);
         let (waiting, state) = (Waiting::new(), QueueState::default());
         let worker = Some(worker);
-        let mut this = Self { shared, counters, pair, registrar, waiting, state, worker, hand, thread, stopper: None };
+        let mut this = Self { shared, pair, registrar, waiting, state, worker, hand, thread, stopper: None };
         if blocks {
             this.hand_over(None);
         }
@@ -99,11 +96,6 @@ impl SlashQueue {
                 self.hand_over(Some(why));
             }
         }
-    }
-
-    /// The counters of the worker.
-    pub(crate) fn counters(&self) -> &Arc<Counters> {
-        &self.counters
     }
 }
 
@@ -245,7 +237,6 @@ impl Drop for SlashQueue {
 
 impl std::fmt::Debug for SlashQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let calls = self.counters.calls.load(Ordering::Relaxed);
-        write!(f, "SlashQueue({} in flight, {calls} calls)", self.in_flight())
+        write!(f, "SlashQueue({} in flight)", self.in_flight())
     }
 }

@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -50,15 +50,6 @@ pub(crate) struct Shared {
     work_polls: Duration,
     /// How long one that waits for an end does.
     end_polls: Duration,
-}
-
-/// Counters of a queue, which outlive it.
-#[derive(Default)]
-pub(crate) struct Counters {
-    /// Bytes that were copied because they did not begin at a page of their buffer.
-    pub copied: AtomicU64,
-    /// Calls that moved bytes.
-    pub calls: AtomicU64,
 }
 
 #[derive(Default)]
@@ -187,7 +178,6 @@ impl Shared {
 /// Makes the calls of a queue.
 pub(crate) struct Worker {
     shared: Arc<Shared>,
-    counters: Arc<Counters>,
     pair: Arc<Pair>,
     plans: Planner,
     calls: Box<dyn Calls>,
@@ -288,12 +278,11 @@ impl Call {
         true
     }
 
-    /// Copies the first bytes of operations to or from the pages; returns how many.
-    fn copy_heads(&self, pages: &[BufferSlice], direction: DmaDirection) -> u64 {
+    /// Copies the first bytes of operations to or from the pages.
+    fn copy_heads(&self, pages: &[BufferSlice], direction: DmaDirection) {
         if self.ranges.first().is_none_or(|range| range.direction != direction) {
-            return 0;
+            return;
         }
-        let mut copied = 0;
         for (range, operation, len) in &self.heads {
             let host =
                 self.operations[*operation].1.hosts().first().and_then(|h| h.slice.as_volatile_slice().sub(0, *len));
@@ -302,17 +291,14 @@ impl Call {
                     DmaDirection::HostToCard => page.copy_from(host, CopyHint::Keep),
                     DmaDirection::CardToHost => host.copy_from(page, CopyHint::Keep),
                 }
-                copied += *len as u64;
             }
         }
-        copied
     }
 }
 
 impl Worker {
     pub(crate) fn new(
         shared: Arc<Shared>,
-        counters: Arc<Counters>,
         pair: Arc<Pair>,
         plans: Planner,
         calls: Box<dyn Calls>,
@@ -321,7 +307,7 @@ impl Worker {
         let place = |page: &BufferSlice| plans.buffers.find(page.as_volatile_slice().as_ptr().addr(), page.len());
         let places = |pages: &Vec<BufferSlice>| pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
         let places = pages.iter().map(places).collect();
-        Self { shared, counters, pair, plans, calls, pages, places, flights: VecDeque::new(), number: 0 }
+        Self { shared, pair, plans, calls, pages, places, flights: VecDeque::new(), number: 0 }
     }
 
     /// True while the card may use buffers.
@@ -432,9 +418,7 @@ impl Worker {
                     (call.number, self.number) = (self.number, self.number + 1);
                     state.busy += call.operations.len();
                     shared.tell_end(state);
-                    let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
-                    self.counters.copied.fetch_add(copied, Ordering::Relaxed);
-                    self.counters.calls.fetch_add(1, Ordering::Relaxed);
+                    call.copy_heads(&self.pages[call.pages], DmaDirection::HostToCard);
                     self.calls.begin(call.number, abi::transfer(&call.ranges));
                     self.flights.push_back(call);
                     if self.flights.len() == depth {
@@ -485,8 +469,7 @@ impl Worker {
         let wanted = call.ranges.iter().map(|range| range.len).sum::<u64>();
         let source = match result {
             Ok(moved) if moved == wanted => {
-                let copied = call.copy_heads(&self.pages[call.pages], DmaDirection::CardToHost);
-                self.counters.copied.fetch_add(copied, Ordering::Relaxed);
+                call.copy_heads(&self.pages[call.pages], DmaDirection::CardToHost);
                 call.end = Some(true);
                 return Ok(());
             }

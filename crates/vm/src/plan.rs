@@ -80,8 +80,6 @@ pub(crate) struct Lists<A> {
     pub(crate) prefetches: Vec<Span<DeviceVa>>,
     /// Detached tables.
     pub(crate) tables: Vec<A>,
-    /// Bytes of buffers to be unbound that stay bound in the reserved part.
-    pub(crate) still_bound: u64,
 }
 
 impl<A> Scratch<A> {
@@ -296,8 +294,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Unbinds a buffer, by its first slot, in the reserved part or elsewhere.
-    fn unbind_bo(&mut self, first_slot: u32, reserved: bool) -> u64 {
-        let (mut slot, mut unmapped) = (first_slot, 0);
+    fn unbind_bo(&mut self, mut slot: u32, reserved: bool) -> u64 {
+        let mut unmapped = 0;
         while slot != NONE {
             let mut n = 0;
             while let Some(place) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
@@ -307,9 +305,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 n += 1;
             }
             slot = self.slots.next_of(slot);
-        }
-        if !reserved {
-            self.scratch.lists.still_bound += self.slots.all_pages(first_slot) << F::GRANULE.log2();
         }
         unmapped
     }
@@ -426,12 +421,6 @@ impl<A: Address> Committed<A> {
         self.lists.first().map_or(&[], |lists| &lists.tables)
     }
 
-    /// Bytes that an [`UnbindBo`](crate::BindRequest::UnbindBo) of the batch has left bound, because they are in the
-    /// reserved part of the VM, which only [`Vm::plan_reserved`] changes.
-    pub fn retained_bytes(&self) -> u64 {
-        self.lists.iter().map(|lists| lists.still_bound).sum()
-    }
-
     /// Bytes that were unmapped, including those that the same batch bound anew.
     pub fn unmapped_bytes(&self) -> u64 {
         self.unmapped
@@ -445,12 +434,12 @@ impl<A: Address> Committed<A> {
 
 impl<A> Lists<A> {
     pub(crate) const fn new() -> Self {
-        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new(), still_bound: 0 }
+        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new() }
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty() && self.still_bound == 0
+        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty()
     }
 
     /// Adds a span, joined to the last one where they touch, or where there is no room for another.

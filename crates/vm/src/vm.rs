@@ -727,7 +727,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         // The room is for the next plan.
         lists.spans.clear();
         lists.prefetches.clear();
-        lists.still_bound = 0;
         (self.scratch.lists, self.scratch.room_for_lists) = (lists, room_for_lists);
     }
 
