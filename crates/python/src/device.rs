@@ -382,8 +382,8 @@ impl DeviceTensor {
         dl_device: Option<(u32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
-        self.described().dlpack_type()?;
         let request = ExportRequest::parse(stream, max_version, dl_device, copy)?;
+        self.described().dlpack_type()?;
         if request.device() != Some(DLDevice::CPU) {
             return export_dlpack(&OnCuda { tensor: self, pointers: self.pointers()? }, py, request);
         }

@@ -342,44 +342,40 @@ impl DlpackExporter for OnCuda<'_> {
     }
 }
 
-#[pymethods]
-impl Tensor {
-    #[getter]
-    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, &self.shape)
-    }
+/// The methods of a class, with those of every class whose bytes are a [`BlockSlice`]: a class has one block of them.
+/// The buffer protocol's are not among them, because pyo3 does not accept `unsafe` methods made by a macro.
+macro_rules! host_memory {
+    ($class:ident { $($own:tt)* }) => {
+        #[pymethods]
+        impl $class {
+            $($own)*
 
-    #[getter]
-    fn nbytes(&self) -> usize {
-        self.slice.len
-    }
+            #[getter]
+            fn nbytes(&self) -> usize {
+                self.slice.len
+            }
 
-    #[getter]
-    fn address(&self) -> PyResult<usize> {
-        Ok(self.slice.address()?)
-    }
+            #[getter]
+            fn address(&self) -> PyResult<usize> {
+                Ok(self.slice.address()?)
+            }
 
-    #[getter]
-    fn released(&self) -> bool {
-        self.slice.lock().is_none()
-    }
+            fn release(&self) -> PyResult<()> {
+                self.slice.release()
+            }
 
-    fn release(&self) -> PyResult<()> {
-        self.slice.release()
-    }
+            fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+                self.slice.bytes(py)
+            }
 
-    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.slice.bytes(py)
-    }
+            fn __len__(&self) -> usize {
+                self.slice.len
+            }
+        }
+    };
+}
 
-    fn __len__(&self) -> usize {
-        self.slice.len
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Tensor({:?}, {:?}, {:?})", self.name, self.dtype, self.shape)
-    }
-
+host_memory!(Tensor {
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -392,6 +388,20 @@ impl Tensor {
         self.described().dlpack_type()?;
         self.slice.block()?;
         export_dlpack(self, py, ExportRequest::parse(stream, max_version, dl_device, copy)?)
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    #[getter]
+    fn released(&self) -> bool {
+        self.slice.lock().is_none()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Tensor({:?}, {:?}, {:?})", self.name, self.dtype, self.shape)
     }
 
     fn __dlpack_device__(&self) -> (u32, i32) {
@@ -410,7 +420,7 @@ impl Tensor {
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
         self.slice.release_buffer();
     }
-}
+});
 
 /// Zeroed memory in whole pages, anonymous and aligned, that any driver can register.
 #[pyclass(frozen, weakref, module = "dmalane")]
@@ -426,8 +436,7 @@ impl Buffer {
     }
 }
 
-#[pymethods]
-impl Buffer {
+host_memory!(Buffer {
     #[new]
     #[pyo3(signature = (size, *, align=4096, huge=true))]
     fn new(py: Python<'_>, size: usize, align: usize, huge: bool) -> PyResult<Self> {
@@ -450,30 +459,8 @@ impl Buffer {
     }
 
     #[getter]
-    fn nbytes(&self) -> usize {
-        self.slice.len
-    }
-
-    #[getter]
-    fn address(&self) -> PyResult<usize> {
-        Ok(self.slice.address()?)
-    }
-
-    #[getter]
     fn pages(&self) -> &str {
         &self.pages
-    }
-
-    fn release(&self) -> PyResult<()> {
-        self.slice.release()
-    }
-
-    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.slice.bytes(py)
-    }
-
-    fn __len__(&self) -> usize {
-        self.slice.len
     }
 
     fn __repr__(&self) -> String {
@@ -492,4 +479,4 @@ impl Buffer {
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
         self.slice.release_buffer();
     }
-}
+});
