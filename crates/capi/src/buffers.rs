@@ -13,11 +13,11 @@ use std::time::Duration;
 use dmalane::dma::{Needs, Picked, pick};
 use dmalane::file::{Error, Mode};
 use dmalane::load::fill::{Extent, FillError, FilledBuf, Job};
-use dmalane::{AllocAndRead, Read, ReadError, ReadOptions, ReadSource};
+use dmalane::{AllocAndRead, Read, ReadError, ReadOptions, ReadSource, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
-use crate::objects::{Number, Numbered, Refused, chain, lock};
+use crate::objects::{Number, Numbered, Refused, lock};
 
 static BUFFERS: Mutex<Numbered<FilledBuf>> = Mutex::new(Numbered::new());
 
@@ -81,7 +81,7 @@ fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
         ..default
     };
     let picked = pick(Needs { shareable: has(SHAREABLE), ..Needs::default() });
-    Ok((options, picked.map_err(|e| Refused::new(Errno::NoMem, chain(&e)))?))
+    Ok((options, picked.map_err(|e| Refused::new(Errno::NoMem, error_chain(&e)))?))
 }
 
 fn end(offset: u64, len: u64) -> Result<u64, Refused> {
@@ -197,8 +197,8 @@ fn kernel(error: &std::io::Error) -> Refused {
 
 /// The number of an error of the operating system, which a driver's error may wrap.
 pub(crate) fn os(error: &std::io::Error) -> Number {
-    let mut chain = std::iter::successors(Some(error as &dyn std::error::Error), |e| e.source());
-    let number = chain.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
+    let mut causes = std::iter::successors(Some(error as &dyn std::error::Error), |e| e.source());
+    let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
     Number::Kernel(number.unwrap_or(EIO))
 }
 
@@ -230,6 +230,6 @@ impl From<ReadError> for Refused {
             ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
             _ => Number::Kernel(EIO),
         };
-        Self::new(number, chain(&error))
+        Self::new(number, error_chain(&error))
     }
 }

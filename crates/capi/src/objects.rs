@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use dmalane::error_chain;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
 use dmalane_iopt::{FormatId, HeapTables, UnknownFormat};
 use dmalane_vm::array::ArrayError;
@@ -44,26 +45,15 @@ impl Refused {
     }
 }
 
-/// An error with its causes.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text += &format!(": {cause}");
-        next = cause.source();
-    }
-    text
-}
-
 impl From<ArrayError> for Refused {
     fn from(error: ArrayError) -> Self {
-        Self::new(error.reason.errno(), chain(&error))
+        Self::new(error.reason.errno(), error_chain(&error))
     }
 }
 
 impl From<dmalane_vm::Error> for Refused {
     fn from(error: dmalane_vm::Error) -> Self {
-        Self::new(error.errno(), chain(&error))
+        Self::new(error.errno(), error_chain(&error))
     }
 }
 

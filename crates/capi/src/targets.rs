@@ -11,12 +11,12 @@ use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal,
     Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
-use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement};
+use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement, error_chain};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
 use crate::buffers::{self, os};
-use crate::objects::{EBUSY, Number, Numbered, Refused, chain, lock, none};
+use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
 static MEMORIES: Mutex<Numbered<HostMemory>> = Mutex::new(Numbered::new());
@@ -667,25 +667,25 @@ impl From<OpenError> for Refused {
             OpenError::Spec(_) | OpenError::Option { .. } => Errno::Inval.into(),
             _ => Number::Kernel(ENODEV),
         };
-        Self::new(number, chain(&error))
+        Self::new(number, error_chain(&error))
     }
 }
 
 impl From<MemoryError> for Refused {
     fn from(error: MemoryError) -> Self {
-        Self::new(number_of_memory(&error), chain(&error))
+        Self::new(number_of_memory(&error), error_chain(&error))
     }
 }
 
 impl From<dmalane::dma::Error> for Refused {
     fn from(error: dmalane::dma::Error) -> Self {
-        Self::new(number_of_host(&error), chain(&error))
+        Self::new(number_of_host(&error), error_chain(&error))
     }
 }
 
 impl From<SpaceError> for Refused {
     fn from(error: SpaceError) -> Self {
-        Self::new(number_of_space(&error), chain(&error))
+        Self::new(number_of_space(&error), error_chain(&error))
     }
 }
 
@@ -705,6 +705,6 @@ impl From<LoadError> for Refused {
             LoadError::Open(error) => buffers::number_of_file(error),
             _ => Number::Kernel(EIO),
         };
-        Self::new(number, chain(&error))
+        Self::new(number, error_chain(&error))
     }
 }

@@ -21,6 +21,7 @@
 //! file in, a filled buffer out.
 
 mod card_server;
+mod causes;
 mod choose;
 mod loading;
 mod open;
@@ -51,6 +52,7 @@ pub use dmalane_vm as vm;
 pub use dmalane_vulkan as vulkan;
 
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
+pub use causes::error_chain;
 pub use dmalane_file::FileOptions;
 pub use dmalane_load::{OpenDevice, Placement};
 pub use loading::{Load, LoadError};
