@@ -6,9 +6,7 @@ use std::process::ExitCode;
 
 use rustix::io::Errno;
 
-use crate::layout::{unbroken, wrap_message};
-use crate::output::plain;
-use crate::program::shell_words;
+use crate::layout::{plain, shell_words, unbroken, wrap_message};
 
 /// The exit status of a command line that cannot be run.
 pub const USAGE: u8 = 2;

@@ -86,8 +86,7 @@ fn wrap_to(text: &str, indent: usize, columns: usize) -> String {
     textwrap::fill(text, options) + "\n"
 }
 
-/// A space at which no line is divided, until [`spaced`]: a control character, which [`plain`](crate::output::plain)
-/// keeps out of names.
+/// A space at which no line is divided, until [`spaced`]: a control character, which [`plain`] keeps out of names.
 const GLUE: char = '\u{1}';
 
 /// Text with its spaces, after all that may divide its lines.
@@ -221,9 +220,34 @@ impl Table {
     }
 }
 
+/// `text` without the characters with which a file name could drive the terminal, or change the direction of the text
+/// around it.
+pub fn plain(text: &str) -> String {
+    let drives = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    text.chars().map(|c| if drives(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
+}
+
+/// Words as a shell reads them back.
+pub fn shell_words(words: &[impl AsRef<str>]) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./,:=+@%".contains(c);
+    let quoted = words.iter().map(AsRef::as_ref).map(|word| match !word.is_empty() && word.chars().all(plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    });
+    quoted.collect::<Vec<_>>().join(" ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        assert_eq!(shell_words(&["dmalane", "a b", "it's", "", "--x=1"]), r"dmalane 'a b' 'it'\''s' '' --x=1");
+    }
 
     #[test]
     fn sentences_are_wrapped_and_words_are_not() {

@@ -200,13 +200,3 @@ pub fn not_stdout(path: PathBuf) -> Result<PathBuf, &'static str> {
         false => Ok(path),
     }
 }
-
-/// `text` without the characters with which a file name could drive the terminal, or change the direction of the text
-/// around it.
-pub fn plain(text: &str) -> String {
-    let drives = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
-    text.chars().map(|c| if drives(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
-}

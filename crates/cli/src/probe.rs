@@ -8,7 +8,7 @@ use dmalane::FileOptions;
 use dmalane::file::{FileQueue, Io, Mode};
 use rustix::fs::{Access, access};
 
-use crate::output::plain;
+use crate::layout::plain;
 
 /// The most that is read of one file: enough for any of `/proc` and for a kernel's configuration, and little enough
 /// when a tree is hostile.

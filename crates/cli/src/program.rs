@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
 
 use crate::failure::{Failure, USAGE};
-use crate::layout::wrap_message;
+use crate::layout::{shell_words, wrap_message};
 use crate::{config, output};
 
 /// Parses a command line, the program's name first, as `P` and runs it; reports what fails. `configured` programs take
@@ -133,24 +133,4 @@ impl Man {
 pub fn command_line() -> String {
     let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     shell_words(&words)
-}
-
-/// Words as a shell reads them back.
-pub fn shell_words(words: &[impl AsRef<str>]) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./,:=+@%".contains(c);
-    let quoted = words.iter().map(AsRef::as_ref).map(|word| match !word.is_empty() && word.chars().all(plain) {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    });
-    quoted.collect::<Vec<_>>().join(" ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_are_quoted_for_a_shell() {
-        assert_eq!(shell_words(&["dmalane", "a b", "it's", "", "--x=1"]), r"dmalane 'a b' 'it'\''s' '' --x=1");
-    }
 }

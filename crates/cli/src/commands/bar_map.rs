@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::device;
 use crate::failure::Failure;
+use crate::layout::plain;
 use crate::number::within;
 use crate::range::Range;
 use crate::{output, size};
@@ -203,14 +204,10 @@ fn name(placement: BarAlignment) -> String {
 fn text(report: &Report) -> String {
     let ms = |ns: u64| format!("{:.3} ms", ns as f64 / 1e6);
     let sizes: Vec<_> = report.kernel_page_sizes.iter().map(|n| size::binary(*n)).collect();
-    let mut text = format!(
-        "Linux {} with pages of {}, opened by {}\n",
-        output::plain(&report.kernel),
-        sizes.join(", "),
-        report.backend
-    );
+    let mut text =
+        format!("Linux {} with pages of {}, opened by {}\n", plain(&report.kernel), sizes.join(", "), report.backend);
     if let Some(why) = &report.iommufd_error {
-        text += &format!("not by iommufd: {}\n", output::plain(why));
+        text += &format!("not by iommufd: {}\n", plain(why));
     }
     for bar in &report.bars {
         let from = if bar.start == 0 { String::new() } else { format!(" from {} on", size::binary(bar.start)) };

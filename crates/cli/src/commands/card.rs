@@ -11,6 +11,7 @@ use dmalane::{CardClient, CardServer, CardServerError};
 use crate::device::{CARD_DDR, CARD_HBM, card_memory};
 use crate::failure::Failure;
 use crate::job;
+use crate::layout::plain;
 use crate::number::within;
 use crate::output;
 use crate::size::Size;
@@ -95,7 +96,7 @@ impl Serve {
             workers: Workers::PerChannel,
         };
         let server = CardServer::bind(&self.vfio_user, config)?;
-        output::print(&format!("listening at {}\n", output::plain(&self.vfio_user.to_string_lossy())))?;
+        output::print(&format!("listening at {}\n", plain(&self.vfio_user.to_string_lossy())))?;
         let (job, counters) = (job::this(), server.counters());
         job.phase("serve", true);
         job.counted(&counters);

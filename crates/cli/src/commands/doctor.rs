@@ -19,8 +19,8 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::layout::{bad, good, wrap};
-use crate::output::{self, plain};
+use crate::layout::{bad, good, plain, wrap};
+use crate::output;
 use crate::probe::Probe;
 use secrets::Secrets;
 

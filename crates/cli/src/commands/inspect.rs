@@ -12,8 +12,9 @@ use dmalane::file::residency;
 use serde::Serialize;
 
 use crate::failure::Failure;
+use crate::layout::plain;
 use crate::model;
-use crate::output::{self, plain};
+use crate::output;
 use crate::size::{self, Size, binary};
 use crate::source::SourceFile;
 

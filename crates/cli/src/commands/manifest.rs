@@ -10,7 +10,7 @@ use dmalane::load::Manifest as Hashes;
 use serde_json::json;
 
 use crate::failure::Failure;
-use crate::layout::count;
+use crate::layout::{count, plain};
 use crate::model::ReadMode;
 use crate::output;
 use crate::progress::Progress;
@@ -102,7 +102,7 @@ impl Manifest {
         }
         output::print_text(&format!(
             "Wrote {}: {} in {}, {} hashed in {} ({})\n",
-            output::plain(&to.path().display().to_string()),
+            plain(&to.path().display().to_string()),
             count(tensors, "tensor"),
             count(hashes.files.len(), "file"),
             binary(bytes),

@@ -8,8 +8,8 @@ use std::time::Duration;
 use clap::Args;
 use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEvent};
 use dmalane_cli::failure::Failure;
+use dmalane_cli::layout::plain;
 use dmalane_cli::number::within;
-use dmalane_cli::output;
 use dmalane_cli::size::{self, Size};
 
 use crate::system;
@@ -191,6 +191,5 @@ fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
 
 /// Writes a line to the log: stderr, which systemd's journal records.
 fn say(line: &str) {
-    let _ =
-        std::io::Write::write_all(&mut std::io::stderr(), format!("dmalaned: {}\n", output::plain(line)).as_bytes());
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("dmalaned: {}\n", plain(line)).as_bytes());
 }

@@ -164,5 +164,5 @@ impl Loader {
 
 /// Text of others, as long as a line of a report.
 fn short(text: &str) -> String {
-    crate::output::plain(&text.chars().take(300).collect::<String>())
+    crate::layout::plain(&text.chars().take(300).collect::<String>())
 }

@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 
 use super::loaders::Sample;
 use super::{Compared, Outcome};
-use crate::layout::{Table, bad, count, wrap};
-use crate::output::{csv_line, plain};
+use crate::layout::{Table, bad, count, plain, wrap};
+use crate::output::csv_line;
 use crate::size::{binary, giga};
 
 /// A loader in every form of the report.

@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 
 use super::secrets::Secrets;
 use super::slash;
-use crate::output::plain;
+use crate::layout::plain;
 use crate::probe::{NodeState, Probe};
 
 /// The contents, as the command says.

@@ -8,8 +8,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use super::{Check, Subject};
 use crate::device::CHUNK;
+use crate::layout::shell_words;
 use crate::probe::{CAP_IPC_LOCK, Probe};
-use crate::program::shell_words;
 use crate::size::binary;
 
 /// Host buffers of a load with the default `--chunk`.

@@ -10,8 +10,8 @@ use rustix::fs::{AtFlags, OFlags, StatxFlags, fstatfs, statx};
 
 use super::{Check, Subject, host};
 use crate::failure::Failure;
+use crate::layout::shell_words;
 use crate::probe::{CAP_SYS_ADMIN, Probe};
-use crate::program::shell_words;
 
 pub fn io_uring(probe: &Probe) -> Check {
     let subject =

@@ -365,7 +365,7 @@ fn words_survive_the_shell() {
     for word in ["/a/b-c.d_e", "", "it's", "a b", "$HOME;`x`", "-n\u{e9}"] {
         let echoed = std::process::Command::new("sh")
             .arg("-c")
-            .arg(format!("printf %s {}", crate::program::shell_words(&[word])))
+            .arg(format!("printf %s {}", crate::layout::shell_words(&[word])))
             .output()
             .unwrap();
         assert_eq!(String::from_utf8(echoed.stdout).unwrap(), word);

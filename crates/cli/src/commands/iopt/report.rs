@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::ImageSource;
 use super::formats::{self, DumpRun};
 use crate::failure::Failure;
-use crate::layout::Table;
+use crate::layout::{Table, plain};
 use crate::{output, size};
 
 /// An address in JSON: a text, since not every reader keeps all digits of a number above 2^53.
@@ -92,7 +92,7 @@ fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built
     let leaves = if leaves.is_empty() { "none".to_owned() } else { leaves.join(", ") };
     let mut text = format!(
         "image      {}, {bytes} at {base:#x}\nformat     {}\ntables     {}\nleaves     {leaves}\nroot       {:#x}\n",
-        output::plain(&output.to_string_lossy()),
+        plain(&output.to_string_lossy()),
         format.name(),
         built.tables,
         built.root

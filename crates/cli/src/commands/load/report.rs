@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use super::Outcome;
 use crate::commands::doctor::HOST_BUFFERS;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, count, cut_front, good, terminal, wrap};
-use crate::output::{WallTimes, csv_line, plain};
+use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, wrap};
+use crate::output::{WallTimes, csv_line};
 use crate::size::{binary, duration, per_second, rate};
 
 fn tensors(loaded: &Loaded) -> usize {

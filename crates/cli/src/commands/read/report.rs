@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, good, wrap};
-use crate::output::{WallTimes, csv_line, plain};
+use crate::layout::{Table, bottleneck, good, plain, wrap};
+use crate::output::{WallTimes, csv_line};
 use crate::size::{binary, duration, per_second, rate};
 
 fn per_stage(s: &StageReport) -> Option<f64> {

@@ -9,8 +9,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::job::{self, Found, Snapshot};
-use crate::layout::{Table, cut_end, wrap};
-use crate::output::plain;
+use crate::layout::{Table, cut_end, plain, wrap};
 use crate::size::{binary, per_second};
 
 /// Time that a daemon has to answer.

@@ -9,8 +9,8 @@ use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop
 use serde_json::{Value, json};
 
 use super::Outcome;
-use crate::layout::{Table, bad, good, wrap};
-use crate::output::{csv_line, plain};
+use crate::layout::{Table, bad, good, plain, wrap};
+use crate::output::csv_line;
 use crate::size::{binary, giga};
 
 fn direction(directions: Directions) -> &'static str {

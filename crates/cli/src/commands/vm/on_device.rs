@@ -9,14 +9,15 @@ use std::time::Instant;
 
 use dmalane::addr::{Address, DeviceVa, SgIndex, SgTable, Span};
 use dmalane::device::{AddressSpace, AddressSpaceKind, Device, DeviceMemory, Placement, SpaceError};
+use dmalane::error_chain;
 use dmalane::vm::trace::{Lines, Times, TraceOperation};
 use dmalane::vm::{AnyVm, BindRequest, Bo};
 use serde_json::json;
 
-use super::report::{chain, each_of, times_json};
+use super::report::{each_of, times_json};
 use crate::failure::Failure;
-use crate::layout::{Table, count};
-use crate::output::{self, plain};
+use crate::layout::{Table, count, plain};
+use crate::output;
 use crate::size;
 
 /// Most operations that are kept.
@@ -51,7 +52,7 @@ impl Operations {
             };
             this.lines += 1;
             let at = lines.number();
-            let bad = |e: &dyn Error| Failure::new(format!("{name}: line {at}: {}", plain(&chain(e))));
+            let bad = |e: &dyn Error| Failure::new(format!("{name}: line {at}: {}", plain(&error_chain(e))));
             match parsed.map_err(|(_, e)| bad(&e))? {
                 TraceOperation::Batch(all) | TraceOperation::Reserved(all) => {
                     all.into_iter().try_for_each(|one| this.add(at, one))
@@ -291,7 +292,7 @@ pub fn run(
             Err(e) if fatal(&e) => Err(failed(e)),
             Err(e) => {
                 bad[at - 1] = true;
-                first_refused.get_or_insert_with(|| (translated.requests[at - 1].0, chain(&e)));
+                first_refused.get_or_insert_with(|| (translated.requests[at - 1].0, error_chain(&e)));
                 Ok(0)
             }
         }

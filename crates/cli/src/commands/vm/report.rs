@@ -3,14 +3,14 @@
 use std::io::{self, BufWriter, Stdout, Write};
 use std::ops::ControlFlow;
 
+use dmalane::error_chain;
 use dmalane::iopt::FormatId;
 use dmalane::vm::trace::{Outcome, Replay, Timed, Times};
 use dmalane::vm::{AnyVm, Mapped, MappedSource};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::layout::{fit_to, limit};
-use crate::output::plain;
+use crate::layout::{fit_to, limit, plain};
 use crate::size;
 
 /// Writes the report; `finish` returns the first error of writing.
@@ -112,7 +112,7 @@ impl ReplayReport {
 
     /// The result of a line.
     pub fn outcome(&mut self, line: u64, outcome: &Outcome) {
-        let message = outcome.result.as_ref().err().map(|refusal| chain(refusal));
+        let message = outcome.result.as_ref().err().map(|refusal| error_chain(refusal));
         let errno = outcome.result.as_ref().err().map(|refusal| refusal.errno().name());
         if self.json {
             let done = outcome.result.as_ref().ok().map(|done| done.unmapped_bytes);
@@ -223,15 +223,4 @@ impl ReplayReport {
             writeln!(out)
         });
     }
-}
-
-/// The message of an error with those of its causes.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text += &format!(": {cause}");
-        next = cause.source();
-    }
-    text
 }
