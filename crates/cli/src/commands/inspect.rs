@@ -67,9 +67,9 @@ impl Inspect {
     }
 }
 
-/// A file in the page cache.
+/// The cached part of a file or a model.
 #[derive(Serialize)]
-struct FileReport {
+struct Cached {
     schema: u32,
     command: &'static str,
     kind: &'static str,
@@ -78,29 +78,39 @@ struct FileReport {
     cached_bytes: u64,
     dirty_bytes: u64,
     cached_share: f64,
+}
+
+impl Cached {
+    fn text(&self) -> String {
+        let dirty = match self.dirty_bytes {
+            0 => String::new(),
+            dirty => format!(", {} not on the disk yet", binary(dirty)),
+        };
+        let (percent, cached, bytes) = (self.cached_share * 100.0, binary(self.cached_bytes), binary(self.bytes));
+        format!("{percent:.1} % in the page cache: {cached} of {bytes}, {}{dirty}\n", plain(&self.path))
+    }
+}
+
+#[derive(Serialize)]
+struct FileReport {
+    #[serde(flatten)]
+    all: Cached,
     /// The cached share of each bin of the file.
     map: Vec<f64>,
 }
 
-/// The files of a model in the page cache.
 #[derive(Serialize)]
 struct ModelReport<'a> {
-    schema: u32,
-    command: &'static str,
-    kind: &'static str,
-    path: String,
-    bytes: u64,
-    cached_bytes: u64,
-    dirty_bytes: u64,
-    cached_share: f64,
+    #[serde(flatten)]
+    all: Cached,
     files: &'a [FileReport],
 }
 
 impl<'a> ModelReport<'a> {
     fn of(path: &Path, files: &'a [FileReport]) -> Self {
-        let sum = |count: fn(&FileReport) -> u64| files.iter().map(count).sum();
+        let sum = |count: fn(&Cached) -> u64| files.iter().map(|file| count(&file.all)).sum();
         let (bytes, cached_bytes): (u64, u64) = (sum(|file| file.bytes), sum(|file| file.cached_bytes));
-        Self {
+        let all = Cached {
             schema: 1,
             command: "inspect",
             kind: "model",
@@ -109,16 +119,12 @@ impl<'a> ModelReport<'a> {
             cached_bytes,
             dirty_bytes: sum(|file| file.dirty_bytes),
             cached_share: cached_bytes as f64 / bytes.max(1) as f64,
-            files,
-        }
+        };
+        Self { all, files }
     }
 
     fn text(&self) -> String {
-        let mut out = String::new();
-        if self.files.len() > 1 {
-            let Self { bytes, cached_bytes, dirty_bytes, cached_share, .. } = *self;
-            out = summary(cached_share, cached_bytes, bytes, dirty_bytes, &self.path) + "\n";
-        }
+        let mut out = if self.files.len() > 1 { self.all.text() + "\n" } else { String::new() };
         for file in self.files {
             out.push_str(&file.text());
         }
@@ -127,13 +133,6 @@ impl<'a> ModelReport<'a> {
         }
         out
     }
-}
-
-/// The first line about a file or a model.
-fn summary(share: f64, cached: u64, bytes: u64, dirty: u64, path: &str) -> String {
-    let dirty = if dirty > 0 { format!(", {} not on the disk yet", binary(dirty)) } else { String::new() };
-    let (percent, cached, bytes, path) = (share * 100.0, binary(cached), binary(bytes), plain(path));
-    format!("{percent:.1} % in the page cache: {cached} of {bytes}, {path}{dirty}\n")
 }
 
 /// Bins of the cache map of a file.
@@ -169,7 +168,7 @@ fn file(path: &Path) -> Result<FileReport, Failure> {
         map.push(ask(at, len)?.share());
         at += len;
     }
-    Ok(FileReport {
+    let all = Cached {
         schema: 1,
         command: "inspect",
         kind: "file",
@@ -178,13 +177,13 @@ fn file(path: &Path) -> Result<FileReport, Failure> {
         cached_bytes: whole.cached.min(bytes),
         dirty_bytes: whole.dirty.min(bytes),
         cached_share: whole.share(),
-        map,
-    })
+    };
+    Ok(FileReport { all, map })
 }
 
 impl FileReport {
     fn text(&self) -> String {
-        let mut out = summary(self.cached_share, self.cached_bytes, self.bytes, self.dirty_bytes, &self.path);
+        let mut out = self.all.text();
         let mark = |share: &f64| match share {
             s if *s <= 0.0 => '.',
             s if *s >= 1.0 => '#',
