@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_queue::{
-    Capabilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work, wait_with,
+    Capabilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refusal, Refused, Ticket, Work, wait_with,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -24,7 +24,7 @@ pub struct StreamQueue {
     capacity: usize,
     ops: BTreeMap<(u64, u64), (Operation<FileOffset>, usize)>,
     position: u64,
-    next: u64,
+    state: QueueState,
     bounce: Box<[u8]>,
 }
 
@@ -32,7 +32,14 @@ impl StreamQueue {
     /// Reads from `file` on from where it is.
     pub fn new(file: File, capacity: usize) -> Self {
         let bounce = vec![0; BOUNCE].into_boxed_slice();
-        Self { file, capacity: capacity.max(1), ops: BTreeMap::new(), position: 0, next: 0, bounce }
+        Self {
+            file,
+            capacity: capacity.max(1),
+            ops: BTreeMap::new(),
+            position: 0,
+            state: QueueState::default(),
+            bounce,
+        }
     }
 
     /// Bytes that have come so far.
@@ -42,7 +49,9 @@ impl StreamQueue {
 
     fn end(&mut self, key: (u64, u64), result: Result<(), OpError>, done: &mut Vec<Completion<FileOffset>>) {
         if let Some((operation, filled)) = self.ops.remove(&key) {
-            done.push(Completion { ticket: Ticket::new(key.1), operation, result, bytes: filled as u64 });
+            let completion = Completion { ticket: Ticket::new(key.1), operation, result, bytes: filled as u64 };
+            self.state.ended(&completion);
+            done.push(completion);
         }
     }
 
@@ -108,18 +117,24 @@ impl Queue for StreamQueue {
     }
 
     fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        let reason = match (operation.admit(self.capabilities(), self.limits()), &operation.work) {
-            (Err(reason), _) => reason,
-            _ if self.ops.len() >= self.capacity => Refusal::Full,
-            (_, Work::Copy { host, at, .. }) if at.bits().checked_add(host.slice.len() as u64).is_some() => {
-                let id = self.next;
-                self.next += 1;
-                self.ops.insert((at.bits(), id), (operation, 0));
-                return Ok(Ticket::new(id));
+        let mut start = 0;
+        let begins = |operation: &Operation<FileOffset>| match &operation.work {
+            Work::Copy { host, at, .. } if at.bits().checked_add(host.slice.len() as u64).is_some() => {
+                start = at.bits();
+                Ok(())
             }
-            _ => Refusal::PastTheTop,
+            _ => Err(Refusal::PastTheTop),
         };
-        Err(Refused { operation, reason })
+        if let Err(reason) = self.state.check(&operation, self.capabilities(), self.limits(), begins) {
+            return Err(self.state.refuse(operation, reason));
+        }
+        let ticket = self.state.accept();
+        self.ops.insert((start, ticket.number()), (operation, 0));
+        Ok(ticket)
+    }
+
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 
     fn flush(&mut self) {}

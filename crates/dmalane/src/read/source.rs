@@ -33,14 +33,14 @@ pub(super) fn name(file: &File) -> PathBuf {
 
 pub(super) enum Source {
     File(Box<FileQueue>),
-    Stream(StreamQueue),
+    Stream(Box<StreamQueue>),
 }
 
 impl Source {
     pub fn open(source: &ReadSource, plan: &Plan) -> Result<Self, ReadError> {
         let file = source.file.try_clone().map_err(|e| ReadError::Open { path: source.path.clone(), source: e })?;
         if plan.stream {
-            return Ok(Self::Stream(StreamQueue::new(file, plan.options.depth)));
+            return Ok(Self::Stream(Box::new(StreamQueue::new(file, plan.options.depth))));
         }
         let queue = FileQueue::from_file(file, source.path.clone(), plan.options)?;
         Ok(Self::File(Box::new(match plan.options.mode {
