@@ -189,7 +189,7 @@ pub struct Recovered {
     pub stays: bool,
     /// The bytes of the device that were restored; others are as they were.
     pub range: Range<u64>,
-    /// The path of a backup of the contents that were replaced, in the same form: under the path of the first, it can be
+    /// The path of a backup of the contents that were replaced, in the same form: renamed to `backup`, it can be
     /// restored too.
     pub replaced: PathBuf,
 }
