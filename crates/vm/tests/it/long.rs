@@ -1,7 +1,7 @@
 //! Long random sequences against a model that knows one page at a time.
 //!
-//! `DMALANE_VM_OPERATIONS=10000000 cargo test --release -p dmalane-vm --test it long -- --nocapture` runs as many as the
-//! variable says with each format; by default few.
+//! `DMALANE_VM_OPERATIONS=10000000 cargo test --release -p dmalane-vm --test it long:: -- --nocapture` runs as many
+//! as the variable says with each format; by default few. `RUSTFLAGS="--cfg every_format"` takes all formats.
 
 use std::sync::Arc;
 
