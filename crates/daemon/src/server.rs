@@ -182,7 +182,7 @@ pub struct Server {
     refusals: LogLimit,
     comings: LogLimit,
     started: Instant,
-    /// Peers send descriptors only after their greeting (Linux 6.16).
+    /// Peers that wait to be accepted can send descriptors only after their greeting (Linux 6.16).
     rights_off: bool,
     turns: Turns,
     worker: Option<JoinHandle<()>>,
@@ -364,11 +364,15 @@ impl Server {
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
             Err(e) => return Err(e),
         };
+        // Of a peer that connected to an inherited socket before this daemon began, closing it may block. After the
+        // first that connected later, there are no more of those.
+        let carries = socket::passes_rights(&socket);
+        self.rights_off |= !carries;
         let peer = match Peer::of(&socket, &self.state.config) {
             Ok(peer) => peer,
             // Of this peer alone: others are accepted.
             Err(_) => {
-                self.disconnect(u32::MAX, socket, !self.rights_off);
+                self.disconnect(u32::MAX, socket, carries);
                 return Ok(());
             }
         };
@@ -392,7 +396,7 @@ impl Server {
                 (self.log)(&ServerEvent::Refused { pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
-            self.disconnect(user, socket, !self.rights_off);
+            self.disconnect(user, socket, carries);
             return Ok(());
         }
         let id = self.next;
@@ -405,7 +409,7 @@ impl Server {
             row: connection.row(false),
             abort: connection.abort.clone(),
             connection: Some(Box::new(connection)),
-            carries: !self.rights_off,
+            carries,
             counted: false,
             since: Instant::now(),
             ended: None,
@@ -721,41 +725,58 @@ mod tests {
         assert!(matches!(daemon.join().unwrap(), Err(ServerError::WorkerDied)));
     }
 
-    /// As before Linux 6.16, where a socket takes descriptors with any message.
-    #[test]
-    fn a_refused_connection_with_a_descriptor_does_not_block_the_daemon() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
-        let mut listener = Listener::bind(&path, 0o600).unwrap();
-        socket::pass_rights(listener.socket.as_ref().unwrap(), true);
-        listener.rights_off = false;
-        let connect = |_| {
-            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-            rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-            socket
-        };
-        // More than the limit, and with the last one a socket whose close takes minutes: its peer reads nothing.
-        let clients: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS + 1).map(connect).collect();
-        let (refused, served) = clients.split_last().unwrap();
+    /// A TCP socket whose close takes minutes: its peer, which is the second, reads nothing.
+    fn lingering() -> (TcpStream, TcpListener) {
         let peer = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut lingering = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
-        lingering.set_nonblocking(true).unwrap();
-        while lingering.write(&[0; 1 << 16]).is_ok() {}
-        rustix::net::sockopt::set_socket_linger(&lingering, Some(Duration::from_secs(600))).unwrap();
-        socket::send(refused, b"never read", &[lingering.as_fd()], false).unwrap();
-        drop(lingering);
-        let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
-        let (stop, stopped) = UnixStream::pair().unwrap();
-        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-        let answered = |socket: &OwnedFd| {
-            let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
-            poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout)) == Ok(1)
-        };
-        assert!(answered(refused), "it is told why");
-        socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
-        assert!(answered(&served[0]), "the daemon goes on");
-        drop((peer, stop));
-        assert_eq!(daemon.join().unwrap().refused, 1);
+        let mut socket = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 1 << 16]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).unwrap();
+        (socket, peer)
+    }
+
+    /// Before Linux 6.16, and while nobody serves an inherited socket, a socket takes descriptors with any message.
+    #[test]
+    fn descriptors_before_the_greeting_do_not_block_the_daemon() {
+        for inherited in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("socket");
+            let address = SocketAddrUnix::new(&path).unwrap();
+            let make = || rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            let listening = make();
+            rustix::net::bind(&listening, &address).unwrap();
+            rustix::net::listen(&listening, 64).unwrap();
+            let connect = |_| {
+                let socket = make();
+                rustix::net::connect(&socket, &address).unwrap();
+                socket
+            };
+            // The first leaves before its greeting. The others are more than the limit: the last one is refused.
+            let leaving = connect(0);
+            let clients: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS + 1).map(connect).collect();
+            let (refused, served) = clients.split_last().unwrap();
+            let (socket, peer) = lingering();
+            for client in [refused, &leaving, &leaving] {
+                socket::send(client, b"never read", &[socket.as_fd()], false).unwrap();
+            }
+            drop((leaving, socket));
+            let listener = Listener::from_socket(listening).unwrap();
+            if !inherited {
+                socket::pass_rights(listener.socket.as_ref().unwrap(), true);
+            }
+            let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
+            let (stop, stopped) = UnixStream::pair().unwrap();
+            let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+            let answered = |socket: &OwnedFd| {
+                let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+                poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout)) == Ok(1)
+            };
+            assert!(answered(refused), "it is told why");
+            socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
+            assert!(answered(&served[0]), "the daemon goes on");
+            drop((peer, stop));
+            assert!(daemon.join().unwrap().refused >= 1);
+        }
     }
 
     #[test]

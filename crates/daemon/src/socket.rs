@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use nix::libc;
-use nix::sys::socket::SetSockOpt;
+use nix::sys::socket::{GetSockOpt, SetSockOpt};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -20,14 +20,20 @@ const KERNEL_FDS: usize = 253;
 /// `SO_PASSRIGHTS` of asm-generic/socket.h, since Linux 6.16: whether a socket takes descriptors.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 struct PassRights;
 nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::SetBool);
+nix::getsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::GetBool);
 
 /// Lets the peer send descriptors, or not: then it gets EPERM. Sockets that a listener accepts inherit the option at
 /// connect(2). False where the kernel (before 6.16) does not know it; then every socket takes descriptors.
 pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) -> bool {
     PassRights.set(&socket, &pass).is_ok()
+}
+
+/// True when the peer may have sent descriptors: since it connected, the socket takes them.
+pub(crate) fn passes_rights(socket: impl AsFd) -> bool {
+    PassRights.get(&socket).unwrap_or(true)
 }
 
 /// Result of receiving from a socket.
