@@ -159,7 +159,7 @@ pub(crate) fn yield_to_worker() {
 }
 
 /// Processor time of this thread so far.
-fn thread_time() -> Duration {
+pub(crate) fn thread_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
