@@ -28,7 +28,7 @@ use crate::listener::Listener;
 use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
 use crate::pool::{Pool, take_time, yield_to_worker};
-use crate::socket::{self, Received};
+use crate::socket::{self, Received, SendTimes};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
 
@@ -40,6 +40,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const BURST: Duration = Duration::from_millis(20);
 /// Requests of a user in the pool. Further ones wait in their sockets: each may have 64 descriptors.
 const MAX_IN_POOL: usize = 4;
+/// Why a client is disconnected whose sockets have thousands of waiters.
+const SLOW_TO_WAKE: &str = "it takes too long to wake the client: too many wait at its sockets";
 /// Interval of the checks whether a queue has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -104,6 +106,8 @@ struct Entry {
     /// The connection has opened a function and is counted in the totals.
     counted: bool,
     since: Instant,
+    /// Of the answers.
+    send_times: SendTimes,
     /// Why the connection is to be closed when the pool returns it.
     ended: Option<&'static str>,
 }
@@ -335,16 +339,13 @@ impl Server {
             let (asking, ended): (Vec<_>, Vec<_>) =
                 ready.into_iter().partition(|(_, interest)| *interest == Interest::Requests);
             for (id, _) in ended {
-                self.close(id, "the client disconnected");
+                if let Some(user) = self.connections.get(&id).map(|entry| entry.peer.user) {
+                    self.charged(user, |server| server.close(id, "the client disconnected"));
+                }
             }
             let user = |id: u64| Some((self.connections.get(&id)?.peer.user, id));
             for (user, id) in self.turns.choose(asking.into_iter().filter_map(|(id, _)| user(id))) {
-                let began = Instant::now();
-                take_time();
-                self.receive(id, &mut buffer);
-                self.state.run_queue.charge(user, take_time());
-                let now = Instant::now();
-                self.turns.charge(user, now, now - began);
+                self.charged(user, |server| server.receive(id, &mut buffer));
             }
             self.collect();
             if incoming && let Err(e) = self.accept(listener) {
@@ -355,6 +356,17 @@ impl Server {
             }
             self.release();
         }
+    }
+
+    /// Does something for a user, who pays for the time that it takes.
+    fn charged<T>(&mut self, user: u32, work: impl FnOnce(&mut Self) -> T) -> T {
+        let began = Instant::now();
+        take_time();
+        let result = work(self);
+        self.state.run_queue.charge(user, take_time());
+        let now = Instant::now();
+        self.turns.charge(user, now, now - began);
+        result
     }
 
     fn accept(&mut self, listener: &OwnedFd) -> Result<(), Errno> {
@@ -412,6 +424,7 @@ impl Server {
             carries,
             counted: false,
             since: Instant::now(),
+            send_times: SendTimes::default(),
             ended: None,
         };
         self.connections.insert(id, entry);
@@ -432,7 +445,8 @@ impl Server {
         }
     }
 
-    /// Closes connections that have not sent a hello message or opened a function in time. Those in `ready` have unread
+    /// Closes connections that take too long to wake, and those that have not sent a hello message or opened a function
+    /// in time. Those in `ready` have unread
     /// messages and get twice the time, but no more: repeated status requests must not keep a connection open.
     fn expire(&mut self, ready: &[(u64, Interest)]) {
         let Config { hello_timeout, open_timeout, .. } = self.state.config;
@@ -442,6 +456,12 @@ impl Server {
                 c.function.is_none() && (after > open_timeout || (!c.greeted && after > hello_timeout))
             })
         };
+        let slow =
+            |c: &Entry| c.connection.as_ref().and_then(|c| c.function.as_ref()).is_some_and(|f| f.calls_take_long());
+        let slow: Vec<u64> = self.connections.iter().filter(|(_, c)| slow(c)).map(|(id, _)| *id).collect();
+        for id in slow {
+            self.close(id, SLOW_TO_WAKE);
+        }
         let late: Vec<u64> = {
             let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
             let too_late = |c: &Entry| c.since.elapsed() > open_timeout.saturating_mul(2);
@@ -505,14 +525,19 @@ impl Server {
                     let id = connection.id;
                     let Some(entry) = self.connections.get_mut(&id) else { continue };
                     entry.connection = Some(connection);
-                    self.answer(id, handled);
-                    if let Some(why) = self.connections.get(&id).and_then(|entry| entry.ended) {
-                        self.close(id, why);
-                    }
+                    let user = entry.peer.user;
+                    // Sending and closing wake who polls the client's end, which may be many.
+                    self.charged(user, |server| {
+                        server.answer(id, handled);
+                        if let Some(why) = server.connections.get(&id).and_then(|entry| entry.ended) {
+                            server.close(id, why);
+                        }
+                    });
                 }
                 Done::Released(id, share) => {
                     drop(share);
-                    self.released(id);
+                    let Some(user) = self.closing.get(&id).map(|c| c.entry.peer.user) else { continue };
+                    self.charged(user, |server| server.released(id));
                 }
             }
         }
@@ -554,9 +579,10 @@ impl Server {
                 self.status(seqno, first, peer)
             }
         };
-        let Some(Entry { socket, .. }) = self.connections.get(&id) else { return };
+        let Some(Entry { socket, send_times, .. }) = self.connections.get(&id) else { return };
         let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
-        match socket::send(socket, &answer.bytes, &fds, false) {
+        match send_times.measure(|| socket::send(socket, &answer.bytes, &fds, false)) {
+            Ok(()) if send_times.are_too_long() => self.close(id, SLOW_TO_WAKE),
             Ok(()) => {}
             Err(Errno::AGAIN) => self.close(id, "the client does not read its answers"),
             Err(_) => self.close(id, "the client disconnected"),

@@ -436,6 +436,8 @@ mod tests {
         turn: UserTurn,
         len: u32,
         tails: Vec<u32>,
+        /// The client's descriptors.
+        fds: Vec<OwnedFd>,
         _mappings: Vec<Mapping>,
     }
 
@@ -453,7 +455,7 @@ mod tests {
             let ddr = rows.map_or(4 << 20, |(rows, pitch)| u64::from(rows) * pitch.max(4 << 10)).max(4 << 20);
             let account = Arc::new(crate::account::Account::new(u64::MAX, u64::MAX));
             let made = Function::new(&limits, ddr, 4 << 20, queues, 0, (budget, &account));
-            let (function, _client_fds) = made.map_err(|e| e.1).unwrap();
+            let (function, fds) = made.map_err(|e| e.1).unwrap();
             if rows.is_none_or(|(_, pitch)| pitch == 2) {
                 // First touches are for the tests that are about them.
                 function.card().memory().populate(Span::new(CardAddr::new(0), 4 << 20).unwrap()).unwrap();
@@ -495,7 +497,7 @@ mod tests {
             }
             let turn = Turn::of(Arc::new(function));
             let turn = UserTurn { user: 0, deficit: 0, turns: vec![turn], next: 0 };
-            Self { turn, len, tails: vec![0; queues as usize], _mappings: mappings }
+            Self { turn, len, tails: vec![0; queues as usize], fds, _mappings: mappings }
         }
 
         fn function(&self) -> &Function {
@@ -695,6 +697,40 @@ mod tests {
             let (owed, rounds) = (owed_after_a_step(|_| {}, &read), 2 * ms * 61);
             assert!((rounds - 9..=rounds + 9).contains(&owed), "{what}: {owed} rounds for {ms} ms");
         }
+    }
+
+    #[test]
+    fn a_client_whose_socket_has_thousands_of_waiters_is_woken_no_more() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut one = Backlog::new(4096, 1, &budget);
+        let (call, stop) = (one.fds[1].try_clone().unwrap(), AtomicBool::new(false));
+        let waits = || {
+            let mut fds = vec![PollFd::new(&call, rustix::event::PollFlags::IN); 8000];
+            while !stop.load(Ordering::Relaxed) {
+                let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+                crate::socket::drain(&call);
+            }
+        };
+        let calls = std::thread::scope(|s| {
+            (0..20).for_each(|_| drop(s.spawn(waits)));
+            let called = (0..200).find(|_| {
+                std::thread::sleep(Duration::from_millis(50));
+                one.refill_to(1);
+                one.function().page().swap_wakeup_wanted(0, 1);
+                one.serve();
+                one.function().calls_take_long()
+            });
+            stop.store(true, Ordering::Relaxed);
+            called
+        });
+        assert!(calls.is_some_and(|calls| calls >= 3), "{calls:?}");
+        // The worker goes on without: nothing is sent.
+        one.refill_to(1);
+        one.function().page().swap_wakeup_wanted(0, 1);
+        assert!(one.serve());
+        let mut fds = [PollFd::new(&call, rustix::event::PollFlags::IN)];
+        crate::socket::drain(&call);
+        assert_eq!(rustix::event::poll(&mut fds, Some(&Timespec::default())), Ok(0));
     }
 
     #[test]

@@ -35,6 +35,7 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("failing-copies", failing_copies),
     ("late-differences", late_differences),
     ("blocking-closes", blocking_closes),
+    ("poll-waiters", poll_waiters),
 ];
 
 /// Makes 48 connections, and then acts on them in turn, in so many threads.
@@ -321,6 +322,32 @@ fn failing_copies(path: &Path) -> ! {
     with_all(4, make, |(client, ..)| {
         let head = client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD)).unwrap();
         client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), head + ENTRIES).unwrap();
+    })
+}
+
+/// Asks for the status, while many threads poll each of its sockets thousands of times: an answer wakes all of them.
+fn poll_waiters(path: &Path) -> ! {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let make = || {
+        let socket = Arc::new(opened(path).unwrap());
+        for _ in 0..4 {
+            let socket = socket.clone();
+            std::thread::spawn(move || {
+                let mut fds = vec![PollFd::new(&socket, PollFlags::IN); 15_000];
+                let timeout = Timespec { tv_sec: 1, tv_nsec: 0 };
+                // For a limit of 1024 descriptors, fewer.
+                while poll(&mut fds, Some(&timeout)) == Err(Errno::INVAL) && fds.len() > 1 {
+                    fds.truncate(fds.len() / 2);
+                }
+                while !fds[0].revents().contains(PollFlags::HUP) && poll(&mut fds, Some(&timeout)).is_ok() {}
+            });
+        }
+        socket
+    };
+    with_all(4, make, |socket| {
+        if !send(socket, &ClientRequest::Status { first: 0 }, &[]) || receive(socket).is_err() {
+            *socket = make();
+        }
     })
 }
 
