@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
@@ -20,7 +20,7 @@ use crate::config::{Budget, Config, FUNCTION_DESCRIPTORS};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
 use crate::peer::Peer;
-use crate::pool::take_time;
+use crate::pool::{Pause, take_time};
 use crate::wire::{
     ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment, OpenAnswer, RowAnswer,
     VERSION, failed, message,
@@ -32,9 +32,6 @@ const POPULATED_AT_ONCE: usize = 8 << 20;
 
 /// Registers whose writes wait for a step under way that uses the MMU.
 const WAITING: [u64; 3] = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE];
-
-/// How often populating looks whether it may go on.
-const PACE: Duration = Duration::from_micros(50);
 
 /// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
 const MAPPED_PER_BYTE: u64 = 64;
@@ -50,6 +47,8 @@ pub(crate) struct ServerState {
     pub descriptors: Arc<Account>,
     pub run_queue: Arc<RunQueue>,
     pub deferred_close: DeferredClose,
+    /// For requests that wait until their user has paid.
+    pub pause: Pause,
 }
 
 /// An answer, ready to send.
@@ -180,20 +179,21 @@ impl Connection {
 
     /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than
     /// the user's share of the worker pays for.
-    fn populate(&self, run_queue: &RunQueue, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
+    fn populate(&self, state: &ServerState, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
+        let ServerState { run_queue, pause, .. } = state;
+        let aborted = || self.abort.load(Ordering::Relaxed);
+        let late = || self.deadline.is_some_and(|deadline| Instant::now() > deadline);
+        let waits = || self.deadline.is_some() && run_queue.owes(self.peer.user);
         for first in range.clone().step_by(POPULATED_AT_ONCE) {
             run_queue.charge(self.peer.user, take_time());
-            loop {
-                if self.abort.load(Ordering::Relaxed) {
-                    return Err("the client has disconnected".to_owned());
-                }
-                if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
-                    return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
-                }
-                if self.deadline.is_none() || !run_queue.owes(self.peer.user) {
-                    break;
-                }
-                std::thread::sleep(PACE);
+            if waits() {
+                pause(&|| aborted() || late() || !waits());
+            }
+            if aborted() {
+                return Err("the client has disconnected".to_owned());
+            }
+            if late() {
+                return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
             }
             let len = POPULATED_AT_ONCE.min(range.end - first);
             buf.populate(first, len).map_err(|e| format!("no memory: {e}"))?;
@@ -434,7 +434,7 @@ impl Connection {
                     return Err(Refused(Code::Malformed, text));
                 };
                 // Populate now, where a failure is an error; during a transfer it would be SIGBUS.
-                self.populate(&state.run_queue, buf, first..end)
+                self.populate(state, buf, first..end)
                     .map_err(|e| Refused(Code::Failed, format!("segment {i}: {e}")))?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);

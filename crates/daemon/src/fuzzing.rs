@@ -53,6 +53,7 @@ fn fixed() -> Fixed {
             descriptors: Arc::new(Account::of_descriptors((u64::MAX, 14))),
             deferred_close: DeferredClose::new(run_queue.clone()),
             run_queue,
+            pause: Arc::new(|_| {}),
         },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],

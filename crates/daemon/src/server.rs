@@ -208,6 +208,7 @@ impl Server {
         let (run, spin) = (run_queue.clone(), config.spin);
         let charged = run_queue.clone();
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
+        let pool = Pool::new(move |user, took| charged.charge(user, took))?;
         Ok(Self {
             state: Arc::new(ServerState {
                 config,
@@ -216,8 +217,9 @@ impl Server {
                 descriptors,
                 deferred_close: DeferredClose::new(run_queue.clone()),
                 run_queue,
+                pause: pool.pause(),
             }),
-            pool: Pool::new(move |user, took| charged.charge(user, took))?,
+            pool,
             connections: BTreeMap::new(),
             closing: BTreeMap::new(),
             next: 1,
