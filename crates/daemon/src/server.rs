@@ -25,7 +25,7 @@ use crate::connection::{Answer, ClientResources, Connection, Handled, ServerStat
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, MemoryCharge};
 use crate::listener::Listener;
-use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
+use crate::log::{LogLimits, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
 use crate::pool::{Pool, take_time, yield_to_worker};
 use crate::socket::{self, Received, SendTimes};
@@ -183,8 +183,10 @@ pub struct Server {
     closing: BTreeMap<u64, Closing>,
     next: u64,
     totals: Totals,
-    refusals: LogLimit,
-    comings: LogLimit,
+    refusals: LogLimits,
+    comings: LogLimits,
+    /// Of errors of `accept`, which are no user's.
+    accept_failures: LogLimits,
     started: Instant,
     /// Peers that wait to be accepted can send descriptors only after their greeting (Linux 6.16).
     rights_off: bool,
@@ -224,8 +226,9 @@ impl Server {
             closing: BTreeMap::new(),
             next: 1,
             totals: Totals::default(),
-            refusals: LogLimit::default(),
-            comings: LogLimit::default(),
+            refusals: LogLimits::default(),
+            comings: LogLimits::default(),
+            accept_failures: LogLimits::default(),
             started: Instant::now(),
             rights_off: false,
             turns: Turns::default(),
@@ -331,12 +334,13 @@ impl Server {
             if !self.worker_lives() {
                 return Err(ServerError::WorkerDied);
             }
-            if let Some(suppressed) = self.refusals.suppressed(Instant::now()) {
-                (self.log)(&ServerEvent::RefusedMore(suppressed));
+            for (count, user) in self.refusals.suppressed(Instant::now()) {
+                (self.log)(&ServerEvent::RefusedMore(count, user));
             }
-            if let Some(suppressed) = self.comings.suppressed(Instant::now()) {
-                (self.log)(&ServerEvent::More(suppressed));
+            for (count, user) in self.comings.suppressed(Instant::now()) {
+                (self.log)(&ServerEvent::More(count, user));
             }
+            self.accept_failures.suppressed(Instant::now());
             self.expire(&ready);
             let (asking, ended): (Vec<_>, Vec<_>) =
                 ready.into_iter().partition(|(_, interest)| *interest == Interest::Requests);
@@ -351,7 +355,7 @@ impl Server {
             }
             self.collect();
             if incoming && let Err(e) = self.accept(listener) {
-                if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
+                if self.accept_failures.should_log(0, Instant::now(), MAX_LOGGED_REFUSALS) {
                     (self.log)(&ServerEvent::AcceptFailed(e));
                 }
                 accept_retry = Some(Instant::now() + Duration::from_millis(100));
@@ -406,7 +410,7 @@ impl Server {
             && !(admin && connected < self.state.config.clients + OPERATOR_CONNECTIONS)
         {
             self.totals.refused += 1;
-            if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
+            if self.refusals.should_log(user, Instant::now(), MAX_LOGGED_REFUSALS) {
                 (self.log)(&ServerEvent::Refused { pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
@@ -552,7 +556,7 @@ impl Server {
         if entry.counted {
             self.totals.released += 1;
             let (released, after) = releasing.unwrap_or_default();
-            if self.comings.should_log(Instant::now(), MAX_LOGGED_CLIENTS) {
+            if self.comings.should_log(entry.peer.user, Instant::now(), MAX_LOGGED_CLIENTS) {
                 (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
             }
         }
@@ -566,7 +570,7 @@ impl Server {
             entry.counted = true;
             self.totals.served += 1;
             let event = ServerEvent::Connected { client: id, pid: entry.peer.pid, uid: entry.peer.uid };
-            if self.comings.should_log(Instant::now(), MAX_LOGGED_CLIENTS) {
+            if self.comings.should_log(entry.peer.user, Instant::now(), MAX_LOGGED_CLIENTS) {
                 (self.log)(&event);
             }
         }
