@@ -27,9 +27,10 @@ impl Default for ClientLimits {
     }
 }
 
-/// Descriptors of a client without queues and buffers: socket, register page, kick, the card's two memories.
-pub(crate) const FUNCTION_DESCRIPTORS: u64 = 5;
-/// Descriptors for what is no client's: those that wait for the deferred close, and 64 more.
+/// Descriptors of a client without queues and buffers: the socket, and register page, kick, the card's two memories.
+pub(crate) const FUNCTION_DESCRIPTORS: u64 = 1 + 4;
+/// Descriptors for what is no client's, and for messages of users beyond their limit: four with as many descriptors as
+/// the kernel passes, and 64 more.
 const RESERVED_DESCRIPTORS: u64 = 1024 + 64;
 
 /// Configuration of a daemon.

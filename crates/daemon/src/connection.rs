@@ -13,6 +13,7 @@ use std::time::Instant;
 use dmalane_addr::{Access, CardAddr};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_dma::{Mapping, Registrar, SharedBuf};
+use dmalane_sim::Allowance;
 use zerocopy::IntoBytes;
 
 use crate::account::{Account, Charge};
@@ -117,6 +118,8 @@ pub(crate) struct Connection {
     pub function: Option<Arc<Function>>,
     /// Of the function.
     descriptors: Option<Charge>,
+    /// For the descriptors that came with the request under way.
+    pub received: Option<Charge>,
     /// When the request under way has to end; `None` outside of the pool.
     pub deadline: Option<Instant>,
     /// The connection has ended: what is under way for it should end.
@@ -136,6 +139,7 @@ impl Connection {
             errors: 0,
             function: None,
             descriptors: None,
+            received: None,
             deadline: None,
             abort: Arc::default(),
         }
@@ -339,7 +343,7 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
-        let descriptors = self.charge(&state.descriptors, FUNCTION_DESCRIPTORS + u64::from(queues))?;
+        let descriptors = self.charge(&state.descriptors, FUNCTION_DESCRIPTORS - 1 + u64::from(queues))?;
         let (function, calls) =
             Function::new(limits, ddr, hbm, queues, self.peer.user, (&state.budget, &state.account))
                 .map_err(|NoFunction(code, text)| Refused(code, text))?;
@@ -463,6 +467,10 @@ impl Connection {
     /// Finds or imports the buffers behind the descriptors, and counts each as mapped once more.
     fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
         for (i, fd) in fds.into_iter().enumerate() {
+            // From now on it counts as a buffer, or is closed.
+            if let Some(received) = &self.received {
+                received.give(1);
+            }
             let key = key_of(&fd)?;
             if let Some(buffer) = self.buffers.get_mut(&key) {
                 buffer.maps += 1;

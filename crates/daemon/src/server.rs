@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags};
 use zerocopy::IntoBytes;
 
-use crate::account::Account;
+use crate::account::{Account, Charge};
 use crate::config::{BadConfig, Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
@@ -106,6 +106,8 @@ struct Entry {
     /// The connection has opened a function and is counted in the totals.
     counted: bool,
     since: Instant,
+    /// For the socket; `None` for an administrator beyond the limit.
+    _charge: Option<Charge>,
     /// Of the answers.
     send_times: SendTimes,
     /// Why the connection is to be closed when the pool returns it.
@@ -216,8 +218,8 @@ impl Server {
                 config,
                 budget,
                 account,
+                deferred_close: DeferredClose::new(run_queue.clone(), descriptors.clone()),
                 descriptors,
-                deferred_close: DeferredClose::new(run_queue.clone()),
                 run_queue,
                 pause: pool.pause(),
             }),
@@ -283,11 +285,15 @@ impl Server {
             for entry in self.connections.values().filter(|c| c.connection.is_none()) {
                 *in_pool.entry(entry.peer.user).or_default() += 1;
             }
+            let has_too_many = |user| {
+                let over = self.state.descriptors.is_over(user, deferred_close.has_of(user));
+                over || deferred_close.is_full_of(user)
+            };
             // Of a busy connection, and of users with too many descriptors to close or messages, or whose share of the
             // worker does not pay for what this thread and the pool do for them, only the end is noticed.
             let interest = |c: &Entry| match c.ended {
                 Some(_) => None,
-                None if c.connection.is_none() || deferred_close.is_full_of(c.peer.user) => Some(Interest::End),
+                None if c.connection.is_none() || has_too_many(c.peer.user) => Some(Interest::End),
                 None if in_pool.get(&c.peer.user).is_some_and(|n| *n >= MAX_IN_POOL) => Some(Interest::End),
                 None if waits(c.peer.user).is_some() => Some(Interest::End),
                 None if !alone && run_queue.owes(c.peer.user) => Some(Interest::End),
@@ -295,7 +301,7 @@ impl Server {
             };
             let clients: Vec<(u64, Interest)> =
                 self.connections.iter().filter_map(|(id, c)| Some((*id, interest(c)?))).collect();
-            let full = !can_accept || self.connections.values().any(|c| deferred_close.is_full_of(c.peer.user));
+            let full = !can_accept || self.connections.values().any(|c| has_too_many(c.peer.user));
             let (stopped, incoming, ready) = {
                 let sockets = clients.iter().map(|(id, interest)| {
                     let flags = if *interest == Interest::End { PollFlags::empty() } else { PollFlags::IN };
@@ -396,12 +402,18 @@ impl Server {
         };
         let Peer { pid, uid, user, allowed, admin } = peer;
         let connected = self.connections.len() + self.closing.len();
+        let charge = Charge::new(&self.state.descriptors, user, 1);
         let status_only = if !allowed {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
         } else if connected >= self.state.config.clients {
             Some((Code::Quota, "the daemon has reached its limit of clients (--clients)"))
         } else if self.connections_of_user(user) >= self.state.config.clients_per_user() {
             Some((Code::Quota, "this user has reached the limit of clients (--user-clients)"))
+        } else if charge.is_err() {
+            Some((
+                Code::Quota,
+                "the daemon or this user has reached the limit of descriptors (LimitNOFILE= of the unit)",
+            ))
         } else {
             None
         };
@@ -430,6 +442,7 @@ impl Server {
             carries,
             counted: false,
             since: Instant::now(),
+            _charge: charge.ok(),
             send_times: SendTimes::default(),
             ended: None,
         };
@@ -498,10 +511,13 @@ impl Server {
                         let (state, bytes) = (self.state.clone(), buffer[..n].to_vec());
                         let Some(mut connection) = entry.connection.take() else { return };
                         entry.row = connection.row(false);
+                        let received = Charge::forced(&self.state.descriptors, entry.peer.user, fds.len() as u64);
+                        connection.received = Some(received);
                         return self.pool.put(entry.peer.user, move || {
                             // From now on: the time that the jobs of others took does not count.
                             connection.deadline = Some(Instant::now() + state.config.map_timeout);
                             let handled = connection.handle(&state, &bytes, fds);
+                            connection.received = None;
                             Done::Handled(connection, handled)
                         });
                     }
@@ -809,6 +825,50 @@ mod tests {
             drop((peer, stop));
             assert!(daemon.join().unwrap().refused >= 1);
         }
+    }
+
+    #[test]
+    fn descriptors_count_until_they_are_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let mut server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
+        let client = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::connect(&client, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        server.accept(listener.socket.as_ref().unwrap()).unwrap();
+        let user = server.connections[&1].peer.user;
+        let counted = |server: &Server| server.state.descriptors.in_use();
+        assert_eq!(counted(&server), 1, "the socket");
+        let mut buffer = [0; MAX_MESSAGE];
+        socket::send(&client, &ClientRequest::Hello { min: 1, max: 9 }.encode(1), &[], false).unwrap();
+        server.receive(1, &mut buffer);
+        let (lingering, peer) = lingering();
+        let status = ClientRequest::Status { first: 0 }.encode(2);
+        socket::send(&client, &status, &[lingering.as_fd()], false).unwrap();
+        // The daemon has the last reference, whose close blocks.
+        drop(lingering);
+        server.receive(1, &mut buffer);
+        while server.connections[&1].connection.is_none() {
+            server.collect();
+            thread::yield_now();
+        }
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!(counted(&server), 2);
+        let until = |server: &Server, count| {
+            let start = Instant::now();
+            while counted(server) != count {
+                assert!(start.elapsed() < Duration::from_secs(20), "{} instead of {count}", counted(server));
+                thread::sleep(STOP_POLL_INTERVAL);
+            }
+        };
+        drop(peer);
+        until(&server, 1);
+        // Many at once count beyond the limit of a user, who is not heard then.
+        server.state.descriptors.force(user, 40);
+        assert!(server.state.descriptors.is_over(user, false));
+        server.state.descriptors.give(user, 40);
+        server.close(1, "the test is over");
+        until(&server, 0);
     }
 
     #[test]
