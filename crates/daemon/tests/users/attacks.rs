@@ -9,6 +9,7 @@ use dmalane_dma::{Mmio, SharedBuf};
 
 /// Connections of the hostile user.
 const CONNECTIONS: usize = 48;
+const GIB: usize = 1 << 30;
 
 /// Runs as the hostile user until it is killed.
 type Attack = fn(&Path) -> !;
@@ -36,6 +37,8 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("late-differences", late_differences),
     ("blocking-closes", blocking_closes),
     ("poll-waiters", poll_waiters),
+    ("refused-peers", refused_peers),
+    ("gigabyte-punches", gigabyte_punches),
 ];
 
 /// Makes 48 connections, and then acts on them in turn, in so many threads.
@@ -277,6 +280,37 @@ fn large_punches(path: &Path) -> ! {
         rustix::fs::fallocate(&copies.memory, flags, 0, 16 << 20).unwrap();
         copies.run(Duration::from_micros(1));
     })
+}
+
+/// The same with a gigabyte: who touches a page of it waits until the kernel has freed all.
+fn gigabyte_punches(path: &Path) -> ! {
+    const PARTS: usize = 8;
+    let mut copies = Copies::new(client(path, 1 << 30), GIB / PARTS, PARTS, |copy| copy);
+    println!("attacking");
+    loop {
+        rustix::fs::fallocate(&copies.memory, FallocateFlags::empty(), 0, GIB as u64).unwrap();
+        for operation in copies.ready.drain(..) {
+            let _ticket = copies.queue.submit(operation).unwrap();
+        }
+        copies.queue.flush();
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&copies.memory, flags, 0, GIB as u64).unwrap();
+        copies.run(Duration::from_micros(1));
+    }
+}
+
+/// Connects beyond the limit of clients, and is refused.
+fn refused_peers(path: &Path) -> ! {
+    let all: Vec<OwnedFd> = std::iter::from_fn(|| opened(path).ok()).collect();
+    assert!(all.len() >= CONNECTIONS);
+    with_all(
+        4,
+        || (),
+        |()| {
+            let refused = dial(path).map(|socket| receive(&socket));
+            assert!(refused.is_none_or(|answer| answer.is_err()), "the user has as many clients as it may");
+        },
+    )
 }
 
 /// Compares 1 MiB that differs in the last byte.
