@@ -40,6 +40,10 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const BURST: Duration = Duration::from_millis(20);
 /// Requests of a user in the pool. Further ones wait in their sockets: each may have 64 descriptors.
 const MAX_IN_POOL: usize = 4;
+/// After a refusal, no connection is accepted for so many times as long as that took: nobody pays for refusals, so they
+/// must not take much of the processors' time. At most for 1 ms: another process may have had the processor.
+const REFUSAL_REST: u32 = 3;
+const MAX_REST: Duration = Duration::from_millis(1);
 /// Why a client is disconnected whose sockets have thousands of waiters.
 const SLOW_TO_WAKE: &str = "it takes too long to wake the client: too many wait at its sockets";
 /// Interval of the checks whether a queue has stopped.
@@ -322,7 +326,8 @@ impl Server {
                     Duration::from_millis(500)
                 };
                 let paused = self.connections.values().filter_map(|c| waits(c.peer.user)).min();
-                let wait = paused.map_or(wait, |until| wait.min(until - now));
+                let soonest = paused.into_iter().chain(accept_retry).min();
+                let wait = soonest.map_or(wait, |until| wait.min(until.saturating_duration_since(now)));
                 let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
                 match poll(&mut fds, Some(&timeout)) {
                     Ok(_) | Err(Errno::INTR) => {}
@@ -360,11 +365,15 @@ impl Server {
                 self.charged(user, |server| server.receive(id, &mut buffer));
             }
             self.collect();
+            let (began, refused) = (Instant::now(), self.totals.refused);
             if incoming && let Err(e) = self.accept(listener) {
                 if self.accept_failures.should_log(0, Instant::now(), MAX_LOGGED_REFUSALS) {
                     (self.log)(&ServerEvent::AcceptFailed(e));
                 }
                 accept_retry = Some(Instant::now() + Duration::from_millis(100));
+            } else if self.totals.refused > refused {
+                let now = Instant::now();
+                accept_retry = Some(now + (REFUSAL_REST * (now - began)).min(MAX_REST));
             }
             self.release();
         }
@@ -869,6 +878,43 @@ mod tests {
         server.state.descriptors.give(user, 40);
         server.close(1, "the test is over");
         until(&server, 0);
+    }
+
+    #[test]
+    fn refusals_take_a_part_of_the_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || {
+            let before = crate::pool::thread_time();
+            let totals = server.run(listener, stopped.as_fd()).unwrap();
+            (totals, crate::pool::thread_time() - before)
+        });
+        let address = SocketAddrUnix::new(&path).unwrap();
+        let connect = || {
+            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            rustix::net::connect(&socket, &address).unwrap();
+            socket
+        };
+        let accepted: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS).map(|_| connect()).collect();
+        let start = Instant::now();
+        thread::scope(|s| {
+            for _ in 0..3 {
+                s.spawn(|| {
+                    while start.elapsed() < Duration::from_secs(1) {
+                        drop(connect());
+                    }
+                });
+            }
+        });
+        let took = start.elapsed();
+        drop((stop, accepted));
+        let (totals, worked) = daemon.join().unwrap();
+        assert!(totals.refused > 100, "{totals:?}");
+        // Half of it and more where none are paused.
+        assert!(worked < took * 2 / 5, "{worked:?} of {took:?} for {} refusals", totals.refused);
     }
 
     #[test]
