@@ -67,7 +67,20 @@ impl Account {
         Ok(())
     }
 
-    fn give(&self, user: u32, bytes: u64) {
+    /// Counts what a user has already, beyond the limits if need be.
+    pub(crate) fn force(&self, user: u32, more: u64) {
+        let mut used = self.used();
+        used.all += more;
+        *used.users.entry(user).or_default() += more;
+    }
+
+    /// True for a user beyond the limit of a user; with `waits`, also while all are beyond that of all.
+    pub(crate) fn is_over(&self, user: u32, waits: bool) -> bool {
+        let used = self.used();
+        used.users.get(&user).is_some_and(|has| *has > self.limits.1) || (waits && used.all > self.limits.0)
+    }
+
+    pub(crate) fn give(&self, user: u32, bytes: u64) {
         let mut used = self.used();
         used.all -= bytes;
         if let Some(has) = used.users.get_mut(&user) {
@@ -101,6 +114,12 @@ impl Charge {
     pub(crate) fn new(account: &Arc<Account>, user: u32, bytes: u64) -> Result<Self, String> {
         account.take(user, bytes)?;
         Ok(Self { account: account.clone(), user, bytes: AtomicU64::new(bytes) })
+    }
+
+    /// For what a user has already ([`Account::force`]).
+    pub(crate) fn forced(account: &Arc<Account>, user: u32, bytes: u64) -> Self {
+        account.force(user, bytes);
+        Self { account: account.clone(), user, bytes: AtomicU64::new(bytes) }
     }
 }
 
@@ -138,6 +157,11 @@ mod tests {
         assert!(second.take(10) && !second.take(1));
         assert!(Charge::new(&account, 3, 1).unwrap_err().contains("all clients use 100 of 100 (--memory)"));
         assert!(Charge::new(&account, 3, u64::MAX).is_err());
+        // What is there already counts beyond the limits, and keeps others from more.
+        let forced = Charge::forced(&account, 2, 30);
+        assert!(account.is_over(2, false) && !account.is_over(1, false) && account.is_over(1, true));
+        drop(forced);
+        assert!(!account.is_over(2, true) && !account.is_over(1, true));
         drop(first);
         second.give(5);
         assert_eq!(account.in_use(), 35);

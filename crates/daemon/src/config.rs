@@ -27,9 +27,10 @@ impl Default for ClientLimits {
     }
 }
 
-/// Descriptors of a client without queues and buffers: socket, register page, kick, the card's two memories.
-pub(crate) const FUNCTION_DESCRIPTORS: u64 = 5;
-/// Descriptors for what is no client's: those that wait for the deferred close, and 64 more.
+/// Descriptors of a client without queues and buffers: the socket, and register page, kick, the card's two memories.
+pub(crate) const FUNCTION_DESCRIPTORS: u64 = 1 + 4;
+/// Descriptors for what is no client's, and for messages of users beyond their limit: four with as many descriptors as
+/// the kernel passes, and 64 more.
 const RESERVED_DESCRIPTORS: u64 = 1024 + 64;
 
 /// Configuration of a daemon.
@@ -66,8 +67,8 @@ pub struct Config {
     pub admins: Vec<u32>,
     /// Groups whose members administer the daemon, by number.
     pub admin_gids: Vec<u32>,
-    /// Subordinate users, which count as their owner ([`Config::subordinates_of`]).
-    pub subordinates: Vec<(Range<u32>, u32)>,
+    /// Subordinate users, which count as their owner ([`Config::system_subordinates`]).
+    pub subordinates: Vec<(Range<u64>, u32)>,
     /// Time that the worker spins before it sleeps.
     pub spin: Duration,
     /// Time within which the queues of a disconnected client must stop.
@@ -228,26 +229,40 @@ impl Config {
         warnings
     }
 
-    /// Subordinate users with their owners, from the contents of `/etc/subuid` (subuid(5)) and, for owners that are
-    /// given by name, `/etc/passwd`. Lines that are not understood are left out.
-    pub fn subordinates_of(subuid: &str, passwd: &str) -> Vec<(Range<u32>, u32)> {
-        let number = |name: &str| {
-            let named = |line: &&str| line.split(':').next() == Some(name);
-            let found = passwd.lines().find(named).and_then(|line| line.split(':').nth(2)?.parse().ok());
-            found.or_else(|| name.parse().ok())
-        };
+    /// Subordinate users of `/etc/subuid` with their owners, as [`Config::subordinates_of`] finds them. Names are those
+    /// that the system knows (nsswitch.conf(5)), of LDAP or SSSD too. Takes as long as their services take.
+    pub fn system_subordinates() -> (Vec<(Range<u64>, u32)>, Vec<String>) {
+        Self::subordinates_of(&std::fs::read_to_string("/etc/subuid").unwrap_or_default(), number_of)
+    }
+
+    /// Subordinate users with their owners, from the contents of `/etc/subuid` (subuid(5)), where owners are numbers or
+    /// names that `number_of` knows. Also the lines that are not understood: their users count as users of their own.
+    pub fn subordinates_of(
+        subuid: &str,
+        number_of: impl Fn(&str) -> Option<u32>,
+    ) -> (Vec<(Range<u64>, u32)>, Vec<String>) {
         let line = |line: &str| {
-            let mut fields = line.trim().split(':');
-            let (owner, first, count) = (number(fields.next()?)?, fields.next()?, fields.next()?);
-            let first: u32 = first.parse().ok()?;
-            Some((first..first.checked_add(count.parse().ok()?)?, owner))
+            let mut fields = line.split(':').map(str::trim);
+            let (owner, first, count) = (fields.next()?, fields.next()?, fields.next()?);
+            // As a name first, since the file says so.
+            let owner = number_of(owner).or_else(|| owner.parse().ok())?;
+            let first = u64::from(first.parse::<u32>().ok()?);
+            let end = first.checked_add(count.parse().ok()?).filter(|end| *end <= 1 << 32)?;
+            fields.next().is_none().then_some((first..end, owner))
         };
-        subuid.lines().filter_map(line).collect()
+        let (mut found, mut dropped) = (Vec::new(), Vec::new());
+        for text in subuid.lines().map(str::trim).filter(|text| !text.is_empty() && !text.starts_with('#')) {
+            match line(text) {
+                Some(range) => found.push(range),
+                None => dropped.push(text.to_owned()),
+            }
+        }
+        (found, dropped)
     }
 
     /// The user who is charged for what this one does.
     pub(crate) fn user_of(&self, uid: u32) -> u32 {
-        let owner = self.subordinates.iter().find(|(range, _)| range.contains(&uid));
+        let owner = self.subordinates.iter().find(|(range, _)| range.contains(&uid.into()));
         owner.map_or(uid, |(_, owner)| *owner)
     }
 
@@ -293,6 +308,11 @@ impl Config {
             || self.uids.contains(&uid)
             || gids.iter().any(|gid| self.gids.contains(gid))
     }
+}
+
+/// The number of a user by name.
+fn number_of(name: &str) -> Option<u32> {
+    Some(nix::unistd::User::from_name(name).ok()??.uid.as_raw())
 }
 
 /// Accounts for the card's memory, by user.
@@ -445,13 +465,22 @@ mod tests {
 
     #[test]
     fn subordinate_users_count_as_their_owner() {
-        let subuid = "alice:100000:65536\n1001:165536:10\nnobody-here:1:1\nbad\nalice:x:1\nalice:4294967295:9\n\n";
-        let passwd = "root:x:0:0::/root:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\n";
-        let subordinates = Config::subordinates_of(subuid, passwd);
-        assert_eq!(subordinates, [(100_000..165_536, 1000), (165_536..165_546, 1001)]);
+        let subuid = "alice:100000:65536\n# comment\n1001:165536:10\nnobody-here:1:1\nbad\nalice:x:1\n\n\
+                      remote:4294901760:65536\nalice:4294967295:9\n";
+        let number_of =
+            |name: &str| [("alice", 1000), ("remote", 70_000)].iter().find(|(n, _)| *n == name).map(|n| n.1);
+        let (subordinates, dropped) = Config::subordinates_of(subuid, number_of);
+        let last = 0xffff_0000..1 << 32;
+        assert_eq!(subordinates, [(100_000..165_536, 1000), (165_536..165_546, 1001), (last, 70_000)]);
+        assert_eq!(dropped, ["nobody-here:1:1", "bad", "alice:x:1", "alice:4294967295:9"]);
         let config = Config { subordinates, ..Config::default() };
-        let users = [0, 1000, 100_000, 165_535, 165_536, 165_546].map(|uid| config.user_of(uid));
-        assert_eq!(users, [0, 1000, 1000, 1000, 1001, 165_546]);
+        let users = [0, 1000, 100_000, 165_535, 165_536, 165_546, u32::MAX - 1].map(|uid| config.user_of(uid));
+        assert_eq!(users, [0, 1000, 1000, 1000, 1001, 165_546, 70_000]);
+    }
+
+    #[test]
+    fn names_of_users_are_those_that_the_system_knows() {
+        assert_eq!((number_of("root"), number_of("nobody-has-this-name"), number_of("\0")), (Some(0), None, None));
     }
 
     #[test]

@@ -8,11 +8,12 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_dma::{Mapping, Registrar, SharedBuf};
+use dmalane_sim::Allowance;
 use zerocopy::IntoBytes;
 
 use crate::account::{Account, Charge};
@@ -20,7 +21,7 @@ use crate::config::{Budget, Config, FUNCTION_DESCRIPTORS};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
 use crate::peer::Peer;
-use crate::pool::take_time;
+use crate::pool::{Pause, take_time};
 use crate::wire::{
     ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment, OpenAnswer, RowAnswer,
     VERSION, failed, message,
@@ -32,9 +33,6 @@ const POPULATED_AT_ONCE: usize = 8 << 20;
 
 /// Registers whose writes wait for a step under way that uses the MMU.
 const WAITING: [u64; 3] = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE];
-
-/// How often populating looks whether it may go on.
-const PACE: Duration = Duration::from_micros(50);
 
 /// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
 const MAPPED_PER_BYTE: u64 = 64;
@@ -50,6 +48,8 @@ pub(crate) struct ServerState {
     pub descriptors: Arc<Account>,
     pub run_queue: Arc<RunQueue>,
     pub deferred_close: DeferredClose,
+    /// For requests that wait until their user has paid.
+    pub pause: Pause,
 }
 
 /// An answer, ready to send.
@@ -118,6 +118,8 @@ pub(crate) struct Connection {
     pub function: Option<Arc<Function>>,
     /// Of the function.
     descriptors: Option<Charge>,
+    /// For the descriptors that came with the request under way.
+    pub received: Option<Charge>,
     /// When the request under way has to end; `None` outside of the pool.
     pub deadline: Option<Instant>,
     /// The connection has ended: what is under way for it should end.
@@ -137,6 +139,7 @@ impl Connection {
             errors: 0,
             function: None,
             descriptors: None,
+            received: None,
             deadline: None,
             abort: Arc::default(),
         }
@@ -180,20 +183,21 @@ impl Connection {
 
     /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than
     /// the user's share of the worker pays for.
-    fn populate(&self, run_queue: &RunQueue, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
+    fn populate(&self, state: &ServerState, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
+        let ServerState { run_queue, pause, .. } = state;
+        let aborted = || self.abort.load(Ordering::Relaxed);
+        let late = || self.deadline.is_some_and(|deadline| Instant::now() > deadline);
+        let waits = || self.deadline.is_some() && run_queue.owes(self.peer.user);
         for first in range.clone().step_by(POPULATED_AT_ONCE) {
             run_queue.charge(self.peer.user, take_time());
-            loop {
-                if self.abort.load(Ordering::Relaxed) {
-                    return Err("the client has disconnected".to_owned());
-                }
-                if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
-                    return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
-                }
-                if self.deadline.is_none() || !run_queue.owes(self.peer.user) {
-                    break;
-                }
-                std::thread::sleep(PACE);
+            if waits() {
+                pause(&|| aborted() || late() || !waits());
+            }
+            if aborted() {
+                return Err("the client has disconnected".to_owned());
+            }
+            if late() {
+                return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
             }
             let len = POPULATED_AT_ONCE.min(range.end - first);
             buf.populate(first, len).map_err(|e| format!("no memory: {e}"))?;
@@ -339,7 +343,7 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
-        let descriptors = self.charge(&state.descriptors, FUNCTION_DESCRIPTORS + u64::from(queues))?;
+        let descriptors = self.charge(&state.descriptors, FUNCTION_DESCRIPTORS - 1 + u64::from(queues))?;
         let (function, calls) =
             Function::new(limits, ddr, hbm, queues, self.peer.user, (&state.budget, &state.account))
                 .map_err(|NoFunction(code, text)| Refused(code, text))?;
@@ -434,7 +438,7 @@ impl Connection {
                     return Err(Refused(Code::Malformed, text));
                 };
                 // Populate now, where a failure is an error; during a transfer it would be SIGBUS.
-                self.populate(&state.run_queue, buf, first..end)
+                self.populate(state, buf, first..end)
                     .map_err(|e| Refused(Code::Failed, format!("segment {i}: {e}")))?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);
@@ -463,6 +467,10 @@ impl Connection {
     /// Finds or imports the buffers behind the descriptors, and counts each as mapped once more.
     fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
         for (i, fd) in fds.into_iter().enumerate() {
+            // From now on it counts as a buffer, or is closed.
+            if let Some(received) = &self.received {
+                received.give(1);
+            }
             let key = key_of(&fd)?;
             if let Some(buffer) = self.buffers.get_mut(&key) {
                 buffer.maps += 1;

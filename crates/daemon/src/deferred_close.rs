@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use crate::account::Account;
 use crate::pool::{take_time, yield_to_worker};
 use crate::worker::RunQueue;
 
@@ -31,6 +32,8 @@ struct Users {
     empty: Condvar,
     /// Charged for the processor time: a descriptor may be the last of a large file.
     run_queue: Arc<RunQueue>,
+    /// Descriptors count as their user's until they are closed.
+    descriptors: Arc<Account>,
 }
 
 /// Descriptors that are still to be closed, by user.
@@ -38,8 +41,8 @@ struct Users {
 pub(crate) struct DeferredClose(Arc<Users>);
 
 impl DeferredClose {
-    pub(crate) fn new(run_queue: Arc<RunQueue>) -> Self {
-        Self(Arc::new(Users { users: Mutex::default(), empty: Condvar::new(), run_queue }))
+    pub(crate) fn new(run_queue: Arc<RunQueue>, descriptors: Arc<Account>) -> Self {
+        Self(Arc::new(Users { users: Mutex::default(), empty: Condvar::new(), run_queue, descriptors }))
     }
 
     /// Queues descriptors that came from this user, or over a connection of this user.
@@ -50,7 +53,9 @@ impl DeferredClose {
             return;
         }
         let user = users.entry(uid).or_default();
+        let before = user.left.len();
         user.left.extend(fds);
+        self.0.descriptors.force(uid, (user.left.len() - before) as u64);
         if !user.served {
             let shared = self.0.clone();
             let name = "dmalaned-closes".to_owned();
@@ -67,6 +72,12 @@ impl DeferredClose {
     pub(crate) fn is_full_of(&self, uid: u32) -> bool {
         let users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
         users.get(&uid).is_some_and(|user| user.left.len() >= USER_LIMIT)
+    }
+
+    /// True while descriptors of this user wait.
+    pub(crate) fn has_of(&self, uid: u32) -> bool {
+        let users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
+        users.contains_key(&uid)
     }
 
     /// True while no connection should be accepted.
@@ -90,6 +101,7 @@ impl Users {
             let first = first.take();
             drop(users);
             drop(first);
+            self.descriptors.give(uid, 1);
             self.run_queue.charge(uid, take_time());
             users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(user) = users.get_mut(&uid) {
@@ -109,7 +121,13 @@ mod tests {
 
     #[test]
     fn connections_are_accepted_where_few_descriptors_wait() {
-        let waiting = DeferredClose::new(Arc::new(RunQueue::new().unwrap()));
-        assert!(!waiting.is_full() && !waiting.is_full_of(0));
+        let descriptors = Arc::new(Account::new(10, 10));
+        let waiting = DeferredClose::new(Arc::new(RunQueue::new().unwrap()), descriptors.clone());
+        assert!(!waiting.is_full() && !waiting.is_full_of(0) && !waiting.has_of(0));
+        // They count until they are closed.
+        let (read, write) = rustix::pipe::pipe().unwrap();
+        waiting.put(0, [read, write]);
+        waiting.wait(Duration::from_secs(20));
+        assert_eq!(descriptors.in_use(), 0);
     }
 }

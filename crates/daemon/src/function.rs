@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 use crate::account::{Account, Charge};
 use crate::config::{Budget, ClientLimits};
 use crate::page::Page;
-use crate::socket;
+use crate::socket::{self, SendTimes};
 use crate::wire::Code;
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
@@ -35,6 +35,8 @@ pub(crate) struct Function {
     kick: OwnedFd,
     /// The daemon's ends of the socket pairs that wake the client. They receive nothing.
     calls: Vec<OwnedFd>,
+    /// Of what is sent to these.
+    call_times: SendTimes,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
     charge: MemoryCharge,
@@ -88,7 +90,7 @@ impl Function {
         let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
         budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
         let charge = MemoryCharge { budget: budget.clone(), uid, ddr, hbm };
-        Ok((Self { card, host, page, kick, calls, ddr, hbm, charge }, theirs))
+        Ok((Self { card, host, page, kick, calls, call_times: SendTimes::default(), ddr, hbm, charge }, theirs))
     }
 
     /// The user who is charged for the work of the queues.
@@ -180,6 +182,11 @@ impl Function {
         }
     }
 
+    /// True when it takes so long to wake the client that the worker does not do it any more.
+    pub(crate) fn calls_take_long(&self) -> bool {
+        self.call_times.are_too_long()
+    }
+
     /// True when no queue accesses host memory any more, according to the card's registers, not to the page.
     pub(crate) fn has_stopped(&self) -> bool {
         (0..self.queues()).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
@@ -194,8 +201,8 @@ impl Function {
         }
         let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
-        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
-            socket::call(self.calls[queue].as_fd());
+        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 && !self.calls_take_long() {
+            self.call_times.measure(|| socket::call(self.calls[queue].as_fd()));
         }
         Some(i64::try_from(stepped.cost).unwrap_or(i64::MAX / 2).max(MIN_COST))
     }

@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
@@ -39,6 +40,7 @@ fn fixed() -> Fixed {
     // A function, a touched block and a buffer: what comes after that is refused.
     let account = Arc::new(Account::new(u64::MAX, 4 << 20));
     let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
+    let descriptors = Arc::new(Account::of_descriptors((u64::MAX, 13)));
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).expect("a seal");
@@ -50,9 +52,10 @@ fn fixed() -> Fixed {
             config,
             budget,
             account,
-            descriptors: Arc::new(Account::of_descriptors((u64::MAX, 14))),
-            deferred_close: DeferredClose::new(run_queue.clone()),
+            deferred_close: DeferredClose::new(run_queue.clone(), descriptors.clone()),
+            descriptors,
             run_queue,
+            pause: Arc::new(|_| {}),
         },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
@@ -169,6 +172,8 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
         assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }
+    // Those that are closed on other threads count until then.
+    state.deferred_close.wait(Duration::from_secs(10));
     assert_eq!((state.account.in_use(), state.descriptors.in_use()), (0, 0), "memory or descriptors leaked");
     assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory leaked");
 }

@@ -17,7 +17,7 @@ pub struct Listener {
     pub(crate) socket: Option<OwnedFd>,
     /// File to remove on drop.
     path: Option<PathBuf>,
-    /// Peers can send descriptors only after their greeting.
+    /// All peers can send descriptors only after their greeting.
     pub(crate) rights_off: bool,
 }
 
@@ -75,9 +75,9 @@ impl Listener {
         if !right {
             return Err(ServerError::WrongSocket);
         }
+        socket::pass_rights(&socket, false);
         // Peers that have connected before may have sent some.
-        let rights_off = socket::pass_rights(&socket, false);
-        Ok(Self { socket: Some(socket), path: None, rights_off })
+        Ok(Self { socket: Some(socket), path: None, rights_off: false })
     }
 
     /// Removes the socket's file and returns the socket, which the caller closes.

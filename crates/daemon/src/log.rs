@@ -1,5 +1,6 @@
 //! Events for the daemon's log, and how many of them are logged.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -7,11 +8,13 @@ use rustix::io::Errno;
 
 use crate::ClientResources;
 
-/// Refusals that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
+/// Refusals of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
 pub(crate) const MAX_LOGGED_REFUSALS: u32 = 8;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
-/// Clients that come and go are logged one by one so often within [`LOG_WINDOW`].
+/// Clients of a user that come and go are logged one by one so often within [`LOG_WINDOW`].
 pub(crate) const MAX_LOGGED_CLIENTS: u32 = 64;
+/// Users with limits of their own; further ones share one, so that a user of many numbers does not flood the log.
+const MAX_LOGGED_USERS: usize = 64;
 
 /// An event for the daemon's log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,10 +38,10 @@ pub enum ServerEvent {
         /// Reason.
         why: &'static str,
     },
-    /// This many further connections were refused without a log entry each.
-    RefusedMore(u64),
-    /// This many further clients connected or disconnected without a log entry each.
-    More(u64),
+    /// This many further connections of a user, or of several, were refused without a log entry each.
+    RefusedMore(u64, Option<u32>),
+    /// This many further clients of a user, or of several, connected or disconnected without a log entry each.
+    More(u64, Option<u32>),
     /// A client has disconnected, and its resources were released.
     Disconnected {
         /// Number of the client.
@@ -66,8 +69,10 @@ impl fmt::Display for ServerEvent {
         match self {
             Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
             Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
-            Self::RefusedMore(n) => write!(f, "refused {n} more connections within {LOG_WINDOW:?}"),
-            Self::More(n) => write!(f, "{n} more clients connected or disconnected within {LOG_WINDOW:?}"),
+            Self::RefusedMore(n, user) => write!(f, "refused {n} more connections{} within {LOG_WINDOW:?}", Of(*user)),
+            Self::More(n, user) => {
+                write!(f, "{n} more clients{} connected or disconnected within {LOG_WINDOW:?}", Of(*user))
+            }
             Self::Disconnected { client, why, released, after } => {
                 let ClientResources { buffers, bytes, mappings, card } = released;
                 write!(
@@ -87,9 +92,43 @@ impl fmt::Display for ServerEvent {
     }
 }
 
+/// Whose: of a user, or of those beyond [`MAX_LOGGED_USERS`].
+struct Of(Option<u32>);
+
+impl fmt::Display for Of {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(user) => write!(f, " of user {user}"),
+            None => write!(f, " of other users"),
+        }
+    }
+}
+
+/// Limits the log entries of a kind, for each user: nobody hides what others do.
+#[derive(Default)]
+pub(crate) struct LogLimits(HashMap<Option<u32>, LogLimit>);
+
+impl LogLimits {
+    /// True when this entry of a user should be logged.
+    pub(crate) fn should_log(&mut self, user: u32, now: Instant, most: u32) -> bool {
+        let own = self.0.contains_key(&Some(user)) || self.0.len() < MAX_LOGGED_USERS;
+        self.0.entry(own.then_some(user)).or_default().should_log(now, most)
+    }
+
+    /// The numbers of entries that were not logged, of users whose windows have ended.
+    pub(crate) fn suppressed(&mut self, now: Instant) -> Vec<(u64, Option<u32>)> {
+        let mut counts = Vec::new();
+        self.0.retain(|user, limit| {
+            counts.extend(limit.suppressed(now).map(|count| (count, *user)));
+            limit.since.is_some()
+        });
+        counts
+    }
+}
+
 /// Limits the log entries of a kind, so that peers that come and go do not flood the log.
 #[derive(Default)]
-pub(crate) struct LogLimit {
+struct LogLimit {
     since: Option<Instant>,
     logged: u32,
     suppressed: u64,
@@ -97,7 +136,7 @@ pub(crate) struct LogLimit {
 
 impl LogLimit {
     /// True when this entry should be logged: one of the first `most` of the window.
-    pub(crate) fn should_log(&mut self, now: Instant, most: u32) -> bool {
+    fn should_log(&mut self, now: Instant, most: u32) -> bool {
         self.since.get_or_insert(now);
         let log = self.logged < most;
         if log {
@@ -109,7 +148,7 @@ impl LogLimit {
     }
 
     /// The number of entries that were not logged, once the window has ended.
-    pub(crate) fn suppressed(&mut self, now: Instant) -> Option<u64> {
+    fn suppressed(&mut self, now: Instant) -> Option<u64> {
         self.since.filter(|since| now.duration_since(*since) >= LOG_WINDOW)?;
         Some(std::mem::take(self).suppressed).filter(|n| *n > 0)
     }
@@ -118,6 +157,23 @@ impl LogLimit {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nobody_hides_what_others_do() {
+        let (mut limits, start) = (LogLimits::default(), Instant::now());
+        let mut logged = |user, times| (0..times).filter(|_| limits.should_log(user, start, 8)).count();
+        assert_eq!([(7, 100), (8, 8), (7, 1)].map(|(user, times)| logged(user, times)), [8, 8, 0]);
+        // Users beyond a number share a limit.
+        let more: usize = (100..100 + 2 * MAX_LOGGED_USERS as u32).map(|user| logged(user, 1)).sum();
+        assert_eq!(more, MAX_LOGGED_USERS - 2 + 8);
+        let mut suppressed = limits.suppressed(start + LOG_WINDOW);
+        suppressed.sort();
+        assert_eq!(suppressed, [(MAX_LOGGED_USERS as u64 - 6, None), (93, Some(7))]);
+        assert!(limits.0.is_empty() && limits.suppressed(start + 2 * LOG_WINDOW).is_empty());
+        let texts = [ServerEvent::More(3, Some(7)), ServerEvent::RefusedMore(4, None)].map(|event| event.to_string());
+        assert_eq!(texts[0], "3 more clients of user 7 connected or disconnected within 10s");
+        assert_eq!(texts[1], "refused 4 more connections of other users within 10s");
+    }
 
     #[test]
     fn repeated_refusals_do_not_flood_the_log() {

@@ -15,8 +15,14 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Most threads. Further users take turns.
-const THREADS: usize = 8;
+/// Most jobs that run at a time. Further users take turns.
+const JOBS: usize = 8;
+
+/// Sleeps in a job until this returns true, while another job runs in its place. Made by [`Pool::pause`].
+pub(crate) type Pause = Arc<dyn Fn(&dyn Fn() -> bool) + Send + Sync>;
+
+/// How often a job that sleeps looks whether it may go on.
+const PACE: Duration = Duration::from_micros(50);
 
 type Job<T> = Box<dyn FnOnce() -> T + Send>;
 
@@ -32,6 +38,10 @@ struct Jobs<T> {
     turns: VecDeque<u32>,
     threads: Vec<JoinHandle<()>>,
     idle: usize,
+    /// Jobs that run; those that sleep ([`Pause`]), and of these, those that want to go on.
+    running: usize,
+    paused: usize,
+    returning: usize,
     quit: bool,
     done: Vec<T>,
 }
@@ -39,6 +49,8 @@ struct Jobs<T> {
 struct Shared<T> {
     jobs: Mutex<Jobs<T>>,
     ready: Condvar,
+    /// A job that has slept may go on.
+    places: Condvar,
     /// Readable when there are results.
     wake: OwnedFd,
     /// Called with the processor time that a job of a user took.
@@ -58,22 +70,28 @@ impl<T: Send + 'static> Pool<T> {
             turns: VecDeque::new(),
             threads: Vec::new(),
             idle: 0,
+            running: 0,
+            paused: 0,
+            returning: 0,
             quit: false,
             done: Vec::new(),
         };
-        let shared = Shared { jobs: Mutex::new(jobs), ready: Condvar::new(), wake, charge: Box::new(charge) };
+        let (ready, places) = Default::default();
+        let shared = Shared { jobs: Mutex::new(jobs), ready, places, wake, charge: Box::new(charge) };
         let pool = Self(Arc::new(shared));
         // With one thread there is progress, whatever happens later.
-        let first = pool.spawn()?;
+        let first = pool.0.spawn()?;
         pool.0.lock().threads.push(first);
         Ok(pool)
     }
 
-    fn spawn(&self) -> io::Result<JoinHandle<()>> {
-        let shared = self.0.clone();
-        thread::Builder::new().name("dmalaned-pool".to_owned()).spawn(move || {
-            yield_to_worker();
-            shared.run();
+    /// For jobs that sleep.
+    pub(crate) fn pause(&self) -> Pause {
+        let shared = Arc::downgrade(&self.0);
+        Arc::new(move |until| {
+            if let Some(shared) = shared.upgrade() {
+                shared.pause(until);
+            }
         })
     }
 
@@ -85,14 +103,7 @@ impl<T: Send + 'static> Pool<T> {
         if !found.running && found.waiting.len() == 1 {
             jobs.turns.push_back(user);
         }
-        if jobs.idle < jobs.turns.len()
-            && jobs.threads.len() < THREADS
-            && let Ok(thread) = self.spawn()
-        {
-            jobs.threads.push(thread);
-        }
-        drop(jobs);
-        self.0.ready.notify_one();
+        self.0.find_thread(&mut jobs);
     }
 
     /// Becomes readable when there are results.
@@ -112,9 +123,51 @@ impl<T: Send + 'static> Shared<T> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn spawn(self: &Arc<Self>) -> io::Result<JoinHandle<()>> {
+        let shared = self.clone();
+        thread::Builder::new().name("dmalaned-pool".to_owned()).spawn(move || {
+            yield_to_worker();
+            shared.run();
+        })
+    }
+
+    /// Has a thread take the next job: a new one if the others are busy or sleep in jobs.
+    fn find_thread(self: &Arc<Self>, jobs: &mut Jobs<T>) {
+        if jobs.idle < jobs.turns.len()
+            && jobs.threads.len() < JOBS + jobs.paused
+            && let Ok(thread) = self.spawn()
+        {
+            jobs.threads.push(thread);
+        }
+        self.ready.notify_one();
+    }
+
+    fn pause(self: &Arc<Self>, until: &dyn Fn() -> bool) {
+        let mut jobs = self.lock();
+        (jobs.running, jobs.paused) = (jobs.running - 1, jobs.paused + 1);
+        self.find_thread(&mut jobs);
+        self.places.notify_one();
+        drop(jobs);
+        while !until() {
+            thread::sleep(PACE);
+        }
+        jobs = self.lock();
+        jobs.returning += 1;
+        while jobs.running >= JOBS {
+            jobs = self.places.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+        }
+        jobs.returning -= 1;
+        (jobs.running, jobs.paused) = (jobs.running + 1, jobs.paused - 1);
+    }
+
     fn run(&self) {
         let mut jobs = self.lock();
         loop {
+            if jobs.running + jobs.returning >= JOBS {
+                // Those that have slept go on first.
+                jobs = self.ready.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
             let Some(user) = jobs.turns.pop_front() else {
                 if jobs.quit {
                     return;
@@ -130,11 +183,18 @@ impl<T: Send + 'static> Shared<T> {
             }) else {
                 continue;
             };
+            jobs.running += 1;
             drop(jobs);
             take_time();
             let result = job();
             (self.charge)(user, take_time());
             jobs = self.lock();
+            jobs.running -= 1;
+            self.places.notify_one();
+            if jobs.quit {
+                // Others may have waited for a place.
+                self.ready.notify_all();
+            }
             jobs.done.push(result);
             // The write fails only when the counter is full, and then the eventfd is readable anyway.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -159,7 +219,7 @@ pub(crate) fn yield_to_worker() {
 }
 
 /// Processor time of this thread so far.
-fn thread_time() -> Duration {
+pub(crate) fn thread_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
@@ -187,6 +247,7 @@ impl<T: Send + 'static> Drop for Pool<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::channel;
     use std::time::Instant;
 
@@ -214,13 +275,52 @@ mod tests {
         }
         done.sort();
         assert_eq!(done, [2, 3, 4, 5, 6, 7], "while the first user's job waits");
-        assert!(pool.0.lock().threads.len() <= THREADS);
+        assert!(pool.0.lock().threads.len() <= JOBS);
         drop(go);
         while done.len() < 53 {
             done.extend(pool.take());
             thread::yield_now();
         }
         assert!(pool.0.lock().users.is_empty());
+    }
+
+    #[test]
+    fn jobs_that_sleep_hold_nobody_back() {
+        let pool: Pool<u32> = Pool::new(|_, _| {}).unwrap();
+        let (pause, go) = (pool.pause(), Arc::new(AtomicBool::new(false)));
+        let most = Arc::new(Mutex::new((0usize, 0usize)));
+        for user in 0..20 {
+            let (pause, go, most) = (pause.clone(), go.clone(), most.clone());
+            pool.put(user, move || {
+                pause(&|| go.load(Ordering::Relaxed));
+                // At most so many run then.
+                let mut running = most.lock().unwrap();
+                *running = (running.0 + 1, running.1.max(running.0 + 1));
+                drop(running);
+                thread::sleep(Duration::from_millis(1));
+                most.lock().unwrap().0 -= 1;
+                user
+            });
+        }
+        for user in 20..30 {
+            pool.put(user, move || user);
+        }
+        let mut done = Vec::new();
+        let mut wait_for = |count| {
+            let start = Instant::now();
+            while done.len() < count {
+                assert!(start.elapsed() < Duration::from_secs(20), "{done:?}");
+                done.extend(pool.take());
+                thread::yield_now();
+            }
+            done.sort();
+            done.clone()
+        };
+        assert_eq!(wait_for(10), (20..30).collect::<Vec<u32>>(), "while the others sleep");
+        go.store(true, Ordering::Relaxed);
+        assert_eq!(wait_for(30), (0..30).collect::<Vec<u32>>());
+        assert!((1..=JOBS).contains(&most.lock().unwrap().1), "{most:?}");
+        drop(pool);
     }
 
     #[test]

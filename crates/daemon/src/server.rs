@@ -19,16 +19,16 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags};
 use zerocopy::IntoBytes;
 
-use crate::account::Account;
+use crate::account::{Account, Charge};
 use crate::config::{BadConfig, Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
 use crate::function::{Function, MemoryCharge};
 use crate::listener::Listener;
-use crate::log::{LogLimit, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
+use crate::log::{LogLimits, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
 use crate::peer::Peer;
 use crate::pool::{Pool, take_time, yield_to_worker};
-use crate::socket::{self, Received};
+use crate::socket::{self, Received, SendTimes};
 use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, RowAnswer, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
 
@@ -40,6 +40,12 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const BURST: Duration = Duration::from_millis(20);
 /// Requests of a user in the pool. Further ones wait in their sockets: each may have 64 descriptors.
 const MAX_IN_POOL: usize = 4;
+/// After a refusal, no connection is accepted for so many times as long as that took: nobody pays for refusals, so they
+/// must not take much of the processors' time. At most for 1 ms: another process may have had the processor.
+const REFUSAL_REST: u32 = 3;
+const MAX_REST: Duration = Duration::from_millis(1);
+/// Why a client is disconnected whose sockets have thousands of waiters.
+const SLOW_TO_WAKE: &str = "it takes too long to wake the client: too many wait at its sockets";
 /// Interval of the checks whether a queue has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -104,6 +110,10 @@ struct Entry {
     /// The connection has opened a function and is counted in the totals.
     counted: bool,
     since: Instant,
+    /// For the socket; `None` for an administrator beyond the limit.
+    _charge: Option<Charge>,
+    /// Of the answers.
+    send_times: SendTimes,
     /// Why the connection is to be closed when the pool returns it.
     ended: Option<&'static str>,
 }
@@ -179,10 +189,12 @@ pub struct Server {
     closing: BTreeMap<u64, Closing>,
     next: u64,
     totals: Totals,
-    refusals: LogLimit,
-    comings: LogLimit,
+    refusals: LogLimits,
+    comings: LogLimits,
+    /// Of errors of `accept`, which are no user's.
+    accept_failures: LogLimits,
     started: Instant,
-    /// Peers send descriptors only after their greeting (Linux 6.16).
+    /// Peers that wait to be accepted can send descriptors only after their greeting (Linux 6.16).
     rights_off: bool,
     turns: Turns,
     worker: Option<JoinHandle<()>>,
@@ -204,22 +216,25 @@ impl Server {
         let (run, spin) = (run_queue.clone(), config.spin);
         let charged = run_queue.clone();
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
+        let pool = Pool::new(move |user, took| charged.charge(user, took))?;
         Ok(Self {
             state: Arc::new(ServerState {
                 config,
                 budget,
                 account,
+                deferred_close: DeferredClose::new(run_queue.clone(), descriptors.clone()),
                 descriptors,
-                deferred_close: DeferredClose::new(run_queue.clone()),
                 run_queue,
+                pause: pool.pause(),
             }),
-            pool: Pool::new(move |user, took| charged.charge(user, took))?,
+            pool,
             connections: BTreeMap::new(),
             closing: BTreeMap::new(),
             next: 1,
             totals: Totals::default(),
-            refusals: LogLimit::default(),
-            comings: LogLimit::default(),
+            refusals: LogLimits::default(),
+            comings: LogLimits::default(),
+            accept_failures: LogLimits::default(),
             started: Instant::now(),
             rights_off: false,
             turns: Turns::default(),
@@ -274,11 +289,15 @@ impl Server {
             for entry in self.connections.values().filter(|c| c.connection.is_none()) {
                 *in_pool.entry(entry.peer.user).or_default() += 1;
             }
+            let has_too_many = |user| {
+                let over = self.state.descriptors.is_over(user, deferred_close.has_of(user));
+                over || deferred_close.is_full_of(user)
+            };
             // Of a busy connection, and of users with too many descriptors to close or messages, or whose share of the
             // worker does not pay for what this thread and the pool do for them, only the end is noticed.
             let interest = |c: &Entry| match c.ended {
                 Some(_) => None,
-                None if c.connection.is_none() || deferred_close.is_full_of(c.peer.user) => Some(Interest::End),
+                None if c.connection.is_none() || has_too_many(c.peer.user) => Some(Interest::End),
                 None if in_pool.get(&c.peer.user).is_some_and(|n| *n >= MAX_IN_POOL) => Some(Interest::End),
                 None if waits(c.peer.user).is_some() => Some(Interest::End),
                 None if !alone && run_queue.owes(c.peer.user) => Some(Interest::End),
@@ -286,7 +305,7 @@ impl Server {
             };
             let clients: Vec<(u64, Interest)> =
                 self.connections.iter().filter_map(|(id, c)| Some((*id, interest(c)?))).collect();
-            let full = !can_accept || self.connections.values().any(|c| deferred_close.is_full_of(c.peer.user));
+            let full = !can_accept || self.connections.values().any(|c| has_too_many(c.peer.user));
             let (stopped, incoming, ready) = {
                 let sockets = clients.iter().map(|(id, interest)| {
                     let flags = if *interest == Interest::End { PollFlags::empty() } else { PollFlags::IN };
@@ -307,7 +326,8 @@ impl Server {
                     Duration::from_millis(500)
                 };
                 let paused = self.connections.values().filter_map(|c| waits(c.peer.user)).min();
-                let wait = paused.map_or(wait, |until| wait.min(until - now));
+                let soonest = paused.into_iter().chain(accept_retry).min();
+                let wait = soonest.map_or(wait, |until| wait.min(until.saturating_duration_since(now)));
                 let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
                 match poll(&mut fds, Some(&timeout)) {
                     Ok(_) | Err(Errno::INTR) => {}
@@ -325,36 +345,49 @@ impl Server {
             if !self.worker_lives() {
                 return Err(ServerError::WorkerDied);
             }
-            if let Some(suppressed) = self.refusals.suppressed(Instant::now()) {
-                (self.log)(&ServerEvent::RefusedMore(suppressed));
+            for (count, user) in self.refusals.suppressed(Instant::now()) {
+                (self.log)(&ServerEvent::RefusedMore(count, user));
             }
-            if let Some(suppressed) = self.comings.suppressed(Instant::now()) {
-                (self.log)(&ServerEvent::More(suppressed));
+            for (count, user) in self.comings.suppressed(Instant::now()) {
+                (self.log)(&ServerEvent::More(count, user));
             }
+            self.accept_failures.suppressed(Instant::now());
             self.expire(&ready);
             let (asking, ended): (Vec<_>, Vec<_>) =
                 ready.into_iter().partition(|(_, interest)| *interest == Interest::Requests);
             for (id, _) in ended {
-                self.close(id, "the client disconnected");
+                if let Some(user) = self.connections.get(&id).map(|entry| entry.peer.user) {
+                    self.charged(user, |server| server.close(id, "the client disconnected"));
+                }
             }
             let user = |id: u64| Some((self.connections.get(&id)?.peer.user, id));
             for (user, id) in self.turns.choose(asking.into_iter().filter_map(|(id, _)| user(id))) {
-                let began = Instant::now();
-                take_time();
-                self.receive(id, &mut buffer);
-                self.state.run_queue.charge(user, take_time());
-                let now = Instant::now();
-                self.turns.charge(user, now, now - began);
+                self.charged(user, |server| server.receive(id, &mut buffer));
             }
             self.collect();
+            let (began, refused) = (Instant::now(), self.totals.refused);
             if incoming && let Err(e) = self.accept(listener) {
-                if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
+                if self.accept_failures.should_log(0, Instant::now(), MAX_LOGGED_REFUSALS) {
                     (self.log)(&ServerEvent::AcceptFailed(e));
                 }
                 accept_retry = Some(Instant::now() + Duration::from_millis(100));
+            } else if self.totals.refused > refused {
+                let now = Instant::now();
+                accept_retry = Some(now + (REFUSAL_REST * (now - began)).min(MAX_REST));
             }
             self.release();
         }
+    }
+
+    /// Does something for a user, who pays for the time that it takes.
+    fn charged<T>(&mut self, user: u32, work: impl FnOnce(&mut Self) -> T) -> T {
+        let began = Instant::now();
+        take_time();
+        let result = work(self);
+        self.state.run_queue.charge(user, take_time());
+        let now = Instant::now();
+        self.turns.charge(user, now, now - began);
+        result
     }
 
     fn accept(&mut self, listener: &OwnedFd) -> Result<(), Errno> {
@@ -364,22 +397,32 @@ impl Server {
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
             Err(e) => return Err(e),
         };
+        // Of a peer that connected to an inherited socket before this daemon began, closing it may block. After the
+        // first that connected later, there are no more of those.
+        let carries = socket::passes_rights(&socket);
+        self.rights_off |= !carries;
         let peer = match Peer::of(&socket, &self.state.config) {
             Ok(peer) => peer,
             // Of this peer alone: others are accepted.
             Err(_) => {
-                self.disconnect(u32::MAX, socket, !self.rights_off);
+                self.disconnect(u32::MAX, socket, carries);
                 return Ok(());
             }
         };
         let Peer { pid, uid, user, allowed, admin } = peer;
         let connected = self.connections.len() + self.closing.len();
+        let charge = Charge::new(&self.state.descriptors, user, 1);
         let status_only = if !allowed {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
         } else if connected >= self.state.config.clients {
             Some((Code::Quota, "the daemon has reached its limit of clients (--clients)"))
         } else if self.connections_of_user(user) >= self.state.config.clients_per_user() {
             Some((Code::Quota, "this user has reached the limit of clients (--user-clients)"))
+        } else if charge.is_err() {
+            Some((
+                Code::Quota,
+                "the daemon or this user has reached the limit of descriptors (LimitNOFILE= of the unit)",
+            ))
         } else {
             None
         };
@@ -388,11 +431,11 @@ impl Server {
             && !(admin && connected < self.state.config.clients + OPERATOR_CONNECTIONS)
         {
             self.totals.refused += 1;
-            if self.refusals.should_log(Instant::now(), MAX_LOGGED_REFUSALS) {
+            if self.refusals.should_log(user, Instant::now(), MAX_LOGGED_REFUSALS) {
                 (self.log)(&ServerEvent::Refused { pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
-            self.disconnect(user, socket, !self.rights_off);
+            self.disconnect(user, socket, carries);
             return Ok(());
         }
         let id = self.next;
@@ -405,9 +448,11 @@ impl Server {
             row: connection.row(false),
             abort: connection.abort.clone(),
             connection: Some(Box::new(connection)),
-            carries: !self.rights_off,
+            carries,
             counted: false,
             since: Instant::now(),
+            _charge: charge.ok(),
+            send_times: SendTimes::default(),
             ended: None,
         };
         self.connections.insert(id, entry);
@@ -428,7 +473,8 @@ impl Server {
         }
     }
 
-    /// Closes connections that have not sent a hello message or opened a function in time. Those in `ready` have unread
+    /// Closes connections that take too long to wake, and those that have not sent a hello message or opened a function
+    /// in time. Those in `ready` have unread
     /// messages and get twice the time, but no more: repeated status requests must not keep a connection open.
     fn expire(&mut self, ready: &[(u64, Interest)]) {
         let Config { hello_timeout, open_timeout, .. } = self.state.config;
@@ -438,6 +484,12 @@ impl Server {
                 c.function.is_none() && (after > open_timeout || (!c.greeted && after > hello_timeout))
             })
         };
+        let slow =
+            |c: &Entry| c.connection.as_ref().and_then(|c| c.function.as_ref()).is_some_and(|f| f.calls_take_long());
+        let slow: Vec<u64> = self.connections.iter().filter(|(_, c)| slow(c)).map(|(id, _)| *id).collect();
+        for id in slow {
+            self.close(id, SLOW_TO_WAKE);
+        }
         let late: Vec<u64> = {
             let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
             let too_late = |c: &Entry| c.since.elapsed() > open_timeout.saturating_mul(2);
@@ -468,10 +520,13 @@ impl Server {
                         let (state, bytes) = (self.state.clone(), buffer[..n].to_vec());
                         let Some(mut connection) = entry.connection.take() else { return };
                         entry.row = connection.row(false);
+                        let received = Charge::forced(&self.state.descriptors, entry.peer.user, fds.len() as u64);
+                        connection.received = Some(received);
                         return self.pool.put(entry.peer.user, move || {
                             // From now on: the time that the jobs of others took does not count.
                             connection.deadline = Some(Instant::now() + state.config.map_timeout);
                             let handled = connection.handle(&state, &bytes, fds);
+                            connection.received = None;
                             Done::Handled(connection, handled)
                         });
                     }
@@ -501,14 +556,19 @@ impl Server {
                     let id = connection.id;
                     let Some(entry) = self.connections.get_mut(&id) else { continue };
                     entry.connection = Some(connection);
-                    self.answer(id, handled);
-                    if let Some(why) = self.connections.get(&id).and_then(|entry| entry.ended) {
-                        self.close(id, why);
-                    }
+                    let user = entry.peer.user;
+                    // Sending and closing wake who polls the client's end, which may be many.
+                    self.charged(user, |server| {
+                        server.answer(id, handled);
+                        if let Some(why) = server.connections.get(&id).and_then(|entry| entry.ended) {
+                            server.close(id, why);
+                        }
+                    });
                 }
                 Done::Released(id, share) => {
                     drop(share);
-                    self.released(id);
+                    let Some(user) = self.closing.get(&id).map(|c| c.entry.peer.user) else { continue };
+                    self.charged(user, |server| server.released(id));
                 }
             }
         }
@@ -521,7 +581,7 @@ impl Server {
         if entry.counted {
             self.totals.released += 1;
             let (released, after) = releasing.unwrap_or_default();
-            if self.comings.should_log(Instant::now(), MAX_LOGGED_CLIENTS) {
+            if self.comings.should_log(entry.peer.user, Instant::now(), MAX_LOGGED_CLIENTS) {
                 (self.log)(&ServerEvent::Disconnected { client: id, why, released, after });
             }
         }
@@ -535,7 +595,7 @@ impl Server {
             entry.counted = true;
             self.totals.served += 1;
             let event = ServerEvent::Connected { client: id, pid: entry.peer.pid, uid: entry.peer.uid };
-            if self.comings.should_log(Instant::now(), MAX_LOGGED_CLIENTS) {
+            if self.comings.should_log(entry.peer.user, Instant::now(), MAX_LOGGED_CLIENTS) {
                 (self.log)(&event);
             }
         }
@@ -550,9 +610,10 @@ impl Server {
                 self.status(seqno, first, peer)
             }
         };
-        let Some(Entry { socket, .. }) = self.connections.get(&id) else { return };
+        let Some(Entry { socket, send_times, .. }) = self.connections.get(&id) else { return };
         let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
-        match socket::send(socket, &answer.bytes, &fds, false) {
+        match send_times.measure(|| socket::send(socket, &answer.bytes, &fds, false)) {
+            Ok(()) if send_times.are_too_long() => self.close(id, SLOW_TO_WAKE),
             Ok(()) => {}
             Err(Errno::AGAIN) => self.close(id, "the client does not read its answers"),
             Err(_) => self.close(id, "the client disconnected"),
@@ -721,41 +782,139 @@ mod tests {
         assert!(matches!(daemon.join().unwrap(), Err(ServerError::WorkerDied)));
     }
 
-    /// As before Linux 6.16, where a socket takes descriptors with any message.
+    /// A TCP socket whose close takes minutes: its peer, which is the second, reads nothing.
+    fn lingering() -> (TcpStream, TcpListener) {
+        let peer = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut socket = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 1 << 16]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).unwrap();
+        (socket, peer)
+    }
+
+    /// Before Linux 6.16, and while nobody serves an inherited socket, a socket takes descriptors with any message.
     #[test]
-    fn a_refused_connection_with_a_descriptor_does_not_block_the_daemon() {
+    fn descriptors_before_the_greeting_do_not_block_the_daemon() {
+        for inherited in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("socket");
+            let address = SocketAddrUnix::new(&path).unwrap();
+            let make = || rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            let listening = make();
+            rustix::net::bind(&listening, &address).unwrap();
+            rustix::net::listen(&listening, 64).unwrap();
+            let connect = |_| {
+                let socket = make();
+                rustix::net::connect(&socket, &address).unwrap();
+                socket
+            };
+            // The first leaves before its greeting. The others are more than the limit: the last one is refused.
+            let leaving = connect(0);
+            let clients: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS + 1).map(connect).collect();
+            let (refused, served) = clients.split_last().unwrap();
+            let (socket, peer) = lingering();
+            for client in [refused, &leaving, &leaving] {
+                socket::send(client, b"never read", &[socket.as_fd()], false).unwrap();
+            }
+            drop((leaving, socket));
+            let listener = Listener::from_socket(listening).unwrap();
+            if !inherited {
+                socket::pass_rights(listener.socket.as_ref().unwrap(), true);
+            }
+            let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
+            let (stop, stopped) = UnixStream::pair().unwrap();
+            let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+            let answered = |socket: &OwnedFd| {
+                let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+                poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout)) == Ok(1)
+            };
+            assert!(answered(refused), "it is told why");
+            socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
+            assert!(answered(&served[0]), "the daemon goes on");
+            drop((peer, stop));
+            assert!(daemon.join().unwrap().refused >= 1);
+        }
+    }
+
+    #[test]
+    fn descriptors_count_until_they_are_closed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let mut listener = Listener::bind(&path, 0o600).unwrap();
-        socket::pass_rights(listener.socket.as_ref().unwrap(), true);
-        listener.rights_off = false;
-        let connect = |_| {
-            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-            rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-            socket
-        };
-        // More than the limit, and with the last one a socket whose close takes minutes: its peer reads nothing.
-        let clients: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS + 1).map(connect).collect();
-        let (refused, served) = clients.split_last().unwrap();
-        let peer = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut lingering = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
-        lingering.set_nonblocking(true).unwrap();
-        while lingering.write(&[0; 1 << 16]).is_ok() {}
-        rustix::net::sockopt::set_socket_linger(&lingering, Some(Duration::from_secs(600))).unwrap();
-        socket::send(refused, b"never read", &[lingering.as_fd()], false).unwrap();
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let mut server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
+        let client = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::connect(&client, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        server.accept(listener.socket.as_ref().unwrap()).unwrap();
+        let user = server.connections[&1].peer.user;
+        let counted = |server: &Server| server.state.descriptors.in_use();
+        assert_eq!(counted(&server), 1, "the socket");
+        let mut buffer = [0; MAX_MESSAGE];
+        socket::send(&client, &ClientRequest::Hello { min: 1, max: 9 }.encode(1), &[], false).unwrap();
+        server.receive(1, &mut buffer);
+        let (lingering, peer) = lingering();
+        let status = ClientRequest::Status { first: 0 }.encode(2);
+        socket::send(&client, &status, &[lingering.as_fd()], false).unwrap();
+        // The daemon has the last reference, whose close blocks.
         drop(lingering);
+        server.receive(1, &mut buffer);
+        while server.connections[&1].connection.is_none() {
+            server.collect();
+            thread::yield_now();
+        }
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!(counted(&server), 2);
+        let until = |server: &Server, count| {
+            let start = Instant::now();
+            while counted(server) != count {
+                assert!(start.elapsed() < Duration::from_secs(20), "{} instead of {count}", counted(server));
+                thread::sleep(STOP_POLL_INTERVAL);
+            }
+        };
+        drop(peer);
+        until(&server, 1);
+        // Many at once count beyond the limit of a user, who is not heard then.
+        server.state.descriptors.force(user, 40);
+        assert!(server.state.descriptors.is_over(user, false));
+        server.state.descriptors.give(user, 40);
+        server.close(1, "the test is over");
+        until(&server, 0);
+    }
+
+    #[test]
+    fn refusals_take_a_part_of_the_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
         let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
-        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-        let answered = |socket: &OwnedFd| {
-            let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
-            poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout)) == Ok(1)
+        let daemon = thread::spawn(move || {
+            let before = crate::pool::thread_time();
+            let totals = server.run(listener, stopped.as_fd()).unwrap();
+            (totals, crate::pool::thread_time() - before)
+        });
+        let address = SocketAddrUnix::new(&path).unwrap();
+        let connect = || {
+            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            rustix::net::connect(&socket, &address).unwrap();
+            socket
         };
-        assert!(answered(refused), "it is told why");
-        socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
-        assert!(answered(&served[0]), "the daemon goes on");
-        drop((peer, stop));
-        assert_eq!(daemon.join().unwrap().refused, 1);
+        let accepted: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS).map(|_| connect()).collect();
+        let start = Instant::now();
+        thread::scope(|s| {
+            for _ in 0..3 {
+                s.spawn(|| {
+                    while start.elapsed() < Duration::from_secs(1) {
+                        drop(connect());
+                    }
+                });
+            }
+        });
+        let took = start.elapsed();
+        drop((stop, accepted));
+        let (totals, worked) = daemon.join().unwrap();
+        assert!(totals.refused > 100, "{totals:?}");
+        // Half of it and more where none are paused.
+        assert!(worked < took * 2 / 5, "{worked:?} of {took:?} for {} refusals", totals.refused);
     }
 
     #[test]

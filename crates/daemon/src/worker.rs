@@ -16,6 +16,7 @@ use nix::sys::resource::{UsageWho, getrusage};
 use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
 
 use crate::function::Function;
+use crate::pool::thread_time;
 
 /// Bytes of a round: what a step may cost.
 const QUANTUM: i64 = 1 << 20;
@@ -23,8 +24,9 @@ const QUANTUM: i64 = 1 << 20;
 /// worker's time, whether they copy or do what is slow for reasons that the card does not see, such as pages of a
 /// buffer that the client has given back to the kernel. With less, a user who copies fast gets less time than others.
 const NANOSECOND_COST: i64 = 64;
-/// The most that the time of a step can cost that did not wait, 2 ms: another process may have had the processor.
-const MAX_TIME_COST: i64 = 2_000_000 * NANOSECOND_COST;
+/// What the thread has used is read again after so much time: a tenth of a microsecond or more each. A shorter step is
+/// charged for the time that it took.
+const SAMPLE_TIME: Duration = Duration::from_micros(20);
 /// The most that a user can owe for work of other threads, 64 ms: who maps memory all the time, and then stops, is
 /// served again soon.
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
@@ -86,11 +88,21 @@ struct Turn {
     most: u64,
 }
 
-/// Measures how long steps take.
+/// Measures how long steps take, and what part of that time their users pay for.
 struct Clock<'a> {
     now: &'a dyn Fn() -> Instant,
-    /// True when this thread has waited since the last call, instead of working or of losing the processor to others.
-    has_waited: &'a dyn Fn() -> bool,
+    usage: &'a dyn Fn() -> Usage,
+    /// When the usage was read last, and its value.
+    last: Cell<(Instant, Usage)>,
+}
+
+/// What this thread has used so far.
+#[derive(Clone, Copy)]
+struct Usage {
+    /// Processor time.
+    time: Duration,
+    /// How often it has waited: it loses the processor to others without that.
+    waits: i64,
 }
 
 /// The work of one turn.
@@ -195,18 +207,19 @@ impl RunQueue {
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
         let mut asleep = false;
-        let waits = Cell::new(times_waited());
-        let has_waited = || waits.replace(times_waited()) != waits.get();
-        let clock = Clock { now: &Instant::now, has_waited: &has_waited };
+        let clock = Clock::new(&Instant::now, &Usage::of_this_thread);
         let set_asleep = |users: &[UserTurn], asleep| {
             users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
         };
         while !self.quit.load(Ordering::SeqCst) {
             if self.changes.load(Ordering::SeqCst) != seen {
                 seen = self.refresh(&mut users);
+                clock.sample(Instant::now());
             }
             if self.charged.load(Ordering::SeqCst) {
                 self.take_charges(&mut users);
+                // Waiting for locks is no user's.
+                clock.sample(Instant::now());
             }
             #[cfg(test)]
             if self.paused.load(Ordering::SeqCst) {
@@ -226,7 +239,7 @@ impl RunQueue {
                 continue;
             } else {
                 self.sleep();
-                has_waited(); // for work
+                clock.sample(Instant::now()); // it has waited for work
                 idle = None;
             }
             if std::mem::take(&mut asleep) {
@@ -293,14 +306,45 @@ fn turn_of(users: &mut Vec<UserTurn>, user: u32) -> &mut UserTurn {
     &mut users[found]
 }
 
-/// How often this thread has waited: it loses the processor to others without that.
-fn times_waited() -> i64 {
-    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
-}
-
 /// The least that so much time costs.
 fn cost_of(took: Duration) -> i64 {
     i64::try_from(took.as_nanos()).unwrap_or(i64::MAX).saturating_mul(NANOSECOND_COST)
+}
+
+impl Usage {
+    fn of_this_thread() -> Self {
+        let waits = getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches());
+        Self { time: thread_time(), waits }
+    }
+}
+
+impl<'a> Clock<'a> {
+    fn new(now: &'a dyn Fn() -> Instant, usage: &'a dyn Fn() -> Usage) -> Self {
+        Self { now, usage, last: Cell::new((now(), usage())) }
+    }
+
+    /// Reads the usage: what came before is no step's. Returns the former value.
+    fn sample(&self, now: Instant) -> Usage {
+        self.last.replace((now, (self.usage)())).1
+    }
+
+    /// At the beginning of steps, so that what came before counts for little.
+    fn begin(&self, now: Instant) {
+        if now.duration_since(self.last.get().0) > SAMPLE_TIME {
+            self.sample(now);
+        }
+    }
+
+    /// The time that a user pays for a step that took so long and has just ended: not that of other processes, which
+    /// may have had the processor. But a client can have a step wait, for a page of its buffer that it is giving back
+    /// to the kernel, or that a control group of its own has swapped out: such a step is charged for all of its time.
+    fn charged(&self, now: Instant, took: Duration) -> Duration {
+        if now.duration_since(self.last.get().0) <= SAMPLE_TIME {
+            return took;
+        }
+        let (before, (_, after)) = (self.sample(now), self.last.get());
+        if after.waits == before.waits { took.min(after.time.saturating_sub(before.time)) } else { took }
+    }
 }
 
 impl UserTurn {
@@ -339,6 +383,7 @@ impl Turn {
         }
         let (mut all, mut worked) = (0, false);
         let mut before = (clock.now)();
+        clock.begin(before);
         loop {
             let mut any = false;
             for _ in 0..queues {
@@ -354,13 +399,10 @@ impl Turn {
                     } else if took < STEP_TIME / 4 && cost.unsigned_abs() >= self.most / 2 {
                         self.most = (self.most * 2).min(MAX_STEP);
                     }
+                    let charged = clock.charged(after, took);
                     // Twice where the kernel had to find pages for it: they push what others copy out of the caches.
-                    let mut least = cost_of(took * if (cost as u128) < took.as_nanos() * SLOW { 2 } else { 1 });
-                    // A client can have a step wait: for a page of its buffer that it is giving back to the kernel, or
-                    // that a control group of its own has swapped out.
-                    if least > MAX_TIME_COST && !(clock.has_waited)() {
-                        least = MAX_TIME_COST;
-                    }
+                    let slow = (cost as u128) < charged.as_nanos() * SLOW;
+                    let least = cost_of(charged * if slow { 2 } else { 1 });
                     // Functions of a user share by the card's measure alone.
                     self.deficit -= cost;
                     all += cost.max(least);
@@ -394,6 +436,8 @@ mod tests {
         turn: UserTurn,
         len: u32,
         tails: Vec<u32>,
+        /// The client's descriptors.
+        fds: Vec<OwnedFd>,
         _mappings: Vec<Mapping>,
     }
 
@@ -411,7 +455,7 @@ mod tests {
             let ddr = rows.map_or(4 << 20, |(rows, pitch)| u64::from(rows) * pitch.max(4 << 10)).max(4 << 20);
             let account = Arc::new(crate::account::Account::new(u64::MAX, u64::MAX));
             let made = Function::new(&limits, ddr, 4 << 20, queues, 0, (budget, &account));
-            let (function, _client_fds) = made.map_err(|e| e.1).unwrap();
+            let (function, fds) = made.map_err(|e| e.1).unwrap();
             if rows.is_none_or(|(_, pitch)| pitch == 2) {
                 // First touches are for the tests that are about them.
                 function.card().memory().populate(Span::new(CardAddr::new(0), 4 << 20).unwrap()).unwrap();
@@ -453,7 +497,7 @@ mod tests {
             }
             let turn = Turn::of(Arc::new(function));
             let turn = UserTurn { user: 0, deficit: 0, turns: vec![turn], next: 0 };
-            Self { turn, len, tails: vec![0; queues as usize], _mappings: mappings }
+            Self { turn, len, tails: vec![0; queues as usize], fds, _mappings: mappings }
         }
 
         fn function(&self) -> &Function {
@@ -463,7 +507,7 @@ mod tests {
         /// A round, in which no time passes.
         fn serve(&mut self) -> bool {
             let now = Instant::now();
-            self.turn.serve(&Clock { now: &|| now, has_waited: &|| false })
+            self.turn.serve(&Clock::new(&|| now, &at_work()))
         }
 
         /// Refills the rings and returns the bytes copied so far.
@@ -484,6 +528,12 @@ mod tests {
             }
             moved
         }
+    }
+
+    /// A thread that has never waited, and all of whose time was its own: more at each call than a test takes.
+    fn at_work() -> impl Fn() -> Usage {
+        let calls = Cell::new(0);
+        move || Usage { time: Duration::from_secs(3600) * calls.replace(calls.get() + 1), waits: 0 }
     }
 
     /// A user with the functions of these.
@@ -579,9 +629,9 @@ mod tests {
             calls.set(calls.get() + 1);
             start + Duration::from_millis(calls.get())
         };
-        slow.turn.serve(&Clock { now: &clock, has_waited: &|| false });
+        slow.turn.serve(&Clock::new(&clock, &at_work()));
         // 1 ms, twice: one step, for 122 rounds.
-        assert_eq!(calls.get(), 2);
+        assert_eq!(calls.get(), 3, "the clock, and the beginning and the end of the step");
         let owed = -slow.turn.deficit / QUANTUM;
         assert_eq!(owed, 2 * 1_000_000 * NANOSECOND_COST / QUANTUM - 1);
     }
@@ -598,7 +648,7 @@ mod tests {
             };
             for _ in 0..rounds {
                 one.refill();
-                one.turn.serve(&Clock { now: &now, has_waited: &|| false });
+                one.turn.serve(&Clock::new(&now, &at_work()));
             }
             (one.turn.turns[0].most, one.refill())
         };
@@ -611,25 +661,94 @@ mod tests {
         assert_eq!(after(Duration::from_micros(1), 100).0, MAX_STEP);
     }
 
-    #[test]
-    fn a_step_that_waits_is_charged_for_all_of_its_time() {
+    /// What a user owes after one step of 10 ms, in rounds, where the thread then says that it has used this.
+    fn owed_after_a_step(before: impl Fn(&Clock<'_>), usage: &dyn Fn() -> Usage) -> i64 {
         let budget = Arc::new(Budget::new(&Config::default()));
-        for (waited, rounds) in [(false, 2 * 61), (true, 2 * 10 * 61)] {
-            let mut slow = Backlog::new(4096, 1, &budget);
-            slow.refill();
-            let (start, calls) = (Instant::now(), Cell::new(0));
-            let now = || {
-                calls.set(calls.get() + 1);
-                start + Duration::from_millis(10) * calls.get()
+        let mut slow = Backlog::new(4096, 1, &budget);
+        slow.refill_to(1);
+        let (start, calls) = (Instant::now(), Cell::new(0));
+        let now = || {
+            calls.set(calls.get() + 1);
+            start + Duration::from_millis(10) * calls.get()
+        };
+        let clock = Clock::new(&now, usage);
+        before(&clock);
+        slow.turn.serve(&clock);
+        -slow.turn.deficit / QUANTUM
+    }
+
+    #[test]
+    fn steps_are_charged_for_the_processor_time_and_waits_of_their_own() {
+        let usage = Cell::new(Usage { time: Duration::ZERO, waits: 0 });
+        // Reads of the usage: when the clock is made, when the turn begins, and after the step.
+        for (what, step, ms) in [
+            ("worked, such as to wake thousands of waiters", (10, 0), 10),
+            ("another process had the processor", (1, 0), 1),
+            ("waited", (1, 1), 10),
+        ] {
+            let reads = Cell::new(0);
+            let read = || {
+                reads.set(reads.get() + 1);
+                let (worked, waits) = if reads.get() < 3 { (0, 0) } else { step };
+                let Usage { time, waits: before } = usage.get();
+                Usage { time: time + Duration::from_millis(worked), waits: before + waits }
             };
-            slow.turn.serve(&Clock { now: &now, has_waited: &|| waited });
-            let owed = -slow.turn.deficit / QUANTUM;
-            assert!((rounds - 9..=rounds).contains(&owed), "{owed} rounds for 10 ms, {waited}");
+            // Twice, for it copied 4 KiB alone.
+            let (owed, rounds) = (owed_after_a_step(|_| {}, &read), 2 * ms * 61);
+            assert!((rounds - 9..=rounds + 9).contains(&owed), "{what}: {owed} rounds for {ms} ms");
         }
-        // The kernel's count: a thread that sleeps has waited.
-        let before = times_waited();
-        std::thread::sleep(Duration::from_millis(1));
-        assert!(times_waited() > before);
+    }
+
+    #[test]
+    fn a_client_whose_socket_has_thousands_of_waiters_is_woken_no_more() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut one = Backlog::new(4096, 1, &budget);
+        let (call, stop) = (one.fds[1].try_clone().unwrap(), AtomicBool::new(false));
+        let waits = || {
+            let mut fds = vec![PollFd::new(&call, rustix::event::PollFlags::IN); 8000];
+            while !stop.load(Ordering::Relaxed) {
+                let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+                crate::socket::drain(&call);
+            }
+        };
+        let calls = std::thread::scope(|s| {
+            (0..20).for_each(|_| drop(s.spawn(waits)));
+            let called = (0..200).find(|_| {
+                std::thread::sleep(Duration::from_millis(50));
+                one.refill_to(1);
+                one.function().page().swap_wakeup_wanted(0, 1);
+                one.serve();
+                one.function().calls_take_long()
+            });
+            stop.store(true, Ordering::Relaxed);
+            called
+        });
+        assert!(calls.is_some_and(|calls| calls >= 3), "{calls:?}");
+        // The worker goes on without: nothing is sent.
+        one.refill_to(1);
+        one.function().page().swap_wakeup_wanted(0, 1);
+        assert!(one.serve());
+        let mut fds = [PollFd::new(&call, rustix::event::PollFlags::IN)];
+        crate::socket::drain(&call);
+        assert_eq!(rustix::event::poll(&mut fds, Some(&Timespec::default())), Ok(0));
+    }
+
+    #[test]
+    fn nobody_pays_for_what_another_users_step_waited_for() {
+        let usage = Cell::new(Usage { time: Duration::ZERO, waits: 0 });
+        let another = |clock: &Clock<'_>| {
+            // A step of a millisecond that waits.
+            let start = (clock.now)();
+            usage.set(Usage { time: Duration::from_micros(10), waits: 1 });
+            clock.charged(start + Duration::from_millis(1), Duration::from_millis(1));
+        };
+        // Another process has the processor during the next step.
+        assert!(owed_after_a_step(another, &|| usage.get()) < 9);
+        // The kernel's count: a thread that sleeps has waited, and has not worked.
+        let before = Usage::of_this_thread();
+        std::thread::sleep(Duration::from_millis(50));
+        let after = Usage::of_this_thread();
+        assert!(after.waits > before.waits && after.time - before.time < Duration::from_millis(50));
     }
 
     #[test]
@@ -642,7 +761,7 @@ mod tests {
         let now = Instant::now();
         let round = |users: &mut Vec<UserTurn>| {
             queue.take_charges(users);
-            users.iter_mut().fold(false, |did, user| user.serve(&Clock { now: &|| now, has_waited: &|| false }) | did)
+            users.iter_mut().fold(false, |did, user| user.serve(&Clock::new(&|| now, &at_work())) | did)
         };
         // 1 ms of another thread is 61 rounds of the worker; user 5 has no function, and owes all the same.
         for (user, ms) in [(0, 1), (5, 3), (6, 100), (6, 100)] {
@@ -688,7 +807,7 @@ mod tests {
                 *moved = backlog.refill();
             }
             copied = one.refill();
-            user.serve(&Clock { now: &|| now, has_waited: &|| false });
+            user.serve(&Clock::new(&|| now, &at_work()));
             one.serve();
         }
         let all: u64 = theirs.iter().sum();
@@ -711,7 +830,7 @@ mod tests {
         for _ in 0..4000 {
             // A step takes all that waits, up to a round of bytes: of the short copies one at a time.
             moved = [two[0].refill_to(1), two[1].refill()];
-            user.serve(&Clock { now: &clock, has_waited: &|| false });
+            user.serve(&Clock::new(&clock, &at_work()));
         }
         // Sixteen short copies in a row, then a long one.
         assert!(moved[0].abs_diff(moved[1]) <= 2 << 20 && moved[0] > 16 << 20, "{moved:?}");

@@ -310,13 +310,45 @@ fn no_atomic_is_made_of_shared_memory() {
     let mut made = Vec::new();
     for path in sources() {
         let (name, code) = (relative(&path), code_only(&read(&path)));
-        let atomics = code.lines().filter(|line| line.contains("Atomic") && line.contains("::from_ptr("));
-        made.extend(atomics.map(|line| format!("{name}: {}", line.trim())));
+        made.extend(atomics_from_pointers(&code).map(|line| format!("{name}: {}", line.trim())));
     }
     // Of 32 bits only, for processors without assembly of ours.
     let allowed = |line: &String| line.starts_with("crates/dma/src/processor.rs: ") && line.contains("AtomicU32::");
     made.retain(|line| !allowed(line));
     report(&made);
+}
+
+/// Lines that make an atomic of a pointer: by its function, or by a cast.
+fn atomics_from_pointers(code: &str) -> impl Iterator<Item = &str> {
+    let made = |line: &&str| {
+        let of = |before: &str| {
+            line.match_indices("Atomic").any(|(at, _)| {
+                // Without the path of the type.
+                let path = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+                line[..at].trim_end_matches(path).ends_with(before)
+            })
+        };
+        (line.contains("Atomic") && line.contains("::from_ptr("))
+            || ["*const ", "*mut ", "NonNull<"].into_iter().any(of)
+            || (line.contains("cast") && of("<"))
+            || (line.contains("transmute") && line.contains("Atomic"))
+    };
+    code.lines().filter(made)
+}
+
+#[test]
+fn casts_to_atomics_are_seen() {
+    let seen = [
+        "let a = AtomicU32::from_ptr(p);",
+        "let a = &*(p as *const AtomicU8);",
+        "let a = p as *mut std::sync::atomic::AtomicU64;",
+        "let a = p.cast::<AtomicU32>();",
+        "let a: NonNull<core::sync::atomic::AtomicU16> = p.cast();",
+        "let a: &AtomicU32 = transmute(p);",
+    ];
+    let fine = ["static A: AtomicU32 = AtomicU32::new(0);", "let a: Box<AtomicU32> = b;", "p.cast::<u32>()"];
+    let code = [&seen[..], &fine[..]].concat().join("\n");
+    assert_eq!(atomics_from_pointers(&code).collect::<Vec<_>>(), seen);
 }
 
 #[test]

@@ -9,6 +9,7 @@ use dmalane_dma::{Mmio, SharedBuf};
 
 /// Connections of the hostile user.
 const CONNECTIONS: usize = 48;
+const GIB: usize = 1 << 30;
 
 /// Runs as the hostile user until it is killed.
 type Attack = fn(&Path) -> !;
@@ -35,6 +36,9 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("failing-copies", failing_copies),
     ("late-differences", late_differences),
     ("blocking-closes", blocking_closes),
+    ("poll-waiters", poll_waiters),
+    ("refused-peers", refused_peers),
+    ("gigabyte-punches", gigabyte_punches),
 ];
 
 /// Makes 48 connections, and then acts on them in turn, in so many threads.
@@ -278,6 +282,31 @@ fn large_punches(path: &Path) -> ! {
     })
 }
 
+/// The same with a gigabyte: who touches a page of it waits until the kernel has freed all.
+fn gigabyte_punches(path: &Path) -> ! {
+    const PARTS: usize = 8;
+    let mut copies = Copies::new(client(path, 1 << 30), GIB / PARTS, PARTS, |copy| copy);
+    println!("attacking");
+    loop {
+        rustix::fs::fallocate(&copies.memory, FallocateFlags::empty(), 0, GIB as u64).unwrap();
+        for operation in copies.ready.drain(..) {
+            let _ticket = copies.queue.submit(operation).unwrap();
+        }
+        copies.queue.flush();
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&copies.memory, flags, 0, GIB as u64).unwrap();
+        copies.run(Duration::from_micros(1));
+    }
+}
+
+/// Connects beyond the limit of clients, and is refused.
+fn refused_peers(path: &Path) -> ! {
+    let greeted = || dial(path).filter(|socket| ask(socket, &ClientRequest::Hello { min: 1, max: 9 }, &[]).is_ok());
+    let all: Vec<OwnedFd> = std::iter::from_fn(greeted).collect();
+    assert!(all.len() >= CONNECTIONS);
+    with_all(4, || (), |()| drop(dial(path).map(|socket| receive(&socket))))
+}
+
 /// Compares 1 MiB that differs in the last byte.
 fn late_differences(path: &Path) -> ! {
     let make = || {
@@ -321,6 +350,32 @@ fn failing_copies(path: &Path) -> ! {
     with_all(4, make, |(client, ..)| {
         let head = client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD)).unwrap();
         client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), head + ENTRIES).unwrap();
+    })
+}
+
+/// Asks for the status, while many threads poll each of its sockets thousands of times: an answer wakes all of them.
+fn poll_waiters(path: &Path) -> ! {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let make = || {
+        let socket = Arc::new(opened(path).unwrap());
+        for _ in 0..4 {
+            let socket = socket.clone();
+            std::thread::spawn(move || {
+                let mut fds = vec![PollFd::new(&socket, PollFlags::IN); 15_000];
+                let timeout = Timespec { tv_sec: 1, tv_nsec: 0 };
+                // For a limit of 1024 descriptors, fewer.
+                while poll(&mut fds, Some(&timeout)) == Err(Errno::INVAL) && fds.len() > 1 {
+                    fds.truncate(fds.len() / 2);
+                }
+                while !fds[0].revents().contains(PollFlags::HUP) && poll(&mut fds, Some(&timeout)).is_ok() {}
+            });
+        }
+        socket
+    };
+    with_all(4, make, |socket| {
+        if !send(socket, &ClientRequest::Status { first: 0 }, &[]) || receive(socket).is_err() {
+            *socket = make();
+        }
     })
 }
 

@@ -458,7 +458,7 @@ fn descriptors_are_shared_among_users() {
     let daemon = Daemon::start(Config { descriptors: Some(64), ..Config::default() });
     open_to_all(&daemon);
     let mut processes: Vec<Other> = Vec::new();
-    for (uid, said) in [(HOSTILE, "took 5: 6 descriptors; this user has 35 of 36"), (40_002, "took 1")] {
+    for (uid, said) in [(HOSTILE, "took 5: 5 descriptors; this user has 36 of 36"), (40_002, "took 1")] {
         let mut process = spawn(uid, me, &daemon);
         let line = process.wait_for("took ");
         assert!(line.contains(said) && line.contains("LimitNOFILE"), "{line}");
@@ -699,8 +699,27 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
     assert!(bad.is_empty(), "others get too little beside {bad:?}");
 }
 
-/// Prints what clients get beside the attack and alone, in turn; false where it is far from the goals. Looser than
-/// these: the machine may be busy.
+/// The goals of docs/bench/daemon.md: least of alone for copies of 1 MiB, 16 and 4 in flight, and most of alone for a
+/// load. With the attacks beside which less is known to be left, and how much has to be: see there for why.
+const GOALS: [f64; 3] = [0.4, 0.4, 3.0];
+const EXCEPTIONS: &[(&str, [f64; 3])] = &[
+    ("mixed", [0.4, 0.25, 4.0]),
+    ("reconnects", [0.4, 0.25, 3.0]),
+    ("status-flood", [0.4, 0.35, 3.0]),
+    ("map-churn", [0.4, 0.35, 3.0]),
+    ("scattered-maps", [0.4, 0.35, 3.0]),
+    ("iotlb-misses", [0.3, 0.4, 3.0]),
+    ("zero-pitch", [0.35, 0.4, 3.0]),
+    ("empty-doorbells", [0.4, 0.25, 3.0]),
+    ("resets", [0.4, 0.15, 3.0]),
+    ("punched-pages", [0.4, 0.2, 3.0]),
+    ("failing-copies", [0.4, 0.12, 3.5]),
+    ("late-differences", [0.35, 0.35, 3.0]),
+    // Of debug builds alone so far.
+    ("poll-waiters", [0.4, 0.15, 3.0]),
+];
+
+/// Prints what clients get beside the attack and alone, in turn; false where a goal is missed that is no exception.
 fn compared(name: &str, daemon: &Daemon, clients: &mut [Copies; 3], attack: impl Fn() -> Other, rounds: usize) -> bool {
     let ours = daemon.status().clients.len();
     let (time, samples) = (Duration::from_millis(250), (4, 3));
@@ -720,7 +739,8 @@ fn compared(name: &str, daemon: &Daemon, clients: &mut [Copies; 3], attack: impl
     };
     let of = |all: &[[f64; 5]], i: usize| median(all.iter().map(|round| round[i]).collect());
     let worst = |i: usize| attacked.iter().map(|round| round[i]).fold(0.0, f64::max);
-    let ([(_, few), (copied, many), (load, loads)], p99, asked) = ([0, 1, 4].map(ratio), of(&attacked, 2), worst(3));
+    let ([(copied_few, few), (copied, many), (load, loads)], p99, asked) =
+        ([0, 1, 4].map(ratio), of(&attacked, 2), worst(3));
     println!(
         "FIGURES {name}: 1 MiB, 16 in flight: {many} of {:.0} MB/s; 4 in flight: {few} of {:.0}; 4 KiB: p99 {p99:.2} \
          ms; status: at most {asked:.1} ms; 8 MB: {loads} of {:.0} ms",
@@ -728,7 +748,9 @@ fn compared(name: &str, daemon: &Daemon, clients: &mut [Copies; 3], attack: impl
         of(&alone, 0),
         of(&alone, 4),
     );
-    copied >= 0.3 && p99 <= 50.0 && asked <= 200.0 && load <= 5.0
+    let exception = EXCEPTIONS.iter().find(|(known, _)| *known == name);
+    let [least, least_few, most] = exception.map_or(GOALS, |(_, limits)| *limits);
+    copied >= least && copied_few >= least_few && p99 <= 20.0 && asked <= 100.0 && load <= most
 }
 
 /// Each attack for a short time: others are served, and nothing of the hostile user's is left.
@@ -737,8 +759,8 @@ fn others_are_served_beside_each_attack() {
     beside_each_attack("others_are_served_beside_each_attack", None);
 }
 
-/// Prints the figures of docs/bench/daemon.md, and fails where one is far from its goal: `cargo test --release -p
-/// dmalane-daemon --test users -- --ignored --nocapture`; `DMALANE_TEST_ONLY` names one attack.
+/// Prints the figures of docs/bench/daemon.md, and fails where one misses its goal and is no known exception: `cargo
+/// test --release -p dmalane-daemon --test users -- --ignored --nocapture`; `DMALANE_TEST_ONLY` names one attack.
 #[test]
 #[ignore = "a measurement of four minutes: see docs/bench/daemon.md"]
 fn figures_beside_a_hostile_user() {

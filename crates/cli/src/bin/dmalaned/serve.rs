@@ -122,6 +122,7 @@ impl Serve {
             system::memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
         });
         let descriptors = system::raise_file_limit();
+        let (subordinates, dropped) = Config::system_subordinates();
         let config = Config {
             memory,
             descriptors,
@@ -137,7 +138,7 @@ impl Serve {
             gids,
             admins: self.admins,
             admin_gids: self.admin_gids,
-            subordinates: system::subordinates(),
+            subordinates,
             spin: Duration::from_micros(spin),
             ..Config::default()
         };
@@ -146,6 +147,13 @@ impl Serve {
         }
         for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
             say(&format!("warning: {warning}"));
+        }
+        if !dropped.is_empty() {
+            say(&format!(
+                "warning: /etc/subuid has lines with an unknown owner or range, whose users count as users of their \
+                 own: {}",
+                dropped.join(", ")
+            ));
         }
         let stop = system::termination()?;
         let (listener, place) = match inherited {

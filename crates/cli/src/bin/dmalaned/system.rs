@@ -1,13 +1,11 @@
 //! The interface to the service manager and the kernel: signals, inherited sockets, notifications and limits.
 
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
 
-use dmalane::daemon::Config;
 use dmalane_cli::failure::Failure;
 use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -60,12 +58,6 @@ pub fn raise_file_limit() -> Option<u64> {
 /// Contents of `vm.overcommit_memory`.
 pub fn overcommit() -> Option<String> {
     std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()
-}
-
-/// Subordinate users (subuid(5)) with their owners.
-pub fn subordinates() -> Vec<(Range<u32>, u32)> {
-    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-    Config::subordinates_of(&read("/etc/subuid"), &read("/etc/passwd"))
 }
 
 /// The least limit of memory among the control groups that this process is in, of version 2 or 1. Above `memory.high`
