@@ -29,6 +29,7 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("fences", fences),
     ("cancelled-bytes", cancelled_bytes),
     ("empty-doorbells", empty_doorbells),
+    ("idle-functions", idle_functions),
     ("resets", resets),
     ("first-touches", first_touches),
     ("punched-pages", punched_pages),
@@ -231,6 +232,16 @@ fn empty_doorbells(path: &Path) -> ! {
         client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), 0).unwrap();
         std::thread::yield_now();
     })
+}
+
+/// Has functions without work, with as many queues as a client may have by default.
+fn idle_functions(path: &Path) -> ! {
+    let make = || Client::connect(ClientOptions { ddr: 2 << 20, hbm: 4 << 20, queues: 2, ..ClientOptions::new(path) });
+    let _all: Vec<Client> = (0..CONNECTIONS).map(|_| make().unwrap()).collect();
+    println!("attacking");
+    loop {
+        std::thread::park();
+    }
 }
 
 /// Resets its functions, and has their translations forgotten.
