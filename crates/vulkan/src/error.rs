@@ -128,7 +128,10 @@ pub enum Error {
     #[error("VulkanOptions::channels is 0, and at least 1 is needed")]
     NoQueues,
     /// More bindings than the driver can hold.
-    #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]
+    #[error(
+        "the driver holds {limit} sparse bindings at most, and there would be {wanted} (unbinding the middle of a range \
+         leaves two)"
+    )]
     TooManyBinds {
         /// Number that there would be.
         wanted: u64,

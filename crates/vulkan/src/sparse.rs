@@ -12,7 +12,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
 use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
-use dmalane_vm::{AnyVm, BindRequest, Vm};
+use dmalane_vm::{AnyVm, BindRequest, Bo, Vm};
 
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
@@ -49,7 +49,7 @@ struct State {
     last: u64,
     /// The ranges that the driver has bound, by address: how long each is, and its memory, which nothing frees while
     /// it is bound.
-    bound: BTreeMap<u64, (u64, Arc<Area>)>,
+    bound: Ranges<Arc<Area>>,
     /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
     /// Most ranges that may be bound.
@@ -82,19 +82,44 @@ impl State {
         before.is_some_and(|(first, (bound, _))| first + bound > at)
     }
 
-    /// Forgets what is bound in a range; what reaches out of it is cut.
-    fn forget(&mut self, first: u64, end: u64) {
-        let before = self.bound.range(..first).next_back().map(|(at, (len, _))| (*at, at + len));
-        let inside = before.filter(|(_, behind)| *behind > first).map(|(at, _)| at);
-        let starts: Vec<u64> = inside.into_iter().chain(self.bound.range(first..end).map(|(at, _)| *at)).collect();
-        for at in starts {
-            let Some((len, area)) = self.bound.remove(&at) else { continue };
-            if at < first {
-                self.bound.insert(at, (first - at, area.clone()));
+    /// Ranges that the driver would have bound, at most, after these changes of `touched`: each a range of addresses,
+    /// and whether it is bound.
+    fn count_after(&self, touched: &[Span<DeviceVa>], changes: impl FnOnce(&mut dyn FnMut(u64, u64, bool))) -> u64 {
+        let mut here = BTreeMap::new();
+        for span in touched {
+            let (first, end) = (span.first().bits(), span.last().bits() + 1);
+            here.extend(overlapping(&self.bound, first, end).map(|(at, (len, _))| (*at, (*len, ()))));
+        }
+        let others = self.bound.len() - here.len();
+        changes(&mut |at, len, bound| {
+            forget(&mut here, at, at + len);
+            if bound {
+                here.insert(at, (len, ()));
             }
-            if at + len > end {
-                self.bound.insert(end, (at + len - end, area));
-            }
+        });
+        (others + here.len()) as u64
+    }
+}
+
+/// Ranges, by first address: the bytes of each, and what belongs to it.
+type Ranges<T> = BTreeMap<u64, (u64, T)>;
+
+/// Those that overlap another range.
+fn overlapping<T>(ranges: &Ranges<T>, first: u64, end: u64) -> impl Iterator<Item = (&u64, &(u64, T))> {
+    let before = ranges.range(..first).next_back().filter(|(at, (len, _))| *at + len > first);
+    before.into_iter().chain(ranges.range(first..end))
+}
+
+/// Takes what lies in a range out; what reaches out of it is cut.
+fn forget<T: Clone>(ranges: &mut Ranges<T>, first: u64, end: u64) {
+    let starts: Vec<u64> = overlapping(ranges, first, end).map(|(at, _)| *at).collect();
+    for at in starts {
+        let Some((len, of)) = ranges.remove(&at) else { continue };
+        if at < first {
+            ranges.insert(at, (first - at, of.clone()));
+        }
+        if at + len > end {
+            ranges.insert(end, (at + len - end, of));
         }
     }
 }
@@ -127,6 +152,9 @@ impl SparseMap {
         };
         let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
         let limit = if gpu.info().kind == "software GPU" { binds_left() } else { u64::MAX };
+        #[cfg(test)]
+        let limit =
+            Some(gpu.live().most_binds.load(std::sync::atomic::Ordering::Relaxed)).filter(|n| *n > 0).unwrap_or(limit);
         let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
         let state = State { vm, windows, last: 0, bound, lost: Vec::new(), limit };
         let timeline = Arc::new(Timeline::new(gpu)?);
@@ -360,12 +388,8 @@ impl AddressSpace for SparseSpace {
         for request in requests {
             let span = match request {
                 BindRequest::Bind { va, bo, offset, len, .. } => {
-                    let runs = offset.checked_add(*len).and_then(|end| bo.sg().runs(*offset..end));
-                    let areas = self.memory.areas();
-                    for run in runs.into_iter().flatten() {
-                        let found = areas.resolve(run.addr, run.len, |_, _, _, _, _| more += 1);
-                        found.map_err(|at| refused(Error::NotAllocated(at)))?;
-                    }
+                    let counted = pieces(&self.memory, bo, *offset, *len, |_| more += 1);
+                    counted.map_err(|at| refused(Error::NotAllocated(at)))?;
                     Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?
                 }
                 BindRequest::Unbind(span) => *span,
@@ -373,6 +397,7 @@ impl AddressSpace for SparseSpace {
                 // Sparse buffers have neither.
                 _ => return Err(SpaceError::NoBatches),
             };
+            more += 1; // what it cuts in two
             let span = self.map.inside(span)?;
             touched.push(span);
             low.push(match request {
@@ -386,9 +411,13 @@ impl AddressSpace for SparseSpace {
         let touched = union(touched);
         let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.map.lock();
-        let wanted = state.bound.len() as u64 + more;
-        if more > 0 && wanted > state.limit {
-            return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
+        let now = state.bound.len() as u64;
+        if now + more > state.limit {
+            // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
+            let wanted = state.count_after(&touched, |each| count(&self.memory, &low, each));
+            if wanted > state.limit && wanted > now {
+                return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
+            }
         }
         let committed = state.vm.apply(low, false).map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
@@ -412,6 +441,34 @@ impl AddressSpace for SparseSpace {
 
     fn observer(&mut self) -> Option<&mut Observer> {
         Some(&mut self.observer)
+    }
+}
+
+/// Calls `each` with the bytes of each piece of a buffer's range that the driver binds on its own.
+///
+/// # Errors
+/// The first address where nothing is allocated.
+fn pieces(memory: &GpuMemory, bo: &Bo, offset: u64, len: u64, mut each: impl FnMut(u64)) -> Result<(), CardAddr> {
+    let runs = offset.checked_add(len).and_then(|end| bo.sg().runs(offset..end));
+    let areas = memory.areas();
+    runs.into_iter().flatten().try_for_each(|run| areas.resolve(run.addr, run.len, |_, _, _, _, len| each(len)))
+}
+
+/// Calls `each` with the changes that requests make: first address, bytes, and whether they are bound.
+fn count(memory: &GpuMemory, requests: &[BindRequest], each: &mut dyn FnMut(u64, u64, bool)) {
+    for request in requests {
+        match request {
+            BindRequest::Bind { va, bo, offset, len, .. } => {
+                let mut at = va.bits();
+                // Where nothing is allocated, the request was refused before.
+                let _ = pieces(memory, bo, *offset, *len, |len| {
+                    each(at, len, true);
+                    at += len;
+                });
+            }
+            BindRequest::Unbind(span) => each(span.first().bits(), span.len(), false),
+            _ => {} // refused before
+        }
     }
 }
 
@@ -513,7 +570,7 @@ fn mirror(
     }
     for (at, len) in holes.iter().copied().chain(bindings.iter().map(|p| (p.at, p.len))) {
         // What is taken away was waited for.
-        state.forget(at, at + len);
+        forget(&mut state.bound, at, at + len);
     }
     state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, p.area))));
     Ok(())

@@ -499,6 +499,63 @@ fn binds_up_to_the_limit_are_all_seen() {
 }
 
 #[test]
+fn unbinds_that_leave_too_many_pieces_are_refused() {
+    const PAGES: u64 = 64;
+    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    live.most_binds.store(8, Ordering::Relaxed);
+    let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.sparse_pages().is_none() {
+        return println!("SKIPPED: the driver cannot bind sparse buffers");
+    }
+    let page = device.address_space().page().bytes();
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let table = memory.allocate(PAGES * page, &Placement::Default).unwrap();
+    let first = table.segments().next().unwrap().addr.bits();
+    let fill = |n| Operation::fill(DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page)), 8, n);
+    drop(run(&mut *queues[0], (0..PAGES).map(fill).collect()).unwrap());
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+    let range = device.address_space().reserve(&table, PAGES * page).unwrap();
+    let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+    let bind = |at, offset: u64, pages: u64| {
+        let (offset, len) = (offset * page, pages * page);
+        BindRequest::Bind { va: va(at), bo: bo.clone(), offset, len, access: Access::RW }
+    };
+    let hole = |n| BindRequest::Unbind(Span::new(va(n), page).unwrap());
+    let too_many = |device: &mut VulkanDevice, requests: &[BindRequest], wanted: u32| {
+        let e = device.address_space().apply(requests).unwrap_err().to_string();
+        assert!(e.contains(&format!("holds 8 sparse bindings at most, and there would be {wanted} ")), "{e}");
+    };
+    device.address_space().apply(&[bind(0, 0, PAGES)]).unwrap();
+    // A hole leaves one more, and so does a batch of them.
+    too_many(&mut device, &(0..8).map(|n| hole(2 * n + 1)).collect::<Vec<_>>(), 9);
+    let mut holes: Vec<u64> = (0..7).map(|n| 2 * n + 1).collect();
+    holes.iter().for_each(|n| device.address_space().apply(&[hole(*n)]).unwrap());
+    too_many(&mut device, &[hole(31)], 9);
+    // A bind in the middle of another leaves two more.
+    too_many(&mut device, &[bind(20, 0, 1)], 10);
+    // What takes no more pieces is done: shorter ones, and one instead of others.
+    holes.push(PAGES - 1);
+    device.address_space().apply(&[hole(PAGES - 1)]).unwrap();
+    device.address_space().apply(&[hole(0), bind(0, 0, 1)]).unwrap();
+    let heap = registrar.heap(None);
+    for n in 0..PAGES {
+        let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
+        let slice = buf.into_slice().split_at(8).unwrap().0;
+        let read = Operation::read(HostSlice::from((slice, via)), DeviceAddr::Va(va(n)));
+        match (run(&mut *queues[0], vec![read]), holes.contains(&n)) {
+            (Ok(mut done), false) => assert_eq!(bytes_of(done.remove(0)), n.to_le_bytes(), "page {n}"),
+            (read, hole) => assert!(read.is_err() && hole, "page {n}: {read:?}"),
+        }
+    }
+    device.address_space().unbind(range).unwrap();
+    drop((queues, memory, device, registrar));
+    assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
+}
+
+#[test]
 fn what_a_driver_that_answers_nothing_may_still_use_is_never_freed() {
     // A driver that has lost the GPU does not say what it still does.
     for answer in [vk::Result::ERROR_OUT_OF_HOST_MEMORY, vk::Result::ERROR_DEVICE_LOST] {
