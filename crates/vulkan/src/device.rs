@@ -217,6 +217,12 @@ impl VulkanDevice {
         self.parts.gpu.misuse();
     }
 
+    #[cfg(test)]
+    pub(crate) fn shares_limit_with(&self, other: &Self) -> bool {
+        let (one, other) = (self.parts.sparse.as_ref(), other.parts.sparse.as_ref());
+        one.zip(other).is_some_and(|(one, other)| one.shares_limit_with(other))
+    }
+
     /// Another queue over the GPU's first: for tests that look at memory past the queue that they test.
     ///
     /// # Errors

@@ -44,9 +44,9 @@ pub(crate) struct Live {
     /// Binds that waited for those before them.
     #[cfg(test)]
     pub ordered_binds: AtomicU64,
-    /// Most sparse bindings; 0 for what the driver has.
+    /// In place of the process-wide number of sparse bindings.
     #[cfg(test)]
-    pub most_binds: AtomicU64,
+    pub held: OnceLock<Arc<crate::sparse::Held>>,
     /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
     #[cfg(test)]
     pub high: AtomicU64,

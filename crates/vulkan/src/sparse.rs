@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
@@ -38,6 +39,8 @@ pub(crate) struct SparseMap {
     stays: RwLock<()>,
     /// Submissions that use bound memory: the timeline of their queue, and the value that says that they have ended.
     uses: Mutex<Vec<(Arc<Timeline>, u64)>>,
+    /// Held with those of other devices; `None` for a driver without a limit.
+    held: Option<Arc<Held>>,
     gpu: Arc<Gpu>,
 }
 
@@ -52,8 +55,38 @@ struct State {
     bound: Ranges<Arc<Area>>,
     /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
-    /// Most ranges that may be bound.
+    /// Ranges of `bound` that the process-wide number has, where the driver's are limited.
+    counted: u64,
+}
+
+/// Ranges that the drivers of this process hold bound, for all its GPUs in software: these bind with an `mmap` each and
+/// do not notice when the process may have no more.
+#[derive(Debug)]
+pub(crate) struct Held {
+    now: AtomicU64,
     limit: u64,
+}
+
+impl Held {
+    pub fn new(limit: u64) -> Arc<Self> {
+        Arc::new(Self { now: AtomicU64::new(0), limit })
+    }
+
+    /// The number of this process.
+    fn by_process() -> Arc<Self> {
+        static HELD: LazyLock<Arc<Held>> = LazyLock::new(|| Held::new(binds_left()));
+        HELD.clone()
+    }
+
+    /// Adds some, or gives the number that there would be if that is too many.
+    fn add(&self, more: u64) -> Result<(), u64> {
+        let add = |now| Some(now + more).filter(|all| *all <= self.limit);
+        self.now.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).map(drop).map_err(|now| now + more)
+    }
+
+    fn sub(&self, fewer: u64) {
+        self.now.fetch_sub(fewer, Ordering::Relaxed);
+    }
 }
 
 /// A reserved range.
@@ -151,15 +184,14 @@ impl SparseMap {
             _ => Vm::<Arm64S1<16>, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
         };
         let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
-        let limit = if gpu.info().kind == "software GPU" { binds_left() } else { u64::MAX };
+        let held = (gpu.info().kind == "software GPU").then(Held::by_process);
         #[cfg(test)]
-        let limit =
-            Some(gpu.live().most_binds.load(std::sync::atomic::Ordering::Relaxed)).filter(|n| *n > 0).unwrap_or(limit);
+        let held = gpu.live().held.get().cloned().or(held);
         let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
-        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), limit };
+        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), counted: 0 };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
-        Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, gpu: gpu.clone() }))
+        Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
     }
 
     /// Bytes of the longest range: a buffer of the driver, less what is cut off to begin at a large page.
@@ -214,6 +246,20 @@ impl SparseMap {
     /// Addresses of the device that lie in one reserved range, without their upper bits.
     fn inside(&self, span: Span<DeviceVa>) -> Result<Span<DeviceVa>, SpaceError> {
         self.turn(span).filter(|span| self.lock().holds(span)).ok_or(SpaceError::NotReserved(span))
+    }
+
+    #[cfg(test)]
+    pub fn shares_limit_with(&self, other: &Self) -> bool {
+        self.held.as_ref().zip(other.held.as_ref()).is_some_and(|(one, other)| Arc::ptr_eq(one, other))
+    }
+
+    /// Has the process-wide number follow what is bound.
+    fn recount(&self, state: &mut State) {
+        if let Some(held) = &self.held {
+            let now = state.bound.len() as u64;
+            held.sub(state.counted.saturating_sub(now)); // no fewer: it was estimated from above
+            state.counted = now;
+        }
     }
 
     /// The pages in which it is bound.
@@ -307,9 +353,8 @@ fn address_of(gpu: &Gpu, buffer: &Buffer) -> u64 {
     base
 }
 
-/// Binds that this process may still make: a driver that binds with one `mmap` each does not notice when there are no
-/// more.
-fn binds_left() -> u64 {
+/// Binds that this process may still make, with an `mmap` each.
+pub(crate) fn binds_left() -> u64 {
     let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
     let most: u64 = most.and_then(|text| text.trim().parse().ok()).unwrap_or(65_530);
     let used = std::fs::read_to_string("/proc/self/maps").map_or(0, |maps| maps.lines().count() as u64);
@@ -411,13 +456,17 @@ impl AddressSpace for SparseSpace {
         let touched = union(touched);
         let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.map.lock();
-        let now = state.bound.len() as u64;
-        if now + more > state.limit {
-            // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
-            let wanted = state.count_after(&touched, |each| count(&self.memory, &low, each));
-            if wanted > state.limit && wanted > now {
-                return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
-            }
+        if let Some(held) = &self.map.held {
+            let after = state.bound.len() as u64 + more;
+            let added = held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|_| {
+                // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
+                let after = state.count_after(&touched, |each| count(&self.memory, &low, each));
+                held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|wanted| {
+                    let grows = after > state.counted;
+                    if grows { Err(Error::TooManyBinds { wanted, limit: held.limit }) } else { Ok(after) }
+                })
+            });
+            state.counted = added.map_err(refused)?.max(state.counted);
         }
         let committed = state.vm.apply(low, false).map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
@@ -429,6 +478,8 @@ impl AddressSpace for SparseSpace {
             state.vm.invalidated(undone);
             return Err(e);
         }
+        // A batch that failed stays counted as it was estimated, until the next that does not.
+        self.map.recount(&mut state);
         drop(state);
         self.observer.see(requests);
         Ok(())
@@ -584,6 +635,11 @@ impl Drop for SparseMap {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
             std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
+            return;
+        }
+        if let Some(held) = &self.held {
+            let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+            held.sub(state.counted);
         }
     }
 }

@@ -17,6 +17,7 @@ use dmalane_vm::{BindRequest, Bo};
 use crate::channel::Channel;
 use crate::fault::Faults;
 use crate::gpu::Live;
+use crate::sparse::Held;
 use crate::{Error, Messages, VulkanDevice, VulkanOptions};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -446,8 +447,10 @@ fn where_import_is_refused_the_driver_allocates_host_memory() {
 
 #[test]
 fn binds_up_to_the_limit_are_all_seen() {
-    let options = VulkanOptions::default();
-    let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
+    let (options, live) = (VulkanOptions::default(), Arc::<Live>::default());
+    // As many as the process may have, and a number of its own, so that tests beside it have some left.
+    live.held.set(Held::new(crate::sparse::binds_left())).unwrap();
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
     let mut device = opened.unwrap();
     if device.sparse_pages().is_none() || device.gpu().kind != "software GPU" {
         return println!("SKIPPED: no software GPU that binds sparse buffers");
@@ -502,7 +505,7 @@ fn binds_up_to_the_limit_are_all_seen() {
 fn unbinds_that_leave_too_many_pieces_are_refused() {
     const PAGES: u64 = 64;
     let (live, messages) = (Arc::<Live>::default(), Messages::new());
-    live.most_binds.store(8, Ordering::Relaxed);
+    live.held.set(Held::new(8)).unwrap();
     let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &Arc::default(), &live) else { return };
     let mut device = opened.unwrap();
@@ -553,6 +556,52 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
     drop((queues, memory, device, registrar));
     assert_eq!(left(&live), [0; 6]);
     checked(&messages);
+}
+
+#[test]
+fn devices_of_one_process_share_the_limit_of_binds() {
+    let Some([one, other]) = Opened::new(true).zip(Opened::new(true)).map(<[_; 2]>::from) else { return };
+    if one.device.gpu().kind != "software GPU" {
+        return println!("SKIPPED: no software GPU");
+    }
+    assert!(one.device.shares_limit_with(&other.device), "without a number of their own");
+    drop((one, other));
+    let shared = Held::new(8);
+    let mut gpus = [(); 2].map(|()| {
+        let live = Arc::<Live>::default();
+        live.held.set(shared.clone()).unwrap();
+        open(&VulkanOptions::default(), &Arc::default(), &live).unwrap().unwrap()
+    });
+    let page = gpus[0].address_space().page().bytes();
+    let mut parts = gpus.each_mut().map(|device| {
+        let mut memory = device.memory();
+        let table = memory.allocate(32 * page, &Placement::Default).unwrap();
+        let range = device.address_space().reserve(&table, 32 * page).unwrap();
+        (Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap())), range, memory)
+    });
+    // Every second page, so that none continues another.
+    let bind = |(bo, range, _): &(Arc<Bo>, Span<dmalane_addr::DeviceVa>, _), n: u64| BindRequest::Bind {
+        va: dmalane_addr::DeviceVa::new(range.first().bits() + 2 * n * page),
+        bo: bo.clone(),
+        offset: 2 * n * page,
+        len: page,
+        access: Access::RW,
+    };
+    let five: [Vec<_>; 2] = parts.each_ref().map(|part| (0..5).map(|n| bind(part, n)).collect());
+    gpus[0].address_space().apply(&five[0]).unwrap();
+    let e = gpus[1].address_space().apply(&five[1]).unwrap_err().to_string();
+    assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
+    gpus[1].address_space().apply(&five[1][..3]).unwrap();
+    assert!(gpus[0].address_space().apply(&[bind(&parts[0], 6)]).is_err());
+    // What one gives back the other may have, also when it goes.
+    gpus[0].address_space().unbind(parts[0].1).unwrap();
+    gpus[1].address_space().apply(&five[1]).unwrap();
+    let [mut first, second] = gpus;
+    drop(second);
+    let table = parts[0].2.allocate(32 * page, &Placement::Default).unwrap();
+    parts[0].1 = first.address_space().reserve(&table, 32 * page).unwrap();
+    let all: Vec<_> = (0..8).map(|n| bind(&parts[0], n)).collect();
+    first.address_space().apply(&all).unwrap();
 }
 
 #[test]
