@@ -28,11 +28,17 @@ fn open(options: &VulkanOptions, faults: &Arc<Faults>, live: &Arc<Live>) -> Opti
     let name = std::env::var("DMALANE_TEST_GPU").unwrap_or_else(|_| "0".to_owned());
     match VulkanDevice::open_with(&name, options, faults.clone(), live.clone()) {
         Err(e @ (Error::NoLoader(_) | Error::NoDriver)) => {
-            println!("SKIPPED: {e}");
+            skip(e);
             None
         }
         opened => Some(opened),
     }
+}
+
+/// Says why a test is skipped, which is a failure where `DMALANE_NEED_GPU` is set.
+fn skip(why: impl std::fmt::Display) {
+    assert!(std::env::var_os("DMALANE_NEED_GPU").is_none(), "DMALANE_NEED_GPU is set: {why}");
+    println!("SKIPPED: {why}");
 }
 
 fn left(live: &Live) -> [u64; 6] {
@@ -1022,7 +1028,7 @@ fn the_layers_are_heard() {
     let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
     let device = opened.unwrap();
     if !device.info().notes.iter().any(|note| note.contains("validation layers")) {
-        return println!("SKIPPED: the validation layers are not installed");
+        return skip("the validation layers are not installed");
     }
     checked(&messages);
     device.misuse();
@@ -1033,7 +1039,7 @@ fn the_layers_are_heard() {
 fn gpus_are_found_by_number_name_and_uuid() {
     let gpus = match crate::gpus() {
         Ok(gpus) => gpus,
-        Err(e) => return println!("SKIPPED: {e}"),
+        Err(e) => return skip(e),
     };
     let first = &gpus[0];
     let open = |name: &str| VulkanDevice::open(name, &VulkanOptions::default());
