@@ -1022,6 +1022,51 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
 }
 
 #[test]
+fn memory_that_is_not_imported_by_its_address_is_imported_as_a_dma_buf() {
+    const SIZE: usize = 256 << 10;
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let info = gpu.device.gpu();
+    if !info.dma_buf_import || info.host_import.is_none() || info.kind != "software GPU" {
+        return println!("SKIPPED: no software GPU that imports dma-bufs");
+    }
+    let (_, at, _table) = gpu.allocate(SIZE as u64);
+    let bytes: Vec<u8> = (0..SIZE).map(|i| (i * 7 % 253) as u8).collect();
+    // Two parts of one buffer, so that the second does not begin where the dma-buf does.
+    let through = |gpu: &Opened, bytes: &[u8]| {
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
+        buf.as_volatile_slice().write(bytes);
+        gpu.faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
+        let via = Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap();
+        assert_eq!(gpu.faults.failed(), Some("vkGetMemoryHostPointerPropertiesEXT"));
+        assert!(gpu.faults.called("vkGetMemoryFdPropertiesKHR"), "as a dma-buf");
+        gpu.faults.heal();
+        buf.into_slice()
+            .split_at(SIZE / 2)
+            .map(|(a, b)| [a, b].map(|half| HostSlice::from((half, via.clone()))))
+            .unwrap()
+    };
+    let DeviceAddr::Card(first) = at else { panic!("a card address") };
+    let half = |n: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * SIZE as u64 / 2));
+    let [a, b] = through(&gpu, &bytes);
+    drop(run(&mut *gpu.queues[0], vec![Operation::write(a, half(0)), Operation::write(b, half(1))]).unwrap());
+    let [a, b] = through(&gpu, &vec![0; SIZE]);
+    let done = run(&mut *gpu.queues[0], vec![Operation::read(a, half(0)), Operation::read(b, half(1))]).unwrap();
+    let got: Vec<u8> = done.into_iter().flat_map(bytes_of).collect();
+    assert!(got == bytes, "the bytes of the memfd");
+    // Where that fails too, both reasons are named.
+    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
+    gpu.faults.fail_for_good_from("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let error = chain(&Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap_err());
+    gpu.faults.heal();
+    assert!(
+        error.contains("vkGetMemoryHostPointerPropertiesEXT failed") && error.contains("as a dma-buf: vk"),
+        "{error}"
+    );
+    drop(buf);
+    gpu.end();
+}
+
+#[test]
 fn the_layers_are_heard() {
     let messages = Messages::new();
     let options = VulkanOptions { sparse: false, validation: Some(messages.clone()), ..VulkanOptions::default() };
