@@ -180,7 +180,8 @@ impl Gpu {
             .buffer_device_address(info.device_address);
         let features = vk::PhysicalDeviceFeatures::default()
             .sparse_binding(binding.is_some())
-            .sparse_residency_buffer(binding.is_some());
+            .sparse_residency_buffer(binding.is_some())
+            .sparse_residency_aliased(binding.is_some());
         let create = vk::DeviceCreateInfo::default()
             .queue_create_infos(&families)
             .enabled_extension_names(&extensions)

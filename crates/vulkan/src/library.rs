@@ -16,9 +16,12 @@ use crate::fault::Faults;
 /// dma-bufs.
 pub(crate) const DMA_BUF: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::DMA_BUF_EXT;
 
-/// Sparse buffers.
+/// Sparse buffers, whose memory other buffers have too: the one that it was allocated for, and other ranges that it is
+/// bound to.
 pub(crate) const SPARSE: vk::BufferCreateFlags = vk::BufferCreateFlags::from_raw(
-    vk::BufferCreateFlags::SPARSE_BINDING.as_raw() | vk::BufferCreateFlags::SPARSE_RESIDENCY.as_raw(),
+    vk::BufferCreateFlags::SPARSE_BINDING.as_raw()
+        | vk::BufferCreateFlags::SPARSE_RESIDENCY.as_raw()
+        | vk::BufferCreateFlags::SPARSE_ALIASED.as_raw(),
 );
 
 /// The use of buffers that are copied, of device memory where programs have addresses of it.
@@ -28,6 +31,11 @@ pub(crate) fn copied(addressed: bool) -> vk::BufferUsageFlags {
         true => copied | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS | vk::BufferUsageFlags::STORAGE_BUFFER,
         false => copied,
     }
+}
+
+/// True when a GPU binds sparse buffers, also memory that other buffers have ([`SPARSE`]).
+fn binds_sparse(features: &vk::PhysicalDeviceFeatures) -> bool {
+    [features.sparse_binding, features.sparse_residency_buffer, features.sparse_residency_aliased] == [vk::TRUE; 3]
 }
 
 /// The validation layer.
@@ -189,7 +197,7 @@ impl Library {
             )
         };
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
-        let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
+        let sparse = binds_sparse(&features);
         let device_address = vulkan12.buffer_device_address == vk::TRUE;
         let dma_bufs = has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
         // What the driver does with dma-bufs of such buffers.
@@ -471,6 +479,19 @@ impl fmt::Display for GpuInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sparse_buffers_share_memory_with_others() {
+        assert!(SPARSE.contains(vk::BufferCreateFlags::SPARSE_ALIASED));
+        let of = |binding, residency, aliased| {
+            let features = vk::PhysicalDeviceFeatures::default().sparse_binding(binding);
+            features.sparse_residency_buffer(residency).sparse_residency_aliased(aliased)
+        };
+        assert!(binds_sparse(&of(true, true, true)));
+        for features in [of(false, true, true), of(true, false, true), of(true, true, false)] {
+            assert!(!binds_sparse(&features), "the specification asks for all three");
+        }
+    }
 
     #[test]
     fn memory_is_unified_where_the_gpu_has_none_of_its_own() {
