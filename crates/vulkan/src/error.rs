@@ -97,9 +97,9 @@ pub enum Error {
     /// No memory type of the GPU is fit for a use.
     #[error("the GPU has no memory type for {0}")]
     NoMemoryType(&'static str),
-    /// A range of addresses that no buffer of this driver is long enough for.
+    /// A range of addresses that no sparse buffer of this driver is long enough for.
     #[error(
-        "a range of {len} bytes is longer than the driver's longest buffer (room for {most}): open the GPU as \
+        "a range of {len} bytes is longer than the driver's longest sparse buffer (room for {most}): open the GPU as \
          vulkan:NAME,flat, where a tensor may lie in several"
     )]
     LongRange {
@@ -137,6 +137,22 @@ pub enum Error {
         wanted: u64,
         /// Number that there may be.
         limit: u64,
+    },
+    /// A request that sparse buffers have no equivalent of.
+    #[error("sparse buffers bind memory of buffers, once each: no null pages, and none that repeat")]
+    NoSuchBind,
+    /// The driver has no memory left.
+    #[error("no {len} bytes of memory are left ({source}); {}", match free {
+        Some(free) => format!("{free} bytes of the GPU's memory are free"),
+        None => "its driver does not say how much is free (VK_EXT_memory_budget)".to_owned(),
+    })]
+    NoMemory {
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes that this process may still have of that heap, where the driver says so.
+        free: Option<u64>,
+        /// The call.
+        source: CallError,
     },
     /// No program of ours can read its memory.
     #[error("the GPU {0}")]

@@ -47,6 +47,9 @@ pub(crate) struct Live {
     /// In place of the process-wide number of sparse bindings.
     #[cfg(test)]
     pub held: OnceLock<Arc<crate::sparse::Held>>,
+    /// Bytes of addresses for sparse buffers, at most; 0 for what the driver has.
+    #[cfg(test)]
+    pub addresses: AtomicU64,
     /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
     #[cfg(test)]
     pub high: AtomicU64,
@@ -55,6 +58,7 @@ pub(crate) struct Live {
 /// An opened GPU.
 pub(crate) struct Gpu {
     device: Device,
+    physical: vk::PhysicalDevice,
     host: Option<ext::external_memory_host::Device>,
     /// Why the driver does not import host memory, although it states that it can.
     refused: OnceLock<String>,
@@ -211,6 +215,7 @@ impl Gpu {
         let library = library.clone();
         Ok(Arc::new(Self {
             device,
+            physical: gpu,
             host,
             refused: OnceLock::new(),
             descriptors,
@@ -340,9 +345,25 @@ impl Gpu {
             return Err(Error::TooMany { most });
         }
         // SAFETY: the callers fill the structure as the specification asks for.
-        let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) })?;
+        let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) });
+        let memory = memory.map_err(|e| match e.result {
+            vk::Result::ERROR_OUT_OF_DEVICE_MEMORY => {
+                Error::NoMemory { len, free: self.free_memory(info.memory_type_index), source: e }
+            }
+            _ => e.into(),
+        })?;
         self.live.memories.fetch_add(1, Ordering::Relaxed);
         Ok(Memory { memory, len: info.allocation_size, host: None, gpu: self.clone() })
+    }
+
+    /// Bytes that this process may still have of the heap of a memory type; `None` where the driver does not say.
+    fn free_memory(&self, kind: u32) -> Option<u64> {
+        let heap = self.info.memory_types.get(kind as usize).filter(|_| self.info.memory_budget)?.heap as usize;
+        let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
+        let mut properties = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
+        // SAFETY: the physical device is one of the instance, and has the extension of the structure.
+        unsafe { self.library.instance().get_physical_device_memory_properties2(self.physical, &mut properties) };
+        Some(budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap]))
     }
 
     fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, Error> {

@@ -231,6 +231,7 @@ impl Library {
             sparse_export,
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
+            memory_budget: has_1_1 && has(ext::memory_budget::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
             device_address,
             sparse: sparse.then_some(limits.sparse_address_space_size),
@@ -416,6 +417,7 @@ pub struct GpuInfo {
     pub(crate) device_type: vk::PhysicalDeviceType,
     pub(crate) timeline: bool,
     pub(crate) portability_subset: bool,
+    pub(crate) memory_budget: bool,
 }
 
 impl GpuInfo {

@@ -194,9 +194,11 @@ impl SparseMap {
         Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
     }
 
-    /// Bytes of the longest range: a buffer of the driver, less what is cut off to begin at a large page.
+    /// Bytes of the longest range: a buffer of the driver that its addresses for sparse buffers have room for, less what is cut off to begin at a large page.
     fn longest(&self) -> u64 {
-        (self.gpu.info().max_buffer / LARGE.bytes()).saturating_sub(1) * LARGE.bytes()
+        let info = self.gpu.info();
+        let most = info.max_buffer.min(info.sparse.unwrap_or(0));
+        (most / LARGE.bytes()).saturating_sub(1) * LARGE.bytes()
     }
 
     /// Reserves a range that starts at a multiple of 2 MiB: a sparse buffer.
@@ -205,7 +207,7 @@ impl SparseMap {
         let whole = LARGE.round_up(len.max(1)).ok_or(SpaceError::Exhausted(len))?;
         // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
         let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
-        if asked > info.max_buffer {
+        if whole > self.longest() {
             return Err(refused(Error::LongRange { len, most: self.longest() }));
         }
         let mut state = self.lock();
@@ -439,8 +441,7 @@ impl AddressSpace for SparseSpace {
                 }
                 BindRequest::Unbind(span) => *span,
                 BindRequest::Prefetch(_) => continue,
-                // Sparse buffers have neither.
-                _ => return Err(SpaceError::NoBatches),
+                _ => return Err(refused(Error::NoSuchBind)),
             };
             more += 1; // what it cuts in two
             let span = self.map.inside(span)?;

@@ -438,6 +438,38 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
 }
 
 #[test]
+fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
+    let live = Arc::<Live>::default();
+    live.addresses.store(8 << 20, Ordering::Relaxed);
+    let Some(opened) = open(&VulkanOptions::default(), &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.sparse_pages().is_none() {
+        return println!("SKIPPED: the driver cannot bind sparse buffers");
+    }
+    let table = device.memory().allocate(1 << 20, &Placement::Default).unwrap();
+    let space = device.address_space();
+    assert_eq!(space.longest(), 6 << 20);
+    let error = space.reserve(&table, 8 << 20).unwrap_err().to_string();
+    assert!(error.contains("room for 6291456") && error.contains(",flat"), "{error}");
+    let range = space.reserve(&table, 6 << 20).unwrap();
+    assert!(matches!(space.reserve(&table, 2 << 20), Err(SpaceError::Exhausted(_))));
+    // Not a batch too many, but something that sparse buffers do not have.
+    let error = space.apply(&[BindRequest::Null { va: range.first(), len: 65536 }]).unwrap_err().to_string();
+    assert!(error.contains("no null pages"), "{error}");
+    space.unbind(range).unwrap();
+}
+
+#[test]
+fn a_gpu_without_memory_says_how_much_is_free() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    gpu.faults.fail_call("vkAllocateMemory", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+    let error = chain(&gpu.memory.allocate(1 << 20, &Placement::Default).unwrap_err());
+    let free = error.contains("bytes of the GPU's memory are free") || error.contains("VK_EXT_memory_budget");
+    assert!(free && error.contains("no 1048576 bytes") && error.contains("vkAllocateMemory"), "{error}");
+    gpu.end();
+}
+
+#[test]
 fn where_import_is_refused_the_driver_allocates_host_memory() {
     let (faults, live) = (Arc::<Faults>::default(), Arc::<Live>::default());
     faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
