@@ -293,8 +293,8 @@ impl Gpu {
         self.library.is_validated()
     }
 
-    /// Waits until a queue has nothing to do. True when that is so: of a device that is lost the driver does not know
-    /// it, and Mesa's drivers answer without waiting.
+    /// Waits, without a limit unless the device is lost, until a queue has nothing to do. True when that is so: of a
+    /// device that is lost the driver does not know it, and Mesa's drivers answer without waiting.
     pub fn is_idle(&self, queue: usize) -> bool {
         let queue = self.queue(queue).lock();
         // SAFETY: the queue is locked.
@@ -824,6 +824,23 @@ impl Timeline {
             Err(e) if e.result == vk::Result::TIMEOUT => Ok(false),
             waited => waited.map(|()| true),
         }
+    }
+
+    /// The same after an error: asks again while there are more, for a second. `vkQueueWaitIdle` knows no timeout, and
+    /// a stuck GPU never answers it.
+    ///
+    /// # Errors
+    /// The device is lost.
+    pub fn wait_despite_errors(&self, value: u64, timeout: Duration) -> Result<bool, CallError> {
+        for _ in 0..100 {
+            match self.wait(value, timeout) {
+                Err(e) if e.is_lost() => return Err(e),
+                Err(_) if self.value().is_ok_and(|reached| reached >= value) => return Ok(true),
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                waited => return waited,
+            }
+        }
+        Ok(false)
     }
 }
 

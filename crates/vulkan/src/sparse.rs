@@ -632,7 +632,8 @@ impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffers and the memory that is bound to them must not go while a bind is under way.
         let last = self.lock().last;
-        if self.wait(last).is_err() && !self.gpu.has_bound() {
+        let ended = self.timeline.wait_despite_errors(last, TIMEOUT);
+        if !ended.unwrap_or_else(|_lost| self.gpu.has_bound()) {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
             std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));

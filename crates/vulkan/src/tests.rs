@@ -670,6 +670,27 @@ fn what_a_driver_that_answers_nothing_may_still_use_is_never_freed() {
 }
 
 #[test]
+fn an_error_while_waiting_does_not_wait_without_a_limit() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let (_, at, _table) = gpu.allocate(1 << 20);
+    let host = gpu.host(&vec![7; 1 << 20]);
+    let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+    gpu.queues[0].flush();
+    gpu.faults.fail_for_good(vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let (mut done, begun) = (Vec::new(), std::time::Instant::now());
+    assert_eq!(gpu.queues[0].wait(&mut done, Duration::from_millis(1)), 0, "nothing says that it has ended");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    assert!(gpu.faults.called("vkGetSemaphoreCounterValue") && !gpu.faults.called("vkQueueWaitIdle"), "no limit");
+    assert!(gpu.queues[0].halted().is_some());
+    // A driver that answers again ends it.
+    gpu.faults.heal();
+    done.extend(drain(&mut *gpu.queues[0], LONG));
+    assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
+    drop(done);
+    gpu.end();
+}
+
+#[test]
 fn a_read_by_a_program_of_a_lost_gpu_keeps_its_memory() {
     let Some(mut gpu) = Opened::new(false) else { return };
     let (_, at, _table) = gpu.allocate(4 << 20);
