@@ -95,6 +95,10 @@ impl VulkanDevice {
             (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
         }
         #[cfg(test)]
+        if let Some(align) = &mut info.host_import {
+            *align = live.import_align.load(std::sync::atomic::Ordering::Relaxed).max(*align);
+        }
+        #[cfg(test)]
         if let most @ 1.. = live.addresses.load(std::sync::atomic::Ordering::Relaxed) {
             info.sparse = info.sparse.map(|bytes| bytes.min(most));
         }

@@ -50,6 +50,9 @@ pub(crate) struct Live {
     /// Bytes of addresses for sparse buffers, at most; 0 for what the driver has.
     #[cfg(test)]
     pub addresses: AtomicU64,
+    /// The alignment of imported memory, at least.
+    #[cfg(test)]
+    pub import_align: AtomicU64,
     /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
     #[cfg(test)]
     pub high: AtomicU64,
@@ -249,15 +252,16 @@ impl Gpu {
         self.host.as_ref().filter(|_| self.refused.get().is_none()).and(self.info.host_import)
     }
 
-    /// Imports some memory, and none any more if the driver refuses: it may state an extension that does not work on
-    /// this system. Gives the reason.
+    /// Imports a page of memory, and none any more if the driver refuses: it may state an extension that does not work
+    /// on this system, or take only more than a page, which buffers are not aligned to. Gives the reason.
     pub fn try_import(self: &Arc<Self>) -> Option<&str> {
-        let align = usize::try_from(self.import_align()?).ok()?;
-        let memory = AnonHeap::starting_at(PageKind::Base).allocate(2 * align.max(4096)).ok()?.share().reference();
-        let first = memory.address().next_multiple_of(align) - memory.address();
-        let imported = self.import(&memory, first, align.max(4096).next_multiple_of(align));
-        let refused = imported.err().map(|e| self.refused.get_or_init(|| e.to_string()))?;
-        Some(refused)
+        let align = self.import_align()?;
+        let memory = AnonHeap::starting_at(PageKind::Base).allocate(1).ok()?.share().reference();
+        let refused = match memory.len() {
+            page if align > page as u64 => format!("only at multiples of {align} bytes, and pages have {page}"),
+            page => self.import(&memory, 0, page).err()?.to_string(),
+        };
+        Some(self.refused.get_or_init(|| refused))
     }
 
     /// True when device memory is mapped into this process, of the heaps that have such memory.

@@ -438,6 +438,22 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
 }
 
 #[test]
+fn where_import_takes_more_than_a_page_the_driver_allocates_host_memory() {
+    let live = Arc::<Live>::default();
+    live.import_align.store(1 << 20, Ordering::Relaxed);
+    let Some(opened) = open(&VulkanOptions::default(), &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.gpu().host_import.is_none() {
+        return println!("SKIPPED: the driver imports no host memory");
+    }
+    use_all(&mut device).unwrap();
+    let notes = device.info().notes.join("\n");
+    assert!(notes.contains("the driver refuses it (only at multiples of 1048576 bytes"), "{notes}");
+    drop(device);
+    assert_eq!(left(&live), [0; 6]);
+}
+
+#[test]
 fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     let live = Arc::<Live>::default();
     live.addresses.store(8 << 20, Ordering::Relaxed);
