@@ -38,6 +38,18 @@ fn binds_sparse(features: &vk::PhysicalDeviceFeatures) -> bool {
     [features.sparse_binding, features.sparse_residency_buffer, features.sparse_residency_aliased] == [vk::TRUE; 3]
 }
 
+/// True when memory can be imported: also for more than one buffer or image, since it is imported without naming one.
+fn can_import(features: vk::ExternalMemoryFeatureFlags) -> bool {
+    use vk::ExternalMemoryFeatureFlags as Flags;
+    features.contains(Flags::IMPORTABLE) && !features.contains(Flags::DEDICATED_ONLY)
+}
+
+/// The same of exports: sparse buffers share the memory.
+fn can_export(features: vk::ExternalMemoryFeatureFlags) -> bool {
+    use vk::ExternalMemoryFeatureFlags as Flags;
+    features.contains(Flags::EXPORTABLE) && !features.contains(Flags::DEDICATED_ONLY)
+}
+
 /// The validation layer.
 const LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 
@@ -211,9 +223,9 @@ impl Library {
             }
             shared.external_memory_properties.external_memory_features
         };
-        let (plain, export) = (vk::BufferCreateFlags::empty(), vk::ExternalMemoryFeatureFlags::EXPORTABLE);
+        let plain = vk::BufferCreateFlags::empty();
         let of_device = copied(device_address);
-        let sparse_export = sparse && shares(of_device, SPARSE).contains(export);
+        let sparse_export = sparse && can_export(shares(of_device, SPARSE));
         let heap = |h: &vk::MemoryHeap| MemoryHeap {
             bytes: h.size,
             device_local: h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
@@ -226,8 +238,8 @@ impl Library {
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
-            dma_buf_import: shares(copied(false), plain).contains(vk::ExternalMemoryFeatureFlags::IMPORTABLE),
-            dma_buf_export: shares(of_device, plain).contains(export),
+            dma_buf_import: can_import(shares(copied(false), plain)),
+            dma_buf_export: can_export(shares(of_device, plain)),
             sparse_export,
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
@@ -481,6 +493,15 @@ impl fmt::Display for GpuInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn dma_bufs_of_dedicated_allocations_only_are_refused() {
+        use vk::ExternalMemoryFeatureFlags as Flags;
+        let both = Flags::IMPORTABLE | Flags::EXPORTABLE;
+        assert!(can_import(both) && can_export(both));
+        assert!(!can_import(both | Flags::DEDICATED_ONLY) && !can_export(both | Flags::DEDICATED_ONLY));
+        assert!(!can_import(Flags::EXPORTABLE) && !can_export(Flags::IMPORTABLE));
+    }
 
     #[test]
     fn sparse_buffers_share_memory_with_others() {
