@@ -55,6 +55,8 @@ struct State {
     bound: Ranges<Arc<Area>>,
     /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
+    /// A bind found the device lost: the value of `last` may never be reached.
+    device_lost: bool,
     /// Ranges of `bound` that the process-wide number has, where the driver's are limited.
     counted: u64,
 }
@@ -188,7 +190,7 @@ impl SparseMap {
         #[cfg(test)]
         let held = gpu.live().held.get().cloned().or(held);
         let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
-        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), counted: 0 };
+        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), device_lost: false, counted: 0 };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
         Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
@@ -594,7 +596,7 @@ fn mirror(
     }
     let value = state.last + 1;
     let takes_away = replaced || !holes.is_empty();
-    let mut sent = false;
+    let (mut sent, mut device_lost) = (false, false);
     let done = (|| {
         if takes_away {
             map.unused()?;
@@ -602,7 +604,8 @@ fn mirror(
         if !all.is_empty() {
             let given = map.gpu.bind_sparse(&all, &map.timeline, value);
             // A call that finds the device lost may have sent it.
-            sent = given.is_ok() || given.is_err_and(|e| e.is_lost());
+            device_lost = given.is_err_and(|e| e.is_lost());
+            sent = given.is_ok() || device_lost;
             given?;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
@@ -610,6 +613,7 @@ fn mirror(
     if sent {
         state.last = value;
     }
+    state.device_lost |= device_lost;
     if let Err(e) = done {
         // The old memory stays in `bound`: it may be seen for ever. So may the new, unless the driver did not get it.
         if sent {
@@ -631,9 +635,10 @@ fn mirror(
 impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffers and the memory that is bound to them must not go while a bind is under way.
-        let last = self.lock().last;
-        let ended = self.timeline.wait_despite_errors(last, TIMEOUT);
-        if !ended.unwrap_or_else(|_lost| self.gpu.has_bound()) {
+        let (last, lost) = (self.lock().last, self.lock().device_lost);
+        let ended = if lost { None } else { self.timeline.wait_despite_errors(last, TIMEOUT).ok() };
+        // Only a lost device is asked in a way that has no timeout: it answers in finite time.
+        if !ended.unwrap_or_else(|| self.gpu.has_bound()) {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
             std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
