@@ -68,7 +68,7 @@ impl MapSpace {
                     pages.extend(each(span.first().bits(), span.len()).map(|at| (at, None)));
                 }
                 BindRequest::Prefetch(_) => {}
-                _ => return Err(SpaceError::NoBatches),
+                _ => return Err(refused(crate::Error::Unsupported("null pages, or pages that repeat"))),
             }
         }
         Ok(pages)

@@ -52,6 +52,8 @@ pub(crate) struct Recording {
     after: Option<Arc<Timeline>>,
 }
 
+/// Time that a channel waits for the GPU after an error.
+const GIVE_UP: Duration = Duration::from_secs(1);
 /// Time that the drop of a channel waits for the GPU.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -350,10 +352,12 @@ impl<T> Channel<T> {
         self.timeline().wait(first.value, timeout).map(drop)
     }
 
-    /// After an error: gives the loads of everything in flight if the driver says that the GPU uses none of it any
-    /// more. False if it does not say so.
+    /// After an error: gives the loads of everything in flight if the driver says within a second that the GPU uses
+    /// none of it any more. False if it does not say so.
     pub fn give_up(&mut self, mut each: impl FnMut(T)) -> bool {
-        if !self.gpu.is_idle(self.queue) {
+        let ended = self.check().and_then(|()| self.timeline().wait_despite_errors(self.last, GIVE_UP));
+        // Only a lost device is asked in a way that has no timeout: it answers in finite time.
+        if !ended.unwrap_or_else(|_lost| self.gpu.is_idle(self.queue)) {
             return false;
         }
         for Flight { recording, load, .. } in self.flights.drain(..) {

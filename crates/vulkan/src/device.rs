@@ -94,6 +94,14 @@ impl VulkanDevice {
         if let Some(largest) = options.largest {
             (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
         }
+        #[cfg(test)]
+        if let Some(align) = &mut info.host_import {
+            *align = live.import_align.load(std::sync::atomic::Ordering::Relaxed).max(*align);
+        }
+        #[cfg(test)]
+        if let most @ 1.. = live.addresses.load(std::sync::atomic::Ordering::Relaxed) {
+            info.sparse = info.sparse.map(|bytes| bytes.min(most));
+        }
         Self::of(&library, handle, info, &options, live)
     }
 
@@ -215,6 +223,12 @@ impl VulkanDevice {
     #[cfg(test)]
     pub(crate) fn misuse(&self) {
         self.parts.gpu.misuse();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn shares_limit_with(&self, other: &Self) -> bool {
+        let (one, other) = (self.parts.sparse.as_ref(), other.parts.sparse.as_ref());
+        one.zip(other).is_some_and(|(one, other)| one.shares_limit_with(other))
     }
 
     /// Another queue over the GPU's first: for tests that look at memory past the queue that they test.

@@ -69,10 +69,12 @@ pub enum Error {
     #[error("this GPU's driver cannot import host memory; only buffers of the device's own heap can be registered")]
     ForeignMemory,
     /// The driver imports no dma-bufs.
-    #[error("this GPU's driver cannot import dma-bufs (VK_EXT_external_memory_dma_buf)")]
+    #[error("this GPU's driver cannot import dma-bufs (VK_EXT_external_memory_dma_buf), or only to dedicated buffers")]
     NoDmaBufs,
     /// Memory that cannot be exported.
-    #[error("this memory cannot be exported: the driver exports no dma-bufs, or it was not allocated for that")]
+    #[error(
+        "this memory cannot be exported: the driver exports no dma-bufs, or only of dedicated buffers, or it was not allocated for that"
+    )]
     NotExportable,
     /// Host memory that cannot be imported, neither by its address nor as a dma-buf.
     #[error("{by_address}; as a dma-buf: {as_dma_buf}")]
@@ -97,9 +99,9 @@ pub enum Error {
     /// No memory type of the GPU is fit for a use.
     #[error("the GPU has no memory type for {0}")]
     NoMemoryType(&'static str),
-    /// A range of addresses that no buffer of this driver is long enough for.
+    /// A range of addresses that no sparse buffer of this driver is long enough for.
     #[error(
-        "a range of {len} bytes is longer than the driver's longest buffer (room for {most}): open the GPU as \
+        "a range of {len} bytes is longer than the driver's longest sparse buffer (room for {most}): open the GPU as \
          vulkan:NAME,flat, where a tensor may lie in several"
     )]
     LongRange {
@@ -128,12 +130,31 @@ pub enum Error {
     #[error("VulkanOptions::channels is 0, and at least 1 is needed")]
     NoQueues,
     /// More bindings than the driver can hold.
-    #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]
+    #[error(
+        "the driver holds {limit} sparse bindings at most, and there would be {wanted} (unbinding the middle of a range \
+         leaves two)"
+    )]
     TooManyBinds {
         /// Number that there would be.
         wanted: u64,
         /// Number that there may be.
         limit: u64,
+    },
+    /// A request that sparse buffers have no equivalent of.
+    #[error("sparse buffers bind memory of buffers, once each: no null pages, and none that repeat")]
+    NoSuchBind,
+    /// The driver has no memory left.
+    #[error("no {len} bytes of memory are left ({source}); {}", match free {
+        Some(free) => format!("{free} bytes of the GPU's memory are free"),
+        None => "its driver does not say how much is free (VK_EXT_memory_budget)".to_owned(),
+    })]
+    NoMemory {
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes that this process may still have of that heap, where the driver says so.
+        free: Option<u64>,
+        /// The call.
+        source: CallError,
     },
     /// No program of ours can read its memory.
     #[error("the GPU {0}")]

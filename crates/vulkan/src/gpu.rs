@@ -44,6 +44,15 @@ pub(crate) struct Live {
     /// Binds that waited for those before them.
     #[cfg(test)]
     pub ordered_binds: AtomicU64,
+    /// In place of the process-wide number of sparse bindings.
+    #[cfg(test)]
+    pub held: OnceLock<Arc<crate::sparse::Held>>,
+    /// Bytes of addresses for sparse buffers, at most; 0 for what the driver has.
+    #[cfg(test)]
+    pub addresses: AtomicU64,
+    /// The alignment of imported memory, at least.
+    #[cfg(test)]
+    pub import_align: AtomicU64,
     /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
     #[cfg(test)]
     pub high: AtomicU64,
@@ -52,6 +61,7 @@ pub(crate) struct Live {
 /// An opened GPU.
 pub(crate) struct Gpu {
     device: Device,
+    physical: vk::PhysicalDevice,
     host: Option<ext::external_memory_host::Device>,
     /// Why the driver does not import host memory, although it states that it can.
     refused: OnceLock<String>,
@@ -177,7 +187,8 @@ impl Gpu {
             .buffer_device_address(info.device_address);
         let features = vk::PhysicalDeviceFeatures::default()
             .sparse_binding(binding.is_some())
-            .sparse_residency_buffer(binding.is_some());
+            .sparse_residency_buffer(binding.is_some())
+            .sparse_residency_aliased(binding.is_some());
         let create = vk::DeviceCreateInfo::default()
             .queue_create_infos(&families)
             .enabled_extension_names(&extensions)
@@ -207,6 +218,7 @@ impl Gpu {
         let library = library.clone();
         Ok(Arc::new(Self {
             device,
+            physical: gpu,
             host,
             refused: OnceLock::new(),
             descriptors,
@@ -240,15 +252,16 @@ impl Gpu {
         self.host.as_ref().filter(|_| self.refused.get().is_none()).and(self.info.host_import)
     }
 
-    /// Imports some memory, and none any more if the driver refuses: it may state an extension that does not work on
-    /// this system. Gives the reason.
+    /// Imports a page of memory, and none any more if the driver refuses: it may state an extension that does not work
+    /// on this system, or take only more than a page, which buffers are not aligned to. Gives the reason.
     pub fn try_import(self: &Arc<Self>) -> Option<&str> {
-        let align = usize::try_from(self.import_align()?).ok()?;
-        let memory = AnonHeap::starting_at(PageKind::Base).allocate(2 * align.max(4096)).ok()?.share().reference();
-        let first = memory.address().next_multiple_of(align) - memory.address();
-        let imported = self.import(&memory, first, align.max(4096).next_multiple_of(align));
-        let refused = imported.err().map(|e| self.refused.get_or_init(|| e.to_string()))?;
-        Some(refused)
+        let align = self.import_align()?;
+        let memory = AnonHeap::starting_at(PageKind::Base).allocate(1).ok()?.share().reference();
+        let refused = match memory.len() {
+            page if align > page as u64 => format!("only at multiples of {align} bytes, and pages have {page}"),
+            page => self.import(&memory, 0, page).err()?.to_string(),
+        };
+        Some(self.refused.get_or_init(|| refused))
     }
 
     /// True when device memory is mapped into this process, of the heaps that have such memory.
@@ -284,8 +297,8 @@ impl Gpu {
         self.library.is_validated()
     }
 
-    /// Waits until a queue has nothing to do. True when that is so: of a device that is lost the driver does not know
-    /// it, and Mesa's drivers answer without waiting.
+    /// Waits, without a limit unless the device is lost, until a queue has nothing to do. True when that is so: of a
+    /// device that is lost the driver does not know it, and Mesa's drivers answer without waiting.
     pub fn is_idle(&self, queue: usize) -> bool {
         let queue = self.queue(queue).lock();
         // SAFETY: the queue is locked.
@@ -336,9 +349,25 @@ impl Gpu {
             return Err(Error::TooMany { most });
         }
         // SAFETY: the callers fill the structure as the specification asks for.
-        let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) })?;
+        let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) });
+        let memory = memory.map_err(|e| match e.result {
+            vk::Result::ERROR_OUT_OF_DEVICE_MEMORY => {
+                Error::NoMemory { len, free: self.free_memory(info.memory_type_index), source: e }
+            }
+            _ => e.into(),
+        })?;
         self.live.memories.fetch_add(1, Ordering::Relaxed);
         Ok(Memory { memory, len: info.allocation_size, host: None, gpu: self.clone() })
+    }
+
+    /// Bytes that this process may still have of the heap of a memory type; `None` where the driver does not say.
+    fn free_memory(&self, kind: u32) -> Option<u64> {
+        let heap = self.info.memory_types.get(kind as usize).filter(|_| self.info.memory_budget)?.heap as usize;
+        let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
+        let mut properties = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
+        // SAFETY: the physical device is one of the instance, and has the extension of the structure.
+        unsafe { self.library.instance().get_physical_device_memory_properties2(self.physical, &mut properties) };
+        Some(budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap]))
     }
 
     fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, Error> {
@@ -799,6 +828,23 @@ impl Timeline {
             Err(e) if e.result == vk::Result::TIMEOUT => Ok(false),
             waited => waited.map(|()| true),
         }
+    }
+
+    /// The same after an error: asks again while there are more, for a second. `vkQueueWaitIdle` knows no timeout, and
+    /// a stuck GPU never answers it.
+    ///
+    /// # Errors
+    /// The device is lost.
+    pub fn wait_despite_errors(&self, value: u64, timeout: Duration) -> Result<bool, CallError> {
+        for _ in 0..100 {
+            match self.wait(value, timeout) {
+                Err(e) if e.is_lost() => return Err(e),
+                Err(_) if self.value().is_ok_and(|reached| reached >= value) => return Ok(true),
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                waited => return waited,
+            }
+        }
+        Ok(false)
     }
 }
 

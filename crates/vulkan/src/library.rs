@@ -16,9 +16,12 @@ use crate::fault::Faults;
 /// dma-bufs.
 pub(crate) const DMA_BUF: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::DMA_BUF_EXT;
 
-/// Sparse buffers.
+/// Sparse buffers, whose memory other buffers have too: the one that it was allocated for, and other ranges that it is
+/// bound to.
 pub(crate) const SPARSE: vk::BufferCreateFlags = vk::BufferCreateFlags::from_raw(
-    vk::BufferCreateFlags::SPARSE_BINDING.as_raw() | vk::BufferCreateFlags::SPARSE_RESIDENCY.as_raw(),
+    vk::BufferCreateFlags::SPARSE_BINDING.as_raw()
+        | vk::BufferCreateFlags::SPARSE_RESIDENCY.as_raw()
+        | vk::BufferCreateFlags::SPARSE_ALIASED.as_raw(),
 );
 
 /// The use of buffers that are copied, of device memory where programs have addresses of it.
@@ -28,6 +31,23 @@ pub(crate) fn copied(addressed: bool) -> vk::BufferUsageFlags {
         true => copied | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS | vk::BufferUsageFlags::STORAGE_BUFFER,
         false => copied,
     }
+}
+
+/// True when a GPU binds sparse buffers, also memory that other buffers have ([`SPARSE`]).
+fn binds_sparse(features: &vk::PhysicalDeviceFeatures) -> bool {
+    [features.sparse_binding, features.sparse_residency_buffer, features.sparse_residency_aliased] == [vk::TRUE; 3]
+}
+
+/// True when memory can be imported: also for more than one buffer or image, since it is imported without naming one.
+fn can_import(features: vk::ExternalMemoryFeatureFlags) -> bool {
+    use vk::ExternalMemoryFeatureFlags as Flags;
+    features.contains(Flags::IMPORTABLE) && !features.contains(Flags::DEDICATED_ONLY)
+}
+
+/// The same of exports: sparse buffers share the memory.
+fn can_export(features: vk::ExternalMemoryFeatureFlags) -> bool {
+    use vk::ExternalMemoryFeatureFlags as Flags;
+    features.contains(Flags::EXPORTABLE) && !features.contains(Flags::DEDICATED_ONLY)
 }
 
 /// The validation layer.
@@ -189,7 +209,7 @@ impl Library {
             )
         };
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
-        let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
+        let sparse = binds_sparse(&features);
         let device_address = vulkan12.buffer_device_address == vk::TRUE;
         let dma_bufs = has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
         // The driver's support for dma-bufs of such buffers.
@@ -203,9 +223,9 @@ impl Library {
             }
             shared.external_memory_properties.external_memory_features
         };
-        let (plain, export) = (vk::BufferCreateFlags::empty(), vk::ExternalMemoryFeatureFlags::EXPORTABLE);
+        let plain = vk::BufferCreateFlags::empty();
         let of_device = copied(device_address);
-        let sparse_export = sparse && shares(of_device, SPARSE).contains(export);
+        let sparse_export = sparse && can_export(shares(of_device, SPARSE));
         let heap = |h: &vk::MemoryHeap| MemoryHeap {
             bytes: h.size,
             device_local: h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
@@ -218,11 +238,12 @@ impl Library {
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
-            dma_buf_import: shares(copied(false), plain).contains(vk::ExternalMemoryFeatureFlags::IMPORTABLE),
-            dma_buf_export: shares(of_device, plain).contains(export),
+            dma_buf_import: can_import(shares(copied(false), plain)),
+            dma_buf_export: can_export(shares(of_device, plain)),
             sparse_export,
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
+            memory_budget: has_1_1 && has(ext::memory_budget::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
             device_address,
             sparse: sparse.then_some(limits.sparse_address_space_size),
@@ -408,6 +429,7 @@ pub struct GpuInfo {
     pub(crate) device_type: vk::PhysicalDeviceType,
     pub(crate) timeline: bool,
     pub(crate) portability_subset: bool,
+    pub(crate) memory_budget: bool,
 }
 
 impl GpuInfo {
@@ -471,6 +493,28 @@ impl fmt::Display for GpuInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn dma_bufs_of_dedicated_allocations_only_are_refused() {
+        use vk::ExternalMemoryFeatureFlags as Flags;
+        let both = Flags::IMPORTABLE | Flags::EXPORTABLE;
+        assert!(can_import(both) && can_export(both));
+        assert!(!can_import(both | Flags::DEDICATED_ONLY) && !can_export(both | Flags::DEDICATED_ONLY));
+        assert!(!can_import(Flags::EXPORTABLE) && !can_export(Flags::IMPORTABLE));
+    }
+
+    #[test]
+    fn sparse_buffers_share_memory_with_others() {
+        assert!(SPARSE.contains(vk::BufferCreateFlags::SPARSE_ALIASED));
+        let of = |binding, residency, aliased| {
+            let features = vk::PhysicalDeviceFeatures::default().sparse_binding(binding);
+            features.sparse_residency_buffer(residency).sparse_residency_aliased(aliased)
+        };
+        assert!(binds_sparse(&of(true, true, true)));
+        for features in [of(false, true, true), of(true, false, true), of(true, true, false)] {
+            assert!(!binds_sparse(&features), "the specification asks for all three");
+        }
+    }
 
     #[test]
     fn memory_is_unified_where_the_gpu_has_none_of_its_own() {

@@ -1,6 +1,7 @@
 //! Host memory that the GPU reaches: imported where it lies, or, where the driver cannot do that, its own.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
@@ -118,13 +119,25 @@ impl Imports {
         };
         into.truncate(first);
         let (memory, range) = (pinned.reference(), pinned.range());
-        let imported = dmalane_dma::export_dma_buf(memory)
+        let imported = self
+            .dma_buf_of(memory)
             .map_err(Error::Descriptor)
             .and_then(|fd| self.gpu.import_dma_buf(memory, fd))
             .map_err(|e| Error::Import { by_address: Box::new(by_address), as_dma_buf: Box::new(e) })?;
         let (end, offset) = (start + range.len() as u64, range.start as u64);
         into.push(Import { start, end, buffer: imported, offset, address: memory.address() as u64 + offset });
         Ok(())
+    }
+
+    /// A dma-buf of the buffer's memory. For tests the memfd itself, where there is no udmabuf: GPUs in software map
+    /// one like a dma-buf.
+    fn dma_buf_of(&self, memory: &BufferRef) -> std::io::Result<OwnedFd> {
+        let made = dmalane_dma::export_dma_buf(memory);
+        #[cfg(test)]
+        if made.is_err() && self.gpu.info().kind == "software GPU" {
+            return memory.export().map_err(std::io::Error::other)?.try_clone_to_owned();
+        }
+        made
     }
 
     /// Imports a pinned range in as many buffers as the GPU's limits ask for.

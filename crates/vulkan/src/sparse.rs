@@ -6,13 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
 use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
-use dmalane_vm::{AnyVm, BindRequest, Vm};
+use dmalane_vm::{AnyVm, BindRequest, Bo, Vm};
 
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
@@ -38,6 +39,8 @@ pub(crate) struct SparseMap {
     stays: RwLock<()>,
     /// Submissions that use bound memory: the timeline of their queue, and the value that says that they have ended.
     uses: Mutex<Vec<(Arc<Timeline>, u64)>>,
+    /// Held with those of other devices; `None` for a driver without a limit.
+    held: Option<Arc<Held>>,
     gpu: Arc<Gpu>,
 }
 
@@ -49,11 +52,43 @@ struct State {
     last: u64,
     /// The ranges that the driver has bound, by address: how long each is, and its memory, which nothing frees while
     /// it is bound.
-    bound: BTreeMap<u64, (u64, Arc<Area>)>,
+    bound: Ranges<Arc<Area>>,
     /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
-    /// Most ranges that may be bound.
+    /// A bind found the device lost: the value of `last` may never be reached.
+    device_lost: bool,
+    /// Ranges of `bound` that the process-wide number has, where the driver's are limited.
+    counted: u64,
+}
+
+/// Ranges that the drivers of this process hold bound, for all its GPUs in software: these bind with an `mmap` each and
+/// do not notice when the process may have no more.
+#[derive(Debug)]
+pub(crate) struct Held {
+    now: AtomicU64,
     limit: u64,
+}
+
+impl Held {
+    pub fn new(limit: u64) -> Arc<Self> {
+        Arc::new(Self { now: AtomicU64::new(0), limit })
+    }
+
+    /// The number of this process.
+    fn by_process() -> Arc<Self> {
+        static HELD: LazyLock<Arc<Held>> = LazyLock::new(|| Held::new(binds_left()));
+        HELD.clone()
+    }
+
+    /// Adds some, or gives the number that there would be if that is too many.
+    fn add(&self, more: u64) -> Result<(), u64> {
+        let add = |now| Some(now + more).filter(|all| *all <= self.limit);
+        self.now.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).map(drop).map_err(|now| now + more)
+    }
+
+    fn sub(&self, fewer: u64) {
+        self.now.fetch_sub(fewer, Ordering::Relaxed);
+    }
 }
 
 /// A reserved range.
@@ -82,19 +117,44 @@ impl State {
         before.is_some_and(|(first, (bound, _))| first + bound > at)
     }
 
-    /// Forgets what is bound in a range; what reaches out of it is cut.
-    fn forget(&mut self, first: u64, end: u64) {
-        let before = self.bound.range(..first).next_back().map(|(at, (len, _))| (*at, at + len));
-        let inside = before.filter(|(_, behind)| *behind > first).map(|(at, _)| at);
-        let starts: Vec<u64> = inside.into_iter().chain(self.bound.range(first..end).map(|(at, _)| *at)).collect();
-        for at in starts {
-            let Some((len, area)) = self.bound.remove(&at) else { continue };
-            if at < first {
-                self.bound.insert(at, (first - at, area.clone()));
+    /// Ranges that the driver would have bound, at most, after these changes of `touched`: each a range of addresses,
+    /// and whether it is bound.
+    fn count_after(&self, touched: &[Span<DeviceVa>], changes: impl FnOnce(&mut dyn FnMut(u64, u64, bool))) -> u64 {
+        let mut here = BTreeMap::new();
+        for span in touched {
+            let (first, end) = (span.first().bits(), span.last().bits() + 1);
+            here.extend(overlapping(&self.bound, first, end).map(|(at, (len, _))| (*at, (*len, ()))));
+        }
+        let others = self.bound.len() - here.len();
+        changes(&mut |at, len, bound| {
+            forget(&mut here, at, at + len);
+            if bound {
+                here.insert(at, (len, ()));
             }
-            if at + len > end {
-                self.bound.insert(end, (at + len - end, area));
-            }
+        });
+        (others + here.len()) as u64
+    }
+}
+
+/// Ranges, by first address: the bytes of each, and what belongs to it.
+type Ranges<T> = BTreeMap<u64, (u64, T)>;
+
+/// Those that overlap another range.
+fn overlapping<T>(ranges: &Ranges<T>, first: u64, end: u64) -> impl Iterator<Item = (&u64, &(u64, T))> {
+    let before = ranges.range(..first).next_back().filter(|(at, (len, _))| *at + len > first);
+    before.into_iter().chain(ranges.range(first..end))
+}
+
+/// Takes what lies in a range out; what reaches out of it is cut.
+fn forget<T: Clone>(ranges: &mut Ranges<T>, first: u64, end: u64) {
+    let starts: Vec<u64> = overlapping(ranges, first, end).map(|(at, _)| *at).collect();
+    for at in starts {
+        let Some((len, of)) = ranges.remove(&at) else { continue };
+        if at < first {
+            ranges.insert(at, (first - at, of.clone()));
+        }
+        if at + len > end {
+            ranges.insert(end, (at + len - end, of));
         }
     }
 }
@@ -126,17 +186,21 @@ impl SparseMap {
             _ => Vm::<Arm64S1<16>, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
         };
         let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
-        let limit = if gpu.info().kind == "software GPU" { binds_left() } else { u64::MAX };
+        let held = (gpu.info().kind == "software GPU").then(Held::by_process);
+        #[cfg(test)]
+        let held = gpu.live().held.get().cloned().or(held);
         let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
-        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), limit };
+        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), device_lost: false, counted: 0 };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
-        Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, gpu: gpu.clone() }))
+        Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
     }
 
-    /// Bytes of the longest range: a buffer of the driver, less what is cut off to begin at a large page.
+    /// Bytes of the longest range: a buffer of the driver that its addresses for sparse buffers have room for, less what is cut off to begin at a large page.
     fn longest(&self) -> u64 {
-        (self.gpu.info().max_buffer / LARGE.bytes()).saturating_sub(1) * LARGE.bytes()
+        let info = self.gpu.info();
+        let most = info.max_buffer.min(info.sparse.unwrap_or(0));
+        (most / LARGE.bytes()).saturating_sub(1) * LARGE.bytes()
     }
 
     /// Reserves a range that starts at a multiple of 2 MiB: a sparse buffer.
@@ -145,7 +209,7 @@ impl SparseMap {
         let whole = LARGE.round_up(len.max(1)).ok_or(SpaceError::Exhausted(len))?;
         // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
         let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
-        if asked > info.max_buffer {
+        if whole > self.longest() {
             return Err(refused(Error::LongRange { len, most: self.longest() }));
         }
         let mut state = self.lock();
@@ -186,6 +250,20 @@ impl SparseMap {
     /// Addresses of the device that lie in one reserved range, without their upper bits.
     fn inside(&self, span: Span<DeviceVa>) -> Result<Span<DeviceVa>, SpaceError> {
         self.turn(span).filter(|span| self.lock().holds(span)).ok_or(SpaceError::NotReserved(span))
+    }
+
+    #[cfg(test)]
+    pub fn shares_limit_with(&self, other: &Self) -> bool {
+        self.held.as_ref().zip(other.held.as_ref()).is_some_and(|(one, other)| Arc::ptr_eq(one, other))
+    }
+
+    /// Has the process-wide number follow what is bound.
+    fn recount(&self, state: &mut State) {
+        if let Some(held) = &self.held {
+            let now = state.bound.len() as u64;
+            held.sub(state.counted.saturating_sub(now)); // no fewer: it was estimated from above
+            state.counted = now;
+        }
     }
 
     /// The pages in which it is bound.
@@ -279,9 +357,8 @@ fn address_of(gpu: &Gpu, buffer: &Buffer) -> u64 {
     base
 }
 
-/// Binds that this process may still make: a driver that binds with one `mmap` each does not notice when there are no
-/// more.
-fn binds_left() -> u64 {
+/// Binds that this process may still make, with an `mmap` each.
+pub(crate) fn binds_left() -> u64 {
     let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
     let most: u64 = most.and_then(|text| text.trim().parse().ok()).unwrap_or(65_530);
     let used = std::fs::read_to_string("/proc/self/maps").map_or(0, |maps| maps.lines().count() as u64);
@@ -360,19 +437,15 @@ impl AddressSpace for SparseSpace {
         for request in requests {
             let span = match request {
                 BindRequest::Bind { va, bo, offset, len, .. } => {
-                    let runs = offset.checked_add(*len).and_then(|end| bo.sg().runs(*offset..end));
-                    let areas = self.memory.areas();
-                    for run in runs.into_iter().flatten() {
-                        let found = areas.resolve(run.addr, run.len, |_, _, _, _, _| more += 1);
-                        found.map_err(|at| refused(Error::NotAllocated(at)))?;
-                    }
+                    let counted = pieces(&self.memory, bo, *offset, *len, |_| more += 1);
+                    counted.map_err(|at| refused(Error::NotAllocated(at)))?;
                     Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?
                 }
                 BindRequest::Unbind(span) => *span,
                 BindRequest::Prefetch(_) => continue,
-                // Sparse buffers have neither.
-                _ => return Err(SpaceError::NoBatches),
+                _ => return Err(refused(Error::NoSuchBind)),
             };
+            more += 1; // what it cuts in two
             let span = self.map.inside(span)?;
             touched.push(span);
             low.push(match request {
@@ -386,9 +459,17 @@ impl AddressSpace for SparseSpace {
         let touched = union(touched);
         let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.map.lock();
-        let wanted = state.bound.len() as u64 + more;
-        if more > 0 && wanted > state.limit {
-            return Err(refused(Error::TooManyBinds { wanted, limit: state.limit }));
+        if let Some(held) = &self.map.held {
+            let after = state.bound.len() as u64 + more;
+            let added = held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|_| {
+                // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
+                let after = state.count_after(&touched, |each| count(&self.memory, &low, each));
+                held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|wanted| {
+                    let grows = after > state.counted;
+                    if grows { Err(Error::TooManyBinds { wanted, limit: held.limit }) } else { Ok(after) }
+                })
+            });
+            state.counted = added.map_err(refused)?.max(state.counted);
         }
         let committed = state.vm.apply(low, false).map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
@@ -400,6 +481,8 @@ impl AddressSpace for SparseSpace {
             state.vm.invalidated(undone);
             return Err(e);
         }
+        // A batch that failed stays counted as it was estimated, until the next that does not.
+        self.map.recount(&mut state);
         drop(state);
         self.observer.see(requests);
         Ok(())
@@ -412,6 +495,34 @@ impl AddressSpace for SparseSpace {
 
     fn observer(&mut self) -> Option<&mut Observer> {
         Some(&mut self.observer)
+    }
+}
+
+/// Calls `each` with the bytes of each piece of a buffer's range that the driver binds on its own.
+///
+/// # Errors
+/// The first address where nothing is allocated.
+fn pieces(memory: &GpuMemory, bo: &Bo, offset: u64, len: u64, mut each: impl FnMut(u64)) -> Result<(), CardAddr> {
+    let runs = offset.checked_add(len).and_then(|end| bo.sg().runs(offset..end));
+    let areas = memory.areas();
+    runs.into_iter().flatten().try_for_each(|run| areas.resolve(run.addr, run.len, |_, _, _, _, len| each(len)))
+}
+
+/// Calls `each` with the changes that requests make: first address, bytes, and whether they are bound.
+fn count(memory: &GpuMemory, requests: &[BindRequest], each: &mut dyn FnMut(u64, u64, bool)) {
+    for request in requests {
+        match request {
+            BindRequest::Bind { va, bo, offset, len, .. } => {
+                let mut at = va.bits();
+                // Where nothing is allocated, the request was refused before.
+                let _ = pieces(memory, bo, *offset, *len, |len| {
+                    each(at, len, true);
+                    at += len;
+                });
+            }
+            BindRequest::Unbind(span) => each(span.first().bits(), span.len(), false),
+            _ => {} // refused before
+        }
     }
 }
 
@@ -485,7 +596,7 @@ fn mirror(
     }
     let value = state.last + 1;
     let takes_away = replaced || !holes.is_empty();
-    let mut sent = false;
+    let (mut sent, mut device_lost) = (false, false);
     let done = (|| {
         if takes_away {
             map.unused()?;
@@ -493,7 +604,8 @@ fn mirror(
         if !all.is_empty() {
             let given = map.gpu.bind_sparse(&all, &map.timeline, value);
             // A call that finds the device lost may have sent it.
-            sent = given.is_ok() || given.is_err_and(|e| e.is_lost());
+            device_lost = given.is_err_and(|e| e.is_lost());
+            sent = given.is_ok() || device_lost;
             given?;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
@@ -501,6 +613,7 @@ fn mirror(
     if sent {
         state.last = value;
     }
+    state.device_lost |= device_lost;
     if let Err(e) = done {
         // The old memory stays in `bound`: it may be seen for ever. So may the new, unless the driver did not get it.
         if sent {
@@ -513,7 +626,7 @@ fn mirror(
     }
     for (at, len) in holes.iter().copied().chain(bindings.iter().map(|p| (p.at, p.len))) {
         // What is taken away was waited for.
-        state.forget(at, at + len);
+        forget(&mut state.bound, at, at + len);
     }
     state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, p.area))));
     Ok(())
@@ -522,11 +635,18 @@ fn mirror(
 impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffers and the memory that is bound to them must not go while a bind is under way.
-        let last = self.lock().last;
-        if self.wait(last).is_err() && !self.gpu.has_bound() {
+        let (last, lost) = (self.lock().last, self.lock().device_lost);
+        let ended = if lost { None } else { self.timeline.wait_despite_errors(last, TIMEOUT).ok() };
+        // Only a lost device is asked in a way that has no timeout: it answers in finite time.
+        if !ended.unwrap_or_else(|| self.gpu.has_bound()) {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
             std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
+            return;
+        }
+        if let Some(held) = &self.held {
+            let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+            held.sub(state.counted);
         }
     }
 }

@@ -17,6 +17,7 @@ use dmalane_vm::{BindRequest, Bo};
 use crate::channel::Channel;
 use crate::fault::Faults;
 use crate::gpu::Live;
+use crate::sparse::Held;
 use crate::{Error, Messages, VulkanDevice, VulkanOptions};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -27,11 +28,17 @@ fn open(options: &VulkanOptions, faults: &Arc<Faults>, live: &Arc<Live>) -> Opti
     let name = std::env::var("DMALANE_TEST_GPU").unwrap_or_else(|_| "0".to_owned());
     match VulkanDevice::open_with(&name, options, faults.clone(), live.clone()) {
         Err(e @ (Error::NoLoader(_) | Error::NoDriver)) => {
-            println!("SKIPPED: {e}");
+            skip(e);
             None
         }
         opened => Some(opened),
     }
+}
+
+/// Says why a test is skipped, which is a failure where `DMALANE_NEED_GPU` is set.
+fn skip(why: impl std::fmt::Display) {
+    assert!(std::env::var_os("DMALANE_NEED_GPU").is_none(), "DMALANE_NEED_GPU is set: {why}");
+    println!("SKIPPED: {why}");
 }
 
 fn left(live: &Live) -> [u64; 6] {
@@ -431,6 +438,54 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
 }
 
 #[test]
+fn where_import_takes_more_than_a_page_the_driver_allocates_host_memory() {
+    let live = Arc::<Live>::default();
+    live.import_align.store(1 << 20, Ordering::Relaxed);
+    let Some(opened) = open(&VulkanOptions::default(), &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.gpu().host_import.is_none() {
+        return println!("SKIPPED: the driver imports no host memory");
+    }
+    use_all(&mut device).unwrap();
+    let notes = device.info().notes.join("\n");
+    assert!(notes.contains("the driver refuses it (only at multiples of 1048576 bytes"), "{notes}");
+    drop(device);
+    assert_eq!(left(&live), [0; 6]);
+}
+
+#[test]
+fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
+    let live = Arc::<Live>::default();
+    live.addresses.store(8 << 20, Ordering::Relaxed);
+    let Some(opened) = open(&VulkanOptions::default(), &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.sparse_pages().is_none() {
+        return println!("SKIPPED: the driver cannot bind sparse buffers");
+    }
+    let table = device.memory().allocate(1 << 20, &Placement::Default).unwrap();
+    let space = device.address_space();
+    assert_eq!(space.longest(), 6 << 20);
+    let error = space.reserve(&table, 8 << 20).unwrap_err().to_string();
+    assert!(error.contains("room for 6291456") && error.contains(",flat"), "{error}");
+    let range = space.reserve(&table, 6 << 20).unwrap();
+    assert!(matches!(space.reserve(&table, 2 << 20), Err(SpaceError::Exhausted(_))));
+    // Not a batch too many, but something that sparse buffers do not have.
+    let error = space.apply(&[BindRequest::Null { va: range.first(), len: 65536 }]).unwrap_err().to_string();
+    assert!(error.contains("no null pages"), "{error}");
+    space.unbind(range).unwrap();
+}
+
+#[test]
+fn a_gpu_without_memory_says_how_much_is_free() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    gpu.faults.fail_call("vkAllocateMemory", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+    let error = chain(&gpu.memory.allocate(1 << 20, &Placement::Default).unwrap_err());
+    let free = error.contains("bytes of the GPU's memory are free") || error.contains("VK_EXT_memory_budget");
+    assert!(free && error.contains("no 1048576 bytes") && error.contains("vkAllocateMemory"), "{error}");
+    gpu.end();
+}
+
+#[test]
 fn where_import_is_refused_the_driver_allocates_host_memory() {
     let (faults, live) = (Arc::<Faults>::default(), Arc::<Live>::default());
     faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
@@ -446,8 +501,10 @@ fn where_import_is_refused_the_driver_allocates_host_memory() {
 
 #[test]
 fn binds_up_to_the_limit_are_all_seen() {
-    let options = VulkanOptions::default();
-    let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
+    let (options, live) = (VulkanOptions::default(), Arc::<Live>::default());
+    // As many as the process may have, and a number of its own, so that tests beside it have some left.
+    live.held.set(Held::new(crate::sparse::binds_left())).unwrap();
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
     let mut device = opened.unwrap();
     if device.sparse_pages().is_none() || device.gpu().kind != "software GPU" {
         return println!("SKIPPED: no software GPU that binds sparse buffers");
@@ -499,6 +556,109 @@ fn binds_up_to_the_limit_are_all_seen() {
 }
 
 #[test]
+fn unbinds_that_leave_too_many_pieces_are_refused() {
+    const PAGES: u64 = 64;
+    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    live.held.set(Held::new(8)).unwrap();
+    let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.sparse_pages().is_none() {
+        return println!("SKIPPED: the driver cannot bind sparse buffers");
+    }
+    let page = device.address_space().page().bytes();
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let table = memory.allocate(PAGES * page, &Placement::Default).unwrap();
+    let first = table.segments().next().unwrap().addr.bits();
+    let fill = |n| Operation::fill(DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page)), 8, n);
+    drop(run(&mut *queues[0], (0..PAGES).map(fill).collect()).unwrap());
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+    let range = device.address_space().reserve(&table, PAGES * page).unwrap();
+    let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+    let bind = |at, offset: u64, pages: u64| {
+        let (offset, len) = (offset * page, pages * page);
+        BindRequest::Bind { va: va(at), bo: bo.clone(), offset, len, access: Access::RW }
+    };
+    let hole = |n| BindRequest::Unbind(Span::new(va(n), page).unwrap());
+    let too_many = |device: &mut VulkanDevice, requests: &[BindRequest], wanted: u32| {
+        let e = device.address_space().apply(requests).unwrap_err().to_string();
+        assert!(e.contains(&format!("holds 8 sparse bindings at most, and there would be {wanted} ")), "{e}");
+    };
+    device.address_space().apply(&[bind(0, 0, PAGES)]).unwrap();
+    // A hole leaves one more, and so does a batch of them.
+    too_many(&mut device, &(0..8).map(|n| hole(2 * n + 1)).collect::<Vec<_>>(), 9);
+    let mut holes: Vec<u64> = (0..7).map(|n| 2 * n + 1).collect();
+    holes.iter().for_each(|n| device.address_space().apply(&[hole(*n)]).unwrap());
+    too_many(&mut device, &[hole(31)], 9);
+    // A bind in the middle of another leaves two more.
+    too_many(&mut device, &[bind(20, 0, 1)], 10);
+    // What takes no more pieces is done: shorter ones, and one instead of others.
+    holes.push(PAGES - 1);
+    device.address_space().apply(&[hole(PAGES - 1)]).unwrap();
+    device.address_space().apply(&[hole(0), bind(0, 0, 1)]).unwrap();
+    let heap = registrar.heap(None);
+    for n in 0..PAGES {
+        let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
+        let slice = buf.into_slice().split_at(8).unwrap().0;
+        let read = Operation::read(HostSlice::from((slice, via)), DeviceAddr::Va(va(n)));
+        match (run(&mut *queues[0], vec![read]), holes.contains(&n)) {
+            (Ok(mut done), false) => assert_eq!(bytes_of(done.remove(0)), n.to_le_bytes(), "page {n}"),
+            (read, hole) => assert!(read.is_err() && hole, "page {n}: {read:?}"),
+        }
+    }
+    device.address_space().unbind(range).unwrap();
+    drop((queues, memory, device, registrar));
+    assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
+}
+
+#[test]
+fn devices_of_one_process_share_the_limit_of_binds() {
+    let Some([one, other]) = Opened::new(true).zip(Opened::new(true)).map(<[_; 2]>::from) else { return };
+    if one.device.gpu().kind != "software GPU" {
+        return println!("SKIPPED: no software GPU");
+    }
+    assert!(one.device.shares_limit_with(&other.device), "without a number of their own");
+    drop((one, other));
+    let shared = Held::new(8);
+    let mut gpus = [(); 2].map(|()| {
+        let live = Arc::<Live>::default();
+        live.held.set(shared.clone()).unwrap();
+        open(&VulkanOptions::default(), &Arc::default(), &live).unwrap().unwrap()
+    });
+    let page = gpus[0].address_space().page().bytes();
+    let mut parts = gpus.each_mut().map(|device| {
+        let mut memory = device.memory();
+        let table = memory.allocate(32 * page, &Placement::Default).unwrap();
+        let range = device.address_space().reserve(&table, 32 * page).unwrap();
+        (Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap())), range, memory)
+    });
+    // Every second page, so that none continues another.
+    let bind = |(bo, range, _): &(Arc<Bo>, Span<dmalane_addr::DeviceVa>, _), n: u64| BindRequest::Bind {
+        va: dmalane_addr::DeviceVa::new(range.first().bits() + 2 * n * page),
+        bo: bo.clone(),
+        offset: 2 * n * page,
+        len: page,
+        access: Access::RW,
+    };
+    let five: [Vec<_>; 2] = parts.each_ref().map(|part| (0..5).map(|n| bind(part, n)).collect());
+    gpus[0].address_space().apply(&five[0]).unwrap();
+    let e = gpus[1].address_space().apply(&five[1]).unwrap_err().to_string();
+    assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
+    gpus[1].address_space().apply(&five[1][..3]).unwrap();
+    assert!(gpus[0].address_space().apply(&[bind(&parts[0], 6)]).is_err());
+    // What one gives back the other may have, also when it goes.
+    gpus[0].address_space().unbind(parts[0].1).unwrap();
+    gpus[1].address_space().apply(&five[1]).unwrap();
+    let [mut first, second] = gpus;
+    drop(second);
+    let table = parts[0].2.allocate(32 * page, &Placement::Default).unwrap();
+    parts[0].1 = first.address_space().reserve(&table, 32 * page).unwrap();
+    let all: Vec<_> = (0..8).map(|n| bind(&parts[0], n)).collect();
+    first.address_space().apply(&all).unwrap();
+}
+
+#[test]
 fn what_a_driver_that_answers_nothing_may_still_use_is_never_freed() {
     // A driver that has lost the GPU does not say what it still does.
     for answer in [vk::Result::ERROR_OUT_OF_HOST_MEMORY, vk::Result::ERROR_DEVICE_LOST] {
@@ -523,6 +683,27 @@ fn what_a_driver_that_answers_nothing_may_still_use_is_never_freed() {
         assert!(memories >= 2 && imports == 1 && buffers >= 2 && semaphores == 1 && pools == 1, "{:?}", left(&live));
         assert!(!share.is_last(), "the GPU may still read it");
     }
+}
+
+#[test]
+fn an_error_while_waiting_does_not_wait_without_a_limit() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let (_, at, _table) = gpu.allocate(1 << 20);
+    let host = gpu.host(&vec![7; 1 << 20]);
+    let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+    gpu.queues[0].flush();
+    gpu.faults.fail_for_good(vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let (mut done, begun) = (Vec::new(), std::time::Instant::now());
+    assert_eq!(gpu.queues[0].wait(&mut done, Duration::from_millis(1)), 0, "nothing says that it has ended");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    assert!(gpu.faults.called("vkGetSemaphoreCounterValue") && !gpu.faults.called("vkQueueWaitIdle"), "no limit");
+    assert!(gpu.queues[0].halted().is_some());
+    // A driver that answers again ends it.
+    gpu.faults.heal();
+    done.extend(drain(&mut *gpu.queues[0], LONG));
+    assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
+    drop(done);
+    gpu.end();
 }
 
 #[test]
@@ -910,13 +1091,58 @@ fn dma_bufs_are_imported_and_device_memory_is_exported() {
 }
 
 #[test]
+fn memory_that_is_not_imported_by_its_address_is_imported_as_a_dma_buf() {
+    const SIZE: usize = 256 << 10;
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let info = gpu.device.gpu();
+    if !info.dma_buf_import || info.host_import.is_none() || info.kind != "software GPU" {
+        return println!("SKIPPED: no software GPU that imports dma-bufs");
+    }
+    let (_, at, _table) = gpu.allocate(SIZE as u64);
+    let bytes: Vec<u8> = (0..SIZE).map(|i| (i * 7 % 253) as u8).collect();
+    // Two parts of one buffer, so that the second does not begin where the dma-buf does.
+    let through = |gpu: &Opened, bytes: &[u8]| {
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
+        buf.as_volatile_slice().write(bytes);
+        gpu.faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
+        let via = Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap();
+        assert_eq!(gpu.faults.failed(), Some("vkGetMemoryHostPointerPropertiesEXT"));
+        assert!(gpu.faults.called("vkGetMemoryFdPropertiesKHR"), "as a dma-buf");
+        gpu.faults.heal();
+        buf.into_slice()
+            .split_at(SIZE / 2)
+            .map(|(a, b)| [a, b].map(|half| HostSlice::from((half, via.clone()))))
+            .unwrap()
+    };
+    let DeviceAddr::Card(first) = at else { panic!("a card address") };
+    let half = |n: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * SIZE as u64 / 2));
+    let [a, b] = through(&gpu, &bytes);
+    drop(run(&mut *gpu.queues[0], vec![Operation::write(a, half(0)), Operation::write(b, half(1))]).unwrap());
+    let [a, b] = through(&gpu, &vec![0; SIZE]);
+    let done = run(&mut *gpu.queues[0], vec![Operation::read(a, half(0)), Operation::read(b, half(1))]).unwrap();
+    let got: Vec<u8> = done.into_iter().flat_map(bytes_of).collect();
+    assert!(got == bytes, "the bytes of the memfd");
+    // Where that fails too, both reasons are named.
+    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
+    gpu.faults.fail_for_good_from("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let error = chain(&Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap_err());
+    gpu.faults.heal();
+    assert!(
+        error.contains("vkGetMemoryHostPointerPropertiesEXT failed") && error.contains("as a dma-buf: vk"),
+        "{error}"
+    );
+    drop(buf);
+    gpu.end();
+}
+
+#[test]
 fn the_layers_are_heard() {
     let messages = Messages::new();
     let options = VulkanOptions { sparse: false, validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
     let device = opened.unwrap();
     if !device.info().notes.iter().any(|note| note.contains("validation layers")) {
-        return println!("SKIPPED: the validation layers are not installed");
+        return skip("the validation layers are not installed");
     }
     checked(&messages);
     device.misuse();
@@ -927,7 +1153,7 @@ fn the_layers_are_heard() {
 fn gpus_are_found_by_number_name_and_uuid() {
     let gpus = match crate::gpus() {
         Ok(gpus) => gpus,
-        Err(e) => return println!("SKIPPED: {e}"),
+        Err(e) => return skip(e),
     };
     let first = &gpus[0];
     let open = |name: &str| VulkanDevice::open(name, &VulkanOptions::default());

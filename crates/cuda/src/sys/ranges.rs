@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use dmalane_queue::DeviceAddr;
+use dmalane_addr::{CardAddr, DeviceVa};
+use dmalane_queue::{DeviceAddr, OpError};
 
 /// Ranges of device addresses that may be used, by their first; no two overlap.
 pub(super) type Mapped = BTreeMap<u64, Range>;
@@ -75,4 +76,32 @@ pub(super) fn check(mapped: &Mapped, at: u64, len: u64, kind: RangeKind, write: 
         next = first + range.len; // no overflow: the driver maps no range past the top
     }
     Ok(())
+}
+
+/// The same for an operation: an address that it may not use is a fault of the memory or of the MMU.
+pub(super) fn check_use(mapped: &Mapped, at: u64, len: u64, kind: RangeKind, write: bool) -> Result<(), OpError> {
+    check(mapped, at, len, kind, write).map_err(|bad| match kind {
+        RangeKind::Memory => OpError::NoCardMemory(CardAddr::new(bad)),
+        RangeKind::Bound => OpError::MmuFault(DeviceVa::new(bad)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_of_the_kind_of_address() {
+        let range = |kind| Range { len: 4096, kind, writable: false, handles: Vec::new(), chunk: 0, closed: false };
+        let mapped = Mapped::from([(0x1000, range(RangeKind::Memory)), (0x4000, range(RangeKind::Bound))]);
+        assert_eq!(check_use(&mapped, 0x1000, 4096, RangeKind::Memory, false), Ok(()));
+        assert_eq!(check_use(&mapped, 0x4000, 4096, RangeKind::Bound, false), Ok(()));
+        let memory = |at, len, write| check_use(&mapped, at, len, RangeKind::Memory, write);
+        assert_eq!(memory(0x1000, 4097, false), Err(OpError::NoCardMemory(CardAddr::new(0x2000))));
+        assert_eq!(memory(0x1000, 1, true), Err(OpError::NoCardMemory(CardAddr::new(0x1000))), "read-only");
+        let bound = |at, write| check_use(&mapped, at, 4096, RangeKind::Bound, write);
+        assert_eq!(bound(0x4800, false), Err(OpError::MmuFault(DeviceVa::new(0x5000))));
+        assert_eq!(bound(0x4000, true), Err(OpError::MmuFault(DeviceVa::new(0x4000))));
+        assert_eq!(bound(0x1000, false), Err(OpError::MmuFault(DeviceVa::new(0x1000))), "of another kind");
+    }
 }

@@ -5,11 +5,10 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use dmalane_addr::{CardAddr, DeviceVa};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
 
 use super::context::Context;
-use super::ranges::{Mapped, RangeKind, check, kind};
+use super::ranges::{Mapped, RangeKind, check_use, kind};
 use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side};
 use crate::Error;
 use crate::error::NOT_READY;
@@ -158,10 +157,7 @@ impl Stream {
         self.works()?;
         for (at, len, write) in step.device().into_iter().flatten() {
             let (kind, first) = kind(at);
-            check(mapped, first, len, kind, write).map_err(|bad| match kind {
-                RangeKind::Memory => OpError::NoCardMemory(CardAddr::new(bad)),
-                RangeKind::Bound => OpError::MmuFault(DeviceVa::new(bad)),
-            })?;
+            check_use(mapped, first, len, kind, write)?;
         }
         // The address of host memory that the operation owns.
         let host = |index: usize, offset: u64, len: u64| {
@@ -272,8 +268,7 @@ impl Stream {
         let to_device = direction == Direction::FromHost;
         for range in ranges {
             // Again, since it may have been unmapped while it waited.
-            check(mapped, range.at, range.len, range.kind, to_device)
-                .map_err(|bad| OpError::NoCardMemory(CardAddr::new(bad)))?;
+            check_use(mapped, range.at, range.len, range.kind, to_device)?;
         }
         self.open_calls += count;
         let done = if let [TransferRange { at, here, len, .. }] = *ranges {

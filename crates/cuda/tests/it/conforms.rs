@@ -6,7 +6,7 @@ use dmalane_device::conformance::suite;
 use dmalane_device::{AddressSpaceKind, Bind, Device};
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
-use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, QueueAddr, drain};
+use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, OpError, Operation, QueueAddr, drain};
 use dmalane_vm::Bo;
 use std::sync::Arc;
 use std::time::Duration;
@@ -275,6 +275,26 @@ fn writes_to_the_same_memory_by_two_addresses_keep_their_order() {
     }
     drop(gpu);
     fake.assert_clean("two addresses");
+}
+
+#[test]
+fn a_small_copy_whose_address_is_unbound_before_the_doorbell_is_an_mmu_fault() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, ",vmm")).unwrap();
+    let (table, _) = gpu.allocate(2 << 20).unwrap();
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 2 << 20).unwrap();
+    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: 2 << 20, access: Access::RW }).unwrap();
+    let at = space.at(range.first());
+    let host = gpu.host(b"small").unwrap();
+    let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.queues[0].flush();
+    let ended = drain(&mut *gpu.queues[0], LONG);
+    assert_eq!(ended[0].result, Err(OpError::MmuFault(range.first())));
+    drop((ended, gpu));
+    fake.assert_clean("unbound before the doorbell");
 }
 
 #[test]
