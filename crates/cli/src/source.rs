@@ -1,6 +1,6 @@
 //! Files to read from: by name, from standard input, and what has no size that can be believed.
 
-use std::fs::{File, FileType};
+use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
@@ -17,6 +17,11 @@ const STDIN: &str = "-";
 /// Whether this is the name of standard input.
 pub fn is_stdin(path: &Path) -> bool {
     path.as_os_str() == STDIN
+}
+
+/// Which file standard input is.
+pub fn stdin_metadata() -> io::Result<Metadata> {
+    File::from(io::stdin().as_fd().try_clone_to_owned()?).metadata()
 }
 
 /// Refuses to read standard input twice.
