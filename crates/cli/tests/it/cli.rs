@@ -696,6 +696,13 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
     }
     let loaded = json("cat m.safetensors | dmalane load - --json");
     assert_eq!((&loaded["tensors"], &loaded["files"][0]["path"]), (&5.into(), &"stdin.safetensors".into()));
+    // What is in the page cache is read from there, as when the file is named; so is the copy of a pipe.
+    std::fs::read(&model).unwrap();
+    for line in ["load m.safetensors", "load - < m.safetensors", "read - < m.safetensors"] {
+        let (command, rest) = line.split_once(' ').unwrap();
+        assert_eq!(json(&format!("dmalane {command} --json {rest}"))["files"][0]["direct"], false, "{line}");
+    }
+    assert_eq!(json("cat m.safetensors | dmalane load --json -")["files"][0]["direct"], false);
     let output = shell("dmalane load - - < m.safetensors");
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
     assert_eq!(
