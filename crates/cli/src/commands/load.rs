@@ -88,7 +88,8 @@ pub(crate) struct Load {
     list: bool,
 
     /// Load (and save) only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
-    /// `[ab]` for one of these. May be given several times
+    /// `[ab]` for one of these. May be given several times. With --no-checksum and without --manifest, only these
+    /// tensors are read of the files, else all bytes, to hash them
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 

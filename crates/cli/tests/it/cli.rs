@@ -581,6 +581,37 @@ fn what_inspect_says() {
     }
 }
 
+#[test]
+fn of_a_part_of_a_model_only_that_part_is_read() {
+    let folder = folder("part");
+    let load = |line: &str| {
+        let output = command(&["load"]).args(line.split(' ')).current_dir(&folder).output().unwrap();
+        assert!(output.status.success(), "{line}: {}", stderr(&output));
+        output
+    };
+    load("-q --sample 8MiB --save m.safetensors");
+    let json = |line: &str| -> Value { serde_json::from_slice(&load(line).stdout).unwrap() };
+    let whole = json("m.safetensors --json");
+    let tensors = whole["files"][0]["tensors"].as_array().unwrap();
+    // Not all of them, and not neighbours.
+    let bytes = |tensor: &Value| tensor["bytes"].as_u64().unwrap();
+    let (first, last) = (&tensors[0], &tensors[tensors.len() - 1]);
+    let wanted = bytes(first) + bytes(last);
+    let names = [first, last].map(|tensor| format!("--tensors {}", tensor["name"].as_str().unwrap())).join(" ");
+    let part = json(&format!("m.safetensors {names} --no-checksum --verify --save part --json --buffered"));
+    let read = part["bytes"].as_u64().unwrap();
+    assert!((wanted..wanted + 4 * 4096).contains(&read), "{read} of {wanted}");
+    assert!(wanted + (1 << 20) < whole["bytes"].as_u64().unwrap(), "{wanted} is not all");
+    // All is hashed, so all is read, and said to be.
+    let text = stdout(&load(&format!("m.safetensors {names} --save hashed"))).to_owned();
+    assert!(text.contains("8.00 MiB read for "), "{text}");
+    assert!(std::fs::read(folder.join("part")).unwrap() == std::fs::read(folder.join("hashed")).unwrap());
+    for device in ["ram:64MiB", "soft"] {
+        let direct = json(&format!("m.safetensors {names} --no-checksum --verify --json --chunk 64KiB -d {device}"));
+        assert_eq!((&direct["bytes"], &direct["verified"]), (&part["bytes"], &true.into()), "{device}");
+    }
+}
+
 /// A GGUF file with two tensors of floats, `first` and `second`, of 64 and 32 elements.
 fn gguf() -> Vec<u8> {
     let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
