@@ -292,7 +292,7 @@ impl Load {
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
-        let room = LoadRoom::of(&device, &self.device, &self.placement);
+        let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let mut outputs = outputs.excluding(&inputs, device.backing_files(), &named)?;
