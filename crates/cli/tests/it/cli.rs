@@ -785,6 +785,12 @@ fn sources_without_a_true_size_are_read_to_their_end() {
         }
     }
     assert!(complains(&["load", "/dev/zero"], 1).contains("has no end"));
+    // It ends at once.
+    for args in [&["read", "/proc/version", "--manifest", "/dev/null"][..], &["vm", "replay", "/dev/null"]] {
+        let text = complains(args, 1);
+        assert!(!text.contains("no end") && !text.contains("nobody writes"), "{text}");
+    }
+    assert_eq!(json(&["read", "/dev/null", "--json"])["bytes"], 0);
 }
 
 #[test]
