@@ -33,6 +33,20 @@ fn is_meant(path: &[String], name: &str) -> bool {
 /// The environment of this process, or of a test.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
+/// Where the configuration file of this user is, or would be: `$DMALANE_CONFIG`, or `dmalane.toml` in
+/// `$XDG_CONFIG_HOME` or `~/.config`.
+pub fn path(environment: Environment<'_>) -> Option<PathBuf> {
+    let path = match environment(FILE) {
+        Some(path) => PathBuf::from(path),
+        None => {
+            let folder = environment("XDG_CONFIG_HOME").filter(|folder| !folder.is_empty()).map(PathBuf::from);
+            let home = || Some(PathBuf::from(environment("HOME")?).join(".config"));
+            folder.or_else(home)?.join("dmalane.toml")
+        }
+    };
+    Some(path).filter(|path| !path.as_os_str().is_empty())
+}
+
 /// A configuration file.
 struct File {
     path: PathBuf,
@@ -40,26 +54,14 @@ struct File {
 }
 
 impl File {
-    /// The file of this user, if there is one: `$DMALANE_CONFIG`, or `dmalane.toml` in `$XDG_CONFIG_HOME` or
-    /// `~/.config`.
+    /// The file of this user, if there is one.
     fn find(environment: Environment<'_>) -> Result<Option<Self>, Failure> {
-        let named = environment(FILE);
-        let path = match &named {
-            Some(path) => PathBuf::from(path),
-            None => {
-                let folder = environment("XDG_CONFIG_HOME").filter(|folder| !folder.is_empty()).map(PathBuf::from);
-                let home = || Some(PathBuf::from(environment("HOME")?).join(".config"));
-                let Some(folder) = folder.or_else(home) else { return Ok(None) };
-                folder.join("dmalane.toml")
-            }
-        };
-        if path.as_os_str().is_empty() {
-            return Ok(None);
-        }
-        match read(&path, named.is_some()) {
+        let Some(path) = path(environment) else { return Ok(None) };
+        let named = environment(FILE).is_some();
+        match read(&path, named) {
             Ok(text) => Ok(text.map(|text| Self { path, text })),
             // HOME may be another user's, as under some ways to change the user.
-            Err(e) if named.is_none() && matches!(e.kind(), NotFound | NotADirectory | PermissionDenied) => Ok(None),
+            Err(e) if !named && matches!(e.kind(), NotFound | NotADirectory | PermissionDenied) => Ok(None),
             Err(e) => Err(Failure::because(format!("cannot read {}", path.display()), &e)),
         }
     }

@@ -141,18 +141,19 @@ pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Fail
     options.open(spec).map_err(|e| cannot_open(&e, options))
 }
 
-/// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it.
-pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path) -> Failure {
+/// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it. A
+/// damaged one cannot be restored.
+pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path, damaged: bool) -> Failure {
     let made = backup.metadata().and_then(|meta| meta.modified()).ok();
     let Some(made) = made.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) else { return failure };
     let device = spec.to_string();
-    failure
-        .cause(format!("the backup was made on {}", date(made.as_secs())))
-        .command(
-            "to restore it, and to keep the present data beside it",
-            &["dmalane", "validate", "-d", &device, "--recover"],
-        )
-        .command("to drop it", &["rm", &backup.to_string_lossy()])
+    let restore = ["dmalane", "validate", "-d", &device, "--recover"];
+    let failure = failure.cause(format!("the backup was made on {}", date(made.as_secs())));
+    let failure = match damaged {
+        true => failure,
+        false => failure.command("to restore it, and to keep the present data beside it", &restore),
+    };
+    failure.command("to drop it", &["rm", &backup.to_string_lossy()])
 }
 
 /// The error of opening a device, with what helps against it.
@@ -167,7 +168,7 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         OpenError::Backup { spec, backup } => {
             let path = backup.display();
             let why = format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {path}");
-            return with_backup(Failure::new(why), spec, backup);
+            return with_backup(Failure::new(why), spec, backup, false);
         }
         OpenError::Device { spec, source } => (spec, &**source),
         _ => return Failure::because("cannot open the device", error),

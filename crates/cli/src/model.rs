@@ -98,8 +98,10 @@ pub fn cannot_open(error: dmalane::file::Error) -> Failure {
 /// Reads the manifest of `--manifest`, which may be `-`; without one it is empty.
 pub fn manifest(path: Option<&Path>) -> Result<Manifest, Failure> {
     let Some(path) = path else { return Ok(Manifest::default()) };
-    let from = SourceFile::open(path)?.reader()?;
-    Manifest::read_from(from, path).map_err(|e| Failure::because(format!("cannot use {}", path.display()), &e))
+    let source = SourceFile::open(path)?;
+    let name = source.path.clone();
+    let read = Manifest::read_from(source.reader()?, &name);
+    read.map_err(|e| Failure::because(format!("cannot use {}", name.display()), &e))
 }
 
 /// Differences that are listed in a message.

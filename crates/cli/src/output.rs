@@ -1,5 +1,6 @@
 //! Writing results to stdout, whose reader may have left, and to files, without losing what is there.
 
+use std::fs::Metadata;
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,8 +10,10 @@ use dmalane::load::container::is_index;
 use dmalane::load::{Error, Output};
 use serde::Serialize;
 
+use crate::config;
 use crate::failure::Failure;
 use crate::layout::{fit, spaced};
+use crate::source::{is_stdin, stdin_metadata};
 
 /// Writes `text` to stdout, without its colours where no terminal shows them or `NO_COLOR` is set.
 pub fn print(text: &str) -> Result<(), Failure> {
@@ -150,23 +153,37 @@ pub struct Replace {
 }
 
 impl Replace {
-    /// The file at `path`, which replaces one that exists only by `--force`.
+    /// The file at `path`, which replaces one that exists only by `--force`, and never the configuration file.
     pub fn output(self, path: &Path) -> Output {
-        Output::new(path).replace(self.force)
+        let to = Output::new(path).replace(self.force);
+        match config::path(&|name| std::env::var_os(name)) {
+            Some(config) => protecting(to, &config, std::fs::metadata(&config)),
+            None => to,
+        }
     }
 }
 
 /// Never in place of files that are read besides those of models: the index that stands for them, or that of a folder,
-/// and a manifest.
+/// and a manifest, which may be standard input.
 pub fn excluding<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -> Output {
     let within = |path: &PathBuf| match std::fs::read_dir(path) {
-        Ok(entries) => entries.flatten().map(|entry| entry.path()).filter(|path| is_index(path)).collect(),
-        Err(_) => vec![path.clone()],
+        Ok(entries) if !is_stdin(path) => {
+            entries.flatten().map(|entry| entry.path()).filter(|path| is_index(path)).collect()
+        }
+        _ => vec![path.clone()],
     };
-    named.into_iter().flat_map(within).fold(to, |to, path| match std::fs::metadata(&path) {
-        Ok(meta) => to.excluding(&path, &meta),
-        Err(_) => to,
+    named.into_iter().flat_map(within).fold(to, |to, path| match is_stdin(&path) {
+        true => protecting(to, Path::new("stdin"), stdin_metadata()),
+        false => protecting(to, &path, std::fs::metadata(&path)),
     })
+}
+
+/// Never in place of this file, if there is one.
+fn protecting(to: Output, path: &Path, meta: io::Result<Metadata>) -> Output {
+    match meta {
+        Ok(meta) => to.excluding(path, &meta),
+        Err(_) => to,
+    }
 }
 
 /// Refuses two outputs, each with its option, that are one file.

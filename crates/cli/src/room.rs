@@ -1,5 +1,7 @@
 //! Checks whether files fit a device, and names what has more room.
 
+use dmalane::addr::PageSize;
+use dmalane::device::AddressSpaceKind;
 use dmalane::file::FileQueue;
 use dmalane::load::{Error, Input, Layout};
 use dmalane::{DeviceSpec, OpenDevice, Placement};
@@ -7,6 +9,9 @@ use dmalane::{DeviceSpec, OpenDevice, Placement};
 use crate::device::{self, CARD_MOST};
 use crate::failure::Failure;
 use crate::size::{Size, binary};
+
+/// Bytes, at most, of the gaps between the tensors of a sample.
+const SAMPLE_GAPS: u64 = 128 << 10;
 
 /// The memory that a load can use.
 pub struct LoadRoom<'a> {
@@ -19,14 +24,18 @@ pub struct LoadRoom<'a> {
     /// The memory that gets the tensors, and the group of regions that it is in.
     placement: &'a Placement,
     group: String,
+    /// One region that files have to themselves: no MMU, and so no page tables.
+    plain: bool,
     /// The device with this memory.
     spec: &'a DeviceSpec,
 }
 
 impl<'a> LoadRoom<'a> {
     /// The memory of a device with nothing loaded.
-    pub fn of(device: &OpenDevice, spec: &'a DeviceSpec, placement: &'a Placement) -> Self {
+    pub fn of(device: &mut OpenDevice, spec: &'a DeviceSpec, placement: &'a Placement) -> Self {
+        let flat = device.address_space().kind() == AddressSpaceKind::Flat;
         let memory = device.memory();
+        let plain = flat && memory.regions().count() == 1;
         let group = match placement {
             Placement::Default => memory.regions().next().map_or(String::new(), |region| region.group.to_string()),
             Placement::Named(name) | Placement::OneOf(name) => name.to_string(),
@@ -35,7 +44,7 @@ impl<'a> LoadRoom<'a> {
         let others: Vec<u64> = others.map(|region| region.span.len()).collect();
         let largest_elsewhere = others.iter().copied().max().unwrap_or(0);
         let elsewhere = others.into_iter().fold(0, u64::saturating_add);
-        Self { largest_file: memory.room(placement), elsewhere, largest_elsewhere, placement, group, spec }
+        Self { largest_file: memory.room(placement), plain, elsewhere, largest_elsewhere, placement, group, spec }
     }
 
     /// Checks, before anything is written, that a sample fits the device and the temporary folder.
@@ -44,7 +53,8 @@ impl<'a> LoadRoom<'a> {
         if size > room {
             let have = format!("{} has {} for a file", self.spec, binary(room));
             let failure = Failure::new(format!("a sample of {} does not fit: {have}", binary(size)));
-            return Err(failure.hint(self.hint(&[size])));
+            let gaps = if self.plain { SAMPLE_GAPS } else { 0 };
+            return Err(failure.hint(self.hint(&[size.saturating_add(gaps)])));
         }
         let folder = std::env::temp_dir();
         // Where it cannot be told, writing will tell.
@@ -103,6 +113,15 @@ impl<'a> LoadRoom<'a> {
 
     /// Bytes of the group in which `files` of so many bytes fit, and the page tables.
     fn enough(&self, files: &[u64]) -> u64 {
+        if self.plain {
+            // A long file begins at a large page.
+            let aligned = |bytes: &u64| {
+                let large = *bytes >= PageSize::SIZE_2M.bytes();
+                let align = if large { PageSize::SIZE_2M } else { PageSize::SIZE_16K };
+                align.round_up(*bytes).unwrap_or(u64::MAX)
+            };
+            return files.iter().map(aligned).fold(0, u64::saturating_add);
+        }
         const SLACK: u64 = 4 << 20;
         let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
         let total = padded().fold(0, u64::saturating_add);

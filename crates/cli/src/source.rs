@@ -1,12 +1,12 @@
 //! Files to read from: by name, from standard input, and what has no size that can be believed.
 
-use std::fs::{File, FileType};
+use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
+use rustix::fs::{OFlags, makedev};
 
 use crate::failure::Failure;
 use crate::size::binary;
@@ -17,6 +17,11 @@ const STDIN: &str = "-";
 /// Whether this is the name of standard input.
 pub fn is_stdin(path: &Path) -> bool {
     path.as_os_str() == STDIN
+}
+
+/// Which file standard input is.
+pub fn stdin_metadata() -> io::Result<Metadata> {
+    File::from(io::stdin().as_fd().try_clone_to_owned()?).metadata()
 }
 
 /// Refuses to read standard input twice.
@@ -65,9 +70,15 @@ impl SourceFile {
         self.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
     }
 
-    /// Whether reading it never ends, as `/dev/zero` does.
+    /// Whether reading it never ends, as `/dev/zero` does. `/dev/null` is empty.
     fn is_endless(&self) -> bool {
-        !self.file.is_terminal() && self.file.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
+        let is_device = |meta: Metadata| meta.file_type().is_char_device() && meta.rdev() != makedev(1, 3);
+        !self.file.is_terminal() && self.file.metadata().is_ok_and(is_device)
+    }
+
+    /// Whether it is empty because nobody writes to it.
+    fn is_unwritten_when_empty(&self) -> bool {
+        !self.stdin && self.is_stream() && !self.file.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
     }
 
     fn is_generated(&self) -> bool {
@@ -77,10 +88,10 @@ impl SourceFile {
     /// Its contents, to be read once from front to back.
     pub fn reader(self) -> Result<BufReader<File>, Failure> {
         self.check_end()?;
-        let (stream, path) = (self.is_stream() && !self.stdin, self.path);
+        let (unwritten, path) = (self.is_unwritten_when_empty(), self.path);
         let mut from = BufReader::with_capacity(1 << 16, self.file);
         let begun = from.fill_buf().map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
-        match stream && begun.is_empty() {
+        match unwritten && begun.is_empty() {
             true => Err(nobody_writes(&path)),
             false => Ok(from),
         }
@@ -116,7 +127,7 @@ impl SourceFile {
         let path = self.path.display();
         let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
         let bytes = io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
-        if bytes == 0 && !self.stdin && self.is_stream() {
+        if bytes == 0 && self.is_unwritten_when_empty() {
             return Err(nobody_writes(&self.path));
         }
         let path = if self.stdin { stdin_name(&copy) } else { self.path };

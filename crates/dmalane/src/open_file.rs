@@ -15,8 +15,21 @@ use crate::read::size;
 ///
 /// # Errors
 /// Those of [`FileQueue::open`].
-pub fn open_file(path: impl AsRef<Path>, mut options: FileOptions) -> Result<Input<FileQueue>, Error> {
-    let queue = FileQueue::open(path, options)?;
+pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
+    choose(FileQueue::open(path, options)?, options)
+}
+
+/// Takes a file that is open already and names it `name`. The name and the first bytes decide the container format, and
+/// it is read as by [`open_file`].
+///
+/// # Errors
+/// Those of [`FileQueue::from_file`].
+pub fn open_as(file: File, name: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
+    choose(FileQueue::from_file(file, name.as_ref(), options)?, options)
+}
+
+/// Chooses how a file is read that was opened with these options.
+fn choose(queue: FileQueue, mut options: FileOptions) -> Result<Input<FileQueue>, Error> {
     if options.mode != Mode::Auto {
         return input(queue, Vec::new());
     }
@@ -38,14 +51,6 @@ pub fn open_file(path: impl AsRef<Path>, mut options: FileOptions) -> Result<Inp
 
 fn duplicate(queue: &FileQueue) -> Result<File, Error> {
     queue.file().try_clone().map_err(|source| Error::Open { path: queue.path().to_owned(), source })
-}
-
-/// Takes a file that is open already and names it `name`. The name and the first bytes decide the container format.
-///
-/// # Errors
-/// Those of [`FileQueue::from_file`].
-pub fn open_as(file: File, name: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
-    input(FileQueue::from_file(file, name.as_ref(), options)?, Vec::new())
 }
 
 fn input(queue: FileQueue, more: Vec<FileQueue>) -> Result<Input<FileQueue>, Error> {

@@ -158,12 +158,15 @@ fn granted(group: &str, bytes: u64) -> Option<String> {
 }
 
 fn longer(_: &str, bytes: u64) -> Option<String> {
-    let size = if bytes < 1 << 20 { Size::new(bytes) } else { Size::about(bytes) };
-    Some(format!("a file of {size}"))
+    Some(format!("a file of {}", exact_if_small(bytes)))
 }
 
 fn named(_: &str, bytes: u64) -> Option<String> {
-    Some(format!("ram:{}", Size::about(bytes)))
+    Some(format!("ram:{}", exact_if_small(bytes)))
+}
+
+fn exact_if_small(bytes: u64) -> Size {
+    if bytes < 1 << 20 { Size::new(bytes) } else { Size::about(bytes) }
 }
 
 /// How a card called `name` is driven.

@@ -23,6 +23,7 @@ mod input;
 mod layout;
 mod live;
 mod manifest;
+mod parts;
 mod pipeline;
 mod readback;
 mod reference;

@@ -10,7 +10,8 @@ use dmalane_device::Placement;
 use dmalane_queue::{OpError, Queue};
 
 use crate::clock::{Clocks, Stage};
-use crate::fill::{self, Event, FillError, FillOptions, Job, Memory, Sink};
+use crate::fill::{self, Event, FillError, FillOptions, Memory, Sink};
+use crate::parts::{PartTargets, Parts};
 use crate::{Error, Expected, Input, Loaded, LoadedFile, Manifest, Model, OpenDevice, Report};
 
 impl OpenDevice {
@@ -59,10 +60,10 @@ impl OpenDevice {
         let result = self.stream(inputs, &mut files, &expected, progress, epoch);
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
-        let (clocks, transfers) = match result {
-            Ok((clocks, transfers)) => {
+        let (clocks, transfers, bytes) = match result {
+            Ok((clocks, transfers, bytes)) => {
                 parse.add(clocks);
-                (&mut parse, transfers)
+                (&mut parse, transfers, bytes)
             }
             Err(e) => {
                 // Slots may be incomplete now. They are cheap to make again.
@@ -78,7 +79,7 @@ impl OpenDevice {
         self.resident.see();
         clocks.tracks(self.channel_tracks());
         loaded.report = Report {
-            bytes: loaded.files.iter().map(|f| f.model.len).sum(),
+            bytes,
             wall,
             stages: clocks.stages().collect(),
             timeline: clocks.timeline(),
@@ -114,7 +115,9 @@ impl OpenDevice {
         Ok(Loaded { files, report: Report::default() })
     }
 
-    /// Moves the bytes of files that have their places, and binds their tensors.
+    /// Moves the bytes of files that have their places, and binds their tensors. Of a file of which tensors are
+    /// selected it reads only those, unless all of it is to be hashed. Returns the number of transfers, and of bytes
+    /// that were read.
     fn stream<S: Queue<Addr = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
@@ -122,8 +125,10 @@ impl OpenDevice {
         expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
         epoch: Option<Instant>,
-    ) -> Result<(Clocks, u64), Error> {
-        let lens: Vec<u64> = files.iter().map(|f| f.model.len).collect();
+    ) -> Result<(Clocks, u64, u64), Error> {
+        let hashed = self.options.checksum || expected.hash_regions().is_some();
+        let parts = Parts::new(files, |file| inputs[file].select.is_some() && !hashed);
+        let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
         let (mut binds, mut transfers, mut failed) =
@@ -131,7 +136,7 @@ impl OpenDevice {
         let whole_files = self.binds_whole_files();
         let Self { queue, device, info, staging, options, resident, stop, .. } = self;
         let stop = stop.clone();
-        staging.prepare(lens.iter().copied().max().unwrap_or(0));
+        staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let space = device.address_space();
         let placed = &*files;
         let mut watch = |event: Event| match event {
@@ -144,7 +149,7 @@ impl OpenDevice {
                 transfers += 1;
                 resident.sample(len);
                 let file = &placed[buffer];
-                let tensor = file.model.index_at(FileOffset::new(offset));
+                let tensor = file.model.index_at(parts.at(buffer, offset));
                 let left = &mut missing[buffer][tensor];
                 *left -= len;
                 if *left == 0 {
@@ -167,15 +172,21 @@ impl OpenDevice {
             live: options.live.clone(),
             ..FillOptions::default()
         };
-        let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets: &placed };
+        let targets = &PartTargets { files: placed, parts: &parts };
+        let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
         let mut workers = workers(inputs);
-        let job = Job::whole(&lens);
         let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }
-        let mut done =
-            result.map_err(|error| describe(error, |file| (files[file].path.clone(), Some(&files[file].model))))?;
+        let in_file = |error| match error {
+            FillError::Transfer { buffer, offset, error } => {
+                FillError::Transfer { buffer, offset: parts.at(buffer, offset).bits(), error }
+            }
+            other => other,
+        };
+        let about = |file: usize| (files[file].path.clone(), Some(&files[file].model));
+        let mut done = result.map_err(|error| describe(in_file(error), about))?;
         for (input, file) in inputs.iter().zip(&*files) {
             let (before, now) = (file.model.len, input.len()?);
             if before != now {
@@ -187,7 +198,7 @@ impl OpenDevice {
             file.checksum = hashes.checksum;
         }
         done.clocks.add(binds);
-        Ok((done.clocks, transfers))
+        Ok((done.clocks, transfers, job.bytes()))
     }
 }
 

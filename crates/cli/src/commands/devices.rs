@@ -105,8 +105,9 @@ fn text(devices: &[Listed]) -> String {
         }
     }
     text += "\nEvery kind, as -d names it:\n";
+    let width = KINDS.iter().map(|kind| kind.syntax.len()).max().unwrap_or(0);
     for kind in KINDS {
-        text += &format!("    {:<36}{}\n", kind.syntax, kind.about);
+        text += &wrap(&format!("    {:<width$} {}", kind.syntax, kind.about), width + 5);
     }
     text
 }
@@ -120,6 +121,17 @@ mod tests {
     use std::os::unix::fs::symlink;
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::thread;
+
+    #[test]
+    fn every_kind_has_its_description_in_the_same_column() {
+        let text = text(&[]);
+        let column = |kind: &dmalane::DeviceKind| {
+            let line = text.lines().find(|line| line.trim_start().starts_with(&format!("{} ", kind.syntax)));
+            line.and_then(|line| line.find(&kind.about[..10]))
+        };
+        let columns: std::collections::BTreeSet<_> = KINDS.iter().map(column).collect();
+        assert!(columns.len() == 1 && !columns.contains(&None), "{text}");
+    }
 
     #[test]
     fn the_software_card_is_always_there_and_vfio_devices_are_marked() {

@@ -105,6 +105,32 @@ struct Check {
     why: &'static str,
     /// The command that fixes it: always set with `Missing`, and with a note about something that hardware needs.
     fix: Option<String>,
+    /// What that command changes, and for how long.
+    changes: Option<&'static str>,
+}
+
+/// What a command of a fix changes, by a part of the command. The others change nothing, they show what is wrong.
+const CHANGES: [(&str, &str); 15] = [
+    ("/nr_hugepages", "keeps so many pages for programs that ask for huge pages, until the machine restarts"),
+    ("tee /sys/kernel/mm/transparent_hugepage/", "the setting of all programs, until the machine restarts"),
+    ("/sys/fs/cgroup/", "the limit of this control group, until it is removed"),
+    ("tee /sys/bus/pci/rescan", "finds devices that were added since the start"),
+    ("tee /etc/default/grub.d/", "a file of the boot loader, for good"),
+    ("grubby ", "the command line of all kernels, for good"),
+    ("sysctl ", "allows it to all users, until the machine restarts"),
+    ("ulimit ", "the limit of this shell and what it starts"),
+    ("prlimit ", "the limit of this shell and what it starts"),
+    ("modprobe ", "loads the driver, until the machine restarts"),
+    ("setfacl ", "lets this user open it, until the machine restarts or the device is replugged"),
+    ("chmod ", "lets everybody read it, for good"),
+    ("usermod ", "the groups of this user, for good"),
+    ("apt install ", "installs packages, for good"),
+    ("systemctl enable ", "starts it now and whenever the machine starts"),
+];
+
+fn changes(fix: &str) -> &'static str {
+    let command = fix.split("    #").next().unwrap_or_default();
+    CHANGES.iter().find(|(part, _)| command.contains(part)).map_or("nothing", |(_, what)| what)
 }
 
 /// A check, before the result is known.
@@ -133,7 +159,8 @@ impl Subject {
 
     fn check(self, status: Status, found: &str, fix: Option<String>) -> Check {
         let Self { name, why, needed, real_devices } = self;
-        Check { name, status, needed, real_devices, found: plain(found), why, fix }
+        let changes = fix.as_deref().map(changes);
+        Check { name, status, needed, real_devices, found: plain(found), why, fix, changes }
     }
 
     fn ok(self, found: impl AsRef<str>) -> Check {
@@ -234,6 +261,9 @@ fn text(report: &Report) -> String {
             if !remark.is_empty() {
                 text += &wrap(&format!("              #{remark}"), 16);
             }
+        }
+        if let Some(changes) = check.changes {
+            text += &wrap(&format!("         changes: {changes}"), 18);
         }
     }
     let count = |status| report.checks.iter().filter(|c| c.status == status).count();

@@ -88,7 +88,8 @@ pub(crate) struct Load {
     list: bool,
 
     /// Load (and save) only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
-    /// `[ab]` for one of these. May be given several times
+    /// `[ab]` for one of these. May be given several times. With --no-checksum and without --manifest, only these
+    /// tensors are read of the files, else all bytes, to hash them
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 
@@ -291,7 +292,7 @@ impl Load {
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
-        let room = LoadRoom::of(&device, &self.device, &self.placement);
+        let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let mut outputs = outputs.excluding(&inputs, device.backing_files(), &named)?;

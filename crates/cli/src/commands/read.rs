@@ -47,7 +47,7 @@ Examples:
   dmalane read model.bin --repeat 5 --csv        the stages of the median run
   dmalane read model.bin --trace read.json --report read.html  what was done when
   dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
-  dmalane read model.bin --export fd -- sh -c 'wc -c < /dev/fd/$DMALANE_FD'
+  dmalane read model.bin --export fd -- sh -c 'head -c $DMALANE_SIZE /dev/fd/$DMALANE_FD | wc -c'
   dmalane read model.bin --send-to /run/trainer.sock
   zcat model.bin.gz | dmalane read -
 

@@ -5,6 +5,7 @@ mod repeat;
 mod report;
 
 use std::fs::Metadata;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -550,12 +551,18 @@ impl Validate {
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
         let left = match &error {
-            ValidateError::Left { backup, .. } | ValidateError::Recover { backup, .. } => Some(backup.clone()),
+            ValidateError::Left { backup, .. } => Some((backup.clone(), false)),
+            ValidateError::Recover { backup, source } => {
+                Some((backup.clone(), source.kind() == ErrorKind::InvalidData))
+            }
             _ => None,
         };
         let failure = Failure::from(error).status(if usage { USAGE } else { 1 });
         let failure = hint.into_iter().fold(failure, Failure::hint);
-        left.into_iter().fold(failure, |failure, backup| device::with_backup(failure, &self.device, &backup))
+        match left {
+            Some((backup, damaged)) => device::with_backup(failure, &self.device, &backup, damaged),
+            None => failure,
+        }
     }
 
     fn hint(&self, error: &ValidateError) -> Option<String> {

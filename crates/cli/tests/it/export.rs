@@ -165,3 +165,14 @@ fn a_socket_gets_a_message_and_a_descriptor_for_each_file() {
         }
     }
 }
+
+/// As the help has it: the memory is whole pages, the file is not.
+#[test]
+fn a_command_reads_as_many_bytes_as_the_file_has() {
+    let folder = folder("export-size");
+    let command = "head -c $DMALANE_SIZE /dev/fd/$DMALANE_FD | wc -c";
+    let help = text(&dmalane(&folder, &["read", "--help"]).stdout);
+    assert!(help.contains(&format!("dmalane read model.bin --export fd -- sh -c '{command}'")), "{help}");
+    let output = dmalane(&folder, &["read", "small", "--export", "fd", "--", "sh", "-c", command]);
+    assert!(text(&output.stdout).trim_start().starts_with("70003"), "{output:?}");
+}

@@ -35,7 +35,10 @@ impl Place {
         fs::copy(place.at("model.safetensors"), place.at("indexed/a.safetensors")).unwrap();
         fs::write(place.at(INDEX), r#"{"weight_map": {"tensor": "a.safetensors"}}"#).unwrap();
         place.dmalane("manifest -q model.safetensors -o weights", 0);
-        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights"] {
+        fs::write(place.at("config.toml"), "[load]\nchunk = \"1MiB\"\n").unwrap();
+        for name in
+            ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights", "config.toml"]
+        {
             let path = place.at(name);
             let bytes = fs::read(&path).unwrap();
             place.precious.push((path, bytes));
@@ -47,11 +50,15 @@ impl Place {
         self.folder.join(name)
     }
 
-    /// Runs a command, whose exit status must be this, and gives what it said.
+    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input, and before
+    /// `: ` the configuration file.
     fn dmalane(&self, line: &str, status: i32) -> String {
+        let (config, words) = line.split_once(": ").unwrap_or(("", line));
+        let (words, stdin) = words.split_once(" < ").unwrap_or((words, "/dev/null"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        let output =
-            command.args(line.split_whitespace()).current_dir(&self.folder).envs(crate::WIDE).output().unwrap();
+        command.args(words.split_whitespace()).current_dir(&self.folder).envs(crate::WIDE);
+        command.env("DMALANE_CONFIG", config).stdin(fs::File::open(self.at(stdin)).unwrap());
+        let output = command.output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
         said
@@ -99,6 +106,13 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         (&format!("manifest {INDEX} -o {INDEX} --force"), "it is the input"),
         ("load model.safetensors --manifest weights --report weights --force", "it is the input"),
         ("read model.safetensors --manifest weights --trace weights --force", "it is the input"),
+        // The manifest on standard input, and the configuration file.
+        ("load model.safetensors --manifest - --save weights --force < weights", "it is the input stdin"),
+        ("read model.safetensors --manifest - --trace weights --force < weights", "it is the input stdin"),
+        ("load - --save model.safetensors --force < model.safetensors", "it is the input stdin"),
+        ("manifest - -o model.safetensors --force < hard", "it is the input stdin"),
+        ("config.toml: load boot.json --save config.toml --force", "it is the input config.toml"),
+        ("config.toml: doctor --bundle config.toml --force", "it is the input config.toml"),
         // The memory of the device.
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
@@ -147,6 +161,43 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         }
         place.stays(line);
     }
+}
+
+/// Of a validation that was killed; it is the only copy of what was on the device.
+#[test]
+fn a_backup_is_not_replaced_under_any_name() {
+    let mut place = Place::new("outputs-backup");
+    fs::copy(place.at("card.img"), place.at("sub/card.img")).unwrap();
+    let (backup, renamed) = (place.at("sub/.card.img.dmalane-backup"), place.at("backup-of-device-700"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+    command.args("validate -d file:sub/card.img --restore -j 1 --buffer-size 64KiB --duration 600".split(' '));
+    let mut child = command.current_dir(&place.folder).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let begun = Instant::now();
+    while !backup.exists() {
+        assert!(begun.elapsed().as_secs() < 60, "it makes a backup");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    fs::copy(&backup, &renamed).unwrap();
+    let damaged = place.at("sub/.other.dmalane-backup");
+    fs::write(&damaged, b"damaged").unwrap();
+    for path in [backup, renamed, damaged] {
+        let bytes = fs::read(&path).unwrap();
+        place.precious.push((path, bytes));
+    }
+    for line in [
+        "load model.safetensors --save sub/.card.img.dmalane-backup --force",
+        "load model.safetensors --save sub/.other.dmalane-backup --force",
+        "load model.safetensors --record backup-of-device-700 --force",
+        "iopt build boot.json --format x86-64-4level -o backup-of-device-700 --force",
+    ] {
+        let said = place.dmalane(line, 1);
+        assert!(said.contains("it is a backup of `dmalane validate`"), "{line}: {said}");
+        place.stays(line);
+    }
+    place.dmalane("validate -d file:sub/card.img --recover", 0);
+    assert!(fs::read(place.at("sub/card.img")).unwrap() == fs::read(place.at("card.img")).unwrap());
 }
 
 #[test]

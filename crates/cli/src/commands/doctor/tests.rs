@@ -77,6 +77,13 @@ fn consistent(report: &Report) {
         }
         assert!(!check.found.is_empty() && !check.why.is_empty());
         assert!(!check.found.contains(char::is_control));
+        // What becomes root or changes a limit says so.
+        let alters =
+            check.fix.as_ref().and_then(|fix| fix.split("    #").next()).is_some_and(|fix| {
+                (fix.contains("sudo ") && !fix.contains("sudo dmesg")) || fix.starts_with("ulimit ")
+            });
+        assert_eq!(check.changes.is_some(), check.fix.is_some(), "{check:?}");
+        assert_eq!(check.changes.is_some_and(|changes| changes != "nothing"), alters, "{check:?}");
         // One command, which changes what it says and nothing else.
         let command = check.fix.iter().flat_map(|fix| fix.split("    #").next());
         for never in ["&&", ";", "reboot", "shutdown", "sed -i"] {

@@ -277,11 +277,20 @@ pub(super) fn csv(o: &Outcome) -> String {
 /// The line with size and rate, without a line end, and the line that names the bottleneck.
 pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
+    let tensors_of = |file: &LoadedFile| file.tensors().map(|t| t.tensor.len).sum::<u64>();
+    let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());
+    let bytes = match binary(r.bytes) {
+        // Headers and blocks around the tensors are not worth a word.
+        read if read != wanted && o.inputs.iter().any(|input| input.select.is_some()) => {
+            format!("{read} read for {wanted}")
+        }
+        read => read,
+    };
     let answer = format!(
         "Loaded {} in {} ({}) in {}: {}",
         count(tensors(&o.run.loaded), "tensor"),
         count(o.inputs.len(), "file"),
-        binary(r.bytes),
+        bytes,
         duration(r.wall),
         rate(r.bytes, r.wall),
     );

@@ -31,7 +31,7 @@ impl ReadTarget {
         options.card_hbm = takes("card-hbm").then_some(HBM);
         options.host_memory = takes("host-memory").then_some(LARGE_HOST);
         let mut device = device::open(spec, &options)?;
-        let more = LoadRoom::of(&device, spec, &Placement::Default).more(buffers);
+        let more = LoadRoom::of(&mut device, spec, &Placement::Default).more(buffers);
         let hint = more.unwrap_or_else(|| "read less at a time with --range".to_owned());
         let mut to = Vec::new();
         for len in buffers {

@@ -1,0 +1,104 @@
+//! The parts of files that a load reads: all of a file, or the blocks in which its selected tensors lie.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use dmalane_addr::FileOffset;
+use dmalane_queue::Refusal;
+
+use crate::LoadedFile;
+use crate::fill::{Extent, Job, Target, Targets};
+
+/// Reads begin and end at multiples of this, as direct I/O needs it.
+const BLOCK: u64 = 4096;
+
+/// For each file the parts of it that are read, in order and apart. They follow each other in the file's buffer.
+pub(crate) struct Parts(Vec<Vec<Extent>>);
+
+impl Parts {
+    /// The parts of each file: all of it, unless only its tensors are `wanted`.
+    pub fn new(files: &[LoadedFile], wanted: impl Fn(usize) -> bool) -> Self {
+        let of = |(i, file): (usize, &LoadedFile)| {
+            let tensors = file.model.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
+            match wanted(i) {
+                true => parts(i, tensors, file.model.len),
+                false => parts(i, std::iter::once(0..file.model.len), file.model.len),
+            }
+        };
+        Self(files.iter().enumerate().map(of).collect())
+    }
+
+    /// A buffer for each file.
+    pub fn job(&self) -> Job {
+        let len = |parts: &Vec<Extent>| parts.iter().map(|part| part.len).sum();
+        Job { buffers: self.0.iter().map(len).collect(), extents: self.0.concat() }
+    }
+
+    /// The ranges of the file that a range of its buffer holds.
+    pub fn in_file(&self, buffer: usize, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        let parts = &self.0[buffer];
+        let first = parts.partition_point(|part| part.to + part.len <= range.start);
+        parts[first..].iter().take_while(move |part| part.to < range.end).map(move |part| {
+            let at = |offset: u64| part.at.bits() + (offset.clamp(part.to, part.to + part.len) - part.to);
+            at(range.start)..at(range.end)
+        })
+    }
+
+    /// Where in the file the byte at an offset of its buffer is.
+    pub fn at(&self, buffer: usize, offset: u64) -> FileOffset {
+        FileOffset::new(self.in_file(buffer, offset..offset + 1).next().map_or(offset, |range| range.start))
+    }
+}
+
+/// The blocks of a file of `len` bytes in which these ranges lie, which are in order.
+fn parts(source: usize, ranges: impl IntoIterator<Item = Range<u64>>, len: u64) -> Vec<Extent> {
+    let mut parts: Vec<Extent> = Vec::new();
+    for range in ranges.into_iter().filter(|range| !range.is_empty()) {
+        let (start, end) = (range.start / BLOCK * BLOCK, range.end.next_multiple_of(BLOCK).min(len));
+        match parts.last_mut() {
+            Some(last) if start <= last.at.bits() + last.len => last.len = last.len.max(end - last.at.bits()),
+            last => {
+                let to = last.map_or(0, |last| last.to + last.len);
+                parts.push(Extent { source, at: FileOffset::new(start), len: end - start, buffer: source, to });
+            }
+        }
+    }
+    parts
+}
+
+/// The places of tensors on the device, by the offsets of buffers that hold parts of files.
+pub(crate) struct PartTargets<'a> {
+    pub files: &'a [LoadedFile],
+    pub parts: &'a Parts,
+}
+
+impl Targets for PartTargets<'_> {
+    fn buffers(&self) -> usize {
+        self.files.len()
+    }
+
+    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
+        self.parts.in_file(buffer, range).try_for_each(|range| self.files.cut(buffer, range, max_len, out))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_read_once_and_found_again() {
+        let of = |ranges: &[Range<u64>]| {
+            let parts = parts(0, ranges.iter().cloned(), 50_000);
+            parts.iter().map(|p| (p.at.bits(), p.len, p.to)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&[0..50_000, 50_000..50_000]), [(0, 50_000, 0)]);
+        assert_eq!(of(&[]), []);
+        assert_eq!(of(&[5..5, 9000..9001]), [(8192, 4096, 0)]);
+        assert_eq!(of(&[100..200, 300..5000, 8192..8193, 49_999..50_000]), [(0, 12_288, 0), (49_152, 848, 12_288)]);
+        let parts = Parts(vec![parts(0, [100..200, 20_000..30_000], 50_000)]);
+        assert_eq!(parts.job().buffers, [4096 + 16_384]);
+        assert_eq!(parts.in_file(0, 4000..4100).collect::<Vec<_>>(), [4000..4096, 16_384..16_388]);
+        assert_eq!((parts.at(0, 4095).bits(), parts.at(0, 4096).bits()), (4095, 16_384));
+    }
+}
