@@ -125,11 +125,13 @@ mod tests {
     #[test]
     fn every_kind_has_its_description_in_the_same_column() {
         let text = text(&[]);
-        let column = |kind: &dmalane::DeviceKind| {
-            let line = text.lines().find(|line| line.trim_start().starts_with(&format!("{} ", kind.syntax)));
-            line.and_then(|line| line.find(&kind.about[..10]))
-        };
-        let columns: std::collections::BTreeSet<_> = KINDS.iter().map(column).collect();
+        let columns: std::collections::BTreeSet<_> = KINDS
+            .iter()
+            .map(|kind| {
+                let line = text.lines().find(|line| line.trim_start().starts_with(&format!("{} ", kind.syntax)));
+                line.and_then(|line| line.find(&kind.about[..10]))
+            })
+            .collect();
         assert!(columns.len() == 1 && !columns.contains(&None), "{text}");
     }
 
