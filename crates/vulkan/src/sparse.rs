@@ -196,7 +196,8 @@ impl SparseMap {
         Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
     }
 
-    /// Bytes of the longest range: a buffer of the driver that its addresses for sparse buffers have room for, less what is cut off to begin at a large page.
+    /// Bytes of the longest range: a buffer of the driver that its addresses for sparse buffers have room for, less
+    /// what is cut off to begin at a large page.
     fn longest(&self) -> u64 {
         let info = self.gpu.info();
         let most = info.max_buffer.min(info.sparse.unwrap_or(0));
@@ -635,7 +636,9 @@ fn mirror(
 impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffers and the memory that is bound to them must not go while a bind is under way.
-        let (last, lost) = (self.lock().last, self.lock().device_lost);
+        let state = self.lock();
+        let (last, lost) = (state.last, state.device_lost);
+        drop(state);
         let ended = if lost { None } else { self.timeline.wait_despite_errors(last, TIMEOUT).ok() };
         // Only a lost device is asked in a way that has no timeout: it answers in finite time.
         if !ended.unwrap_or_else(|| self.gpu.has_bound()) {
