@@ -10,8 +10,10 @@ use crate::device::{self, CARD_MOST};
 use crate::failure::Failure;
 use crate::size::{Size, binary};
 
-/// Bytes, at most, of the gaps between the tensors of a sample.
-const SAMPLE_GAPS: u64 = 128 << 10;
+/// Bytes, at most, of the gaps between the tensors of a sample: some 33 KiB for each of its up to 64 layers.
+fn sample_gaps(size: u64) -> u64 {
+    (128 << 10) + (size / 64).min(4 << 20)
+}
 
 /// The memory that a load can use.
 pub struct LoadRoom<'a> {
@@ -53,7 +55,7 @@ impl<'a> LoadRoom<'a> {
         if size > room {
             let have = format!("{} has {} for a file", self.spec, binary(room));
             let failure = Failure::new(format!("a sample of {} does not fit: {have}", binary(size)));
-            let gaps = if self.plain { SAMPLE_GAPS } else { 0 };
+            let gaps = if self.plain { sample_gaps(size) } else { 0 };
             return Err(failure.hint(self.hint(&[size.saturating_add(gaps)])));
         }
         let folder = std::env::temp_dir();
@@ -115,12 +117,12 @@ impl<'a> LoadRoom<'a> {
     fn enough(&self, files: &[u64]) -> u64 {
         if self.plain {
             // A long file begins at a large page.
-            let aligned = |bytes: &u64| {
+            return files.iter().fold(0, |end: u64, bytes| {
                 let large = *bytes >= PageSize::SIZE_2M.bytes();
                 let align = if large { PageSize::SIZE_2M } else { PageSize::SIZE_16K };
-                align.round_up(*bytes).unwrap_or(u64::MAX)
-            };
-            return files.iter().map(aligned).fold(0, u64::saturating_add);
+                let first = align.round_up(end).unwrap_or(u64::MAX);
+                first.saturating_add(PageSize::SIZE_16K.round_up((*bytes).max(1)).unwrap_or(u64::MAX))
+            });
         }
         const SLACK: u64 = 4 << 20;
         let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));

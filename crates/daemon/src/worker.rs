@@ -704,15 +704,18 @@ mod tests {
         let budget = Arc::new(Budget::new(&Config::default()));
         let mut one = Backlog::new(4096, 1, &budget);
         let (call, stop) = (one.fds[1].try_clone().unwrap(), AtomicBool::new(false));
+        let each =
+            8000.min(rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(8000)) as usize;
         let waits = || {
-            let mut fds = vec![PollFd::new(&call, rustix::event::PollFlags::IN); 8000];
+            // As many as the limit of descriptors allows, over the threads.
+            let mut fds = vec![PollFd::new(&call, rustix::event::PollFlags::IN); each];
             while !stop.load(Ordering::Relaxed) {
                 let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
                 crate::socket::drain(&call);
             }
         };
         let calls = std::thread::scope(|s| {
-            (0..20).for_each(|_| drop(s.spawn(waits)));
+            (0..160_000 / each).for_each(|_| drop(s.spawn(waits)));
             let called = (0..200).find(|_| {
                 std::thread::sleep(Duration::from_millis(50));
                 one.refill_to(1);

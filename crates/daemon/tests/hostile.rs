@@ -769,14 +769,16 @@ fn a_client_whose_socket_has_thousands_of_waiters_is_disconnected() {
     let daemon = Daemon::start(Config::default());
     let hostile = Raw::greeted(&daemon.path);
     let (stop, polled) = (AtomicBool::new(false), hostile.socket.try_clone().unwrap());
+    // As many as the limit of descriptors allows, over the threads.
+    let each = 8000.min(rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(8000)) as usize;
     let waits = || {
-        let mut fds = vec![PollFd::new(&polled, PollFlags::IN); 8000];
+        let mut fds = vec![PollFd::new(&polled, PollFlags::IN); each];
         while !stop.load(Ordering::Relaxed) {
             let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
         }
     };
     let answered = std::thread::scope(|s| {
-        (0..20).for_each(|_| drop(s.spawn(waits)));
+        (0..160_000 / each).for_each(|_| drop(s.spawn(waits)));
         let answered = (0..200).find(|_| {
             std::thread::sleep(Duration::from_millis(50));
             let sent = hostile.send(&ClientRequest::Status { first: 0 }.encode(1), &[]);

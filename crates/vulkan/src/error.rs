@@ -73,7 +73,8 @@ pub enum Error {
     NoDmaBufs,
     /// Memory that cannot be exported.
     #[error(
-        "this memory cannot be exported: the driver exports no dma-bufs, or only of dedicated buffers, or it was not allocated for that"
+        "this memory cannot be exported: the driver exports no dma-bufs, or only of dedicated buffers, or it was not \
+         allocated for that"
     )]
     NotExportable,
     /// Host memory that cannot be imported, neither by its address nor as a dma-buf.
@@ -131,8 +132,8 @@ pub enum Error {
     NoQueues,
     /// More bindings than the driver can hold.
     #[error(
-        "the driver holds {limit} sparse bindings at most, and there would be {wanted} (unbinding the middle of a range \
-         leaves two)"
+        "the driver holds {limit} sparse bindings at most, and there would be {wanted} (unbinding the middle of a \
+         range leaves two)"
     )]
     TooManyBinds {
         /// Number that there would be.

@@ -472,7 +472,11 @@ impl AddressSpace for SparseSpace {
             });
             state.counted = added.map_err(refused)?.max(state.counted);
         }
-        let committed = state.vm.apply(low, false).map_err(|e| self.map.turn_error(e.error))?;
+        let applied = state.vm.apply(low, false);
+        if applied.is_err() {
+            self.map.recount(&mut state);
+        }
+        let committed = applied.map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
         if let Err(e) = mirror(&self.map, &self.memory, &mut state, &touched) {

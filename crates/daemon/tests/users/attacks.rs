@@ -78,6 +78,8 @@ fn spinning(_: &Path) -> ! {
 /// Touches card memory, maps memory without pages, asks for the status, and copies.
 fn mixed(path: &Path) -> ! {
     let (touching, mapping, asking, copying) = (8, 16, 8, 16);
+    // Before this user owes anything: a queue has to start within a second.
+    let mut all: Vec<_> = (0..copying).map(|_| Copies::new(client(path, 16 << 20), MIB, 4, |copy| copy)).collect();
     std::thread::scope(|s| {
         s.spawn(move || {
             loop {
@@ -100,8 +102,6 @@ fn mixed(path: &Path) -> ! {
             }
         });
         s.spawn(move || {
-            let mut all: Vec<_> =
-                (0..copying).map(|_| Copies::new(client(path, 16 << 20), MIB, 4, |copy| copy)).collect();
             println!("attacking");
             loop {
                 for copies in &mut all {
