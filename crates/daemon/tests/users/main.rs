@@ -708,7 +708,7 @@ const EXCEPTIONS: &[(&str, [f64; 3])] = &[
     ("status-flood", [0.4, 0.35, 3.0]),
     ("map-churn", [0.4, 0.35, 3.0]),
     ("scattered-maps", [0.4, 0.35, 3.0]),
-    ("iotlb-misses", [0.3, 0.4, 3.0]),
+    ("iotlb-misses", [0.3, 0.25, 3.0]),
     ("zero-pitch", [0.35, 0.4, 3.0]),
     ("empty-doorbells", [0.4, 0.25, 3.0]),
     ("resets", [0.4, 0.15, 3.0]),
