@@ -542,7 +542,7 @@ fn what_reading_says() {
     let text = fails(&["a", "-d", "soft", "--card-ddr", "4MiB"]);
     let enough = text.split("\nhint: --card-ddr ").nth(1).unwrap().strip_suffix(" is enough\n").unwrap();
     assert!(read(&["a", "-d", "soft", "--card-ddr", enough]).status.success(), "{enough}");
-    assert!(fails(&["a", "-d", "ram:4MiB"]).ends_with("\nhint: ram:6MiB is enough\n"));
+    assert!(fails(&["a", "-d", "ram:4MiB"]).ends_with("\nhint: ram:5MiB is enough\n"));
     assert!(read(&["a", "-d", "ram:6MiB"]).status.success());
     assert!(fails(&["a", "--limit", "1MiB"]).contains("the files need 4.77 MiB, and --limit is 1 MiB"));
     let shm = std::path::Path::new("/dev/shm").exists();
