@@ -26,7 +26,7 @@ const SO_PASSRIGHTS: libc::c_int = 83;
 /// Processor time of a send that is long: of ten thousand poll entries on the client's socket, which it has to wake. A
 /// client needs one.
 const LONG_SEND: Duration = Duration::from_millis(1);
-/// What a long send counts, and the sum from which on there are too many. A short one counts -1.
+/// A long send adds this to a sum, and a short one takes 1 away; above the second number there are too many.
 const LONG_WEIGHT: u32 = 16;
 const TOO_MANY: u32 = 4 * LONG_WEIGHT - LONG_WEIGHT / 2;
 

@@ -24,7 +24,7 @@ const QUANTUM: i64 = 1 << 20;
 /// worker's time, whether they copy or do what is slow for reasons that the card does not see, such as pages of a
 /// buffer that the client has given back to the kernel. With less, a user who copies fast gets less time than others.
 const NANOSECOND_COST: i64 = 64;
-/// What the thread has used is read again after so much time: a tenth of a microsecond or more each. A shorter step is
+/// The thread's usage is read again after so much time, since each reading takes 0.1 us or more. A shorter step is
 /// charged for the time that it took.
 const SAMPLE_TIME: Duration = Duration::from_micros(20);
 /// The most that a user can owe for work of other threads, 64 ms: who maps memory all the time, and then stops, is
@@ -96,7 +96,7 @@ struct Clock<'a> {
     last: Cell<(Instant, Usage)>,
 }
 
-/// What this thread has used so far.
+/// Usage of this thread so far.
 #[derive(Clone, Copy)]
 struct Usage {
     /// Processor time.
@@ -661,7 +661,7 @@ mod tests {
         assert_eq!(after(Duration::from_micros(1), 100).0, MAX_STEP);
     }
 
-    /// What a user owes after one step of 10 ms, in rounds, where the thread then says that it has used this.
+    /// The debt of a user after one step of 10 ms, in rounds, where the thread then reports this usage.
     fn owed_after_a_step(before: impl Fn(&Clock<'_>), usage: &dyn Fn() -> Usage) -> i64 {
         let budget = Arc::new(Budget::new(&Config::default()));
         let mut slow = Backlog::new(4096, 1, &budget);

@@ -105,11 +105,11 @@ struct Check {
     why: &'static str,
     /// The command that fixes it: always set with `Missing`, and with a note about something that hardware needs.
     fix: Option<String>,
-    /// What that command changes, and for how long.
+    /// The change that the command makes, and how long it lasts.
     changes: Option<&'static str>,
 }
 
-/// What a command of a fix changes, by a part of the command. The others change nothing, they show what is wrong.
+/// The change that a fix makes, by a part of its command. Other commands change nothing and show what is wrong.
 const CHANGES: [(&str, &str); 15] = [
     ("/nr_hugepages", "keeps so many pages for programs that ask for huge pages, until the machine restarts"),
     ("tee /sys/kernel/mm/transparent_hugepage/", "the setting of all programs, until the machine restarts"),
