@@ -914,7 +914,7 @@ mod tests {
         let took = start.elapsed();
         drop((stop, accepted));
         let (totals, worked) = daemon.join().unwrap();
-        assert!(totals.refused > 100, "{totals:?}");
+        assert!(totals.refused > 10, "{totals:?}");
         // Half of it and more where none are paused. The loop's own time comes to the quarter.
         assert!(worked < took * 9 / 20, "{worked:?} of {took:?} for {} refusals", totals.refused);
     }
