@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_dma::{FileMapping, Heap, Registrar};
+use dmalane_dma::{FileMapping, Heap, PageKind, Registrar};
 use dmalane_file::{Fallback, How, Mode, Moved, Residency};
 use dmalane_load::fill::{
     BufferMemory, Event, FillCached, FillError, FillOptions, Filled, HashRegions, Job, Sink, Watch, fill,
@@ -359,7 +359,11 @@ fn read<'a>(
     if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
         return Err(ReadError::Limit { wanted, limit });
     }
-    let plans = sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options));
+    let capabilities = memory.heap.capabilities();
+    let writable = capabilities.shareable;
+    // As `Reserved::is_better_copied_to` says when there is a reservation.
+    let copied_to = writable && capabilities.best_pages == PageKind::Base;
+    let plans = sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to));
     let plans = plans.collect::<Result<Vec<Plan>, ReadError>>()?;
     let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
     let mut workers = Vec::new();
@@ -383,7 +387,6 @@ fn read<'a>(
     };
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
-    let writable = memory.heap.capabilities().shareable;
     let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
     let map = |(source, plan): (&'a ReadSource, &Plan)| {
         let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);

@@ -26,8 +26,14 @@ pub(super) struct Plan {
     pub end: u64,
 }
 
-/// Plans for a source of a job.
-pub(super) fn plan(source: &ReadSource, index: usize, job: &Job, options: &ReadOptions) -> Result<Plan, ReadError> {
+/// Plans for a source of a job. `copied_to` says that direct reads land elsewhere and are copied to the buffers.
+pub(super) fn plan(
+    source: &ReadSource,
+    index: usize,
+    job: &Job,
+    options: &ReadOptions,
+    copied_to: bool,
+) -> Result<Plan, ReadError> {
     let open = |e| ReadError::Open { path: source.path.clone(), source: e };
     let kind = source.file.metadata().map_err(open)?.file_type();
     let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
@@ -66,7 +72,7 @@ pub(super) fn plan(source: &ReadSource, index: usize, job: &Job, options: &ReadO
     let io = if short || buffered { Io::Pread } else { Io::Auto };
     let depth = if io == Io::Pread { 1 } else { options.depth };
     // The cached bytes of the span, of which the job may want less.
-    let copied = if buffered { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
+    let copied = if buffered || copied_to { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
     let workers = if short { 1 } else { workers(copied) };
     let size = kind.is_file().then_some(size);
     Ok(Plan { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })
