@@ -154,7 +154,7 @@ impl<T: PartialEq> TypeNames<T> {
 pub struct Model {
     /// Bytes of the file.
     pub len: u64,
-    /// Tensors in the order of their bytes.
+    /// Tensors in the order of their bytes: none begins before the one in front of it ends, not even one of no bytes.
     pub tensors: Vec<Arc<Tensor>>,
     /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
     pub metadata: Option<Vec<(String, String)>>,
