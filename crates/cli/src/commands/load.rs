@@ -317,7 +317,7 @@ impl Load {
         let references = match self.format.verbose || self.timeline.report.is_some() {
             true => Some(
                 device
-                    .reference_rates(&mut inputs)
+                    .reference_rates(&mut inputs, &manifest)
                     .map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))?,
             ),
             false => None,
