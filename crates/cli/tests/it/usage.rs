@@ -111,7 +111,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
         &[
             ("", "<FILE>"),
             ("m --rounds 0", "not a whole number from 1 to 1000"),
-            ("-", "standard input (-) cannot be compared"),
+            ("- -", "can be read once"),
             ("m --only nobody", "no loader is called nobody"),
             ("m --with x", "NAME=COMMAND"),
             ("m --json --csv", "cannot be used with"),
