@@ -105,7 +105,16 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
     ),
     ("inspect", &[("", "FILE|PID"), ("m m", "m"), ("m --least 0", "at least 1 byte")]),
     ("manifest", &[("", "<FILE>"), ("- -", "can be read once"), ("m -o -", "stdout is for the report")]),
-    ("verify", &[("", "<FILE>"), ("m", "--manifest"), ("- - --manifest x", "can be read once")]),
+    (
+        "verify",
+        &[
+            ("", "<FILE>"),
+            ("m", "--manifest"),
+            ("- - --manifest x", "can be read once"),
+            ("m --manifest x --repeat 0", "1 to 1000"),
+            ("m --manifest x --json --csv", "cannot be used with"),
+        ],
+    ),
     (
         "compare",
         &[
