@@ -117,7 +117,9 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
         // Files that exist, without --force.
-        ("load model.safetensors --save model.safetensors", "it exists already"),
+        // With --force it would be refused as well, so nobody is told to use that.
+        ("load model.safetensors --save model.safetensors", "it is the input model.safetensors"),
+        ("load model.safetensors --trace hard", "it is the input model.safetensors"),
         ("load model.safetensors --save sub", "it exists already"),
         ("load boot.json --save hard", "it exists already"),
         ("load boot.json --save link", "it exists already"),
