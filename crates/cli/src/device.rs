@@ -179,7 +179,7 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         OpenError::Backup { spec, backup, unusable } => {
             let path = backup.display();
             let why = format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {path}");
-            let why_not = unusable.as_ref().and_then(|e| restoring(e));
+            let why_not = unusable.as_deref().and_then(restoring);
             let failure = why_not.iter().fold(Failure::new(why), |failure, why| failure.cause(why.to_string()));
             return with_backup(failure, spec, backup, why_not);
         }

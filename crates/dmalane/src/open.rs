@@ -179,7 +179,7 @@ fn way_out(spec: &DeviceSpec, unusable: Option<&ValidateError>) -> String {
     match unusable {
         None => format!("restore it with `dmalane validate -d {spec} --recover`, or remove it"),
         Some(ValidateError::Recover { source, .. }) => format!("{source}, so it cannot be restored; remove it"),
-        Some(other) => format!("{other}"),
+        Some(other) => other.to_string(),
     }
 }
 
