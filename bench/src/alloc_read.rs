@@ -1,8 +1,8 @@
 //! A file into a buffer, cold, warm and half cached, beside reads into memory that is there and allocation alone.
 //!
-//! Rows take turns, round by round, in another order each round. Cold samples begin with the file dropped from the page cache. After that, before
-//! every sample, as much memory as it needs is touched and given back, so that a host that takes free pages away has
-//! backed it again. Every buffer is hashed afterwards and compared with the file.
+//! Rows take turns, round by round, in another order each round. Cold samples begin with the file dropped from the page
+//! cache. After that, before every sample, as much memory as it needs is touched and given back, so that a host that
+//! takes free pages away has backed it again. Every buffer is hashed afterwards and compared with the file.
 
 use std::collections::BTreeMap;
 use std::error::Error;

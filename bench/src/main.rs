@@ -36,8 +36,8 @@ use clap::{Parser, Subcommand};
 /// Benchmarks of dmalane.
 #[derive(Parser)]
 #[command(
-    after_help = "Exit status: 0, also with missed goals; 1 after a wrong answer, or with --strict and a missed goal. A goal \
-                  of fewer than 3 rounds is not judged, and not missed."
+    after_help = "Exit status: 0, also with missed goals; 1 after a wrong answer, or with --strict and a missed goal. \
+                  A goal of fewer than 3 rounds is not judged, and not missed."
 )]
 struct Cli {
     /// Print JSON: schema, bench, machine, rows, goals

@@ -86,8 +86,8 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
     })
 }
 
-/// The command that lets this user read a file or a block device. A disk holds the files of all users, so nobody else is
-/// let in there; its node is made anew, with the old mode, when the machine starts or the disk is plugged in.
+/// The command that lets this user read a file or a block device. A disk holds the files of all users, so nobody else
+/// is let in there; its node is made anew, with the old mode, when the machine starts or the disk is plugged in.
 pub fn permit(is_block_device: bool, path: &Path) -> String {
     let path = shell_words(&[path.to_string_lossy()]);
     match is_block_device {
