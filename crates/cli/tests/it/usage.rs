@@ -99,6 +99,8 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --export fd", "COMMAND"),
             ("m --export memfd -- true", "memfd"),
             ("m --send-to s --repeat 2", "cannot be used with"),
+            // Not with the advice to put it behind `--`, where the command of --export is.
+            ("m --dry-run", "unexpected argument '--dry-run' found\n\nUsage: "),
             ("m --trace t --report t", "--trace and --report both write t"),
             ("m --report -", "stdout is for the report"),
         ],
