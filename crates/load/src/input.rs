@@ -45,7 +45,7 @@ impl<S> Input<S> {
 
     /// The length of a file of these contents, and the tensors that are read of it; `None` where all of it is, as where
     /// it is hashed.
-    pub(crate) fn wanted<'a>(&self, model: &'a Model, hashed: bool) -> (u64, Option<&'a [Tensor]>) {
+    pub(crate) fn wanted<'a>(&self, model: &'a Model, hashed: bool) -> (u64, Option<&'a [Arc<Tensor>]>) {
         (model.len, Some(&*model.tensors).filter(|_| self.select.is_some() && !hashed))
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 use dmalane_queue::Refusal;
@@ -19,9 +20,9 @@ pub(crate) struct Parts(Vec<Vec<Extent>>);
 
 impl Parts {
     /// The parts of files of so many bytes: those in which these tensors lie, or all of a file without any.
-    pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Tensor]>)>) -> Self {
-        let of = |(i, (len, tensors)): (usize, (u64, Option<&'a [Tensor]>))| match tensors {
-            Some(tensors) => parts(i, tensors.iter().map(|t| t.at.bits()..t.at.bits() + t.len), len),
+    pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
+        let of = |(i, (len, tensors)): (usize, (u64, Option<&[_]>))| match tensors {
+            Some(tensors) => parts(i, tensors.iter().map(|t: &Arc<Tensor>| t.at.bits()..t.at.bits() + t.len), len),
             None => parts(i, std::iter::once(0..len), len),
         };
         Self(files.into_iter().enumerate().map(of).collect())
