@@ -34,7 +34,7 @@ def main():
         print("| goal | limit | this run | |\n|---|---|---|---|")
         for goal in report["goals"]:
             unit = goal["unit"].removeprefix("ratio, ")
-            verdict = "met" if goal["ok"] else "**missed**"
+            verdict = {True: "met", False: "**missed**", None: "not judged"}[goal["ok"]]
             got = number(goal["got"])
             # A goal that was missed by little does not look like one that was met.
             got = f"{goal['got']:.4f}" if not goal["ok"] and got == number(goal["goal"]) else got

@@ -1,8 +1,8 @@
 //! A file into a buffer, cold, warm and half cached, beside reads into memory that is there and allocation alone.
 //!
-//! Rows take turns, round by round. Cold samples begin with the file dropped from the page cache. After that, before
-//! every sample, as much memory as it needs is touched and given back, so that a host that takes free pages away has
-//! backed it again. Every buffer is hashed afterwards and compared with the file.
+//! Rows take turns, round by round, in another order each round. Cold samples begin with the file dropped from the page
+//! cache. After that, before every sample, as much memory as it needs is touched and given back, so that a host that
+//! takes free pages away has backed it again. Every buffer is hashed afterwards and compared with the file.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -20,9 +20,12 @@ use dmalane::dma::{
 use dmalane::file::{FileQueue, Io, Mode, read_now};
 use dmalane::queue::{Operation, Queue};
 use dmalane::{AllocAndRead, AllocRead, FileOptions, OpenDevice, Placement, ReadOptions, Scheme, open_file};
+use rustix::io::Errno;
+use rustix::pipe::{SpliceFlags, fcntl_setpipe_size, pipe, splice};
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
 
+use crate::mt19937::Mt19937;
 use crate::report::Report;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -61,6 +64,10 @@ pub struct Options {
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 
+    /// Seed of the order of the rows, which is another one in each round
+    #[arg(long, default_value_t = 1)]
+    seed: u32,
+
     /// Where the files are made; it must be on a disk
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/target"))]
     folder: PathBuf,
@@ -72,28 +79,30 @@ const MIB: u64 = 1 << 20;
 
 const REFERENCE: &str = "reference: the same direct reads into private huge pages that are there";
 const REFERENCE_HUGE: &str = "reference: the same direct reads into a memfd of huge pages that is there";
-const FRESH: &str = "reference: the same into new memory, without its allocation";
+const FRESH: &str = "reference: the same into new private huge pages, without their allocation";
 const FIO: &str = "reference: the same by fio, into huge pages of its own";
 const COPY: &str = "reference: one buffered pread into private huge pages that are there";
 const ALLOCATION: &str = "reference: allocation of private huge pages alone";
 const NORMAL: &str = "normal: memfd of 4 KiB pages, mmap, read";
 const SENDFILE: &str = "sendfile to a memfd of 4 KiB pages, buffered";
+const SPLICE: &str = "splice by a pipe to a memfd of 4 KiB pages, buffered";
+const COPY_RANGE: &str = "copy_file_range to a memfd of 4 KiB pages, buffered";
 const SENDFILE_DIRECT: &str = "sendfile to a memfd of 4 KiB pages, direct";
 const SYNC: &str = "memfd of 4 KiB pages, mmap, read, direct";
-const UDMABUF: &str = "udmabuf: memfd, mmap, read, buffered";
-const UDMABUF_DIRECT: &str = "udmabuf: memfd, mmap, read, direct";
-const PLAIN: &str = "plain read() into a fresh private buffer";
+const UDMABUF: &str = "udmabuf: memfd of 4 KiB pages, mmap, read, buffered";
+const UDMABUF_DIRECT: &str = "udmabuf: memfd of 4 KiB pages, mmap, read, direct";
+const PLAIN: &str = "plain read() into a fresh private buffer, in the pages of malloc";
 const BEFORE: &str = "ours: allocate all, then read all, direct, private huge pages";
 const OURS_BUFFERED: &str = "ours: buffered, private huge pages";
 const OURS: &str = "ours: direct, private huge pages";
-const POOLED: &str = "ours: auto, into a pooled buffer";
+const POOLED: &str = "ours: auto, into a pooled private buffer of huge pages";
 const AUTO: &str = "ours: auto, private huge pages";
 const HASHED: &str = "ours: auto, private huge pages, hashed";
 const POOLED_SHARED: &str = "ours: auto, into a pooled memfd of 4 KiB pages";
 const SHARED: &str = "ours: auto, memfd of 4 KiB pages";
 const SHARED_HUGE: &str = "ours: auto, memfd of huge pages";
 const OURS_UDMABUF: &str = "ours: auto, memfd of 4 KiB pages, as a udmabuf";
-const OURS_DMA_HEAP: &str = "ours: auto, dma-buf of the heap system";
+const OURS_DMA_HEAP: &str = "ours: auto, shareable dma-buf of the heap system";
 const OTHERS: &str = "ours: auto, private huge pages, as nobody, of a file of root's";
 const LOAD: &str = "ours: load onto the software card";
 const VERIFY: &str = "ours: verify of that load";
@@ -175,7 +184,8 @@ fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, hal
     }
     if bench.size < LARGE {
         for (temperature, t) in [("cold", cold), ("warm", warm)] {
-            let shareable = [NORMAL, SENDFILE, SENDFILE_DIRECT, SYNC, UDMABUF, UDMABUF_DIRECT].as_slice();
+            let shareable =
+                [NORMAL, SENDFILE, SPLICE, COPY_RANGE, SENDFILE_DIRECT, SYNC, UDMABUF, UDMABUF_DIRECT].as_slice();
             for (memory, others, ours) in [("shareable", shareable, POOLED_SHARED), ("private", &[PLAIN], POOLED)] {
                 let best = others.iter().filter_map(|row| t.get(row)).min_by(|a, b| a.0.total_cmp(&b.0));
                 if let Some((ours, best)) = t.get(ours).zip(best) {
@@ -266,7 +276,7 @@ enum Left {
 }
 
 /// The rows of a cold or a cached file.
-const ROWS: [&str; 27] = [
+const ROWS: [&str; 29] = [
     REFERENCE,
     REFERENCE_HUGE,
     FRESH,
@@ -277,6 +287,8 @@ const ROWS: [&str; 27] = [
     UDMABUF,
     UDMABUF_DIRECT,
     SENDFILE,
+    SPLICE,
+    COPY_RANGE,
     SENDFILE_DIRECT,
     SYNC,
     PLAIN,
@@ -371,9 +383,10 @@ impl Bench {
         // Short runs are disturbed easily, and cost little.
         let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
         let end = Instant::now() + share;
+        let mut random = Mt19937::new(options.seed);
         for round in 0..=rounds {
             let began = Instant::now();
-            for &row in &rows {
+            for row in order(&rows, &mut random) {
                 let Some(seconds) = self.sample(row, cached)? else { continue };
                 // The first round fills pools and warms what is warm.
                 if round == 1 && rounds > 1 {
@@ -437,7 +450,7 @@ impl Bench {
         if self.size < LARGE || matches!(row, REFERENCE | REFERENCE_HUGE | COPY | FIO | LOAD | VERIFY) {
             return Ok(());
         }
-        let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
+        let buffered = matches!(row, NORMAL | SENDFILE | SPLICE | COPY_RANGE | PLAIN | OURS_BUFFERED | UDMABUF);
         let bytes = self.size as usize * if buffered { 2 } else { 1 };
         drop(AnonHeap::starting_at(PageKind::Transparent).allocate(bytes)?);
         Ok(())
@@ -537,6 +550,16 @@ impl Bench {
             VERIFY => return Ok(self.verified.take()),
             SENDFILE => Left::Memfd(self.sendfile(false)?),
             SENDFILE_DIRECT => Left::Memfd(self.sendfile(true)?),
+            SPLICE => Left::Memfd(self.splice()?),
+            COPY_RANGE => match self.copy_range() {
+                Ok(memfd) => Left::Memfd(memfd),
+                // The kernel copies within a file system, or between two of the same kind.
+                Err(e @ (Errno::XDEV | Errno::INVAL | Errno::OPNOTSUPP)) => {
+                    self.missing.insert(row, e.to_string());
+                    return Ok(None);
+                }
+                Err(e) => return Err(e.into()),
+            },
             PLAIN => Left::Bytes(std::fs::read(&self.path)?),
             BEFORE => ours(self, Mode::Direct, Scheme::Sequential)?,
             OURS_BUFFERED => ours(self, Mode::Buffered, Scheme::Overlap)?,
@@ -629,10 +652,14 @@ impl Bench {
         back.into_slice().and_then(|slice| slice.into_whole().ok()).ok_or_else(|| "a part of a buffer".into())
     }
 
-    fn sendfile(&self, direct: bool) -> Result<File> {
-        let memfd = rustix::fs::memfd_create("sendfile", rustix::fs::MemfdFlags::CLOEXEC)?;
+    fn memfd(&self) -> std::result::Result<File, Errno> {
+        let memfd = rustix::fs::memfd_create("bench", rustix::fs::MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&memfd, self.size)?;
-        let file = File::open(&self.path)?;
+        Ok(memfd.into())
+    }
+
+    fn sendfile(&self, direct: bool) -> Result<File> {
+        let (memfd, file) = (self.memfd()?, File::open(&self.path)?);
         if direct {
             rustix::fs::fcntl_setfl(&file, rustix::fs::fcntl_getfl(&file)? | rustix::fs::OFlags::DIRECT)?;
         }
@@ -643,7 +670,39 @@ impl Bench {
                 n => left -= n,
             }
         }
-        Ok(memfd.into())
+        Ok(memfd)
+    }
+
+    /// Pages of the page cache by a pipe, as large as everybody may make one.
+    fn splice(&self) -> Result<File> {
+        let (memfd, file) = (self.memfd()?, File::open(&self.path)?);
+        let (from, to) = pipe()?;
+        let room = fcntl_setpipe_size(&to, MIB as usize)?;
+        let mut left = self.size as usize;
+        while left > 0 {
+            let mut there = splice(&file, None, &to, None, left.min(room), SpliceFlags::MOVE)?;
+            if there == 0 {
+                return Err("splice stopped early".into());
+            }
+            left -= there;
+            while there > 0 {
+                there -= splice(&from, None, &memfd, None, there, SpliceFlags::MOVE)?;
+            }
+        }
+        Ok(memfd)
+    }
+
+    fn copy_range(&self) -> std::result::Result<File, Errno> {
+        let memfd = self.memfd()?;
+        let file = rustix::fs::open(&self.path, rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty())?;
+        let mut left = self.size as usize;
+        while left > 0 {
+            match rustix::fs::copy_file_range(&file, None, &memfd, None, left)? {
+                0 => return Err(Errno::INVAL),
+                n => left -= n,
+            }
+        }
+        Ok(memfd)
     }
 
     /// The time of fio for the same reads: its own clock, without its start. Nobody checks its bytes: it
@@ -759,6 +818,18 @@ impl Bench {
     }
 }
 
+/// The rows in another order, so that none always pays for what the same one leaves behind. A verification follows the
+/// load that it is of.
+fn order(rows: &[&'static str], random: &mut Mt19937) -> Vec<&'static str> {
+    let mut order: Vec<_> = rows.iter().copied().filter(|row| *row != VERIFY).collect();
+    random.shuffle(&mut order);
+    let after = order.iter().position(|row| *row == LOAD).map_or(order.len(), |load| load + 1);
+    if rows.contains(&VERIFY) {
+        order.insert(after, VERIFY);
+    }
+    order
+}
+
 /// Milliseconds, in whole ones, that a job of fio read for, of its JSON output (fio 3).
 fn fio_runtime(json: &[u8]) -> Option<f64> {
     let report: serde_json::Value = serde_json::from_slice(json).ok()?;
@@ -800,5 +871,28 @@ impl Resident {
         // The mark has the pages of files in it, which are there before and after.
         let peak = (field("VmHWM") - field("RssFile")).max(Self::now() - field("HugetlbPages")) + field("HugetlbPages");
         peak.saturating_sub(self.before).saturating_sub(self.buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_row_is_in_every_round_after_different_ones() {
+        let mut random = Mt19937::new(1);
+        let mut before_auto = BTreeSet::new();
+        for _ in 0..100 {
+            let order = order(&GOALS, &mut random);
+            assert_eq!(order.iter().collect::<BTreeSet<_>>(), GOALS.iter().collect());
+            assert_eq!(order.len(), GOALS.len());
+            let at = |row| order.iter().position(|r| *r == row).unwrap();
+            assert_eq!(at(VERIFY), at(LOAD) + 1);
+            before_auto.insert(at(AUTO).checked_sub(1).map(|before| order[before]));
+        }
+        assert!(before_auto.len() > 5, "{before_auto:?}");
+        assert_eq!(order(&[VERIFY], &mut random), [VERIFY]);
     }
 }

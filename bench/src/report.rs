@@ -24,6 +24,8 @@ pub struct Report {
 
 /// Rounds that prove a goal, where a bench says how many it had.
 const PROOF: usize = 11;
+/// With fewer rounds than this there is no median, and no verdict.
+const LEAST: usize = 3;
 
 /// Where it ran.
 #[derive(Serialize)]
@@ -91,7 +93,8 @@ struct Goal {
     goal: f64,
     got: f64,
     unit: &'static str,
-    ok: bool,
+    /// None where it was not judged, for too few rounds.
+    ok: Option<bool>,
     /// Rounds that were too few to prove it.
     #[serde(skip_serializing_if = "Option::is_none")]
     too_few_rounds: Option<usize>,
@@ -163,7 +166,8 @@ impl Report {
         row.details.instructions_per_item
     }
 
-    /// The next goal is about rows of so many rounds: of less than [`PROOF`] it is not proven.
+    /// The next goal is about rows of so many rounds: of less than [`PROOF`] it is not proven, of less than [`LEAST`]
+    /// not judged.
     pub fn of_rounds(&mut self, rounds: usize) -> &mut Self {
         self.rounds = Some(rounds);
         self
@@ -171,6 +175,7 @@ impl Report {
 
     fn goal(&mut self, name: &str, goal: f64, got: f64, unit: &'static str, ok: bool) {
         let too_few_rounds = self.rounds.take().filter(|rounds| *rounds < PROOF);
+        let ok = Some(ok).filter(|_| too_few_rounds.is_none_or(|rounds| rounds >= LEAST));
         self.goals.push(Goal { name: name.to_owned(), goal, got, unit, ok, too_few_rounds });
     }
 
@@ -194,8 +199,19 @@ impl Report {
         self.notes.push(Note { case: case.to_owned(), name: name.to_owned(), got });
     }
 
-    pub fn all_met(&self) -> bool {
-        self.goals.iter().all(|b| b.ok)
+    /// Whether a goal was missed. One that was not judged was not.
+    pub fn has_missed(&self) -> bool {
+        self.goals.iter().any(|b| b.ok == Some(false))
+    }
+
+    /// The number of goals that were not judged.
+    pub fn not_judged(&self) -> usize {
+        self.goals.iter().filter(|b| b.ok.is_none()).count()
+    }
+
+    /// A line that says so.
+    pub fn unjudged(&self) -> String {
+        format!("goals that were not judged, as they had fewer than {LEAST} rounds: {}", self.not_judged())
     }
 
     pub fn json(&self) -> String {
@@ -226,15 +242,20 @@ impl Report {
         }
         out.push('\n');
         for b in &self.goals {
-            let verdict = if b.ok { "met" } else { "MISSED" };
-            let verdict = match b.too_few_rounds {
-                Some(rounds) => format!("{verdict}, not proven ({rounds} of {PROOF} rounds):"),
-                None => format!("{verdict:<6}"),
+            let verdict = match (b.ok, b.too_few_rounds) {
+                (None, rounds) => format!("not judged ({} of {LEAST} rounds):", rounds.unwrap_or(0)),
+                (Some(ok), Some(rounds)) => {
+                    format!("{}, not proven ({rounds} of {PROOF} rounds):", if ok { "met" } else { "MISSED" })
+                }
+                (Some(ok), None) => (if ok { "met   " } else { "MISSED" }).to_owned(),
             };
             let _ = writeln!(out, "{verdict} {}: {:.3} ({} {})", b.name, b.got, b.unit, b.goal);
         }
         for n in &self.notes {
             let _ = writeln!(out, "note   {}: {}: {:.3}", n.case, n.name, n.got);
+        }
+        if self.not_judged() > 0 {
+            let _ = writeln!(out, "{}", self.unjudged());
         }
         out
     }
@@ -344,4 +365,25 @@ fn commit() -> String {
     let Some(commit) = git(&["rev-parse", "--short", "HEAD"]) else { return "an unknown commit".to_owned() };
     let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|list| !list.is_empty());
     if changed { commit + "+" } else { commit }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_goal_of_two_rounds_is_not_judged() {
+        let mut report = Report::new("test");
+        report.of_rounds(2).at_most("two", 1.0, 2.0);
+        assert!(!report.has_missed() && report.not_judged() == 1);
+        report.of_rounds(3).at_most("three", 1.0, 2.0);
+        report.at_most("all", 1.0, 0.5);
+        assert!(report.has_missed() && report.not_judged() == 1);
+        let text = report.text();
+        assert!(text.contains("\nnot judged (2 of 3 rounds): two: 2.000 "), "{text}");
+        assert!(text.contains("\nMISSED, not proven (3 of 11 rounds): three: "), "{text}");
+        assert!(text.contains("\nmet    all: ") && text.ends_with("they had fewer than 3 rounds: 1\n"));
+        let goals: serde_json::Value = serde_json::from_str(&report.json()).unwrap();
+        assert_eq!(goals["goals"][0]["ok"], serde_json::Value::Null);
+    }
 }

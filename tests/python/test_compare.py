@@ -27,7 +27,8 @@ def test_peers_have_the_same_bytes(dmalane, tmp_path):
     path, _ = model(tmp_path)
     # A file beside the model does not pose as a library.
     (tmp_path / "safetensors.py").write_text("raise SystemExit('taken in')")
-    peers = ["plain-read", "dmalane", "mmap", "numpy-fromfile", "safetensors-mmap", "safetensors-pread"]
+    of_safetensors = ["safetensors-mmap", "safetensors-clone", "safetensors-pread"]
+    peers = ["plain-read", "dmalane", "mmap", "numpy-fromfile", *of_safetensors]
     if importlib.util.find_spec("dmalane"):
         peers.append("dmalane-python")
     only = [word for name in peers for word in ("--only", name)]

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
@@ -15,6 +15,7 @@ use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::file::{FileDeviceError, HoldsData};
 use dmalane::registry::{self, KINDS};
 use dmalane::sim::Workers;
+use dmalane::validate::ValidateError;
 use dmalane::vfio::Bdf;
 use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
@@ -141,19 +142,29 @@ pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Fail
     options.open(spec).map_err(|e| cannot_open(&e, options))
 }
 
-/// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it. A
-/// damaged one cannot be restored.
-pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path, damaged: bool) -> Failure {
+/// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it.
+/// `unusable` is the error of trying to restore it, if there was one.
+pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path, unusable: Option<&io::Error>) -> Failure {
     let made = backup.metadata().and_then(|meta| meta.modified()).ok();
     let Some(made) = made.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) else { return failure };
     let device = spec.to_string();
     let restore = ["dmalane", "validate", "-d", &device, "--recover"];
     let failure = failure.cause(format!("the backup was made on {}", date(made.as_secs())));
-    let failure = match damaged {
-        true => failure,
-        false => failure.command("to restore it, and to keep the present data beside it", &restore),
+    let failure = match unusable.map(io::Error::kind) {
+        // A damaged one cannot be restored.
+        Some(ErrorKind::InvalidData) => failure,
+        Some(ErrorKind::PermissionDenied) => failure.hint("only the user who made it can restore it"),
+        _ => failure.command("to restore it, and to keep the present data beside it", &restore),
     };
     failure.command("to drop it", &["rm", &backup.to_string_lossy()])
+}
+
+/// Why a backup could not be restored.
+pub fn restoring(error: &ValidateError) -> Option<&io::Error> {
+    match error {
+        ValidateError::Recover { source, .. } => Some(source),
+        _ => None,
+    }
 }
 
 /// The error of opening a device, with what helps against it.
@@ -165,10 +176,12 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
             let message = format!("the device has no channel {wanted}, it has {has}, numbered from 0");
             return Failure::usage(message).hint("--mm-channel auto uses all channels");
         }
-        OpenError::Backup { spec, backup } => {
+        OpenError::Backup { spec, backup, unusable } => {
             let path = backup.display();
             let why = format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {path}");
-            return with_backup(Failure::new(why), spec, backup, false);
+            let why_not = unusable.as_deref().and_then(restoring);
+            let failure = why_not.iter().fold(Failure::new(why), |failure, why| failure.cause(why.to_string()));
+            return with_backup(failure, spec, backup, why_not);
         }
         OpenError::Device { spec, source } => (spec, &**source),
         _ => return Failure::because("cannot open the device", error),

@@ -54,6 +54,16 @@ pub struct Snapshot {
     /// Operations that a device was given and has not ended, where no stage counts them.
     #[serde(default)]
     pub in_flight: Option<u64>,
+    /// The memory of others that a device has accessed.
+    #[serde(default)]
+    pub link: Option<LinkSnapshot>,
+}
+
+/// Bytes of host memory that a device has read (H2C) and written (C2H), from the beginning on.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug)]
+pub struct LinkSnapshot {
+    pub read: u64,
+    pub written: u64,
 }
 
 /// A stage, from the beginning on.
@@ -167,6 +177,8 @@ impl ProcessJob {
         let used = |s: &LiveStage| s.report.bytes > 0 || s.in_flight > 0 || !s.report.wall.is_zero();
         let counters = lock(&self.counters).as_ref().and_then(Weak::upgrade).map(|counters| counters());
         let Counters { iommu, moved, in_flight, .. } = counters.unwrap_or_default();
+        let link = moved.map(|(read, written)| LinkSnapshot { read, written });
+        let moved = link.map(|link| link.read.saturating_add(link.written));
         Snapshot {
             schema: SCHEMA,
             command: command_line().chars().take(2000).collect(),
@@ -178,6 +190,7 @@ impl ProcessJob {
             stages: self.live.stages().into_iter().filter(used).map(stage).collect(),
             iommu: iommu.map(|i| IommuSnapshot { hits: i.hits, misses: i.misses, faults: i.faults }),
             in_flight,
+            link,
         }
     }
 }

@@ -60,6 +60,9 @@ fn not_run<P: Parser>(error: &clap::Error) -> Result<ExitCode, Failure> {
     let text = error.render().to_string();
     let name = P::command().get_name().to_owned();
     let text = text.strip_prefix("error: ").map_or(text.clone(), |rest| format!("{name}: {rest}"));
+    // clap advises to put what looks like an option behind `--`, but there `read` has a command.
+    let advice = text.lines().find(|line| line.starts_with("  tip: to pass '") && text.contains("-- <COMMAND>"));
+    let text = advice.map_or(text.clone(), |line| text.replace(&format!("{line}\n\n"), ""));
     // A closed stderr leaves nobody to tell.
     let _ = std::io::stderr().write_all(wrap_message(&text.replace("\n  tip: ", "\nhint: ")).as_bytes());
     Ok(ExitCode::from(USAGE))

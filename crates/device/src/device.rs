@@ -151,8 +151,9 @@ pub struct Counters {
     pub iommu: Option<IommuCounters>,
     /// Bytes of the device's memory that were ever used.
     pub touched: Option<u64>,
-    /// Bytes of host memory that it has read and written, where these are not the job's own.
-    pub moved: Option<u64>,
+    /// Bytes of host memory that it has read (H2C) and written (C2H), descriptors included, where these are not the
+    /// job's own.
+    pub moved: Option<(u64, u64)>,
     /// Operations that were given to it and have not ended, where the job's stages do not count them.
     pub in_flight: Option<u64>,
 }

@@ -71,6 +71,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod backup_name;
 mod bounce;
 #[cfg(feature = "conformance")]
 pub mod conformance;

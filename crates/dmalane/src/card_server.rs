@@ -123,7 +123,7 @@ impl CardServer {
             let card = card.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
             Counters {
                 iommu: Some(IommuCounters { faults: traffic.faults(), ..IommuCounters::default() }),
-                moved: Some(traffic.bytes()),
+                moved: Some((traffic.read(), traffic.written())),
                 in_flight: Some(card.map_or(0, |card| card.in_flight())),
                 ..Counters::default()
             }

@@ -8,7 +8,7 @@ use dmalane_file::FileDeviceOptions;
 use dmalane_load::{DriveOptions, OpenDevice};
 use dmalane_sim::Workers;
 use dmalane_slash::SlashOptions;
-use dmalane_validate::claim;
+use dmalane_validate::{ValidateError, check_backup, claim};
 use dmalane_vulkan::VulkanOptions;
 use thiserror::Error;
 
@@ -76,10 +76,12 @@ impl OpenOptions {
     /// [`OpenError`].
     pub fn open(&self, spec: &DeviceSpec) -> Result<OpenDevice, OpenError> {
         let device = self.device(spec)?;
-        let left = device.backing_files().map(|files| claim(&files)).transpose();
-        let left = left.map_err(|e| OpenError::Device { spec: spec.clone(), source: Box::new(e) })?;
-        if let Some(backup) = left.flatten() {
-            return Err(OpenError::Backup { spec: spec.clone(), backup });
+        if let Some(files) = device.backing_files() {
+            let failed = |e| OpenError::Device { spec: spec.clone(), source: Box::new(e) };
+            if let Some(backup) = claim(&files).map_err(failed)? {
+                let unusable = check_backup(&files).err().map(Box::new);
+                return Err(OpenError::Backup { spec: spec.clone(), backup, unusable });
+            }
         }
         OpenDevice::new(device, self.drive.clone()).map_err(OpenError::Drive)
     }
@@ -156,18 +158,29 @@ pub enum OpenError {
     /// A file or a disk whose contents a validation has overwritten that was killed; nothing else may write it before
     /// they are restored.
     #[error(
-        "{spec} has a backup of a `dmalane validate --restore` that did not end, {}: restore it with `dmalane validate \
-         -d {spec} --recover`, or remove it", backup.display()
+        "{spec} has a backup of a `dmalane validate --restore` that did not end, {}: {}", backup.display(),
+        way_out(spec, unusable.as_deref())
     )]
     Backup {
         /// Which device.
         spec: DeviceSpec,
         /// The backup.
         backup: PathBuf,
+        /// Why the contents cannot be restored from it.
+        unusable: Option<Box<ValidateError>>,
     },
     /// It was opened, and cannot be driven as was asked for.
     #[error(transparent)]
     Drive(dmalane_load::Error),
+}
+
+/// What to do about a backup.
+fn way_out(spec: &DeviceSpec, unusable: Option<&ValidateError>) -> String {
+    match unusable {
+        None => format!("restore it with `dmalane validate -d {spec} --recover`, or remove it"),
+        Some(ValidateError::Recover { source, .. }) => format!("{source}, so it cannot be restored; remove it"),
+        Some(other) => other.to_string(),
+    }
 }
 
 #[cfg(test)]

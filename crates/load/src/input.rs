@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::container::ContainerFile;
-use crate::{Container, Error, Model};
+use crate::{Container, Error, Model, Tensor};
 
 /// A file to load.
 pub struct Input<S> {
@@ -41,6 +41,12 @@ impl<S> Input<S> {
 
     pub(crate) fn error(&self, what: &'static str, source: std::io::Error) -> Error {
         Error::File { path: self.path.clone(), what, source }
+    }
+
+    /// The length of a file of these contents, and the tensors that are read of it; `None` where all of it is, as where
+    /// it is hashed.
+    pub(crate) fn wanted<'a>(&self, model: &'a Model, hashed: bool) -> (u64, Option<&'a [Arc<Tensor>]>) {
+        (model.len, Some(&*model.tensors).filter(|_| self.select.is_some() && !hashed))
     }
 
     /// The kind of the file.

@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 use dmalane_queue::Refusal;
 
-use crate::LoadedFile;
 use crate::fill::{Extent, Job, Target, Targets};
+use crate::{LoadedFile, Tensor};
 
 /// Reads begin and end at multiples of this, as direct I/O needs it.
 const BLOCK: u64 = 4096;
@@ -18,16 +19,26 @@ const GAP: u64 = 64 << 10;
 pub(crate) struct Parts(Vec<Vec<Extent>>);
 
 impl Parts {
-    /// The parts of each file: all of it, unless only its tensors are `wanted`.
-    pub fn new(files: &[LoadedFile], wanted: impl Fn(usize) -> bool) -> Self {
-        let of = |(i, file): (usize, &LoadedFile)| {
-            let tensors = file.model.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
-            match wanted(i) {
-                true => parts(i, tensors, file.model.len),
-                false => parts(i, std::iter::once(0..file.model.len), file.model.len),
-            }
+    /// The parts of files of so many bytes: those in which these tensors lie, or all of a file without any.
+    pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
+        let of = |(i, (len, tensors)): (usize, (u64, Option<&[_]>))| match tensors {
+            Some(tensors) => parts(i, tensors.iter().map(|t: &Arc<Tensor>| t.at.bits()..t.at.bits() + t.len), len),
+            None => parts(i, std::iter::once(0..len), len),
         };
-        Self(files.iter().enumerate().map(of).collect())
+        Self(files.into_iter().enumerate().map(of).collect())
+    }
+
+    /// The first `most` bytes of these parts.
+    pub fn first(mut self, most: u64) -> Self {
+        let mut left = most;
+        for parts in &mut self.0 {
+            for part in &mut *parts {
+                part.len = part.len.min(left);
+                left -= part.len;
+            }
+            parts.retain(|part| part.len > 0);
+        }
+        self
     }
 
     /// A buffer for each file.
@@ -104,5 +115,9 @@ mod tests {
         assert_eq!(parts.job().buffers, [4096 + 12_288]);
         assert_eq!(parts.in_file(0, 4000..4100).collect::<Vec<_>>(), [4000..4096, 98_304..98_308]);
         assert_eq!((parts.at(0, 4095).bits(), parts.at(0, 4096).bits()), (4095, 98_304));
+        let job = parts.first(4000).job();
+        assert_eq!((job.buffers, job.extents.len()), (vec![4000], 1));
+        let job = Parts::new([(7, None), (9, Some(&[][..])), (5, None)]).first(10).job();
+        assert_eq!((job.buffers, job.extents.len()), (vec![7, 0, 3], 2));
     }
 }

@@ -127,7 +127,7 @@ impl OpenDevice {
         epoch: Option<Instant>,
     ) -> Result<(Clocks, u64, u64), Error> {
         let hashed = self.options.checksum || expected.hash_regions().is_some();
-        let parts = Parts::new(files, |file| inputs[file].select.is_some() && !hashed);
+        let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();

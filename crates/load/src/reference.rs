@@ -7,14 +7,15 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_queue::Queue;
 
-use crate::fill::{self, FillOptions, Job, Memory, Sink};
+use crate::fill::{self, FillOptions, Memory, Sink};
+use crate::parts::Parts;
 use crate::pipeline::describe;
-use crate::{Error, Input, OpenDevice};
+use crate::{Error, Input, Manifest, OpenDevice};
 
 /// Rates in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct ReferenceRates {
-    /// The same files read into the same staging buffers, and nothing else done.
+    /// The same parts of the same files read into the same staging buffers, and nothing else done.
     pub read: f64,
     /// One thread copying memory that is not in the cache, with stores that bypass it.
     pub copy: f64,
@@ -28,33 +29,32 @@ const MEMORY_BYTES: usize = 256 << 20;
 const COPIES: usize = 4;
 
 impl OpenDevice {
-    /// Measures the rates, with the first 4 GiB of `inputs`, in the staging buffers that a load uses.
+    /// Measures the rates, with the first 4 GiB of what [`OpenDevice::load_checked`] reads of `inputs` with this
+    /// manifest, in the staging buffers that a load uses.
     ///
     /// # Errors
     /// [`Error`] when memory cannot be had or the files cannot be read.
     pub fn reference_rates<S: Queue<Addr = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
+        manifest: &Manifest,
     ) -> Result<ReferenceRates, Error> {
-        let mut left = READ_AT_MOST;
-        let mut lens = Vec::new();
-        for input in inputs.iter() {
-            let len = input.len()?.min(left);
-            left -= len;
-            lens.push(len);
-        }
+        let hashed = self.options.checksum || !manifest.files.is_empty();
+        let models = inputs.iter().map(Input::model).collect::<Result<Vec<_>, _>>()?;
+        let wanted = inputs.iter().zip(&models).map(|(input, model)| input.wanted(model, hashed));
+        let job = Parts::new(wanted).first(READ_AT_MOST).job();
         let start = Instant::now();
-        self.staging.prepare(lens.iter().copied().max().unwrap_or(0));
+        self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
         let options = FillOptions { block: u64::MAX, timeout: self.options.timeout, ..FillOptions::default() };
         let memory = Memory::Staging(&mut self.staging);
         let mut go = |_| ControlFlow::Continue(());
-        if let Err(error) = fill::run(memory, Sink::Memory, &Job::whole(&lens), &mut workers, &options, &mut go) {
+        if let Err(error) = fill::run(memory, Sink::Memory, &job, &mut workers, &options, &mut go) {
             // Slots that were in flight are incomplete: new ones are made next time.
             self.staging.clear();
             return Err(describe(error, |file| (inputs[file].path.clone(), None)));
         }
-        let read = lens.iter().sum::<u64>() as f64 / start.elapsed().as_secs_f64();
+        let read = job.bytes() as f64 / start.elapsed().as_secs_f64();
         let (copy, first_touch) = memory_rates()?;
         Ok(ReferenceRates { read, copy, first_touch })
     }

@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Component, Path, PathBuf};
 
+use dmalane_device::backup_name::is_backup_name;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
@@ -149,16 +150,16 @@ const FORMAT_REGULAR: u32 = 0o100_000;
 /// The most symbolic links in a path, as in the kernel.
 const LINKS: usize = 40;
 
-/// How backups of `dmalane validate` begin, and what is in the names of most: damaged ones are kept too.
+/// How backups of `dmalane validate` begin.
 const BACKUP_HEADER: &[u8] = br#"{"dmalane_backup":"#;
-const BACKUP_NAME: &str = ".dmalane-backup";
 
-/// Whether a regular file is a backup of `dmalane validate`, whatever its name is now.
+/// Whether a regular file is a backup of `dmalane validate`: by its contents, whatever its name is now, or by its name,
+/// as a damaged one is kept too.
 fn is_backup(folder: &OwnedFd, name: &OsStr) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mut head = [0; BACKUP_HEADER.len()];
     let mut read = || File::from(rustix::fs::openat(folder, name, flags, Mode::empty())?).read_exact(&mut head);
-    name.to_string_lossy().contains(BACKUP_NAME) || read().is_ok() && head == BACKUP_HEADER
+    is_backup_name(name) || read().is_ok() && head == BACKUP_HEADER
 }
 
 fn kind(mode: u32) -> &'static str {

@@ -14,14 +14,13 @@ use std::fs::{self, DirBuilder, File};
 use std::hash::Hasher;
 use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use dmalane_device::BackingFiles;
 use dmalane_device::contents::{FileExtent, extents, holds_data, reopen};
+use dmalane_device::{BackingFiles, backup_name};
 use rustix::fs::{
     AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, StatxFlags, fallocate, flock, fstat, linkat,
     major, minor, openat, renameat_with, statat, statx, unlinkat,
@@ -140,6 +139,16 @@ pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
     left.map_err(ValidateError::Claim)
 }
 
+/// Whether [`recover`](crate::recover) can restore the backup that [`claim`] has found: it is whole, and this user's.
+///
+/// # Errors
+/// [`ValidateError::Recover`] says why not; [`ValidateError::Backup`].
+pub fn check_backup(files: &BackingFiles) -> Result<(), ValidateError> {
+    let Some(original) = Original::of(&files.written)? else { return Ok(()) };
+    let checked = original.find().and_then(|stored| stored.map_or(Ok(()), |stored| stored.read().map(drop)));
+    checked.map_err(|e| original.failed(e))
+}
+
 /// Which file this is, and where its backup lies.
 fn identify(file: &File) -> io::Result<(Identity, Place)> {
     let meta = file.metadata()?;
@@ -148,26 +157,17 @@ fn identify(file: &File) -> io::Result<(Identity, Place)> {
         let sys = PathBuf::from(format!("/sys/dev/block/{}:{}", major(rdev), minor(rdev)));
         let id = identify_disk(rdev, &sys);
         let name = match &id {
-            Identity::Number { rdev, .. } => format!("backup-of-device-{rdev:x}"),
-            id => format!("backup-of-disk-{:016x}", XxHash3_64::oneshot(&serde_json::to_vec(id)?)),
+            Identity::Number { rdev, .. } => backup_name::of_device(*rdev),
+            id => backup_name::of_disk(XxHash3_64::oneshot(&serde_json::to_vec(id)?)),
         };
-        return Ok((id, Place { folder: folder()?, name: name.into() }));
+        return Ok((id, Place { folder: folder()?, name }));
     }
     let path = path_of(file)?;
     let born = meta.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let born = born.map_or(String::new(), |at| at.as_nanos().to_string());
     let id = Identity::File { dev: meta.dev(), ino: meta.ino(), born };
     let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
-    let mut name = OsString::from(".");
-    // A name has at most 255 bytes, and more is added to this one.
-    match path.file_name().unwrap_or_default() {
-        long if long.len() > 200 => {
-            name.push(OsStr::from_bytes(&long.as_bytes()[..180]));
-            name.push(format!("-{:016x}", XxHash3_64::oneshot(long.as_bytes())));
-        }
-        short => name.push(short),
-    }
-    name.push(".dmalane-backup");
+    let name = backup_name::of_file(path.file_name().unwrap_or_default(), XxHash3_64::oneshot);
     Ok((id, Place { folder, name }))
 }
 
@@ -300,7 +300,7 @@ impl Original {
             let (first, last) = (saved.extents.first(), saved.extents.last());
             let range = first.map_or(0, |e| e.at)..last.map_or(0, |e| e.at + e.len);
             let free = |n: u32| {
-                let name = with_end(&self.place.name, &format!("-replaced-{n}"));
+                let name = backup_name::of_replaced(&self.place.name, n);
                 Place { folder: self.place.folder.clone(), name }
             };
             let replaced = (1..).map(free).find(|place| place.path().symlink_metadata().is_err());
@@ -327,7 +327,11 @@ impl Original {
     fn unfinished(&self) -> OsString {
         match &self.id {
             Identity::File { dev, ino, .. } => format!(".dmalane-backup-of-{dev:x}-{ino:x}.new").into(),
-            Identity::Disk { .. } | Identity::Number { .. } => with_end(&self.place.name, ".new"),
+            Identity::Disk { .. } | Identity::Number { .. } => {
+                let mut name = self.place.name.clone();
+                name.push(".new");
+                name
+            }
         }
     }
 
@@ -635,12 +639,6 @@ fn is_ours(meta: &fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == rustix::process::geteuid().as_raw()
 }
 
-fn with_end(name: &OsStr, end: &str) -> OsString {
-    let mut name = name.to_owned();
-    name.push(end);
-    name
-}
-
 fn named(e: io::Error, path: &Path) -> io::Error {
     io::Error::new(e.kind(), format!("{}: {e}", path.display()))
 }
@@ -668,6 +666,7 @@ fn sync_folder(folder: &OwnedFd) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStrExt;
     use std::sync::Arc;
 
     use super::*;

@@ -26,14 +26,20 @@ pub struct ClientMemory(Arc<RwLock<Mappings>>, Arc<Traffic>);
 /// Accesses of devices, so far.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    bytes: AtomicU64,
+    read: AtomicU64,
+    written: AtomicU64,
     faults: AtomicU64,
 }
 
 impl Traffic {
-    /// Bytes that devices have read and written.
-    pub fn bytes(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
+    /// Bytes that devices have read.
+    pub fn read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that devices have written.
+    pub fn written(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
     }
 
     /// Accesses that ended at an address that was not mapped for them.
@@ -239,7 +245,8 @@ impl HeldMem for HeldClient<'_> {
             Ok(())
         };
         let result = walk();
-        traffic.bytes.fetch_add(done as u64, Ordering::Relaxed);
+        let bytes = if wanted.contains(Access::WRITE) { &traffic.written } else { &traffic.read };
+        bytes.fetch_add(done as u64, Ordering::Relaxed);
         traffic.faults.fetch_add(result.is_err().into(), Ordering::Relaxed);
         result
     }

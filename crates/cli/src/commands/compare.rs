@@ -19,7 +19,7 @@ use crate::model;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
-use crate::source;
+use crate::source::{self, NamedFiles, SourceFile};
 use loaders::{Loader, Sample};
 
 const EXAMPLES: &str = "\
@@ -29,6 +29,7 @@ Examples:
   dmalane compare shard-*.safetensors --python ~/venv/bin/python --rounds 11
   dmalane compare model.safetensors --only dmalane --only plain-read --csv
   dmalane compare model.safetensors --report compared.html
+  zcat model.safetensors.gz | dmalane compare -
   dmalane compare model.safetensors --with 'mine=./my-loader --fast'
 
 Each loader runs in a process of its own, in turns, with the files evicted from the page cache (cold) and in it \
@@ -43,7 +44,7 @@ Exit status: 0 compared, 1 a loader returned wrong bytes, none could run, or the
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Compare {
-    /// Files to load, or the directory or the index of a model
+    /// Files to load, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
@@ -127,27 +128,24 @@ impl Compare {
         if let Some(name) = &self.worker {
             return worker::run(name, self.hash, &self.files);
         }
-        if self.files.iter().any(|path| source::is_stdin(path)) {
-            let usage = Failure::usage("every loader opens the files itself, so standard input (-) cannot be compared");
-            return Err(usage.hint("a file of that name is ./-"));
-        }
-        let files = model::files(&self.files)?;
+        source::check(&self.files)?;
         let mut to = self.report.as_ref().map(|path| self.replace.output(path));
-        let mut bytes = 0;
-        for path in &files {
-            let cannot = |e| Failure::because(format!("cannot open {}", path.display()), &e);
-            let file = File::open(path).map_err(cannot)?;
-            let meta = file.metadata().map_err(cannot)?;
-            model::refuse_lfs_pointer(path, &file)?;
+        let (mut named, mut shown, mut bytes) = (NamedFiles::default(), Vec::new(), 0);
+        for path in model::files(&self.files)? {
+            let source = SourceFile::open(&path)?.with_size()?;
+            let meta = source.file.metadata()?;
+            model::refuse_lfs_pointer(&source.path, &source.file)?;
             if !meta.is_file() || meta.len() == 0 {
-                return Err(Failure::new(format!("{} is not a file with bytes in it", path.display())));
+                return Err(Failure::new(format!("{} is not a file with bytes in it", source.path.display())));
             }
             bytes += meta.len();
-            to = to.map(|to| to.excluding(path, &meta));
+            to = to.map(|to| to.excluding(&source.path, &meta));
+            shown.push(source.path.clone());
+            named.add(source)?;
         }
         to = to.map(|to| output::excluding(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the report", &e)))?;
-        let outcome = self.compare(files, bytes)?;
+        let outcome = Outcome { files: shown, ..self.compare(&named.paths, bytes)? };
         if let Some(to) = &to {
             let page = report::html(&outcome);
             to.write(page.as_bytes()).map_err(|e| output::refused("cannot write the report", &e))?;
@@ -168,7 +166,7 @@ impl Compare {
         }
     }
 
-    fn compare(&self, files: Vec<PathBuf>, bytes: u64) -> Result<Outcome, Failure> {
+    fn compare(&self, files: &[PathBuf], bytes: u64) -> Result<Outcome, Failure> {
         let mut all = loaders::ours()?;
         all.extend(loaders::of_python(&self.python));
         all.extend(self.with.iter().cloned());
@@ -183,11 +181,11 @@ impl Compare {
         let touch = dmalane::dma::room().map_or(0, |room| room.bytes / 2).min(bytes.saturating_mul(2));
         let steps = Steps::new("compare", !(self.quiet || self.json || self.csv));
         steps.more(all.len() * (1 + 2 * self.rounds as usize));
-        let want = worker::digest(&files).map_err(|e| Failure::because("cannot read the files", &e))?;
+        let want = worker::digest(files).map_err(|e| Failure::because("cannot read the files", &e))?;
         let mut loaders: Vec<Compared> = Vec::new();
         for loader in &all {
             steps.step(format!("{}: hash", loader.name));
-            let first = loader.run(&files, true, 0, timeout);
+            let first = loader.run(files, true, 0, timeout);
             let right = first.as_ref().is_ok_and(|sample| sample.sha256.as_deref() == Some(&*want));
             let name = loader.name.clone();
             loaders.push(Compared { name, first, right, cold: Vec::new(), not_cold: 0, warm: Vec::new() });
@@ -202,10 +200,10 @@ impl Compare {
                         continue;
                     }
                     let mut stray = false;
-                    for path in &files {
+                    for path in files {
                         stray |= !prepare(path, cold)?;
                     }
-                    match (all[i].run(&files, false, touch, timeout), cold) {
+                    match (all[i].run(files, false, touch, timeout), cold) {
                         (Ok(sample), true) => {
                             loaders[i].cold.push(sample);
                             loaders[i].not_cold += u32::from(stray);
@@ -217,7 +215,7 @@ impl Compare {
             }
         }
         steps.finish();
-        Ok(Outcome { files, bytes, rounds: self.rounds, loaders, reported: self.report.clone() })
+        Ok(Outcome { files: files.to_vec(), bytes, rounds: self.rounds, loaders, reported: self.report.clone() })
     }
 }
 

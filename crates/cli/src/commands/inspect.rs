@@ -265,7 +265,10 @@ fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
             io::ErrorKind::PermissionDenied => {
                 failure.hint(format!("it belongs to another user: sudo dmalane inspect {pid}"))
             }
-            io::ErrorKind::NotFound => failure.hint(format!("for a file of that name write ./{pid}")),
+            io::ErrorKind::NotFound => {
+                let failure = Failure::new(format!("there is no process {pid}"));
+                failure.hint(format!("for a file of that name write ./{pid}"))
+            }
             _ => failure,
         }
     };

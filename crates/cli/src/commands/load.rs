@@ -187,13 +187,8 @@ impl Outputs {
         self.timeline.check()
     }
 
-    /// Refuses to write over files that are read; `named` are those of the command line.
-    fn excluding(
-        self,
-        inputs: &[Input<FileQueue>],
-        device: Option<BackingFiles>,
-        named: &[PathBuf],
-    ) -> Result<Self, Failure> {
+    /// Refuses to write over files that are read.
+    fn excluding(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
         let mut read = Vec::new();
         for input in inputs {
             read.push((&*input.path, input.file.metadata()?));
@@ -201,15 +196,17 @@ impl Outputs {
         for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
             read.push((Path::new("device memory"), file.metadata()?));
         }
-        let excluding =
-            |to| read.iter().fold(output::excluding(to, named), |to, (path, meta)| to.excluding(path, meta));
-        let outputs = Self {
-            save: self.save.into_iter().map(excluding).collect(),
-            record: self.record.map(excluding),
-            timeline: self.timeline.map(excluding),
-        };
+        let outputs = self.map(|to| read.iter().fold(to, |to, (path, meta)| to.excluding(path, meta)));
         outputs.check()?;
         Ok(outputs)
+    }
+
+    fn map(self, f: impl Fn(Output) -> Output) -> Self {
+        Self {
+            save: self.save.into_iter().map(&f).collect(),
+            record: self.record.map(&f),
+            timeline: self.timeline.map(&f),
+        }
     }
 }
 
@@ -282,7 +279,8 @@ impl Load {
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
-        let outputs = self.outputs()?;
+        // A file that is read is named as such before anybody is told to use --force.
+        let outputs = self.outputs()?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
@@ -295,7 +293,7 @@ impl Load {
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
-        let mut outputs = outputs.excluding(&inputs, device.backing_files(), &named)?;
+        let mut outputs = outputs.excluding(&inputs, device.backing_files())?;
         let files = inputs.iter().map(|input| (&*input.path, &input.file));
         device::check_inputs(&self.device, device.backing_files(), files)?;
         self.select(&mut inputs, &mut outputs)?;
@@ -317,7 +315,7 @@ impl Load {
         let references = match self.format.verbose || self.timeline.report.is_some() {
             true => Some(
                 device
-                    .reference_rates(&mut inputs)
+                    .reference_rates(&mut inputs, &manifest)
                     .map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))?,
             ),
             false => None,

@@ -413,7 +413,12 @@ impl Read {
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {
-            Heap::Auto => return pick(needs).map_err(|e| Failure::because("this machine has no such memory", &e)),
+            Heap::Auto => {
+                return pick(needs).map_err(|e| {
+                    let failure = Failure::because("this machine has no such memory", &e);
+                    failure.hint("`dmalane doctor` lists missing kernel features")
+                });
+            }
             Heap::Anonymous => Arc::new(AnonHeap::starting_at(self.pages).bound_to(node)),
             Heap::Memfd => Arc::new(MemfdHeap::starting_at(self.pages).bound_to(node)),
             Heap::Dma if node.is_some() => {
@@ -482,10 +487,8 @@ impl Read {
         };
         let mut target = match &self.device {
             Some(spec) => {
-                let target = ReadTarget::open(spec, self.open_options(), &job.buffers)?;
                 let files = sources.iter().map(|source| (&*source.path, &source.file));
-                opening::check_inputs(spec, target.device.backing_files(), files)?;
-                Some(target)
+                Some(ReadTarget::open(spec, self.open_options(), files, &job.buffers)?)
             }
             None => None,
         };

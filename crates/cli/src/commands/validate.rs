@@ -5,7 +5,6 @@ mod repeat;
 mod report;
 
 use std::fs::Metadata;
-use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -550,18 +549,13 @@ impl Validate {
             error,
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
-        let left = match &error {
-            ValidateError::Left { backup, .. } => Some((backup.clone(), false)),
-            ValidateError::Recover { backup, source } => {
-                Some((backup.clone(), source.kind() == ErrorKind::InvalidData))
-            }
-            _ => None,
-        };
-        let failure = Failure::from(error).status(if usage { USAGE } else { 1 });
+        let failure = Failure::because(error.to_string(), &error).status(if usage { USAGE } else { 1 });
         let failure = hint.into_iter().fold(failure, Failure::hint);
-        match left {
-            Some((backup, damaged)) => device::with_backup(failure, &self.device, &backup, damaged),
-            None => failure,
+        match &error {
+            ValidateError::Left { backup, .. } | ValidateError::Recover { backup, .. } => {
+                device::with_backup(failure, &self.device, backup, device::restoring(&error))
+            }
+            _ => failure,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use dmalane::load::{Difference, RegionKind};
@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::failure::Failure;
 use crate::layout::{count, good};
 use crate::model::{self, ReadMode};
+use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{binary, duration, rate};
@@ -20,6 +21,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane verify model.safetensors --manifest model.manifest
   dmalane verify models/minilm --manifest model.manifest --json     all shards of a model
+  dmalane verify model.safetensors --manifest model.manifest --repeat 5 --csv
 
 `dmalane manifest` makes the manifest. `dmalane load --manifest` and `dmalane read --manifest` check while they read.
 Files that the manifest has and that are not named are only missing if a directory or an index is named.
@@ -41,14 +43,25 @@ pub(crate) struct Verify {
     #[command(flatten)]
     mode: ReadMode,
 
+    /// Compare N times, and report the run with the median time; a run that finds a difference is the last
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    repeat: u32,
+
     /// Print the result as JSON
-    #[arg(long)]
+    #[arg(long, conflicts_with = "csv")]
     json: bool,
+
+    /// Print the result as CSV: a row for each difference, and one for all files
+    #[arg(long)]
+    csv: bool,
 
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
 }
+
+/// The cells of a difference in CSV, by their names in JSON.
+const CELLS: [&str; 8] = ["file", "problem", "part", "tensor", "start", "end", "expected_bytes", "found_bytes"];
 
 /// A difference in the output of `--json`, which `docs/formats/json.md` describes.
 fn json(difference: &Difference) -> Value {
@@ -77,6 +90,78 @@ fn json(difference: &Difference) -> Value {
     })
 }
 
+/// The result of the comparisons.
+struct Outcome {
+    differences: Vec<Difference>,
+    files: usize,
+    bytes: u64,
+    /// The time of the median run.
+    wall: Duration,
+    /// The times of all runs.
+    runs: output::WallTimes,
+    /// Files of the manifest that were not named.
+    unchecked: usize,
+}
+
+impl Outcome {
+    fn bytes_per_s(&self) -> f64 {
+        self.bytes as f64 / self.wall.as_secs_f64().max(1e-9)
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "schema": 1,
+            "command": "verify",
+            "verified": self.differences.is_empty(),
+            "bytes": self.bytes,
+            "wall_s": self.wall.as_secs_f64(),
+            "bytes_per_s": self.bytes_per_s(),
+            "runs_s": self.runs.runs_s,
+            "median_s": self.runs.median_s,
+            "fastest_s": self.runs.fastest_s,
+            "slowest_s": self.runs.slowest_s,
+            "unchecked_files": self.unchecked,
+            "differences": self.differences.iter().map(json).collect::<Value>(),
+        })
+    }
+
+    fn csv(&self) -> String {
+        let of_all = ["bytes", "wall_s", "bytes_per_s"];
+        let head = CELLS.iter().chain(&of_all).chain(&output::WallTimes::CSV_HEAD);
+        let mut out = output::csv_line(head.map(|name| (*name).to_owned()));
+        for difference in &self.differences {
+            let value = json(difference);
+            let cells = CELLS.map(|name| match &value[name] {
+                Value::Null => String::new(),
+                Value::String(text) => text.clone(),
+                other => other.to_string(),
+            });
+            out += &output::csv_line(cells.into_iter().chain([const { String::new() }; 6]));
+        }
+        let mut all = [const { String::new() }; CELLS.len()];
+        let verdict = if self.differences.is_empty() { "none" } else { "differs" };
+        (all[0], all[1]) = ("(all)".to_owned(), verdict.to_owned());
+        let figures = [self.bytes.to_string(), self.wall.as_secs_f64().to_string(), self.bytes_per_s().to_string()];
+        out + &output::csv_line(all.into_iter().chain(figures).chain(self.runs.csv()))
+    }
+
+    fn text(&self) -> String {
+        let mut text = format!(
+            "{}: {}, {} in {} ({})\n{}",
+            good("Verified"),
+            count(self.files, "file"),
+            binary(self.bytes),
+            duration(self.wall),
+            rate(self.bytes, self.wall),
+            self.runs.text()
+        );
+        if self.unchecked > 0 {
+            text.push_str(&format!("Not checked: {} of the manifest not named\n", count(self.unchecked, "file")));
+        }
+        text
+    }
+}
+
 impl Verify {
     /// Compares the files.
     pub fn run(self) -> Result<ExitCode, Failure> {
@@ -84,47 +169,34 @@ impl Verify {
         let manifest = model::manifest(Some(&self.manifest))?;
         let (mut inputs, whole) = self.mode.open(&self.files)?;
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
-        let bar = Progress::new("verify", !(self.quiet || self.json));
-        bar.set_length(bytes);
-        let start = Instant::now();
-        let differences = manifest.verify(&mut inputs, whole, &mut |n| bar.advance(n));
-        let differences = differences.map_err(|e| Failure::because("the verification failed", &e))?;
-        let time = start.elapsed();
-        bar.finish();
-        let unchecked = if whole { 0 } else { manifest.files.len().saturating_sub(inputs.len()) };
-        let verified = differences.is_empty();
-        if self.json {
-            output::print_json(&json!({
-                "schema": 1,
-                "command": "verify",
-                "verified": verified,
-                "bytes": bytes,
-                "wall_s": time.as_secs_f64(),
-                "bytes_per_s": bytes as f64 / time.as_secs_f64().max(1e-9),
-                "unchecked_files": unchecked,
-                "differences": differences.iter().map(json).collect::<Value>(),
-            }))?;
-            return Ok(ExitCode::from(u8::from(!verified)));
-        }
-        if !verified {
-            let mut failure = Failure::new(format!("{} from the manifest", count(differences.len(), "difference")));
-            for difference in &differences {
-                failure = failure.cause(difference.to_string());
+        let (mut walls, mut differences) = (Vec::new(), Vec::new());
+        for _ in 0..self.repeat {
+            let bar = Progress::new("verify", !(self.quiet || self.json || self.csv));
+            bar.set_length(bytes);
+            let start = Instant::now();
+            let found = manifest.verify(&mut inputs, whole, &mut |n| bar.advance(n));
+            differences = found.map_err(|e| Failure::because("the verification failed", &e))?;
+            walls.push(start.elapsed());
+            bar.finish();
+            if !differences.is_empty() {
+                break;
             }
-            return Err(failure);
         }
-        let mut text = format!(
-            "{}: {}, {} in {} ({})\n",
-            good("Verified"),
-            count(inputs.len(), "file"),
-            binary(bytes),
-            duration(time),
-            rate(bytes, time)
-        );
-        if unchecked > 0 {
-            text.push_str(&format!("Not checked: {} of the manifest not named\n", count(unchecked, "file")));
+        let (runs, median) = output::WallTimes::of(&walls);
+        let unchecked = if whole { 0 } else { manifest.files.len().saturating_sub(inputs.len()) };
+        let (files, wall) = (inputs.len(), walls[median]);
+        let outcome = Outcome { differences, files, bytes, wall, runs, unchecked };
+        let verified = outcome.differences.is_empty();
+        match (self.json, self.csv) {
+            (true, _) => output::print_json(&outcome.json())?,
+            (_, true) => output::print(&outcome.csv())?,
+            _ if verified => output::print_text(&outcome.text())?,
+            _ => {
+                let failure = format!("{} from the manifest", count(outcome.differences.len(), "difference"));
+                let causes = outcome.differences.iter().map(Difference::to_string);
+                return Err(causes.fold(Failure::new(failure), Failure::cause));
+            }
         }
-        output::print_text(&text)?;
-        Ok(ExitCode::SUCCESS)
+        Ok(ExitCode::from(u8::from(!verified)))
     }
 }

@@ -136,3 +136,39 @@ echo "{\"seconds\":$((DMALANE_COMPARE_TOUCH + 1)),$rest}""#,
     }
     assert_eq!(dmalane(&folder, "compare missing").status.code(), Some(1));
 }
+
+#[test]
+fn standard_input_is_compared_under_a_name() {
+    let folder = folder("compare-stdin");
+    fs::copy(folder.join("model.safetensors"), folder.join("named-otherwise")).unwrap();
+    for line in [
+        "cat model.safetensors | dmalane compare -",
+        "dmalane compare - < model.safetensors",
+        "dmalane compare - < named-otherwise",
+    ] {
+        let options =
+            "--rounds 1 --json --python ./none --only dmalane --only plain-read --only mine --with mine=./mine";
+        // What a loader gets has a name that it can open, of the right kind, and the bytes.
+        let answer = r#"rest='"cpu_s":0,"peak_rss_bytes":1,"memory":"","dma_ready":true'
+case "$1" in *.safetensors) cmp -s "$1" model.safetensors && echo "{\"seconds\":1,$rest}";; esac"#;
+        script(&folder, "mine", answer);
+        let program = Path::new(env!("CARGO_BIN_EXE_dmalane")).parent().unwrap();
+        let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
+        let mut shell = Command::new("sh");
+        shell.args(["-ec", &format!("{line} {options}")]).current_dir(&folder).env("PATH", path);
+        // It hashes nothing, so its bytes are not those of the files.
+        let output = shell.env("TMPDIR", &folder).output().unwrap();
+        let result = json(&output);
+        assert_eq!(result["files"], serde_json::json!(["stdin.safetensors"]), "{line}");
+        for ours in ["dmalane", "plain-read"] {
+            assert_eq!(loader(&result, ours)["bytes_right"], true, "{line}: {}", loader(&result, ours));
+        }
+        assert_eq!(loader(&result, "mine")["skipped"], Value::Null, "{line}");
+        let left = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        assert!(left.into_iter().all(|name| !name.to_string_lossy().starts_with("dmalane-")), "{line}");
+    }
+    let mut empty = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+    let output = empty.args(["compare", "-"]).stdin(std::process::Stdio::null()).output().unwrap();
+    assert!(output.status.code() == Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("stdin is not a file with bytes in it"));
+}

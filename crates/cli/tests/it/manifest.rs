@@ -52,6 +52,15 @@ fn a_difference_is_named_by_every_command_that_reads() {
     for line in ["verify model.safetensors", "load model.safetensors", "read model.safetensors"] {
         dmalane(&folder, &format!("{line} --manifest m.json"), 0);
     }
+    let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();
+    let (csv, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --csv", 0);
+    assert!(csv.lines().count() == 2 && csv.contains(&format!("\n(all),none,,,,,,,{size},")), "{csv}");
+    let (text, _) = dmalane(&folder, "verify -q model.safetensors --manifest m.json --repeat 3", 0);
+    assert!(text.starts_with("Verified: ") && text.contains("\nMedian of 3 runs: "), "{text}");
+    let (json, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --json --repeat 4", 0);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    let runs: Vec<f64> = json["runs_s"].as_array().unwrap().iter().filter_map(Value::as_f64).collect();
+    assert!(runs.len() == 4 && runs.contains(&json["wall_s"].as_f64().unwrap()), "{json}");
     let (text, _) = dmalane(&folder, "load model.safetensors --manifest m.json", 0);
     assert!(text.contains("as in the manifest"), "{text}");
     flip(&folder.join("model.safetensors"), at);
@@ -65,6 +74,11 @@ fn a_difference_is_named_by_every_command_that_reads() {
     let (json, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --json", 1);
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json["verified"], &json["differences"][0]["tensor"]), (&false.into(), &name.into()));
+    let (csv, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --csv --repeat 3", 1);
+    let rows: Vec<&str> = csv.lines().collect();
+    assert!(rows.len() == 3 && rows[1].starts_with(&format!("model.safetensors,changed,tensor,{name},")), "{csv}");
+    assert!(rows[2].starts_with(&format!("(all),differs,,,,,,,{size},")), "{csv}");
+    assert!(rows.iter().all(|row| row.split(',').count() == 14), "{csv}");
     // A header that no longer parses is named too.
     flip(&folder.join("model.safetensors"), at);
     flip(&folder.join("model.safetensors"), 7);

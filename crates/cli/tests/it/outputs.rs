@@ -117,7 +117,9 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
         // Files that exist, without --force.
-        ("load model.safetensors --save model.safetensors", "it exists already"),
+        // With --force it would be refused as well, so nobody is told to use that.
+        ("load model.safetensors --save model.safetensors", "it is the input model.safetensors"),
+        ("load model.safetensors --trace hard", "it is the input model.safetensors"),
         ("load model.safetensors --save sub", "it exists already"),
         ("load boot.json --save hard", "it exists already"),
         ("load boot.json --save link", "it exists already"),
@@ -196,8 +198,20 @@ fn a_backup_is_not_replaced_under_any_name() {
         assert!(said.contains("it is a backup of `dmalane validate`"), "{line}: {said}");
         place.stays(line);
     }
+    // It can be restored, as whoever finds it says.
+    let said = place.dmalane("load boot.json -d file:sub/card.img --overwrite", 1);
+    assert!(said.contains(": dmalane validate -d file:sub/card.img --recover\n"), "{said}");
     place.dmalane("validate -d file:sub/card.img --recover", 0);
     assert!(fs::read(place.at("sub/card.img")).unwrap() == fs::read(place.at("card.img")).unwrap());
+    // That of what was restored over, when it is damaged. A name that has the word in it is no backup's.
+    let replaced = "sub/.card.img.dmalane-backup-replaced-1";
+    assert!(place.at(replaced).exists());
+    fs::write(place.at(replaced), b"damaged").unwrap();
+    let other = "sub/.card.img.dmalane-backup-notes.safetensors";
+    fs::write(place.at(other), b"notes").unwrap();
+    assert!(place.dmalane(&format!("load model.safetensors --save {replaced} --force"), 1).contains("it is a backup"));
+    place.dmalane(&format!("load model.safetensors --save {other} --force"), 0);
+    assert!(fs::read(place.at(replaced)).unwrap() == b"damaged" && fs::read(place.at(other)).unwrap() != b"notes");
 }
 
 #[test]

@@ -424,11 +424,15 @@ fn a_served_card_is_shown_with_its_client() {
     let card = both.iter().find(|job| job["pid"] == served.id()).unwrap();
     assert!(card["phase"].as_str().unwrap().starts_with("serve: client "), "{card}");
     assert!(card["command"].as_str().unwrap().contains("card serve"), "{card}");
+    // Loads go to the card, which writes little but completions.
+    let [to, from] = ["h2c_bytes", "c2h_bytes"].map(|name| card["link"][name].as_u64().unwrap());
+    assert!(to >= from && card["done"] == to + from, "{card}");
     let output = dmalane(runtime.path(), &["top", "--once", "--interval", "0.1"]).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(
         output.status.success()
             && text.contains("serve: client ")
+            && text.contains("\nH2C ")
             && text.contains(" operations in flight; 0 faults\n"),
         "{text}"
     );

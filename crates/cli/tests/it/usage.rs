@@ -99,19 +99,30 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --export fd", "COMMAND"),
             ("m --export memfd -- true", "memfd"),
             ("m --send-to s --repeat 2", "cannot be used with"),
+            // Not with the advice to put it behind `--`, where the command of --export is.
+            ("m --dry-run", "unexpected argument '--dry-run' found\n\nUsage: "),
             ("m --trace t --report t", "--trace and --report both write t"),
             ("m --report -", "stdout is for the report"),
         ],
     ),
     ("inspect", &[("", "FILE|PID"), ("m m", "m"), ("m --least 0", "at least 1 byte")]),
     ("manifest", &[("", "<FILE>"), ("- -", "can be read once"), ("m -o -", "stdout is for the report")]),
-    ("verify", &[("", "<FILE>"), ("m", "--manifest"), ("- - --manifest x", "can be read once")]),
+    (
+        "verify",
+        &[
+            ("", "<FILE>"),
+            ("m", "--manifest"),
+            ("- - --manifest x", "can be read once"),
+            ("m --manifest x --repeat 0", "1 to 1000"),
+            ("m --manifest x --json --csv", "cannot be used with"),
+        ],
+    ),
     (
         "compare",
         &[
             ("", "<FILE>"),
             ("m --rounds 0", "not a whole number from 1 to 1000"),
-            ("-", "standard input (-) cannot be compared"),
+            ("- -", "can be read once"),
             ("m --only nobody", "no loader is called nobody"),
             ("m --with x", "NAME=COMMAND"),
             ("m --json --csv", "cannot be used with"),

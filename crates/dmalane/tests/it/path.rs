@@ -12,7 +12,7 @@ use dmalane::card::{CardDevice, CardUse};
 use dmalane::device::{AddressSpace, Bind, Device, DeviceInfo, MemoryError, Region, SpaceError};
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar};
 use dmalane::file::{Fallback, FileQueue, Mode};
-use dmalane::load::{DriveOptions, Error, Input, OpenDevice, Placement, write_sample};
+use dmalane::load::{DriveOptions, Error, Input, Manifest, OpenDevice, Placement, write_sample};
 use dmalane::queue::{
     AddressPolicy, Capabilities, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
     Refusal, Refused, Split, StopReason, Ticket,
@@ -697,9 +697,32 @@ fn any_heap_will_do() {
         let mut inputs = [open(&path)];
         let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
         soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
-        let rates = soft.device.reference_rates(&mut inputs).unwrap();
+        let rates = soft.device.reference_rates(&mut inputs, &Manifest::default()).unwrap();
         assert!(rates.read > 0.0 && rates.copy > 0.0 && rates.first_touch > 0.0);
         soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
+    }
+}
+
+#[test]
+fn the_reference_of_a_part_reads_what_the_load_reads() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", 6 * MIB);
+    for checksum in [true, false] {
+        let drive = DriveOptions { checksum, chunk: 2 * MIB, ..DriveOptions::default() };
+        let mut soft = Soft::open(Config { drive, ..Config::default() });
+        let mut inputs = [open(&path)];
+        let first = inputs[0].model().unwrap().tensors[0].name.clone();
+        inputs[0].select = Some(Arc::new(move |name| name == first));
+        let read = |inputs: &[Input<FileQueue>]| -> u64 {
+            let moved = inputs[0].more.iter().chain([&inputs[0].queue]).map(FileQueue::moved);
+            moved.map(|moved| moved.buffered + moved.direct).sum()
+        };
+        let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+        let by_load = read(&inputs);
+        assert_eq!(by_load < 5 * MIB, !checksum, "hashing takes all bytes: {by_load}");
+        soft.device.reference_rates(&mut inputs, &Manifest::default()).unwrap();
+        assert_eq!(read(&inputs), 2 * by_load);
+        soft.device.unload(loaded).unwrap();
     }
 }
 

@@ -14,11 +14,12 @@ use crate::failure::Failure;
 /// Loads by one of the loaders of Python.
 const PEERS: &str = include_str!("peers.py");
 /// The loaders in it.
-const OF_PYTHON: [&str; 9] = [
+const OF_PYTHON: [&str; 10] = [
     "dmalane-python",
     "mmap",
     "numpy-fromfile",
     "safetensors-mmap",
+    "safetensors-clone",
     "safetensors-pread",
     "runai-model-streamer",
     "fastsafetensors",

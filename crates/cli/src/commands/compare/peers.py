@@ -127,7 +127,12 @@ def dmalane_package():
     return version("dmalane"), load
 
 
-def safetensors(backend):
+def copied(tensor):
+    """The same in memory of its own."""
+    return tensor.clone() if hasattr(tensor, "clone") else tensor.copy()
+
+
+def safetensors(backend, clone=False):
     def prepare():
         library = module("safetensors", "safetensors")
         kind = framework()
@@ -141,7 +146,8 @@ def safetensors(backend):
                 raise Missing(f"safetensors {library.__version__} has no backend={backend!r}") from error
             try:
                 with file:
-                    tensors = {name: file.get_tensor(name) for name in order}
+                    get = (lambda name: copied(file.get_tensor(name))) if clone else file.get_tensor
+                    tensors = {name: get(name) for name in order}
             except TypeError as error:
                 raise Missing(f"numpy alone: {error}; pip install torch, or ml_dtypes") from error
             touch(tensors, path)
@@ -236,6 +242,7 @@ LOADERS = {
     "mmap": mmap_touch,
     "numpy-fromfile": numpy_fromfile,
     "safetensors-mmap": safetensors(None),
+    "safetensors-clone": safetensors(None, clone=True),
     "safetensors-pread": safetensors("pread"),
     "runai-model-streamer": runai,
     "fastsafetensors": fastsafetensors,

@@ -60,10 +60,7 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
             );
         }
         Err(Trouble::Open(e)) if e.kind() == ErrorKind::PermissionDenied => {
-            return Ok(subject.missing(
-                format!("not tried: {at}: {e}"),
-                format!("sudo chmod a+r {}", shell_words(&[at.to_string()])),
-            ));
+            return Ok(subject.missing(format!("not tried: {at}: {e}"), permit(kind.is_block_device(), path)));
         }
         Err(Trouble::Open(e)) => return Ok(refused(subject, &format!("{at} cannot be opened with O_DIRECT: {e}"))),
     };
@@ -87,6 +84,16 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
             subject.note(format!("{at} ({system}) takes O_DIRECT, but does not tell its alignment (4096 is assumed)"))
         }
     })
+}
+
+/// The command that lets this user read a file or a block device. A disk holds the files of all users, so nobody else
+/// is let in there; its node is made anew, with the old mode, when the machine starts or the disk is plugged in.
+pub fn permit(is_block_device: bool, path: &Path) -> String {
+    let path = shell_words(&[path.to_string_lossy()]);
+    match is_block_device {
+        true => format!("sudo setfacl -m u:$USER:r {path}"),
+        false => format!("sudo chmod a+r {path}"),
+    }
 }
 
 fn refused(subject: Subject, found: &str) -> Check {

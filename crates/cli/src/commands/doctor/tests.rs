@@ -358,6 +358,19 @@ fn direct_io_is_tried_on_directories_and_files_and_leaves_nothing_behind() {
 }
 
 #[test]
+fn how_long_a_file_may_be_read_is_said() {
+    let fix = |node| {
+        let fix = super::io::permit(node, Path::new("/dev/a disk"));
+        let changes = changes(&fix);
+        (fix, changes)
+    };
+    assert_eq!(fix(false), ("sudo chmod a+r '/dev/a disk'".to_owned(), "lets everybody read it, for good"));
+    let (command, changes) = fix(true);
+    assert_eq!(command, "sudo setfacl -m u:$USER:r '/dev/a disk'");
+    assert_eq!(changes, "lets this user open it, until the machine restarts or the device is replugged");
+}
+
+#[test]
 fn a_file_system_in_memory_is_a_note() {
     let shm = Path::new("/dev/shm");
     if rustix::fs::statfs(shm).is_ok_and(|s| s.f_type as u32 == 0x0102_1994) {

@@ -426,7 +426,7 @@ fn details(o: &Outcome) -> String {
         let (read, copy, touch) = (per_second(rates.read), per_second(rates.copy), per_second(rates.first_touch));
         out += &wrap(
             &format!(
-                "References of this run: reading the same files into the same buffers {read}, copying memory {copy}, \
+                "References of this run: reading the same bytes into the same buffers {read}, copying memory {copy}, \
                  first touch of the card's memory {touch}."
             ),
             0,

@@ -1,5 +1,8 @@
 //! The device that gets what `dmalane read --device` has read.
 
+use std::fs::File;
+use std::path::Path;
+
 use dmalane::device::MemoryError;
 use dmalane::load::fill::Filled;
 use dmalane::queue::{DeviceAddr, QueueAddr};
@@ -24,13 +27,19 @@ pub struct ReadTarget {
 }
 
 impl ReadTarget {
-    /// Opens the device, and takes room for buffers of these lengths.
-    pub fn open(spec: &DeviceSpec, mut options: OpenOptions, buffers: &[u64]) -> Result<Self, Failure> {
+    /// Opens the device, of which none of the inputs may be the memory, and takes room for buffers of these lengths.
+    pub fn open<'a>(
+        spec: &DeviceSpec,
+        mut options: OpenOptions,
+        inputs: impl IntoIterator<Item = (&'a Path, &'a File)>,
+        buffers: &[u64],
+    ) -> Result<Self, Failure> {
         device::check(spec, &options)?;
         let takes = |option| spec.kind().options.contains(&option);
         options.card_hbm = takes("card-hbm").then_some(HBM);
         options.host_memory = takes("host-memory").then_some(LARGE_HOST);
         let mut device = device::open(spec, &options)?;
+        device::check_inputs(spec, device.backing_files(), inputs)?;
         let more = LoadRoom::of(&mut device, spec, &Placement::Default).more(buffers);
         let hint = more.unwrap_or_else(|| "read less at a time with --range".to_owned());
         let mut to = Vec::new();

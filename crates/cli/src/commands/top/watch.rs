@@ -49,6 +49,8 @@ pub struct Running {
     /// Translations found in the IOTLB, of all; `None` if there were none.
     hit_ratio: Option<f64>,
     faults: u64,
+    /// Bytes per second that a device reads (H2C) and writes (C2H).
+    link: Option<(f64, f64)>,
 }
 
 /// A stage in an interval.
@@ -166,7 +168,11 @@ impl Running {
         });
         let hit_ratio = iommu.and_then(|(hits, misses)| ratio(hits, misses));
         let faults = now.iommu.as_ref().map_or(0, |i| i.faults);
-        Self { rate: per_s(done), stages: stages.collect(), hit_ratio, faults, now }
+        let link = now.link.as_ref().map(|link| {
+            let old = then.and_then(|then| then.link).map_or((0, 0), |old| (old.read, old.written));
+            (per_s(link.read.saturating_sub(old.0)), per_s(link.written.saturating_sub(old.1)))
+        });
+        Self { rate: per_s(done), stages: stages.collect(), hit_ratio, faults, link, now }
     }
 
     /// The share of the phase that is done, if that is known.
@@ -199,12 +205,13 @@ impl Running {
         self.now.stages.iter().find(|s| s.stage == "read").map_or(0, |s| s.bytes)
     }
 
-    /// The device in words: its queues and its IOMMU; nothing for a job without either.
+    /// The device in words: its link, its queues and its IOMMU; nothing for a job without either.
     pub fn device(&self) -> Option<String> {
+        let link = self.link.map(|(h2c, c2h)| format!("H2C {}, C2H {}", per_second(h2c), per_second(c2h)));
         let in_flight = self.now.in_flight.map(|n| format!("{n} operations in flight"));
         let hits = self.hit_ratio.map(|ratio| format!("IOTLB: {:.2} % hits", ratio * 100.0));
         let faults = self.now.iommu.as_ref().map(|_| format!("{} faults", self.faults));
-        let said: Vec<String> = [in_flight, hits, faults].into_iter().flatten().collect();
+        let said: Vec<String> = [link, in_flight, hits, faults].into_iter().flatten().collect();
         (!said.is_empty()).then(|| said.join("; "))
     }
 }
@@ -341,7 +348,7 @@ impl View {
     pub fn json(&self) -> Value {
         let job = |JobView { pid, answer, .. }: &JobView| match answer {
             Err(why) => json!({ "pid": pid, "error": why }),
-            Ok(Running { now, rate, stages, hit_ratio, .. }) => json!({
+            Ok(Running { now, rate, stages, hit_ratio, link, .. }) => json!({
                 "pid": pid,
                 "error": null,
                 "command": now.command,
@@ -356,6 +363,10 @@ impl View {
                     "hits": i.hits, "misses": i.misses, "faults": i.faults, "hit_ratio": hit_ratio,
                 })),
                 "in_flight": now.in_flight,
+                "link": now.link.zip(*link).map(|(all, (h2c, c2h))| json!({
+                    "h2c_bytes": all.read, "c2h_bytes": all.written,
+                    "h2c_bytes_per_s": h2c, "c2h_bytes_per_s": c2h,
+                })),
             }),
         };
         let daemon = |daemon: &DaemonView| {
