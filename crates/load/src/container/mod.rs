@@ -1,7 +1,7 @@
 //! Containers: kinds of files, and the tensors in them.
 //!
 //! Each kind is a module with `detect(path, head)`, which recognizes a file by its name and its first bytes, and
-//! `parse(file)`, which returns its [`Model`]. A new kind is a module and a line of `containers!`.
+//! `parse(file)`, which returns its [`Model`]. A new kind: see *A container* in `CONTRIBUTING.md`.
 
 mod defect;
 pub mod gguf;
