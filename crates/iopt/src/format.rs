@@ -84,7 +84,7 @@ pub trait Format: Copy + Debug + 'static {
     const TABLE_BITS: u64 = 0;
 
     /// True when a leaf can express exactly this access, attributes included. An access that is not
-    /// [consistent](Access::is_consistent) is not supported.
+    /// [consistent](Access::is_consistent) is not supported; [`Access::READ`] and [`Access::RW`] must be.
     fn supports(access: Access) -> bool;
 
     /// The entry at `level` that points to the table at `next`, an address below 2^`OUTPUT_BITS` that is aligned to the
@@ -94,9 +94,9 @@ pub trait Format: Copy + Debug + 'static {
     /// The entry that maps `out` at `level`. `out` is a multiple of the level's page size below 2^`OUTPUT_BITS`, the
     /// page size is one of `PAGE_SIZES`, and `access` is supported.
     ///
-    /// Bits that depend on `out` and bits that depend on `access` are disjoint, and [`Access::RW`] can be encoded at
-    /// every leaf level: the walkers encode an access once, at address 0, and add the address bits of each entry, taken
-    /// from one that permits reading and writing. The conformance suite checks this.
+    /// Bits that depend on `out` and bits that depend on `access` are disjoint, and [`Access::READ`] and [`Access::RW`]
+    /// can be encoded at every leaf level: the walkers encode an access once, at address 0, and add the address bits of
+    /// each entry, taken from one that permits reading and writing. The conformance suite checks this.
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64;
 
     /// The entry of a group at `level` that maps `out`, the output address of this very entry. Called for levels that
@@ -133,7 +133,8 @@ pub trait Format: Copy + Debug + 'static {
         false
     }
 
-    /// Registers to program so that a device walks the tables from `root`: as the documentation of the format says.
+    /// Registers to program so that a device walks the tables from `root`, at least one: as the documentation of the
+    /// format says.
     fn registers(root: u64) -> Vec<Register>;
 }
 
