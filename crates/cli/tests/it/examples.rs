@@ -33,7 +33,7 @@ const SHORTER: &[(&str, &str)] = &[
     ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
     ("--rounds 11", "--rounds 1"),
     ("dmalane compare model.safetensors", "dmalane compare --rounds 1 model.safetensors"),
-    ("dmalane compare -", "dmalane compare --rounds 1 -"),
+    ("| dmalane compare -", "| dmalane compare --rounds 1 -"),
     ("--rounds 1 model.safetensors --rounds 3", "model.safetensors --rounds 1"),
 ];
 
