@@ -174,7 +174,7 @@ impl NamedFiles {
         let failed = |e| trouble("name", &source.path.display().to_string(), &e);
         let folder = match &mut self.folder {
             Some(folder) => folder,
-            none => none.insert(TempDir::with_prefix("dmalane-").map_err(failed)?),
+            none => none.insert(TempDir::with_prefix("dmalane-compare-").map_err(failed)?),
         };
         let name = source.path.file_name().unwrap_or_default().to_string_lossy();
         let path = folder.path().join(format!("{}-{name}", self.kept.len()));

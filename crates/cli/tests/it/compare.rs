@@ -165,7 +165,7 @@ case "$1" in *.safetensors) cmp -s "$1" model.safetensors && echo "{\"seconds\":
         }
         assert_eq!(loader(&result, "mine")["skipped"], Value::Null, "{line}");
         let left = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
-        assert!(left.into_iter().all(|name| !name.to_string_lossy().starts_with("dmalane-")), "{line}");
+        assert!(left.into_iter().all(|name| !name.to_string_lossy().starts_with("dmalane-compare-")), "{line}");
     }
     let mut empty = Command::new(env!("CARGO_BIN_EXE_dmalane"));
     let output = empty.args(["compare", "-"]).stdin(std::process::Stdio::null()).output().unwrap();
