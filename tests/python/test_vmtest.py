@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from vmtest import cli, debian, initramfs, kernels, mesa, profiles, qemu, report, served, suites, tables
+from vmtest import binaries, cli, debian, initramfs, kernels, mesa, profiles, qemu, report, served, suites, tables
 from vmtest.settings import Failed, Settings, Skip
 
 KERNELS = """
@@ -423,7 +423,7 @@ def test_test_binaries_are_found_by_package_and_target():
         artifact("path+file:///w/crates/dma#dmalane-dma@0.1.0", "dmalane_dma", None),
         '{"reason": "build-finished"}', "warning: not JSON",
     ]  # fmt: skip
-    found = suites.executables("\n".join(messages))
+    found = binaries.executables("\n".join(messages))
     assert found == {("dmalane-vfio", "kernel"): "/kernel", ("dmalane", "dmalane"): "/lib"}
 
 
@@ -486,8 +486,31 @@ def test_guests_run_side_by_side_and_end_together(tmp_path):
     assert guests[1].process.returncode == -signal.SIGTERM
 
 
+LIBRARIES = {"libvulkan_lvp.so", "libVkLayer_khronos_validation.so", "libvulkan.so.1"}
+
+
+def unpacked_mesa(folder):
+    """As mesa.fetch leaves it, without contents; gives the folder of the libraries."""
+    lib = folder / "root/usr/lib/x86_64-linux-gnu"
+    lib.mkdir(parents=True)
+    (folder / "versions").write_text("26.2\n")
+    # In place of the dynamic loader, which lists what a library needs: one each, and one for all.
+    listing = ["for n in (sys.argv[-1] + '.1', sys.argv[2] + '/libc.so.6'):", "    print(f'\\tx => {n} (0x7f)')"]
+    fake_program(lib, "ld-linux-x86-64.so.2", listing)
+    for name in LIBRARIES:
+        (lib / name).touch()
+        (lib / f"{name}.1").touch()
+    (lib / "libc.so").touch()
+    (lib / "libc.so.6").symlink_to("libc.so")
+    for file, part in [("icd.d/lvp_icd.json", "ICD"), (f"explicit_layer.d/{mesa.LAYER}", "layer")]:
+        path = folder / "root/usr/share/vulkan" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({part: {"library_path": "elsewhere.so"}}))
+    return lib
+
+
 class Script:
-    """scripts/vm with a cache that has a kernel, a cargo that builds nothing, and a QEMU that says what it is told."""
+    """scripts/vm with a cache that has a kernel and a Mesa, a cargo that builds nothing, and a QEMU that says what it is told."""
 
     KERNEL = "6.12"
 
@@ -502,8 +525,9 @@ class Script:
         busybox = self.cache / "busybox/root/bin/busybox"
         busybox.parent.mkdir(parents=True)
         busybox.write_bytes(b"busybox")
+        unpacked_mesa(self.cache / "mesa")
         built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma")]
-        built += [("slash", "kernel"), ("slash", "dmalane_slash")]
+        built += [("slash", "kernel"), ("slash", "dmalane_slash"), ("vulkan", "dmalane_vulkan")]
         messages = [artifact(f"path+file:///w#dmalane-{name}@0.1.0", target, sys.executable) for name, target in built]
         fake_program(programs, "cargo", [f"print({chr(10).join(messages)!r})"])
 
@@ -553,6 +577,8 @@ def test_the_script_runs_a_guest_and_reports(script):
     entries = read_cpio((script.folder / "kept").read_bytes())
     assert entries["modules/order"][1] == b"vfio\n" and entries["modules/vfio.ko"][1] == b"module"
     assert {"init", "bin/busybox", "suites", "tests/kernel", "tests/unit", "tests/mem"} <= entries.keys()
+    assert {"tests/vulkan", "mesa/libvulkan_lvp.so", "mesa/lvp.json"} <= entries.keys()
+    assert b"\nvulkan devices " in entries["suites"][1]
     assert entries["init"][0] == stat.S_IFREG | 0o755
     assert any(name.endswith("/libc.so.6") for name in entries)
 
@@ -587,6 +613,15 @@ def test_the_script_skips_a_kernel_that_cannot_be_had(script):
     done = script.run("run", "7.2", DMALANE_VM_MIRROR="http://deb.example")
     assert done.returncode == 77
     assert done.stdout.splitlines()[-1].startswith("SKIPPED: kernel 7.2: ")
+
+
+def test_the_script_runs_the_rest_without_mesa(script):
+    script.qemu(f"say({GUEST.replace('VM check', '#')!r})")
+    fake_program(script.programs, "apt-get", ["sys.exit(100)"])
+    (script.cache / "mesa/versions").unlink()
+    done = script.run("run", "6.12", DMALANE_VM_MIRROR="http://deb.example")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test vulkan_dma_bufs ... ignored, " in done.stdout and "test maps ... ok" in done.stdout
 
 
 def test_the_script_skips_without_qemu(script, monkeypatch):
@@ -658,6 +693,30 @@ def test_programs_start_with_the_mesa_that_was_unpacked(tmp_path):
     assert driver["ICD"]["library_path"] == f"{lib}/libvulkan_lvp.so"
     layer = json.loads((Path(environment["VK_LAYER_PATH"]) / mesa.LAYER).read_text())
     assert layer["layer"]["library_path"] == f"{lib}/libVkLayer_khronos_validation.so"
+
+
+def test_a_guest_has_what_the_driver_and_the_layers_are_linked_with(tmp_path):
+    lib = unpacked_mesa(tmp_path)
+    files = {path: content for path, _, content in mesa.guest_files(tmp_path)}
+    expected = {*LIBRARIES, *(f"{name}.1" for name in LIBRARIES), "libc.so.6", "ld-linux-x86-64.so.2"}
+    assert files.keys() == {f"mesa/{name}" for name in {*expected, "lvp.json", mesa.LAYER}}
+    assert files["mesa/libc.so.6"] == lib / "libc.so", "the file, not the link"
+    assert json.loads(files["mesa/lvp.json"])["ICD"]["library_path"] == "/mesa/libvulkan_lvp.so"
+    assert "/mesa/libVkLayer" in json.loads(files[f"mesa/{mesa.LAYER}"])["layer"]["library_path"]
+    fake_program(lib, "ld-linux-x86-64.so.2", ["sys.exit('not found: libx.so')"])
+    with pytest.raises(Skip, match="of Mesa's packages: not found: libx.so"):
+        mesa.guest_files(tmp_path)
+
+
+def test_a_guest_with_mesa_may_skip_no_test_of_dma_bufs():
+    every = suites.vulkan_lines("")
+    assert [line.split()[:3] for line in every] == [
+        ["vulkan", "devices", "../bin/env"], ["vulkan-memfd", "devices", "../bin/env"],
+        ["vulkan-dma-heap", "devices", "../bin/env"],
+    ]  # fmt: skip
+    assert all("DMALANE_NEED_DMA_BUF=1" in line and "/mesa/ld-linux-x86-64.so.2" in line for line in every)
+    [only] = suites.vulkan_lines("name")
+    assert only.split()[-1] == "dma_buf::name"
 
 
 def test_mesa_says_how_it_is_used(capsys):

@@ -1,6 +1,7 @@
 //! Tests that make calls fail, and count what is left.
 
-use std::os::fd::OwnedFd;
+mod dma_buf;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -8,13 +9,12 @@ use std::time::Duration;
 use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
 use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy, Placement, SpaceError};
-use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar, SharedBuf};
+use dmalane_dma::{Heap, Registrar, SharedBuf};
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, Shape, StopReason, drain,
 };
 use dmalane_vm::{BindRequest, Bo};
 
-use crate::channel::Channel;
 use crate::fault::Faults;
 use crate::gpu::Live;
 use crate::sparse::Held;
@@ -836,21 +836,6 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 #[test]
-fn memory_that_can_be_exported_is_bound() {
-    let options = VulkanOptions { exportable: true, ..VulkanOptions::default() };
-    let Some(mut gpu) = Opened::with(&options) else { return };
-    if !gpu.device.gpu().dma_buf_export {
-        return println!("SKIPPED: the driver exports no memory");
-    }
-    let (bo, _, table) = gpu.allocate(1 << 20);
-    let space = gpu.device.address_space();
-    let range = space.reserve(&table, 1 << 20).unwrap();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: 1 << 20, access: Access::RW }).unwrap();
-    space.unbind(range).unwrap();
-    gpu.end();
-}
-
-#[test]
 fn a_device_has_queues() {
     let options = VulkanOptions { channels: Some(0), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
@@ -994,145 +979,6 @@ fn small_copies_by_the_processor_and_by_the_gpu() {
             memory.free(table.segments()).unwrap();
         }
     }
-}
-
-/// A descriptor that the driver takes for a dma-buf: one by udmabuf, or the memfd itself, which a GPU in software maps
-/// like one.
-fn descriptor(buf: &SharedBuf, software: bool) -> Option<OwnedFd> {
-    match dmalane_dma::export_dma_buf(&buf.reference()) {
-        Err(_) if software => buf.export()?.try_clone_to_owned().ok(),
-        made => made.ok(),
-    }
-}
-
-#[test]
-fn dma_bufs_are_imported_and_device_memory_is_exported() {
-    const SIZE: usize = 1 << 20;
-    let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
-    let options = VulkanOptions { exportable: true, validation: Some(messages.clone()), ..VulkanOptions::default() };
-    let Some(opened) = open(&options, &faults, &live) else { return };
-    let device = opened.unwrap();
-    let info = device.gpu().clone();
-    if !info.dma_buf_import || info.host_import.is_none() {
-        return println!("SKIPPED: the driver does not import dma-bufs, and memory to compare with");
-    }
-    let bytes: Vec<u8> = (0..SIZE).map(|i| (i * 7 % 253) as u8).collect();
-    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
-    buf.as_volatile_slice().write(&bytes);
-    let Some(fd) = descriptor(&buf, info.kind == "software GPU") else {
-        return println!("SKIPPED: no udmabuf");
-    };
-    let gpu = device.shared();
-    let again = |fd: &OwnedFd| fd.try_clone().unwrap();
-    // Each call that fails is named, and keeps nothing.
-    let before = left(&live);
-    for number in 1.. {
-        faults.fail(number, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
-        let imported = gpu.import_dma_buf(&buf.reference(), again(&fd));
-        let Some(call) = faults.failed() else {
-            imported.unwrap();
-            break;
-        };
-        assert!(imported.err().unwrap().to_string().contains(call), "{call}");
-        assert_eq!(left(&live), before, "{call}");
-    }
-    faults.heal();
-    // The GPU's copy equals the contents of the memfd.
-    let imported = gpu.import_dma_buf(&buf.reference(), fd).unwrap();
-    assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
-    let back = dmalane_dma::AnonHeap::new().allocate(SIZE).unwrap().share();
-    let target = gpu.import(&back.reference(), 0, SIZE).unwrap();
-    let mut channel = Channel::new(gpu, 0).unwrap();
-    let mut recording = channel.begin().unwrap();
-    let region = vk::BufferCopy { src_offset: 0, dst_offset: 0, size: SIZE as u64 };
-    channel.copy(&mut recording, &imported, &target, &[region]);
-    channel.show_host(&recording);
-    channel.submit(recording, None, ()).map_err(|((), e)| e).unwrap();
-    channel.wait(LONG).unwrap();
-    channel.ended(drop).unwrap();
-    let mut got = vec![0; SIZE];
-    back.as_volatile_slice().read(&mut got);
-    assert!(got == bytes, "the bytes of the memfd");
-    drop((back, target, channel, imported));
-    // And the other direction, as far as the driver goes: memory of the device as a dma-buf.
-    let mut memory = device.memory();
-    match (info.dma_buf_export, memory.allocate(SIZE as u64, &Placement::Default)) {
-        (true, Err(e)) => println!("SKIPPED: the driver refuses memory that can be exported: {e}"),
-        (can, table) => {
-            let table = table.unwrap();
-            let only = table.segments().next().unwrap();
-            let span = Span::new(only.addr, only.len).unwrap();
-            match device.export_dma_buf(span) {
-                Ok((fd, offset)) => {
-                    assert!(can && offset == 0);
-                    faults.fail_call("vkGetMemoryFdKHR", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
-                    let error = device.export_dma_buf(span).unwrap_err();
-                    assert!(error.to_string().contains("vkGetMemoryFdKHR"), "{error}");
-                    faults.heal();
-                    match SharedBuf::import_dma_buf(fd) {
-                        Ok(shared) => assert!(shared.len() >= SIZE),
-                        Err(e) => println!("SKIPPED: what the driver exports cannot be mapped: {e}"),
-                    }
-                }
-                Err(e @ Error::Call(_)) => println!("SKIPPED: the driver does not export it: {e}"),
-                Err(e) => {
-                    assert!(!can, "{e}");
-                    println!("SKIPPED: the driver exports no dma-bufs");
-                }
-            }
-            let beyond = Span::new(span.first(), span.len() * 2).unwrap();
-            assert!(matches!(device.export_dma_buf(beyond), Err(Error::NotAllocated(_) | Error::Range(_))));
-            memory.free(table.segments()).unwrap();
-        }
-    }
-    drop((memory, device));
-    assert_eq!(left(&live), [0; 6]);
-    checked(&messages);
-}
-
-#[test]
-fn memory_that_is_not_imported_by_its_address_is_imported_as_a_dma_buf() {
-    const SIZE: usize = 256 << 10;
-    let Some(mut gpu) = Opened::new(false) else { return };
-    let info = gpu.device.gpu();
-    if !info.dma_buf_import || info.host_import.is_none() || info.kind != "software GPU" {
-        return println!("SKIPPED: no software GPU that imports dma-bufs");
-    }
-    let (_, at, _table) = gpu.allocate(SIZE as u64);
-    let bytes: Vec<u8> = (0..SIZE).map(|i| (i * 7 % 253) as u8).collect();
-    // Two parts of one buffer, so that the second does not begin where the dma-buf does.
-    let through = |gpu: &Opened, bytes: &[u8]| {
-        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
-        buf.as_volatile_slice().write(bytes);
-        gpu.faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
-        let via = Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap();
-        assert_eq!(gpu.faults.failed(), Some("vkGetMemoryHostPointerPropertiesEXT"));
-        assert!(gpu.faults.called("vkGetMemoryFdPropertiesKHR"), "as a dma-buf");
-        gpu.faults.heal();
-        buf.into_slice()
-            .split_at(SIZE / 2)
-            .map(|(a, b)| [a, b].map(|half| HostSlice::from((half, via.clone()))))
-            .unwrap()
-    };
-    let DeviceAddr::Card(first) = at else { panic!("a card address") };
-    let half = |n: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * SIZE as u64 / 2));
-    let [a, b] = through(&gpu, &bytes);
-    drop(run(&mut *gpu.queues[0], vec![Operation::write(a, half(0)), Operation::write(b, half(1))]).unwrap());
-    let [a, b] = through(&gpu, &vec![0; SIZE]);
-    let done = run(&mut *gpu.queues[0], vec![Operation::read(a, half(0)), Operation::read(b, half(1))]).unwrap();
-    let got: Vec<u8> = done.into_iter().flat_map(bytes_of).collect();
-    assert!(got == bytes, "the bytes of the memfd");
-    // Where that fails too, both reasons are named.
-    let buf = MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share();
-    gpu.faults.fail_for_good_from("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
-    let error = chain(&Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap_err());
-    gpu.faults.heal();
-    assert!(
-        error.contains("vkGetMemoryHostPointerPropertiesEXT failed") && error.contains("as a dma-buf: vk"),
-        "{error}"
-    );
-    drop(buf);
-    gpu.end();
 }
 
 #[test]

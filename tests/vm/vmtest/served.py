@@ -11,8 +11,9 @@ import zipfile
 from pathlib import Path
 
 from . import debian, initramfs, qemu, report
+from .binaries import cargo, test_binaries
 from .settings import ROOT, Failed, Skip
-from .suites import LIBTEST, cargo, test_binaries
+from .suites import LIBTEST
 
 SECONDS = 600
 

@@ -1,51 +1,13 @@
 """Which tests run in which guest, and the runs behind the commands."""
 
-import json
-import os
-import subprocess
-
-from . import initramfs, profiles, qemu, report
-from .settings import ROOT, Failed, Skip
+from . import initramfs, mesa, profiles, qemu, report
+from .binaries import cargo, test_binaries
+from .settings import Failed, Skip
 
 ARM64 = "aarch64-unknown-linux-musl"
 LIBTEST = "--test-threads=1 --show-output"
 # Limits of a guest. The tables of `bar-map` took 35 minutes in all, on a machine that was not busy.
 BAR_MAP_SECONDS, DMA_MAP_SECONDS, SUITE_SECONDS = 7200, 3600, 600
-
-
-def cargo(*arguments, env=None):
-    """Runs cargo in the root of the project; gives what it prints."""
-    done = subprocess.run(
-        ["cargo", *arguments],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=os.environ | (env or {}),
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise Failed(f"cargo {' '.join(arguments)}: exit status {done.returncode}")
-    return done.stdout
-
-
-def executables(messages):
-    """The test binaries in what `cargo test --message-format=json` prints, by package and target: {("dmalane-dma",
-    "dmalane_dma"): path}."""
-    found = {}
-    for line in messages.splitlines():
-        message = json.loads(line) if line.startswith("{") else {}
-        if message.get("profile", {}).get("test") and message.get("executable"):
-            # "path+file:///DIRECTORY#NAME@VERSION", or "...DIRECTORY/NAME#VERSION" where the directory has that name.
-            location, _, fragment = message["package_id"].rpartition("#")
-            package = fragment.split("@")[0] if "@" in fragment else location.rpartition("/")[2]
-            found[package, message["target"]["name"]] = message["executable"]
-    return found
-
-
-def test_binaries(*targets, options=(), env=None):
-    """The paths of libtest binaries, each named by its package and target."""
-    command = ["test", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
-    found = executables(cargo(*command, *options, env=env))
-    missing = [" ".join(target) for target in targets if target not in found]
-    if missing:
-        raise Failed(f"cargo built no test {', '.join(missing)}")
-    return [found[target] for target in targets]
 
 
 def suite_programs(arch, settings):
@@ -68,6 +30,7 @@ def suite_programs(arch, settings):
     if arch is None:
         kernels["slash"] = ("dmalane-slash", "kernel")
         targets["bar"] = ("dmalane-slash", "dmalane_slash")
+        targets["vulkan"] = ("dmalane-vulkan", "dmalane_vulkan")
     programs = {}
     for found, selection in ((kernels, ["--test", "kernel"]), (targets, [units])):
         paths = test_binaries(*found.values(), options=[*selection, *options], env=env)
@@ -104,6 +67,17 @@ def suite_lines(kernel, name_filter):
     ]
 
 
+def vulkan_lines(name_filter):
+    """The lines of /suites for dma-bufs through Vulkan: a guest has them, and a GPU, so no test may be skipped."""
+    start = mesa.GUEST.format(variables="DMALANE_NEED_GPU=1 DMALANE_NEED_DMA_BUF=1")
+    tests = f"dma_buf::{name_filter}" if name_filter else "dma_buf:: the_layers_are_heard"
+    lines = [f"vulkan devices {start} /tests/vulkan {LIBTEST} {tests}"]
+    if not name_filter:
+        read = "read /mesa/libstdc++.so.6 -q --dma-buf -d vulkan:0 --verify"
+        lines += [f"vulkan-{heap} devices {start} /tests/dmalane {read} --heap {heap}" for heap in ("memfd", "dma-heap")]
+    return lines
+
+
 def run_suites(store, kernels):
     """Boots kernels of one architecture side by side, and runs the suites of the driver and of the heaps in them.
 
@@ -111,6 +85,14 @@ def run_suites(store, kernels):
     """
     settings = store.settings
     programs = suite_programs(kernels[0].arch, settings)
+    vulkan, extra = [], []
+    if "vulkan" in programs:
+        try:
+            folder, version = mesa.fetch(settings)
+            vulkan, extra = vulkan_lines(settings.filter), mesa.guest_files(folder)
+            print(f"== Mesa {version}")
+        except Skip as reason:
+            print("\n".join(report.ignored("vulkan_dma_bufs", reason)))
     guests = []
     for kernel in kernels:
         work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
@@ -122,9 +104,10 @@ def run_suites(store, kernels):
                 lines.append(f"slash devices slash {LIBTEST} {settings.filter}")
             except Skip as reason:
                 print("\n".join(report.ignored(f"slash_stub_{kernel.name}", reason)))
+        lines += vulkan
         if settings.profiles:
             lines = profiles.lines(lines)
-        initramfs.build(store, kernel, work, lines, programs, stub=stub)
+        initramfs.build(store, kernel, work, lines, programs, extra, stub)
         machine = qemu.x86 if kernel.arch is None else qemu.arm64
         command = machine(store.folder(kernel) / "vmlinuz", work, qemu.suite_devices(work))
         guests.append(qemu.Guest(kernel.name, command, work, settings.seconds or SUITE_SECONDS))

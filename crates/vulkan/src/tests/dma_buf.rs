@@ -1,0 +1,272 @@
+//! Memory shared as dma-bufs, both ways. The guests of `scripts/vm` run these with real ones (`DMALANE_NEED_DMA_BUF`);
+//! without udmabuf a memfd stands in for imported ones, which a GPU in software maps alike.
+
+use std::os::fd::OwnedFd;
+
+use dmalane_dma::{AnonHeap, DmaHeap, MemfdHeap, PageKind, export_dma_buf};
+
+use super::*;
+use crate::channel::Channel;
+
+const SIZE: usize = 256 << 10;
+
+/// Says why a test is skipped, which is a failure where `DMALANE_NEED_DMA_BUF` is set.
+fn skip(why: impl std::fmt::Display) {
+    assert!(std::env::var_os("DMALANE_NEED_DMA_BUF").is_none(), "DMALANE_NEED_DMA_BUF is set: {why}");
+    println!("SKIPPED: {why}");
+}
+
+/// As many bytes, another pattern for each seed.
+fn pattern(seed: usize) -> Vec<u8> {
+    (0..SIZE).map(|i| ((i + seed) * 7 % 253) as u8).collect()
+}
+
+fn write(buf: &SharedBuf, bytes: &[u8]) {
+    // Memory that is no dma-buf needs no access.
+    buf.cpu_access(true, |to| to.write(bytes)).unwrap_or_else(|_| buf.as_volatile_slice().write(bytes));
+}
+
+fn read(buf: &SharedBuf) -> Vec<u8> {
+    let mut bytes = vec![0; SIZE];
+    buf.cpu_access(false, |from| from.read(&mut bytes)).unwrap_or_else(|_| buf.as_volatile_slice().read(&mut bytes));
+    bytes
+}
+
+fn memfd() -> SharedBuf {
+    MemfdHeap::starting_at(PageKind::Base).allocate(SIZE).unwrap().share()
+}
+
+/// Memory of each kind that drivers import as a dma-buf, as far as the kernel has it: a memfd, wrapped when it is
+/// exported; one that another process has wrapped; a buffer of the kernel's heap.
+fn kinds() -> Vec<(&'static str, SharedBuf)> {
+    let mut found = vec![("memfd", memfd())];
+    match export_dma_buf(&memfd().reference()) {
+        Ok(fd) => found.push(("udmabuf", SharedBuf::import_dma_buf(fd).unwrap())),
+        Err(e) => skip(e),
+    }
+    match DmaHeap::open("system") {
+        Ok(heap) => found.push(("dma-buf heap", heap.allocate(SIZE).unwrap().share())),
+        Err(e) => skip(e),
+    }
+    found
+}
+
+/// A descriptor that the driver takes for a dma-buf.
+fn descriptor(buf: &SharedBuf, software: bool) -> Option<OwnedFd> {
+    match export_dma_buf(&buf.reference()) {
+        Err(_) if software => buf.export()?.try_clone_to_owned().ok(),
+        made => made.ok(),
+    }
+}
+
+#[test]
+fn host_memory_is_imported() {
+    let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
+    let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &faults, &live) else { return };
+    let device = opened.unwrap();
+    let info = device.gpu();
+    if !info.dma_buf_import || info.host_import.is_none() {
+        return skip("the driver does not import dma-bufs, and memory to compare with");
+    }
+    let gpu = device.shared();
+    for (seed, (kind, buf)) in kinds().into_iter().enumerate() {
+        let Some(fd) = descriptor(&buf, info.kind == "software GPU") else {
+            skip("no udmabuf");
+            continue;
+        };
+        // Each call that fails is named, and keeps nothing.
+        let (before, again) = (left(&live), || fd.try_clone().unwrap());
+        for number in 1.. {
+            faults.fail(number, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+            let imported = gpu.import_dma_buf(&buf.reference(), again());
+            let Some(call) = faults.failed() else {
+                imported.unwrap();
+                break;
+            };
+            assert!(imported.err().unwrap().to_string().contains(call), "{kind}: {call}");
+            assert_eq!(left(&live), before, "{kind}: {call}");
+        }
+        faults.heal();
+        let imported = gpu.import_dma_buf(&buf.reference(), fd).unwrap();
+        assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
+        // Written after the import, so that a copy made by it would not have them.
+        let bytes = pattern(seed);
+        write(&buf, &bytes);
+        let back = AnonHeap::new().allocate(SIZE).unwrap().share();
+        let target = gpu.import(&back.reference(), 0, SIZE).unwrap();
+        let mut channel = Channel::new(gpu, 0).unwrap();
+        let mut recording = channel.begin().unwrap();
+        let region = vk::BufferCopy { src_offset: 0, dst_offset: 0, size: SIZE as u64 };
+        channel.copy(&mut recording, &imported, &target, &[region]);
+        channel.show_host(&recording);
+        channel.submit(recording, None, ()).map_err(|((), e)| e).unwrap();
+        channel.wait(LONG).unwrap();
+        channel.ended(drop).unwrap();
+        assert!(read(&back) == bytes, "{kind}: the GPU's copy");
+    }
+    drop(device);
+    assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
+}
+
+#[test]
+fn memory_that_is_not_imported_by_its_address_is_imported_as_one() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let info = gpu.device.gpu();
+    if !info.dma_buf_import || info.host_import.is_none() || info.kind != "software GPU" {
+        return skip("no software GPU that imports dma-bufs");
+    }
+    let (_, at, _table) = gpu.allocate(SIZE as u64);
+    // Two parts of one buffer, so that the second does not begin where the dma-buf does.
+    let through = |gpu: &Opened, buf: SharedBuf| {
+        gpu.faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
+        let via = Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap();
+        assert_eq!(gpu.faults.failed(), Some("vkGetMemoryHostPointerPropertiesEXT"));
+        assert!(gpu.faults.called("vkGetMemoryFdPropertiesKHR"), "as a dma-buf");
+        gpu.faults.heal();
+        buf.into_slice()
+            .split_at(SIZE / 2)
+            .map(|(a, b)| [a, b].map(|half| HostSlice::from((half, via.clone()))))
+            .unwrap()
+    };
+    let DeviceAddr::Card(first) = at else { panic!("a card address") };
+    let half = |n: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * SIZE as u64 / 2));
+    for (seed, ((kind, from), (_, to))) in kinds().into_iter().zip(kinds()).enumerate() {
+        let bytes = pattern(seed);
+        write(&from, &bytes);
+        let [a, b] = through(&gpu, from);
+        drop(run(&mut *gpu.queues[0], vec![Operation::write(a, half(0)), Operation::write(b, half(1))]).unwrap());
+        let [a, b] = through(&gpu, to);
+        let done = run(&mut *gpu.queues[0], vec![Operation::read(a, half(0)), Operation::read(b, half(1))]).unwrap();
+        let got: Vec<u8> = done.into_iter().flat_map(bytes_of).collect();
+        assert!(got == bytes, "{kind}: what went to the GPU and back");
+    }
+    // Where that fails too, both reasons are named.
+    let buf = memfd();
+    gpu.faults.fail_for_good_from("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let error = chain(&Registered::new(&*gpu.registrar, &buf, Access::RW).unwrap_err());
+    gpu.faults.heal();
+    assert!(
+        error.contains("vkGetMemoryHostPointerPropertiesEXT failed") && error.contains("as a dma-buf: vk"),
+        "{error}"
+    );
+    drop(buf);
+    gpu.end();
+}
+
+/// A GPU whose memory can be exported.
+fn exporter(sparse: bool) -> Option<Opened> {
+    let gpu = Opened::with(&VulkanOptions { exportable: true, sparse, ..VulkanOptions::default() })?;
+    if gpu.device.gpu().dma_buf_export {
+        return Some(gpu);
+    }
+    skip("the driver exports no memory");
+    None
+}
+
+/// The memory of a table as a dma-buf, which must begin where the memory does; `None` where the processor cannot map
+/// it.
+fn exported(gpu: &Opened, table: &SgTable<dmalane_addr::CardAddr>) -> Option<SharedBuf> {
+    let only = table.segments().next().unwrap();
+    let (fd, offset) = gpu.device.export_dma_buf(Span::new(only.addr, only.len).unwrap()).unwrap();
+    assert_eq!(offset, 0);
+    let shared = SharedBuf::import_dma_buf(fd).map_err(skip).ok()?;
+    assert!(shared.len() >= SIZE);
+    Some(shared)
+}
+
+#[test]
+fn device_memory_is_exported() {
+    let Some(mut gpu) = exporter(false) else { return };
+    let (_, at, table) = gpu.allocate(SIZE as u64);
+    let (ones, others) = (pattern(1), pattern(2));
+    let host = gpu.host(&ones);
+    drop(run(&mut *gpu.queues[0], vec![Operation::write(host, at)]).unwrap());
+    let Some(shared) = exported(&gpu, &table) else { return };
+    assert!(read(&shared) == ones, "what the GPU has written");
+    write(&shared, &others);
+    let back = Operation::read(gpu.host(&[0; SIZE]), at);
+    assert!(bytes_of(run(&mut *gpu.queues[0], vec![back]).unwrap().remove(0)) == others, "what the GPU reads");
+    // A part that begins later; more than there is; a call that fails.
+    let only = table.segments().next().unwrap();
+    let of = |offset: u64, len: u64| {
+        gpu.device.export_dma_buf(Span::new(dmalane_addr::CardAddr::new(only.addr.bits() + offset), len).unwrap())
+    };
+    assert_eq!(of(4096, 4096).unwrap().1, 4096);
+    assert!(matches!(of(0, only.len * 2), Err(Error::NotAllocated(_) | Error::Range(_))));
+    gpu.faults.fail_call("vkGetMemoryFdKHR", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let error = of(0, only.len).unwrap_err();
+    assert!(error.to_string().contains("vkGetMemoryFdKHR"), "{error}");
+    gpu.faults.heal();
+    // The memory lives as long as the dma-buf.
+    gpu.memory.free(table.segments()).unwrap();
+    gpu.end();
+    assert!(read(&shared) == others, "after the end of the device");
+}
+
+#[test]
+fn one_device_imports_what_another_exports() {
+    let Some(mut one) = exporter(false) else { return };
+    let Some(mut other) = Opened::new(false) else { return };
+    let (_, from, table) = one.allocate(SIZE as u64);
+    let (_, to, _table) = other.allocate(SIZE as u64);
+    let Some(shared) = exported(&one, &table) else { return };
+    let via = {
+        other.faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
+        let via = Registered::new(&*other.registrar, &shared, Access::RW).unwrap();
+        assert!(other.faults.called("vkGetMemoryFdPropertiesKHR"), "as a dma-buf");
+        other.faults.heal();
+        via
+    };
+    let bytes = pattern(3);
+    let host = one.host(&bytes);
+    drop(run(&mut *one.queues[0], vec![Operation::write(host, from)]).unwrap());
+    drop(run(&mut *other.queues[0], vec![Operation::write(HostSlice::from((shared.into_slice(), via)), to)]).unwrap());
+    let back = Operation::read(other.host(&[0; SIZE]), to);
+    assert!(bytes_of(run(&mut *other.queues[0], vec![back]).unwrap().remove(0)) == bytes);
+    one.end();
+    other.end();
+}
+
+#[test]
+fn memory_that_can_be_exported_is_bound() {
+    let Some(mut gpu) = exporter(true) else { return };
+    let (bo, _, table) = gpu.allocate(SIZE as u64);
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, SIZE as u64).unwrap();
+    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: SIZE as u64, access: Access::RW }).unwrap();
+    let (at, bytes) = (space.at(range.first()), pattern(4));
+    let host = gpu.host(&bytes);
+    drop(run(&mut *gpu.queues[0], vec![Operation::write(host, at)]).unwrap());
+    if let Some(shared) = exported(&gpu, &table) {
+        assert!(read(&shared) == bytes, "what was written at the bound address");
+    }
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
+}
+
+#[test]
+fn memory_that_was_not_allocated_for_it_is_not_exported() {
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let (_, _, table) = gpu.allocate(SIZE as u64);
+    let only = table.segments().next().unwrap();
+    let refused = gpu.device.export_dma_buf(Span::new(only.addr, only.len).unwrap());
+    assert!(matches!(refused, Err(Error::NotExportable)), "{refused:?}");
+    gpu.end();
+}
+
+#[test]
+fn a_descriptor_that_is_no_dma_buf_is_refused_and_closed() {
+    let Some(gpu) = Opened::new(false) else { return };
+    if !gpu.device.gpu().dma_buf_import {
+        return skip("the driver does not import dma-bufs");
+    }
+    let ((reader, mut writer), buf) = (std::io::pipe().unwrap(), memfd());
+    let error = gpu.device.shared().import_dma_buf(&buf.reference(), reader.into()).err().unwrap();
+    assert!(matches!(error, Error::Call(_)), "{error}");
+    let written = std::io::Write::write(&mut writer, &[0]);
+    assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::BrokenPipe, "a copy of the descriptor is left");
+    drop(buf);
+    gpu.end();
+}
