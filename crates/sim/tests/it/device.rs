@@ -49,7 +49,7 @@ fn a_device_says_how_it_is_driven() {
     let text = format!("{device:?}");
     assert!(text.contains("CardDevice") && text.contains("test card") && text.contains("hbm1"), "{text}");
     assert_eq!(device.counters()(), Counters::default());
-    let counters = Counters { moved: Some(7), ..Counters::default() };
+    let counters = Counters { moved: Some((4, 3)), ..Counters::default() };
     let expected = counters.clone();
     assert_eq!(device.counted(move || counters.clone()).counters()(), expected);
 }
