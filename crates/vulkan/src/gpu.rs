@@ -452,12 +452,12 @@ impl Gpu {
         Ok(Arc::new(buffer.bind(memory)?))
     }
 
-    /// Imports a whole dma-buf, the memory behind a buffer. The import keeps that alive.
-    pub fn import_dma_buf(self: &Arc<Self>, host: &BufferRef, fd: OwnedFd) -> Result<Arc<Buffer>, Error> {
+    /// Imports a whole dma-buf, of `len` bytes of the memory behind a buffer. The import keeps that alive.
+    pub fn import_dma_buf(self: &Arc<Self>, host: &BufferRef, len: usize, fd: OwnedFd) -> Result<Arc<Buffer>, Error> {
         let Some(descriptors) = self.descriptors.as_ref().filter(|_| self.info.dma_buf_import) else {
             return Err(Error::NoDmaBufs);
         };
-        let len = host.len() as u64;
+        let len = len as u64;
         let mut properties = vk::MemoryFdPropertiesKHR::default();
         self.call("vkGetMemoryFdPropertiesKHR", |d| {
             // SAFETY: the extension is enabled; the descriptor is open, and the driver says so if it is no dma-buf.
