@@ -211,7 +211,26 @@ fn exported(gpu: &Opened, table: &SgTable<dmalane_addr::CardAddr>) -> Option<Sha
 
 #[test]
 fn device_memory_is_exported() {
-    let Some(mut gpu) = exporter(false) else { return };
+    let Some(gpu) = exporter(false) else { return };
+    bytes_are_shared(gpu);
+}
+
+/// The layers check it, which is all that another driver would do.
+#[test]
+fn device_memory_is_exported_by_drivers_that_take_dedicated_allocations_only() {
+    let live = Arc::<Live>::default();
+    live.dedicated.store(true, Ordering::Relaxed);
+    let options = VulkanOptions { exportable: true, ..VulkanOptions::default() };
+    let Some(gpu) = Opened::limited(&VulkanOptions { sparse: false, ..options.clone() }, live.clone()) else { return };
+    if !gpu.device.gpu().dma_buf_export {
+        return skip("the driver exports no memory");
+    }
+    bytes_are_shared(gpu);
+    let mut device = open(&options, &Arc::default(), &live).unwrap().unwrap();
+    assert_eq!(device.address_space().kind(), AddressSpaceKind::Flat, "sparse buffers would need the memory too");
+}
+
+fn bytes_are_shared(mut gpu: Opened) {
     let (_, at, table) = gpu.allocate(SIZE as u64);
     let (ones, others) = (pattern(1), pattern(2));
     let host = gpu.host(&ones);
