@@ -54,7 +54,7 @@ pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
     Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, HeapStats, MemfdHeap, Needs, NoPages, PageBacking,
-    PageKind, Picked, Pool, PoolStats, Reserved, Unsuitable, export_dma_buf, pick,
+    PageKind, Picked, Pool, PoolStats, Reserved, Unsuitable, export_dma_buf, export_dma_buf_range, pick,
 };
 pub use interrupts::InterruptEvents;
 pub use mmio::Mmio;

@@ -765,11 +765,16 @@ fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Resul
     }
 }
 
-/// Wraps the pages of a memfd as a dma-buf.
-pub(crate) fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {
+/// Wraps a range of pages of a memfd as a dma-buf.
+pub(crate) fn udmabuf_create(
+    device: BorrowedFd<'_>,
+    memfd: BorrowedFd<'_>,
+    offset: u64,
+    size: u64,
+) -> io::Result<OwnedFd> {
     const CREATE: u32 = request(1, size_of::<UdmabufCreate>(), b'u', 0x42);
     const CLOEXEC: u32 = 1;
-    let create = UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: CLOEXEC, offset: 0, size };
+    let create = UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: CLOEXEC, offset, size };
     // SAFETY: as above; the kernel only reads the structure.
     let fd = unsafe { libc::ioctl(device.as_raw_fd(), CREATE as libc::Ioctl, &raw const create) };
     if fd < 0 {

@@ -99,6 +99,10 @@ impl VulkanDevice {
             *align = live.import_align.load(std::sync::atomic::Ordering::Relaxed).max(*align);
         }
         #[cfg(test)]
+        if live.dedicated.load(std::sync::atomic::Ordering::Relaxed) {
+            (info.dedicated_export, info.sparse_export) = (true, false);
+        }
+        #[cfg(test)]
         if let most @ 1.. = live.addresses.load(std::sync::atomic::Ordering::Relaxed) {
             info.sparse = info.sparse.map(|bytes| bytes.min(most));
         }

@@ -69,13 +69,10 @@ pub enum Error {
     #[error("this GPU's driver cannot import host memory; only buffers of the device's own heap can be registered")]
     ForeignMemory,
     /// The driver imports no dma-bufs.
-    #[error("this GPU's driver cannot import dma-bufs (VK_EXT_external_memory_dma_buf), or only to dedicated buffers")]
+    #[error("this GPU's driver cannot import dma-bufs (VK_EXT_external_memory_dma_buf)")]
     NoDmaBufs,
     /// Memory that cannot be exported.
-    #[error(
-        "this memory cannot be exported: the driver exports no dma-bufs, or only of dedicated buffers, or it was not \
-         allocated for that"
-    )]
+    #[error("this memory cannot be exported: the driver exports no dma-bufs, or it was not allocated for that")]
     NotExportable,
     /// Host memory that cannot be imported, neither by its address nor as a dma-buf.
     #[error("{by_address}; as a dma-buf: {as_dma_buf}")]

@@ -53,6 +53,9 @@ pub(crate) struct Live {
     /// The alignment of imported memory, at least.
     #[cfg(test)]
     pub import_align: AtomicU64,
+    /// The GPU exports dedicated allocations only.
+    #[cfg(test)]
+    pub dedicated: std::sync::atomic::AtomicBool,
     /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
     #[cfg(test)]
     pub high: AtomicU64,
@@ -401,8 +404,12 @@ impl Gpu {
         let mut flags = vk::MemoryAllocateFlagsInfo::default();
         let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(DMA_BUF);
         let mut info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
+        let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
         if self.exportable {
             info = info.push_next(&mut export);
+            if self.info.dedicated_export {
+                info = info.push_next(&mut dedicated);
+            }
         }
         if self.info.device_address {
             flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
@@ -452,12 +459,12 @@ impl Gpu {
         Ok(Arc::new(buffer.bind(memory)?))
     }
 
-    /// Imports a whole dma-buf, the memory behind a buffer. The import keeps that alive.
-    pub fn import_dma_buf(self: &Arc<Self>, host: &BufferRef, fd: OwnedFd) -> Result<Arc<Buffer>, Error> {
+    /// Imports a whole dma-buf, of `len` bytes of the memory behind a buffer. The import keeps that alive.
+    pub fn import_dma_buf(self: &Arc<Self>, host: &BufferRef, len: usize, fd: OwnedFd) -> Result<Arc<Buffer>, Error> {
         let Some(descriptors) = self.descriptors.as_ref().filter(|_| self.info.dma_buf_import) else {
             return Err(Error::NoDmaBufs);
         };
-        let len = host.len() as u64;
+        let len = len as u64;
         let mut properties = vk::MemoryFdPropertiesKHR::default();
         self.call("vkGetMemoryFdPropertiesKHR", |d| {
             // SAFETY: the extension is enabled; the descriptor is open, and the driver says so if it is no dma-buf.
@@ -475,8 +482,10 @@ impl Gpu {
         let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
         let kind = kind.ok_or(Error::NoMemoryType("imported dma-bufs"))?;
         let mut from = vk::ImportMemoryFdInfoKHR::default().handle_type(DMA_BUF).fd(fd.as_raw_fd());
-        let info = vk::MemoryAllocateInfo::default().allocation_size(len).memory_type_index(kind).push_next(&mut from);
-        let mut memory = self.allocate(&info)?;
+        // Some drivers take dma-bufs so only, and it has no other buffer anyway.
+        let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
+        let info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
+        let mut memory = self.allocate(&info.push_next(&mut from).push_next(&mut dedicated))?;
         // The driver owns it now.
         let _ = fd.into_raw_fd();
         memory.host = Some(host.clone());

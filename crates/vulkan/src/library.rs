@@ -8,6 +8,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ash::vk::ExternalMemoryFeatureFlags as External;
 use ash::{Entry, Instance, ext, khr, vk};
 
 use crate::error::{CallError, Error};
@@ -38,16 +39,10 @@ fn binds_sparse(features: &vk::PhysicalDeviceFeatures) -> bool {
     [features.sparse_binding, features.sparse_residency_buffer, features.sparse_residency_aliased] == [vk::TRUE; 3]
 }
 
-/// True when memory can be imported: also for more than one buffer or image, since it is imported without naming one.
-fn can_import(features: vk::ExternalMemoryFeatureFlags) -> bool {
-    use vk::ExternalMemoryFeatureFlags as Flags;
-    features.contains(Flags::IMPORTABLE) && !features.contains(Flags::DEDICATED_ONLY)
-}
-
-/// The same of exports: sparse buffers share the memory.
-fn can_export(features: vk::ExternalMemoryFeatureFlags) -> bool {
-    use vk::ExternalMemoryFeatureFlags as Flags;
-    features.contains(Flags::EXPORTABLE) && !features.contains(Flags::DEDICATED_ONLY)
+/// True when memory of device buffers, of these features, can also be exported while it is bound to sparse buffers of
+/// those: neither may want the memory for itself.
+fn shares_with_sparse(plain: External, sparse: External) -> bool {
+    (plain & sparse).contains(External::EXPORTABLE) && !(plain | sparse).contains(External::DEDICATED_ONLY)
 }
 
 /// The validation layer.
@@ -225,7 +220,7 @@ impl Library {
         };
         let plain = vk::BufferCreateFlags::empty();
         let of_device = copied(device_address);
-        let sparse_export = sparse && can_export(shares(of_device, SPARSE));
+        let (imports, exports) = (shares(copied(false), plain), shares(of_device, plain));
         let heap = |h: &vk::MemoryHeap| MemoryHeap {
             bytes: h.size,
             device_local: h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
@@ -238,9 +233,10 @@ impl Library {
             uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
-            dma_buf_import: can_import(shares(copied(false), plain)),
-            dma_buf_export: can_export(shares(of_device, plain)),
-            sparse_export,
+            dma_buf_import: imports.contains(External::IMPORTABLE),
+            dma_buf_export: exports.contains(External::EXPORTABLE),
+            dedicated_export: exports.contains(External::DEDICATED_ONLY),
+            sparse_export: sparse && shares_with_sparse(exports, shares(of_device, SPARSE)),
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
             memory_budget: has_1_1 && has(ext::memory_budget::NAME),
@@ -409,6 +405,8 @@ pub struct GpuInfo {
     pub dma_buf_import: bool,
     /// It can export its memory as dma-bufs.
     pub dma_buf_export: bool,
+    /// Only memory that was allocated for one buffer, which is never bound to sparse ones.
+    pub dedicated_export: bool,
     /// Also memory that is bound to sparse buffers.
     pub sparse_export: bool,
     /// Bytes of address space for sparse buffers; `None` without sparse binding.
@@ -495,12 +493,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dma_bufs_of_dedicated_allocations_only_are_refused() {
-        use vk::ExternalMemoryFeatureFlags as Flags;
-        let both = Flags::IMPORTABLE | Flags::EXPORTABLE;
-        assert!(can_import(both) && can_export(both));
-        assert!(!can_import(both | Flags::DEDICATED_ONLY) && !can_export(both | Flags::DEDICATED_ONLY));
-        assert!(!can_import(Flags::EXPORTABLE) && !can_export(Flags::IMPORTABLE));
+    fn memory_of_dedicated_allocations_is_not_bound_to_sparse_buffers() {
+        let (exports, dedicated) = (External::EXPORTABLE, External::EXPORTABLE | External::DEDICATED_ONLY);
+        assert!(shares_with_sparse(exports, exports | External::IMPORTABLE));
+        for (plain, sparse) in [(dedicated, exports), (exports, dedicated), (exports, External::IMPORTABLE)] {
+            assert!(!shares_with_sparse(plain, sparse), "{plain:?}, {sparse:?}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Host memory that the GPU reaches: imported where it lies, or, where the driver cannot do that, its own.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -119,23 +120,24 @@ impl Imports {
         };
         into.truncate(first);
         let (memory, range) = (pinned.reference(), pinned.range());
-        let imported = self
-            .dma_buf_of(memory)
+        let (buffer, offset) = self
+            .dma_buf_of(memory, range.clone())
             .map_err(Error::Descriptor)
-            .and_then(|fd| self.gpu.import_dma_buf(memory, fd))
+            .and_then(|(fd, has)| Ok((self.gpu.import_dma_buf(memory, has.len(), fd)?, range.start - has.start)))
             .map_err(|e| Error::Import { by_address: Box::new(by_address), as_dma_buf: Box::new(e) })?;
-        let (end, offset) = (start + range.len() as u64, range.start as u64);
-        into.push(Import { start, end, buffer: imported, offset, address: memory.address() as u64 + offset });
+        let (end, address) = (start + range.len() as u64, (memory.address() + range.start) as u64);
+        into.push(Import { start, end, buffer, offset: offset as u64, address });
         Ok(())
     }
 
-    /// A dma-buf of the buffer's memory. For tests the memfd itself, where there is no udmabuf: GPUs in software map
-    /// one like a dma-buf.
-    fn dma_buf_of(&self, memory: &BufferRef) -> std::io::Result<OwnedFd> {
-        let made = dmalane_dma::export_dma_buf(memory);
+    /// A dma-buf of a range of the buffer's memory, and what it has of that. For tests the memfd itself, where there is
+    /// no udmabuf: GPUs in software map one like a dma-buf.
+    fn dma_buf_of(&self, memory: &BufferRef, range: Range<usize>) -> std::io::Result<(OwnedFd, Range<usize>)> {
+        let made = dmalane_dma::export_dma_buf_range(memory, range);
         #[cfg(test)]
         if made.is_err() && self.gpu.info().kind == "software GPU" {
-            return memory.export().map_err(std::io::Error::other)?.try_clone_to_owned();
+            let fd = memory.export().map_err(std::io::Error::other)?.try_clone_to_owned()?;
+            return Ok((fd, 0..memory.len()));
         }
         made
     }
@@ -184,7 +186,7 @@ impl Undo for Imports {
 
 impl Registrar for Importer {
     /// Pins nothing: the driver does that when it imports.
-    fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, DmaError> {
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, DmaError> {
         let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
         if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
             return Err(DmaError::BadRange { range, len: buffer.len() });

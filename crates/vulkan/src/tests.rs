@@ -229,7 +229,11 @@ impl Opened {
     }
 
     fn with(options: &VulkanOptions) -> Option<Self> {
-        let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
+        Self::limited(options, Arc::default())
+    }
+
+    fn limited(options: &VulkanOptions, live: Arc<Live>) -> Option<Self> {
+        let (faults, messages) = (Arc::<Faults>::default(), Messages::new());
         let sparse = options.sparse;
         let options = VulkanOptions { direct: 0, validation: Some(messages.clone()), ..options.clone() };
         let mut device = open(&options, &faults, &live)?.unwrap();

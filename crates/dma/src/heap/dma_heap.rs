@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -97,6 +98,19 @@ pub(super) fn has_udmabuf() -> bool {
 /// the kernel has no `/dev/udmabuf`; `InvalidInput` for one larger than `size_limit_mb` of the module udmabuf (64 MiB
 /// by default).
 pub fn export_dma_buf(memory: &BufferRef) -> io::Result<OwnedFd> {
+    export_dma_buf_range(memory, 0..memory.len()).map(|(fd, _)| fd)
+}
+
+/// A dma-buf of a range of the memory, and what it has of the memory: all of it, where that is a dma-buf; of a memfd
+/// only the pages of the range, so that a memfd can be larger than a udmabuf.
+///
+/// # Errors
+/// As [`export_dma_buf`], the limit being that of the range; `InvalidInput` for a range that is empty or not in the
+/// memory.
+pub fn export_dma_buf_range(memory: &BufferRef, range: Range<usize>) -> io::Result<(OwnedFd, Range<usize>)> {
+    if range.is_empty() || range.end > memory.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
     // Only dma-bufs take this, and an access that ends at once has no effect.
     let own = memory.0.region.sync(true, false).and_then(|()| memory.0.region.sync(false, false)).is_ok();
@@ -106,12 +120,13 @@ pub fn export_dma_buf(memory: &BufferRef) -> io::Result<OwnedFd> {
         Error::Borrowed => io::Error::new(io::ErrorKind::ResourceBusy, e),
         e => io::Error::new(io::ErrorKind::Unsupported, e),
     })?;
-    let Some(device) = udmabuf else { return fd.try_clone_to_owned() };
-    udmabuf_create(device.as_fd(), fd, memory.len() as u64).map_err(|e| {
+    let Some(device) = udmabuf else { return Ok((fd.try_clone_to_owned()?, 0..memory.len())) };
+    let (start, end) = (range.start / page() * page(), range.end.next_multiple_of(page()).min(memory.len()));
+    let len = end - start;
+    let made = udmabuf_create(device.as_fd(), fd, start as u64, len as u64).map_err(|e| {
         let limit = fs::read_to_string(SIZE_LIMIT).ok().and_then(|text| text.trim().parse::<usize>().ok());
         match limit {
-            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && memory.len() > mib << 20 => {
-                let len = memory.len();
+            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && len > mib << 20 => {
                 let why = format!(
                     "{UDMABUF} accepts at most {mib} MiB, but the buffer has {len} bytes (as root: echo MIB > \
                      {SIZE_LIMIT})"
@@ -120,5 +135,6 @@ pub fn export_dma_buf(memory: &BufferRef) -> io::Result<OwnedFd> {
             }
             _ => named(e),
         }
-    })
+    })?;
+    Ok((made, start..end))
 }

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-pub use dma_heap::{DmaHeap, export_dma_buf};
+pub use dma_heap::{DmaHeap, export_dma_buf, export_dma_buf_range};
 pub use driver::DriverHeap;
 pub use fallback::{AnonHeap, MemfdHeap};
 pub use needs::{HeapCapabilities, Needs, Picked, Unsuitable, pick};

@@ -192,6 +192,17 @@ fn a_dma_buf_shares_the_pages_of_its_memfd() {
     let large = MemfdHeap::starting_at(PageKind::Base).allocate((64 << 20) + 4096).unwrap().share();
     let refused = crate::export_dma_buf(&large.reference()).unwrap_err();
     assert!(refused.to_string().contains("size_limit_mb"), "{refused}");
+    // Its parts are not above it, in whole pages.
+    large.as_volatile_slice().sub(64 << 20, 4).unwrap().write(b"last");
+    let last = (64 << 20) + 1..(64 << 20) + 4096;
+    let (fd, has) = crate::export_dma_buf_range(&large.reference(), last).unwrap();
+    assert_eq!(has, 64 << 20..large.len());
+    let part = SharedBuf::import_dma_buf(fd).unwrap();
+    part.cpu_access(false, |view| view.sub(0, 4).unwrap().read(&mut got[..4])).unwrap();
+    assert_eq!((&got[..4], part.len()), (&b"last"[..], 4096));
+    for range in [4096..4096, 4096..large.len() + 1] {
+        assert!(crate::export_dma_buf_range(&large.reference(), range).is_err());
+    }
     // One of the kernel's heaps.
     if let Ok(heap) = DmaHeap::open("system") {
         let buf = heap.allocate(8192).unwrap().share();
@@ -199,6 +210,7 @@ fn a_dma_buf_shares_the_pages_of_its_memfd() {
         let again = SharedBuf::import_dma_buf(buf.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
         again.cpu_access(false, |view| view.sub(0, 4).unwrap().read(&mut got[..4])).unwrap();
         assert_eq!((&got[..4], again.len()), (&b"heap"[..], 8192));
+        assert_eq!(crate::export_dma_buf_range(&buf.reference(), 4096..8192).unwrap().1, 0..8192, "all of it");
     }
 }
 

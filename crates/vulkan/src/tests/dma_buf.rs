@@ -10,10 +10,15 @@ use crate::channel::Channel;
 
 const SIZE: usize = 256 << 10;
 
-/// Says why a test is skipped, which is a failure where `DMALANE_NEED_DMA_BUF` is set.
+/// Says why a test is skipped, which is a failure where dma-bufs are [needed](must_be).
 fn skip(why: impl std::fmt::Display) {
-    assert!(std::env::var_os("DMALANE_NEED_DMA_BUF").is_none(), "DMALANE_NEED_DMA_BUF is set: {why}");
+    must_be(&why);
     println!("SKIPPED: {why}");
+}
+
+/// Fails where `DMALANE_NEED_DMA_BUF` is set, because something is missing.
+fn must_be(why: impl std::fmt::Display) {
+    assert!(std::env::var_os("DMALANE_NEED_DMA_BUF").is_none(), "DMALANE_NEED_DMA_BUF is set: {why}");
 }
 
 /// As many bytes, another pattern for each seed.
@@ -42,11 +47,11 @@ fn kinds() -> Vec<(&'static str, SharedBuf)> {
     let mut found = vec![("memfd", memfd())];
     match export_dma_buf(&memfd().reference()) {
         Ok(fd) => found.push(("udmabuf", SharedBuf::import_dma_buf(fd).unwrap())),
-        Err(e) => skip(e),
+        Err(e) => must_be(e),
     }
     match DmaHeap::open("system") {
         Ok(heap) => found.push(("dma-buf heap", heap.allocate(SIZE).unwrap().share())),
-        Err(e) => skip(e),
+        Err(e) => must_be(e),
     }
     found
 }
@@ -79,7 +84,7 @@ fn host_memory_is_imported() {
         let (before, again) = (left(&live), || fd.try_clone().unwrap());
         for number in 1.. {
             faults.fail(number, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
-            let imported = gpu.import_dma_buf(&buf.reference(), again());
+            let imported = gpu.import_dma_buf(&buf.reference(), SIZE, again());
             let Some(call) = faults.failed() else {
                 imported.unwrap();
                 break;
@@ -88,7 +93,7 @@ fn host_memory_is_imported() {
             assert_eq!(left(&live), before, "{kind}: {call}");
         }
         faults.heal();
-        let imported = gpu.import_dma_buf(&buf.reference(), fd).unwrap();
+        let imported = gpu.import_dma_buf(&buf.reference(), SIZE, fd).unwrap();
         assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
         // Written after the import, so that a copy made by it would not have them.
         let bytes = pattern(seed);
@@ -155,6 +160,34 @@ fn memory_that_is_not_imported_by_its_address_is_imported_as_one() {
     gpu.end();
 }
 
+/// A file that is read into one memfd is registered chunk by chunk, and the kernel's udmabufs have 64 MiB at most.
+#[test]
+fn a_part_of_a_large_memfd_is_imported_alone() {
+    const LARGE: usize = 256 << 20;
+    let Some(mut gpu) = Opened::new(false) else { return };
+    let info = gpu.device.gpu();
+    if !info.dma_buf_import || info.host_import.is_none() || info.kind != "software GPU" {
+        return skip("no software GPU that imports dma-bufs");
+    }
+    let (_, at, _table) = gpu.allocate(SIZE as u64);
+    // The rest never has pages.
+    let mut reserved = MemfdHeap::starting_at(PageKind::Base).reserve(LARGE).unwrap();
+    let before = reserved.next(LARGE / 2).unwrap();
+    let mut slice = reserved.next(SIZE).unwrap().populate().unwrap();
+    let bytes = pattern(5);
+    slice.write(0, &bytes).unwrap();
+    gpu.faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
+    let range = slice.offset()..slice.offset() + SIZE;
+    let via = Registered::of_range(&*gpu.registrar, &slice.reference(), range, Access::RW).unwrap();
+    assert!(gpu.faults.called("vkGetMemoryFdPropertiesKHR"), "as a dma-buf");
+    gpu.faults.heal();
+    drop(run(&mut *gpu.queues[0], vec![Operation::write(HostSlice::from((slice, via)), at)]).unwrap());
+    let back = Operation::read(gpu.host(&[0; SIZE]), at);
+    assert!(bytes_of(run(&mut *gpu.queues[0], vec![back]).unwrap().remove(0)) == bytes);
+    drop((before, reserved));
+    gpu.end();
+}
+
 /// A GPU whose memory can be exported.
 fn exporter(sparse: bool) -> Option<Opened> {
     let gpu = Opened::with(&VulkanOptions { exportable: true, sparse, ..VulkanOptions::default() })?;
@@ -178,7 +211,26 @@ fn exported(gpu: &Opened, table: &SgTable<dmalane_addr::CardAddr>) -> Option<Sha
 
 #[test]
 fn device_memory_is_exported() {
-    let Some(mut gpu) = exporter(false) else { return };
+    let Some(gpu) = exporter(false) else { return };
+    bytes_are_shared(gpu);
+}
+
+/// The layers check it, which is all that another driver would do.
+#[test]
+fn device_memory_is_exported_by_drivers_that_take_dedicated_allocations_only() {
+    let live = Arc::<Live>::default();
+    live.dedicated.store(true, Ordering::Relaxed);
+    let options = VulkanOptions { exportable: true, ..VulkanOptions::default() };
+    let Some(gpu) = Opened::limited(&VulkanOptions { sparse: false, ..options.clone() }, live.clone()) else { return };
+    if !gpu.device.gpu().dma_buf_export {
+        return skip("the driver exports no memory");
+    }
+    bytes_are_shared(gpu);
+    let mut device = open(&options, &Arc::default(), &live).unwrap().unwrap();
+    assert_eq!(device.address_space().kind(), AddressSpaceKind::Flat, "sparse buffers would need the memory too");
+}
+
+fn bytes_are_shared(mut gpu: Opened) {
     let (_, at, table) = gpu.allocate(SIZE as u64);
     let (ones, others) = (pattern(1), pattern(2));
     let host = gpu.host(&ones);
@@ -263,7 +315,7 @@ fn a_descriptor_that_is_no_dma_buf_is_refused_and_closed() {
         return skip("the driver does not import dma-bufs");
     }
     let ((reader, mut writer), buf) = (std::io::pipe().unwrap(), memfd());
-    let error = gpu.device.shared().import_dma_buf(&buf.reference(), reader.into()).err().unwrap();
+    let error = gpu.device.shared().import_dma_buf(&buf.reference(), SIZE, reader.into()).err().unwrap();
     assert!(matches!(error, Error::Call(_)), "{error}");
     let written = std::io::Write::write(&mut writer, &[0]);
     assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::BrokenPipe, "a copy of the descriptor is left");
