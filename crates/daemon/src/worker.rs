@@ -58,7 +58,7 @@ pub(crate) struct RunQueue {
     /// Eventfd that the control thread writes; not shared with clients.
     wake: OwnedFd,
     epoll: OwnedFd,
-    /// For a test: the worker runs no queue.
+    /// For a test: the worker runs no queue, and nobody pays.
     #[cfg(test)]
     pub(crate) paused: AtomicBool,
     /// For a test: the worker has seen that it is paused, so that no step is under way.
@@ -212,6 +212,12 @@ impl RunQueue {
             users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
         };
         while !self.quit.load(Ordering::SeqCst) {
+            #[cfg(test)]
+            if self.paused.load(Ordering::SeqCst) {
+                self.parked.store(true, Ordering::SeqCst);
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
             if self.changes.load(Ordering::SeqCst) != seen {
                 seen = self.refresh(&mut users);
                 clock.sample(Instant::now());
@@ -220,12 +226,6 @@ impl RunQueue {
                 self.take_charges(&mut users);
                 // Waiting for locks is no user's.
                 clock.sample(Instant::now());
-            }
-            #[cfg(test)]
-            if self.paused.load(Ordering::SeqCst) {
-                self.parked.store(true, Ordering::SeqCst);
-                std::thread::sleep(Duration::from_millis(1));
-                continue;
             }
             if users.iter_mut().fold(false, |did, user| user.serve(&clock) | did) {
                 idle = None;
