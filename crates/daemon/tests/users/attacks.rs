@@ -390,7 +390,7 @@ fn poll_waiters(path: &Path) -> ! {
     })
 }
 
-/// Sends descriptors whose close blocks for a minute.
+/// Sends descriptors whose close blocks.
 fn blocking_closes(path: &Path) -> ! {
     with_all(
         CONNECTIONS,

@@ -38,6 +38,8 @@ const LISTEN: &str = "DMALANE_TEST_LISTEN";
 const ATTACK: &str = "DMALANE_TEST_ATTACK";
 const HOSTILE: u32 = 40_001;
 const MIB: usize = 1 << 20;
+/// How long a close of [`lingering`] blocks.
+const LINGER: Duration = Duration::from_secs(60);
 
 /// A process of another user that runs the same test; killed on drop.
 struct Other(Child, BufReader<std::process::ChildStdout>);
@@ -157,11 +159,15 @@ fn opened(path: &Path) -> Result<OwnedFd, String> {
 
 /// Asks for a mapping of a new memfd without pages, which then have to be populated.
 fn send_map(socket: &OwnedFd, len: usize) -> bool {
-    let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
-    send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[sparse(len).as_fd()])
+    send_map_of(socket, &sparse(len), len)
 }
 
-/// TCP sockets whose `close` blocks for a minute, with their peers.
+fn send_map_of(socket: &OwnedFd, memfd: &OwnedFd, len: usize) -> bool {
+    let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
+    send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[memfd.as_fd()])
+}
+
+/// TCP sockets whose `close` blocks for [`LINGER`], with their peers.
 fn lingering(n: usize) -> Vec<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = || {
@@ -169,7 +175,7 @@ fn lingering(n: usize) -> Vec<(TcpStream, TcpStream)> {
         let other = listener.accept().unwrap().0;
         socket.set_nonblocking(true).unwrap();
         while socket.write(&[0; 1 << 16]).is_ok() {}
-        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(60))).unwrap();
+        rustix::net::sockopt::set_socket_linger(&socket, Some(LINGER)).unwrap();
         (socket, other)
     };
     (0..n).map(|_| one()).collect()
@@ -221,10 +227,10 @@ fn connects_beside_a_clog(test: &str, greet: bool, config: Config) {
     let mut hostile = spawn(HOSTILE, test, &daemon);
     hostile.wait_for("clogged");
     let start = Instant::now();
-    let client = Client::connect(ClientOptions { timeout: Duration::from_secs(3), ..daemon.options() }).unwrap();
-    status(&daemon.path).unwrap();
-    assert!(start.elapsed() < Duration::from_secs(3));
-    drop((client, hostile));
+    drop(daemon.connect());
+    daemon.status();
+    assert!(start.elapsed() < LINGER / 2, "{:?}", start.elapsed());
+    drop(hostile);
 }
 
 /// True when the kernel lets a socket refuse descriptors (SO_PASSRIGHTS, Linux 6.16).
@@ -275,7 +281,7 @@ fn status_and_accept_do_not_wait_for_mappings() {
     let daemon = Daemon::start(Config::default());
     let sockets = map_much(&daemon.path, 8, 128 * MIB);
     for _ in 0..10 {
-        status(&daemon.path).unwrap();
+        daemon.status();
     }
     let answered = answered(&sockets);
     assert!(answered < 8, "all mappings were made before ten statuses were answered");
@@ -305,7 +311,7 @@ fn a_user_waits_only_for_its_own_mappings() {
         drop(client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
     }
     // The row of the hostile user's last client says whether its mapping was made.
-    let rows = status(&daemon.path).unwrap().clients;
+    let rows = daemon.status().clients;
     let made = rows.iter().filter(|c| c.uid == HOSTILE && c.mappings > 0).count();
     assert!(made < 12, "all mappings of the other user were made before four of this one");
     drop((hostile, client, buf));
@@ -316,12 +322,16 @@ fn a_user_waits_only_for_its_own_mappings() {
 fn a_client_that_leaves_ends_what_it_asked_for() {
     let limits = ClientLimits { bytes: 8 << 30, ..ClientLimits::default() };
     let daemon = Daemon::start(Config { limits, map_timeout: Duration::from_secs(60), ..Config::default() });
-    let sockets = map_much(&daemon.path, 6, 1 << 30);
+    let sockets = [(); 6].map(|()| opened(&daemon.path).unwrap());
+    let memfds = [(); 6].map(|()| sparse(1 << 30));
+    assert!(sockets.iter().zip(&memfds).all(|(socket, memfd)| send_map_of(socket, memfd, 1 << 30)));
     drop(sockets);
-    // 6 GiB would take seconds and the memory of the machine.
-    let start = Instant::now();
+    daemon.wait_until_empty();
+    // All would be 6 GiB: seconds, and the memory of the machine.
+    let made: i64 = memfds.iter().map(|memfd| rustix::fs::fstat(memfd).unwrap().st_blocks << 9).sum();
+    assert!(made < 3 << 30, "{made} bytes were made");
+    drop(memfds);
     daemon.end_empty();
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
 /// Freeing the memory of descriptors that no request needs takes time that others must not wait for.
@@ -350,8 +360,8 @@ fn status_does_not_wait_for_memory_that_is_freed() {
             println!("{request:?}: {all} ms, a status up to {longest} ms");
             longest < all / 2.0
         };
-        // Three times at most: another process may have had the processors.
-        assert!((0..3).any(|_| once()), "{request:?}: each time a status waited for most of the time");
+        // Eight times at most: another process may have had the processors.
+        assert!((0..8).any(|_| once()), "{request:?}: each time a status waited for most of the time");
     }
 }
 
@@ -626,7 +636,7 @@ fn service(
 ) -> [f64; 5] {
     let copied = [few, many].map(|copies| rate(copies, time));
     let p99 = percentile(short.run(time).into_iter().map(|took| took.as_secs_f64() * 1e3).collect());
-    let asked = (0..statuses).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).fold(0.0, f64::max);
+    let asked = (0..statuses).map(|_| timed(|| drop(daemon.status()))).fold(0.0, f64::max);
     let load = || drop(Copies::new(patient(daemon), 8 * MIB, 1, |copy| copy).run(Duration::from_micros(1)));
     [copied[0], copied[1], p99, asked, median((0..loads).map(|_| timed(load)).collect())]
 }
