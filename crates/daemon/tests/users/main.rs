@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use daemon::Daemon;
 use dmalane_addr::{Access, CardAddr};
-use dmalane_card::regs::BAR_REGISTERS;
+use dmalane_card::regs::{BAR_REGISTERS, MAX_RING_LOG2};
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader};
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
@@ -36,6 +36,8 @@ const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const LISTEN: &str = "DMALANE_TEST_LISTEN";
 /// The attack, for the hostile user.
 const ATTACK: &str = "DMALANE_TEST_ATTACK";
+/// The number of clients, for a user who has several.
+const CLIENTS: &str = "DMALANE_TEST_CLIENTS";
 const HOSTILE: u32 = 40_001;
 const MIB: usize = 1 << 20;
 /// How long a close of [`lingering`] blocks.
@@ -535,6 +537,84 @@ fn a_socket_of_another_user_is_not_trusted() {
     let any = ClientOptions { server_uids: Vec::new(), ..daemon.options() };
     drop(Client::connect(any).unwrap());
     drop(daemon.connect());
+    daemon.wait_until_empty();
+}
+
+/// Keeps the queues of so many clients full of copies.
+fn keep_full(path: &Path, clients: usize) -> ! {
+    const LEN: u32 = 256 << 10;
+    // As many places in all, whatever the number of clients: so the caches serve all users alike.
+    let places = 8 / clients;
+    let copies = |host: u64| {
+        let offset = |place: usize| place as u64 * u64::from(LEN);
+        (0..places).map(|place| attacks::to_card(host + offset(place), offset(place), LEN)).collect()
+    };
+    let ring = || attacks::Ring::new(attacks::client(path, 2 << 20), MAX_RING_LOG2, places * LEN as usize, copies);
+    let all: Vec<attacks::Ring> = (0..clients).map(|_| ring()).collect();
+    for round in 0.. {
+        // 16 GiB each: more than is copied until the next round.
+        all.iter().for_each(attacks::Ring::fill);
+        if round == 0 {
+            println!("full");
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    unreachable!()
+}
+
+/// On any machine, however busy: users whose queues are never empty get about half each of so many bytes.
+#[test]
+fn users_share_the_worker_whatever_the_number_of_their_clients() {
+    const BYTES: u64 = 8 << 30;
+    if let Some(path) = other() {
+        keep_full(&path, std::env::var(CLIENTS).unwrap().parse().unwrap());
+    }
+    if !root() {
+        return;
+    }
+    let me = "users_share_the_worker_whatever_the_number_of_their_clients";
+    let daemon = Daemon::start(Config { clients: 64, ..Config::default() });
+    open_to_all(&daemon);
+    let users = [(40_002, "1"), (40_003, "8")];
+    let processes = users.map(|(uid, clients)| {
+        let mut process = spawn_in("--clear-groups", uid, me, &daemon, &[(CLIENTS, clients)]);
+        process.wait_for("full");
+        process
+    });
+    // The bytes of each user; `None` where a queue is empty.
+    let moved = || {
+        let rows = daemon.status().clients;
+        let rows: Vec<_> = rows.iter().filter(|c| c.queues > 0).collect();
+        let of = |uid| rows.iter().filter(|c| c.uid == uid).map(|c| c.moved).sum::<u64>();
+        rows.iter().all(|c| c.in_flight > 0).then(|| users.map(|(uid, _)| of(uid)))
+    };
+    let start = Instant::now();
+    // The bytes of each from now on, when these are so many.
+    let more = || {
+        let before = moved()?;
+        loop {
+            assert!(start.elapsed() < Duration::from_secs(240), "the queues are not kept full, or copy too little");
+            let now = moved()?;
+            let shares = [0, 1].map(|user| now[user] - before[user]);
+            if shares.iter().sum::<u64>() >= BYTES {
+                return Some(shares);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let shares = loop {
+        assert!(start.elapsed() < Duration::from_secs(240), "the queues are not kept full");
+        // During the first ones users pay for what they have done so far.
+        if more().is_some()
+            && let Some(shares) = more()
+        {
+            break shares;
+        }
+    };
+    println!("{shares:?}");
+    let share = shares[0] as f64 / shares.iter().sum::<u64>() as f64;
+    assert!((0.35..0.65).contains(&share), "{shares:?}");
+    drop(processes);
     daemon.wait_until_empty();
 }
 
