@@ -127,7 +127,7 @@ mod tests {
         // They count until they are closed.
         let (read, write) = rustix::pipe::pipe().unwrap();
         waiting.put(0, [read, write]);
-        waiting.wait(Duration::from_secs(20));
+        waiting.wait(Duration::from_secs(60));
         assert_eq!(descriptors.in_use(), 0);
     }
 }

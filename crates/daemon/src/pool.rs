@@ -233,13 +233,12 @@ pub(crate) fn take_time() -> Duration {
 impl<T: Send + 'static> Drop for Pool<T> {
     /// Waits until all jobs are done.
     fn drop(&mut self) {
-        let threads = {
-            let mut jobs = self.0.lock();
-            jobs.quit = true;
-            std::mem::take(&mut jobs.threads)
-        };
+        self.0.lock().quit = true;
         self.0.ready.notify_all();
-        for thread in threads {
+        // One by one: a job that begins to sleep may have another thread started, which is in the list before the
+        // thread of that job ends.
+        let next = || self.0.lock().threads.pop();
+        while let Some(thread) = next() {
             let _ = thread.join();
         }
     }
@@ -309,7 +308,7 @@ mod tests {
         let mut wait_for = |count| {
             let start = Instant::now();
             while done.len() < count {
-                assert!(start.elapsed() < Duration::from_secs(20), "{done:?}");
+                assert!(start.elapsed() < Duration::from_secs(60), "{done:?}");
                 done.extend(pool.take());
                 thread::yield_now();
             }
@@ -321,6 +320,31 @@ mod tests {
         assert_eq!(wait_for(30), (0..30).collect::<Vec<u32>>());
         assert!((1..=JOBS).contains(&most.lock().unwrap().1), "{most:?}");
         drop(pool);
+    }
+
+    #[test]
+    fn no_thread_outlives_the_pool() {
+        let pool: Pool<()> = Pool::new(|_, _| {}).unwrap();
+        let (pause, shared) = (pool.pause(), Arc::downgrade(&pool.0));
+        let [begun, ended] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+        for user in 0..JOBS as u32 {
+            let (pause, shared, begun) = (pause.clone(), shared.clone(), begun.clone());
+            pool.put(user, move || {
+                while shared.upgrade().is_some_and(|shared| !shared.lock().quit) {
+                    thread::yield_now();
+                }
+                // Only now is there a thread for the last job: a new one, while the pool waits for those of before.
+                pause(&|| begun.load(Ordering::SeqCst));
+            });
+        }
+        let last = ended.clone();
+        pool.put(JOBS as u32, move || {
+            begun.store(true, Ordering::SeqCst);
+            thread::sleep(Duration::from_millis(200));
+            last.store(true, Ordering::SeqCst);
+        });
+        drop(pool);
+        assert!(ended.load(Ordering::SeqCst));
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub(crate) struct RunQueue {
     /// Eventfd that the control thread writes; not shared with clients.
     wake: OwnedFd,
     epoll: OwnedFd,
-    /// For a test: the worker runs no queue.
+    /// For a test: the worker runs no queue, and nobody pays.
     #[cfg(test)]
     pub(crate) paused: AtomicBool,
     /// For a test: the worker has seen that it is paused, so that no step is under way.
@@ -105,11 +105,21 @@ struct Usage {
     waits: i64,
 }
 
-/// The work of one turn.
+/// What was done in a round, of a user or of a function.
+#[derive(Clone, Copy, Default)]
 struct Served {
     cost: i64,
-    /// False when there was nothing to do, and nothing is owed for what was done before.
-    busy: bool,
+    /// A queue had work.
+    stepped: bool,
+    /// Something is owed for what was done before.
+    owed: bool,
+}
+
+impl Served {
+    /// There was something to do.
+    fn busy(self) -> bool {
+        self.stepped || self.owed
+    }
 }
 
 impl RunQueue {
@@ -212,6 +222,12 @@ impl RunQueue {
             users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
         };
         while !self.quit.load(Ordering::SeqCst) {
+            #[cfg(test)]
+            if self.paused.load(Ordering::SeqCst) {
+                self.parked.store(true, Ordering::SeqCst);
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
             if self.changes.load(Ordering::SeqCst) != seen {
                 seen = self.refresh(&mut users);
                 clock.sample(Instant::now());
@@ -221,14 +237,17 @@ impl RunQueue {
                 // Waiting for locks is no user's.
                 clock.sample(Instant::now());
             }
-            #[cfg(test)]
-            if self.paused.load(Ordering::SeqCst) {
-                self.parked.store(true, Ordering::SeqCst);
-                std::thread::sleep(Duration::from_millis(1));
-                continue;
+            let mut all = Served::default();
+            for user in &mut users {
+                let served = user.serve(&clock);
+                (all.stepped, all.owed) = (all.stepped | served.stepped, all.owed | served.owed);
             }
-            if users.iter_mut().fold(false, |did, user| user.serve(&clock) | did) {
+            // Spinning is for clients that ring again soon. What else wakes the worker must not keep it awake: the client
+            // that it has just called may wait for its processor.
+            if all.stepped {
                 idle = None;
+            } else if all.owed {
+                // Rounds in which nobody has work pay it.
             } else if idle.get_or_insert_with(Instant::now).elapsed() < spin {
                 std::hint::spin_loop();
             } else if !asleep {
@@ -240,7 +259,6 @@ impl RunQueue {
             } else {
                 self.sleep();
                 clock.sample(Instant::now()); // it has waited for work
-                idle = None;
             }
             if std::mem::take(&mut asleep) {
                 set_asleep(&users, false);
@@ -348,22 +366,24 @@ impl<'a> Clock<'a> {
 }
 
 impl UserTurn {
-    /// Runs one round of a user; true when it did any work, or is owed for work that was done.
-    fn serve(&mut self, clock: &Clock<'_>) -> bool {
+    /// Runs one round of a user.
+    fn serve(&mut self, clock: &Clock<'_>) -> Served {
         self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
-        let (mut busy, mut idle) = (false, 0);
+        let (mut all, mut idle) = (Served::default(), 0);
         while self.deficit > 0 && idle < self.turns.len() {
             self.next %= self.turns.len();
             let turn = &mut self.turns[self.next];
             let served = turn.serve(self.deficit, clock);
             self.deficit -= served.cost;
             self.next += usize::from(!turn.continues);
-            idle = if served.busy { 0 } else { idle + 1 };
-            busy |= served.busy;
+            idle = if served.busy() { 0 } else { idle + 1 };
+            all.cost += served.cost;
+            all.stepped |= served.stepped;
+            all.owed |= served.owed;
         }
-        let owes = self.deficit <= 0;
-        self.deficit = if owes || busy { self.deficit } else { 0 };
-        busy || owes
+        all.owed |= self.deficit <= 0;
+        self.deficit = if all.busy() { self.deficit } else { 0 };
+        all
     }
 }
 
@@ -379,9 +399,9 @@ impl Turn {
             self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
         }
         if self.deficit <= 0 {
-            return Served { cost: 0, busy: true };
+            return Served { owed: true, ..Served::default() };
         }
-        let (mut all, mut worked) = (0, false);
+        let mut all = Served::default();
         let mut before = (clock.now)();
         clock.begin(before);
         loop {
@@ -390,7 +410,7 @@ impl Turn {
                 let queue = self.next;
                 self.next = (queue + 1) % queues;
                 if let Some(cost) = self.function.step(queue, self.most) {
-                    (worked, any) = (true, true);
+                    (all.stepped, any) = (true, true);
                     let after = (clock.now)();
                     let took = after.duration_since(before);
                     before = after;
@@ -405,16 +425,16 @@ impl Turn {
                     let least = cost_of(charged * if slow { 2 } else { 1 });
                     // Functions of a user share by the card's measure alone.
                     self.deficit -= cost;
-                    all += cost.max(least);
-                    if self.deficit <= 0 || all >= most {
+                    all.cost += cost.max(least);
+                    if self.deficit <= 0 || all.cost >= most {
                         self.continues = self.deficit > 0;
-                        return Served { cost: all, busy: true };
+                        return all;
                     }
                 }
             }
             if !any {
                 self.deficit = 0;
-                return Served { cost: all, busy: worked };
+                return all;
             }
         }
     }
@@ -507,7 +527,7 @@ mod tests {
         /// A round, in which no time passes.
         fn serve(&mut self) -> bool {
             let now = Instant::now();
-            self.turn.serve(&Clock::new(&|| now, &at_work()))
+            self.turn.serve(&Clock::new(&|| now, &at_work())).busy()
         }
 
         /// Refills the rings and returns the bytes copied so far.
@@ -764,7 +784,7 @@ mod tests {
         let now = Instant::now();
         let round = |users: &mut Vec<UserTurn>| {
             queue.take_charges(users);
-            users.iter_mut().fold(false, |did, user| user.serve(&Clock::new(&|| now, &at_work())) | did)
+            users.iter_mut().fold(false, |did, user| user.serve(&Clock::new(&|| now, &at_work())).busy() | did)
         };
         // 1 ms of another thread is 61 rounds of the worker; user 5 has no function, and owes all the same.
         for (user, ms) in [(0, 1), (5, 3), (6, 100), (6, 100)] {
@@ -796,6 +816,24 @@ mod tests {
         // Paid debts leave nothing of a user without functions.
         queue.refresh(&mut users);
         assert!(users.iter().all(|turn| turn.user != 5));
+    }
+
+    #[test]
+    fn nothing_but_work_keeps_the_worker_awake() {
+        let (queue, spin) = (Arc::new(RunQueue::new().unwrap()), Duration::from_millis(50));
+        let running = queue.clone();
+        let worker = std::thread::spawn(move || {
+            running.run(spin);
+            thread_time()
+        });
+        // Each wakes it, for a user who owes some rounds, and sooner than it would sleep.
+        for _ in 0..100 {
+            std::thread::sleep(Duration::from_millis(10));
+            queue.charge(7, Duration::from_micros(100));
+        }
+        queue.quit();
+        let worked = worker.join().unwrap();
+        assert!(worked < 5 * spin, "{worked:?} of a second");
     }
 
     #[test]

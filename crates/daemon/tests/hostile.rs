@@ -27,7 +27,7 @@ use rustix::net::{
 };
 use zerocopy::FromBytes;
 
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(60);
 
 /// A connection without the client library.
 struct Raw {
@@ -433,13 +433,15 @@ fn memfds_with_more_seals_than_needed() {
 
 #[test]
 fn idle_connections_time_out() {
-    let (hello_timeout, open_timeout) = (Duration::from_millis(200), Duration::from_millis(900));
+    // Long enough for clients that greet and open at once, also where they have to wait for a processor.
+    let (hello_timeout, open_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
     let daemon = Daemon::start(Config { hello_timeout, open_timeout, ..Config::default() });
     let before = (open_files(), memfd_mappings());
     let mut bystander = Bystander::new(&daemon);
-    let (silent, greeted) = (Raw::new(&daemon.path), Raw::greeted(&daemon.path));
+    // Before they connect, so that each has at least its time.
     let begun = Instant::now();
-    assert!(silent.receive().is_none() && begun.elapsed() >= hello_timeout - Duration::from_millis(50));
+    let (silent, greeted) = (Raw::new(&daemon.path), Raw::greeted(&daemon.path));
+    assert!(silent.receive().is_none() && begun.elapsed() >= hello_timeout);
     // Status requests do not keep a connection open.
     let mut asking = greeted;
     let ended_after = loop {
@@ -449,7 +451,7 @@ fn idle_connections_time_out() {
         }
         assert!(begun.elapsed() < LONG);
     };
-    assert!(ended_after >= open_timeout - Duration::from_millis(50), "{ended_after:?}");
+    assert!(ended_after >= open_timeout, "{ended_after:?}");
     let mut late = Raw::greeted(&daemon.path);
     assert_eq!(late.ask(&ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]).code(), None);
     std::thread::sleep(open_timeout + hello_timeout);
@@ -461,7 +463,7 @@ fn idle_connections_time_out() {
     // Who has not greeted gets no longer where the time to open a function is long.
     let daemon = Daemon::start(Config { hello_timeout, open_timeout: Duration::from_secs(3600), ..Config::default() });
     let silent = Raw::new(&daemon.path);
-    let timeout = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
+    let timeout = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
     let mut fds = [rustix::event::PollFd::new(&silent.socket, rustix::event::PollFlags::IN)];
     assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the connection ends");
     assert!(silent.receive().is_none());
@@ -581,8 +583,10 @@ fn random_descriptors() {
     let mut bystander = Bystander::new(&daemon);
     let mut ringed = Ringed::new(&daemon.path);
     let mut random = Random(21);
-    let (mut halts, mut completed) = (0, 0u64);
-    for round in 0..300 {
+    let (mut halts, mut completed, mut round, begun) = (0, 0u64, 0, Instant::now());
+    // More rounds where the worker seldom has a processor within the time of one.
+    while round < 300 || completed <= 1000 || halts == 0 {
+        assert!(begun.elapsed() < 5 * LONG, "{completed} descriptors completed, {halts} halts");
         start(&mut ringed.raw, &ringed.iovas);
         for slot in 0..1usize << LOG2 {
             for (i, word) in descriptor(&mut random, &ringed.iovas).into_iter().enumerate() {
@@ -611,9 +615,9 @@ fn random_descriptors() {
                 ringed.page.as_volatile_slice().store_u32(at, random.below(1 << 32) as u32).unwrap();
             }
         }
+        round += 1;
     }
-    println!("{completed} descriptors completed, {halts} halts");
-    assert!(completed > 1000 && halts > 0);
+    println!("{completed} descriptors completed, {halts} halts in {round} rounds");
     bystander.check();
     ringed.untouched();
     drop(ringed);
@@ -674,8 +678,8 @@ fn descriptors_that_change_while_they_are_read() {
             }
         });
         let mut random = Random(32);
-        let mut completed = 0;
-        for _ in 0..100 {
+        let (mut completed, mut rounds, begun) = (0, 0, Instant::now());
+        while (rounds < 100 || completed <= 100) && begun.elapsed() < 5 * LONG {
             start(&mut ringed.raw, &iovas);
             for n in 1..=20u32 {
                 ringed.page.as_volatile_slice().swap_u32(0, n * 3).unwrap();
@@ -683,6 +687,7 @@ fn descriptors_that_change_while_they_are_read() {
                 std::thread::sleep(Duration::from_micros(random.below(100)));
             }
             completed += u64::from(ringed.raw.read(0x1024));
+            rounds += 1;
         }
         going.store(false, Ordering::Relaxed);
         assert!(completed > 100, "{completed}");
@@ -719,7 +724,7 @@ fn a_blocking_close_does_not_delay_other_clients() {
     assert!(timed(&mut || drop(socket.take())) > Duration::from_millis(900), "close blocks");
     let mut bystander = Bystander::new(&daemon);
     let buf = memfd(4096);
-    let linger = Duration::from_secs(20);
+    let linger = Duration::from_secs(600);
     let map = ClientRequest::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
     let mut others = Vec::new();
     let began = Instant::now();
@@ -754,7 +759,7 @@ fn a_blocking_close_does_not_delay_other_clients() {
         }
         drop(raw);
         let took = timed(&mut || bystander.check());
-        assert!(took < Duration::from_secs(2), "case {case}: another client waited for {took:?}");
+        assert!(took < linger / 10, "case {case}: another client waited for {took:?}");
     }
     assert!(began.elapsed() < linger, "the first descriptor was still being closed");
     // Closing the peers ends the linger.

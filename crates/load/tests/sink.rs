@@ -369,8 +369,8 @@ fn what_hangs_keeps_its_memory() {
     let job = Job::whole(&[100_000]);
     let heap = AnonHeap::starting_at(PageKind::Base);
     for hash_thread in [None, Some(true)] {
-        let timeout = Duration::from_millis(500);
-        let deadline = Some(Instant::now() + Duration::from_millis(50));
+        // Long enough to read 100 kB and to hand them on, and too short for the timeout.
+        let (timeout, deadline) = (Duration::from_secs(2), Some(Instant::now() + Duration::from_millis(600)));
         let checksum = hash_thread.is_some();
         let options = FillOptions {
             chunk: 8192,
@@ -403,7 +403,7 @@ fn a_device_that_ends_nothing_is_stopped() {
         [(false, 1, false), (true, 1, false), (true, 3, false), (true, 1, true), (false, 3, true)]
     {
         // The deadline is there for a job that would wait without end.
-        let (timeout, deadline) = (Duration::from_millis(50), Some(Instant::now() + Duration::from_secs(20)));
+        let (timeout, deadline) = (Duration::from_millis(300), Some(Instant::now() + Duration::from_secs(60)));
         let options = FillOptions {
             chunk: 8192,
             block: 8192,

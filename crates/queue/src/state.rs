@@ -300,7 +300,7 @@ mod tests {
     fn time_counts_from_the_first_question_after_a_move() {
         let mut state = QueueState::default();
         assert_eq!(state.timed_out(), None, "no timeout");
-        let timeout = Duration::from_millis(2);
+        let timeout = Duration::from_millis(100);
         state.set_timeout(Some(timeout));
         assert_eq!(state.timed_out(), None, "nothing is in flight");
         state.set_timeout(Some(Duration::ZERO));

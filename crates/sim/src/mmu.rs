@@ -192,7 +192,7 @@ mod tests {
                 std::thread::yield_now();
             }
             s.spawn(|| says.send(mmu.is_on()));
-            let read = said.recv_timeout(Duration::from_secs(10));
+            let read = said.recv_timeout(Duration::from_secs(60));
             assert_eq!((mmu.control(true, false), mmu.invalidate(false)), (None, None), "these would wait");
             drop(step);
             assert_eq!(read, Ok(false));

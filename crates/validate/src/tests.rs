@@ -611,7 +611,7 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     std::fs::write(memory.path(), vec![7; 2 * MIB as usize]).unwrap();
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
-    target.timeout = Duration::from_millis(500);
+    target.timeout = Duration::from_secs(2);
     let inner = Box::new(target.queue(0));
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
     target.queues[0] = share(Hangs::new(inner, 8, false));
@@ -681,7 +681,7 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     std::fs::write(memory.path(), vec![7; 2 * MIB as usize]).unwrap();
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
-    target.timeout = Duration::from_millis(200);
+    target.timeout = Duration::from_secs(1);
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 9, true));
     let settings = ValidateSettings { threads: 3, pages: vec![Pages::Small], ..quick() };
@@ -729,7 +729,7 @@ fn a_device_that_is_gone_is_told_of_soon() {
 #[test]
 fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     let mut target = soft(CardConfig::default(), None);
-    target.timeout = Duration::from_millis(200);
+    target.timeout = Duration::from_secs(1);
     // Of the two transfers of a thread the first fails, and the second does not end.
     let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
     target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));

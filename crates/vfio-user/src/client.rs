@@ -534,7 +534,8 @@ mod tests {
         }
     }
 
-    const SHORT: Duration = Duration::from_millis(200);
+    /// Long enough for a device that answers at once.
+    const SHORT: Duration = Duration::from_secs(1);
 
     #[test]
     fn a_device_that_does_not_read_times_out() {

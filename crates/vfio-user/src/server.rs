@@ -412,9 +412,11 @@ mod tests {
 
     #[test]
     fn a_client_that_does_not_send_or_read_times_out() {
-        let serve = |stream| {
+        // Long enough for a client that greets at once.
+        let timeout = Duration::from_secs(1);
+        let serve = move |stream| {
             let (memory, file) = SharedBuf::sparse_ranges("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
-            serve_with(Duration::from_millis(200), stream, &mut Stuck { memory, file }, &ClientMemory::new())
+            serve_with(timeout, stream, &mut Stuck { memory, file }, &ClientMemory::new())
         };
         let is_late = |served| match served {
             Err(ServeError::Socket(e)) => e.kind() == io::ErrorKind::WouldBlock,
@@ -427,7 +429,7 @@ mod tests {
         send(&mut client, 1, Command::Version as u16, 0, 0, &Body::default().u32(0).0, &[]).unwrap();
         receive(&mut client).unwrap().unwrap();
         // After the version message the client is silent, and then it does not read.
-        std::thread::sleep(Duration::from_millis(400));
+        std::thread::sleep(timeout + timeout / 4);
         assert!(!server.is_finished());
         let read = Body::default().u64(0).u32(2).u32(0x1000).0;
         while send(&mut client, 1, Command::RegionRead as u16, 0, 0, &read, &[]).is_ok() {}

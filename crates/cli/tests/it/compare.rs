@@ -79,7 +79,7 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
         ["wrong", "silent", "fails", "slow", "huge", "honest"].map(|n| format!(" --with {n}=./{n}")).concat();
     let only: String =
         ["wrong", "silent", "fails", "slow", "huge", "honest", "plain-read"].map(|n| format!(" --only {n}")).concat();
-    let line = format!("compare model.safetensors --rounds 1 --timeout 3 --report out.html{with}{only}");
+    let line = format!("compare model.safetensors --rounds 1 --timeout 8 --report out.html{with}{only}");
     let output = dmalane(&folder, &format!("{line} --json"));
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8_lossy(&output.stderr);
@@ -92,7 +92,7 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
     for (name, why) in [
         ("silent", "prints no result"),
         ("fails", "fails (exit status: 3): no such \u{fffd}[2J card"),
-        ("slow", "did not end within 3 s"),
+        ("slow", "did not end within 8 s"),
         ("honest", "needs a card"),
     ] {
         let skipped = loader(&result, name)["skipped"].as_str().unwrap().to_owned();
@@ -102,7 +102,7 @@ fn a_loader_that_returns_wrong_bytes_is_named() {
     assert_eq!(result["reported"], "out.html");
     let page = fs::read_to_string(folder.join("out.html")).unwrap();
     assert!(
-        page.contains("<b>WRONG</b>") && page.contains("did not end within 3 s") && !page.contains("http"),
+        page.contains("<b>WRONG</b>") && page.contains("did not end within 8 s") && !page.contains("http"),
         "{page}"
     );
     let none = dmalane(&folder, "compare model.safetensors --rounds 1 --only none --with none=false");

@@ -13,6 +13,9 @@ use dmalane::queue::Registered;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+/// Time after which something that is waited for does not come.
+const LONG: Duration = Duration::from_secs(60);
+
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalaned"));
     command.args(args).env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").envs(crate::WIDE);
@@ -37,7 +40,7 @@ fn connected(options: &ClientOptions) -> Client {
     loop {
         match Client::connect(options.clone()) {
             Ok(client) => return client,
-            Err(e) => assert!(start.elapsed() < Duration::from_secs(20), "{e}"),
+            Err(e) => assert!(start.elapsed() < LONG, "{e}"),
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -214,7 +217,7 @@ fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
     let folder = tempfile::tempdir().unwrap();
     let (path, notify) = (folder.path().join("socket"), folder.path().join("notify"));
     let heard = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
-    heard.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    heard.set_read_timeout(Some(LONG)).unwrap();
     // A shell puts it where sd_listen_fds(3) has it, and becomes the daemon: so the process number is right too.
     let listen = |kind: SocketType, path: &Path| {
         let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
@@ -248,12 +251,12 @@ fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
     // Who connects while no daemon runs is served by the next one.
     let waiting = std::thread::spawn({
         let path = path.clone();
-        move || Client::connect(ClientOptions::new(&path)).map(drop)
+        move || Client::connect(ClientOptions { timeout: LONG, ..ClientOptions::new(&path) }).map(drop)
     });
     let backlog = || std::fs::read_to_string("/proc/net/unix").unwrap().matches(path.to_str().unwrap()).count();
     let start_of_wait = Instant::now();
     while backlog() < 2 {
-        assert!(start_of_wait.elapsed() < Duration::from_secs(20), "the client has not connected");
+        assert!(start_of_wait.elapsed() < LONG, "the client has not connected");
         std::thread::sleep(Duration::from_millis(1));
     }
     let child = start(&socket);
@@ -356,7 +359,7 @@ impl Drop for Group {
     fn drop(&mut self) {
         let start = Instant::now();
         while std::fs::remove_dir(&self.0).is_err_and(|e| e.raw_os_error() == Some(16)) {
-            assert!(start.elapsed() < Duration::from_secs(10), "the control group is busy");
+            assert!(start.elapsed() < LONG, "the control group is busy");
             std::thread::sleep(Duration::from_millis(10));
         }
     }

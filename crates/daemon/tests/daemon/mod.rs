@@ -9,7 +9,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dmalane_daemon::{Client, ClientOptions, Config, DaemonStatus, Listener, Server, Totals, status};
+use dmalane_daemon::{Client, ClientOptions, Config, DaemonStatus, Listener, Server, Totals, status_with};
+
+/// Time after which something that is waited for does not come: far more than a busy machine needs.
+const LONG: Duration = Duration::from_secs(60);
 
 /// Runs one test at a time, so that a leak is attributed to the right test.
 static ONE: Mutex<()> = Mutex::new(());
@@ -52,7 +55,7 @@ impl Daemon {
         let mut child = command(&path).stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let start = Instant::now();
         while !path.exists() {
-            assert!(start.elapsed() < Duration::from_secs(10), "the daemon did not start");
+            assert!(start.elapsed() < LONG, "the daemon did not start");
             std::thread::sleep(Duration::from_millis(5));
         }
         let (stop, mut stopped) = UnixStream::pair().unwrap();
@@ -66,7 +69,7 @@ impl Daemon {
     }
 
     pub fn options(&self) -> ClientOptions {
-        ClientOptions::new(&self.path)
+        ClientOptions { timeout: LONG, ..ClientOptions::new(&self.path) }
     }
 
     pub fn connect(&self) -> Client {
@@ -74,7 +77,7 @@ impl Daemon {
     }
 
     pub fn status(&self) -> DaemonStatus {
-        status(&self.path).unwrap()
+        status_with(&self.options()).unwrap()
     }
 
     /// Waits until only the status connection is left, and all card memory is free.
@@ -89,7 +92,7 @@ impl Daemon {
             if right(&report) {
                 return report;
             }
-            assert!(start.elapsed() < Duration::from_secs(30), "{what}: {report:?}");
+            assert!(start.elapsed() < LONG, "{what}: {report:?}");
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -108,7 +111,7 @@ impl Daemon {
         // Descriptors of an earlier daemon may have been open when this one began, and close apart.
         let start = Instant::now();
         while open_files() > self.fds {
-            assert!(start.elapsed() < Duration::from_secs(10), "{} descriptors, {} before", open_files(), self.fds);
+            assert!(start.elapsed() < LONG, "{} descriptors, {} before", open_files(), self.fds);
             std::thread::sleep(Duration::from_millis(5));
         }
         totals
@@ -129,7 +132,7 @@ pub fn settles_at(want: (usize, usize)) {
     let start = Instant::now();
     while (open_files(), memfd_mappings()) != want {
         let left = (open_files(), memfd_mappings());
-        assert!(start.elapsed() < Duration::from_secs(10), "descriptors and mappings: {left:?}, before {want:?}");
+        assert!(start.elapsed() < LONG, "descriptors and mappings: {left:?}, before {want:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

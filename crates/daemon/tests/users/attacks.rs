@@ -4,8 +4,8 @@ use super::*;
 
 use dmalane_addr::Iova;
 use dmalane_card::regs::{self, BAR_MEMORY};
-use dmalane_card::{Descriptor, Task};
-use dmalane_dma::{Mmio, SharedBuf};
+use dmalane_card::{CompletionEntry, Descriptor, Task};
+use dmalane_dma::{Mapping, Mmio, SharedBuf};
 
 /// Connections of the hostile user.
 const CONNECTIONS: usize = 48;
@@ -59,7 +59,52 @@ fn with_all<T: Send>(threads: usize, make: impl Fn() -> T, act: impl Fn(&mut T) 
     unreachable!()
 }
 
-fn client(path: &Path, ddr: u64) -> Client {
+/// A function with a ring of its own, whose slots have the same descriptors again and again.
+pub(crate) struct Ring {
+    client: Client,
+    log2: u32,
+    _memory: [(Mapping, SharedBuf); 2],
+}
+
+impl Ring {
+    /// A ring of 2^`log2` slots, with the descriptors that `make` makes for so much mapped memory at an address.
+    pub(crate) fn new(client: Client, log2: u32, len: usize, make: impl Fn(u64) -> Vec<Task>) -> Self {
+        let mapped = |len| {
+            let buf = client.buffer(len).unwrap();
+            (client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap(), buf)
+        };
+        let first = (Descriptor::BYTES << log2).next_multiple_of(4096);
+        let (rings, data) = (mapped(first + (CompletionEntry::BYTES << log2)), mapped(len));
+        let [at, host] = [&rings, &data].map(|(mapping, _)| mapping.span().first().bits());
+        let words: Vec<u64> = make(host).into_iter().flat_map(|task| Descriptor::from(task).encode()).collect();
+        for (i, word) in words.into_iter().cycle().take(4 << log2).enumerate() {
+            rings.1.as_volatile_slice().store_u64(8 * i, word).unwrap();
+        }
+        let set = |register, value| client.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
+        set(regs::CH_RING_LOG2, log2);
+        for (register, at) in [(regs::CH_RING, at), (regs::CH_COMPLETIONS, at + first as u64)] {
+            set(register, at as u32);
+            set(register + 4, (at >> 32) as u32);
+        }
+        set(regs::CH_CONTROL, 1);
+        Self { client, log2, _memory: [rings, data] }
+    }
+
+    /// Has the card do all of the ring once more.
+    pub(crate) fn fill(&self) {
+        let head = self.client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD)).unwrap();
+        let doorbell = head.wrapping_add(1 << self.log2);
+        self.client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), doorbell).unwrap();
+    }
+}
+
+/// A copy of so many bytes from this IOVA to an offset of the card's memory.
+pub(crate) fn to_card(host: u64, offset: u64, len: u32) -> Task {
+    let card = START.advance(offset).unwrap();
+    Task::Copy { direction: Direction::FromHost, host: Iova::new(host), card, len }
+}
+
+pub(crate) fn client(path: &Path, ddr: u64) -> Client {
     let timeout = Duration::from_secs(60);
     Client::connect(ClientOptions { ddr, hbm: 4 << 20, queues: 1, timeout, ..ClientOptions::new(path) }).unwrap()
 }
@@ -335,33 +380,8 @@ fn late_differences(path: &Path) -> ! {
 
 /// Copies 1 MiB up to an end that is not mapped, with a ring of its own.
 fn failing_copies(path: &Path) -> ! {
-    const ENTRIES: u32 = 64;
-    let make = || {
-        let client = client(path, 2 << 20);
-        let mapped = |len| {
-            let buf = client.buffer(len).unwrap();
-            (client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap(), buf)
-        };
-        let (ring, data) = (mapped(8192), mapped(MIB));
-        let (at, host) = (ring.0.span().first().bits(), data.0.span().first().bits() + 4096);
-        let task = Task::Copy { direction: Direction::FromHost, host: Iova::new(host), card: START, len: 1 << 20 };
-        let words = Descriptor::from(task).encode();
-        for (i, word) in words.into_iter().cycle().take(4 * ENTRIES as usize).enumerate() {
-            ring.1.as_volatile_slice().store_u64(8 * i, word).unwrap();
-        }
-        let set = |register, value| client.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
-        set(regs::CH_RING_LOG2, ENTRIES.ilog2());
-        for (register, at) in [(regs::CH_RING, at), (regs::CH_COMPLETIONS, at + 4096)] {
-            set(register, at as u32);
-            set(register + 4, (at >> 32) as u32);
-        }
-        set(regs::CH_CONTROL, 1);
-        (client, ring, data)
-    };
-    with_all(4, make, |(client, ..)| {
-        let head = client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD)).unwrap();
-        client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), head + ENTRIES).unwrap();
-    })
+    let make = || Ring::new(client(path, 2 << 20), 6, MIB, |host| vec![to_card(host + 4096, 0, 1 << 20)]);
+    with_all(4, make, |ring| ring.fill())
 }
 
 /// Asks for the status, while many threads poll each of its sockets thousands of times: an answer wakes all of them.
@@ -390,7 +410,7 @@ fn poll_waiters(path: &Path) -> ! {
     })
 }
 
-/// Sends descriptors whose close blocks for a minute.
+/// Sends descriptors whose close blocks.
 fn blocking_closes(path: &Path) -> ! {
     with_all(
         CONNECTIONS,

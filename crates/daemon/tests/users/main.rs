@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use daemon::Daemon;
 use dmalane_addr::{Access, CardAddr};
-use dmalane_card::regs::BAR_REGISTERS;
+use dmalane_card::regs::{BAR_REGISTERS, MAX_RING_LOG2};
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader};
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
@@ -36,8 +36,12 @@ const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const LISTEN: &str = "DMALANE_TEST_LISTEN";
 /// The attack, for the hostile user.
 const ATTACK: &str = "DMALANE_TEST_ATTACK";
+/// The number of clients, for a user who has several.
+const CLIENTS: &str = "DMALANE_TEST_CLIENTS";
 const HOSTILE: u32 = 40_001;
 const MIB: usize = 1 << 20;
+/// How long a close of [`lingering`] blocks.
+const LINGER: Duration = Duration::from_secs(60);
 
 /// A process of another user that runs the same test; killed on drop.
 struct Other(Child, BufReader<std::process::ChildStdout>);
@@ -157,11 +161,15 @@ fn opened(path: &Path) -> Result<OwnedFd, String> {
 
 /// Asks for a mapping of a new memfd without pages, which then have to be populated.
 fn send_map(socket: &OwnedFd, len: usize) -> bool {
-    let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
-    send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[sparse(len).as_fd()])
+    send_map_of(socket, &sparse(len), len)
 }
 
-/// TCP sockets whose `close` blocks for a minute, with their peers.
+fn send_map_of(socket: &OwnedFd, memfd: &OwnedFd, len: usize) -> bool {
+    let segment = MapSegment { fd: 0.into(), reserved: 0.into(), offset: 0.into(), len: (len as u64).into() };
+    send(socket, &ClientRequest::Map { access: 3, segments: &[segment] }, &[memfd.as_fd()])
+}
+
+/// TCP sockets whose `close` blocks for [`LINGER`], with their peers.
 fn lingering(n: usize) -> Vec<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = || {
@@ -169,7 +177,7 @@ fn lingering(n: usize) -> Vec<(TcpStream, TcpStream)> {
         let other = listener.accept().unwrap().0;
         socket.set_nonblocking(true).unwrap();
         while socket.write(&[0; 1 << 16]).is_ok() {}
-        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(60))).unwrap();
+        rustix::net::sockopt::set_socket_linger(&socket, Some(LINGER)).unwrap();
         (socket, other)
     };
     (0..n).map(|_| one()).collect()
@@ -221,10 +229,10 @@ fn connects_beside_a_clog(test: &str, greet: bool, config: Config) {
     let mut hostile = spawn(HOSTILE, test, &daemon);
     hostile.wait_for("clogged");
     let start = Instant::now();
-    let client = Client::connect(ClientOptions { timeout: Duration::from_secs(3), ..daemon.options() }).unwrap();
-    status(&daemon.path).unwrap();
-    assert!(start.elapsed() < Duration::from_secs(3));
-    drop((client, hostile));
+    drop(daemon.connect());
+    daemon.status();
+    assert!(start.elapsed() < LINGER / 2, "{:?}", start.elapsed());
+    drop(hostile);
 }
 
 /// True when the kernel lets a socket refuse descriptors (SO_PASSRIGHTS, Linux 6.16).
@@ -275,7 +283,7 @@ fn status_and_accept_do_not_wait_for_mappings() {
     let daemon = Daemon::start(Config::default());
     let sockets = map_much(&daemon.path, 8, 128 * MIB);
     for _ in 0..10 {
-        status(&daemon.path).unwrap();
+        daemon.status();
     }
     let answered = answered(&sockets);
     assert!(answered < 8, "all mappings were made before ten statuses were answered");
@@ -305,7 +313,7 @@ fn a_user_waits_only_for_its_own_mappings() {
         drop(client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
     }
     // The row of the hostile user's last client says whether its mapping was made.
-    let rows = status(&daemon.path).unwrap().clients;
+    let rows = daemon.status().clients;
     let made = rows.iter().filter(|c| c.uid == HOSTILE && c.mappings > 0).count();
     assert!(made < 12, "all mappings of the other user were made before four of this one");
     drop((hostile, client, buf));
@@ -316,12 +324,16 @@ fn a_user_waits_only_for_its_own_mappings() {
 fn a_client_that_leaves_ends_what_it_asked_for() {
     let limits = ClientLimits { bytes: 8 << 30, ..ClientLimits::default() };
     let daemon = Daemon::start(Config { limits, map_timeout: Duration::from_secs(60), ..Config::default() });
-    let sockets = map_much(&daemon.path, 6, 1 << 30);
+    let sockets = [(); 6].map(|()| opened(&daemon.path).unwrap());
+    let memfds = [(); 6].map(|()| sparse(1 << 30));
+    assert!(sockets.iter().zip(&memfds).all(|(socket, memfd)| send_map_of(socket, memfd, 1 << 30)));
     drop(sockets);
-    // 6 GiB would take seconds and the memory of the machine.
-    let start = Instant::now();
+    daemon.wait_until_empty();
+    // All would be 6 GiB: seconds, and the memory of the machine.
+    let made: i64 = memfds.iter().map(|memfd| rustix::fs::fstat(memfd).unwrap().st_blocks << 9).sum();
+    assert!(made < 3 << 30, "{made} bytes were made");
+    drop(memfds);
     daemon.end_empty();
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
 /// Freeing the memory of descriptors that no request needs takes time that others must not wait for.
@@ -350,8 +362,8 @@ fn status_does_not_wait_for_memory_that_is_freed() {
             println!("{request:?}: {all} ms, a status up to {longest} ms");
             longest < all / 2.0
         };
-        // Three times at most: another process may have had the processors.
-        assert!((0..3).any(|_| once()), "{request:?}: each time a status waited for most of the time");
+        // Eight times at most: another process may have had the processors.
+        assert!((0..8).any(|_| once()), "{request:?}: each time a status waited for most of the time");
     }
 }
 
@@ -528,6 +540,84 @@ fn a_socket_of_another_user_is_not_trusted() {
     daemon.wait_until_empty();
 }
 
+/// Keeps the queues of so many clients full of copies.
+fn keep_full(path: &Path, clients: usize) -> ! {
+    const LEN: u32 = 256 << 10;
+    // As many places in all, whatever the number of clients: so the caches serve all users alike.
+    let places = 8 / clients;
+    let copies = |host: u64| {
+        let offset = |place: usize| place as u64 * u64::from(LEN);
+        (0..places).map(|place| attacks::to_card(host + offset(place), offset(place), LEN)).collect()
+    };
+    let ring = || attacks::Ring::new(attacks::client(path, 2 << 20), MAX_RING_LOG2, places * LEN as usize, copies);
+    let all: Vec<attacks::Ring> = (0..clients).map(|_| ring()).collect();
+    for round in 0.. {
+        // 16 GiB each: more than is copied until the next round.
+        all.iter().for_each(attacks::Ring::fill);
+        if round == 0 {
+            println!("full");
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    unreachable!()
+}
+
+/// On any machine, however busy: users whose queues are never empty get about half each of so many bytes.
+#[test]
+fn users_share_the_worker_whatever_the_number_of_their_clients() {
+    const BYTES: u64 = 8 << 30;
+    if let Some(path) = other() {
+        keep_full(&path, std::env::var(CLIENTS).unwrap().parse().unwrap());
+    }
+    if !root() {
+        return;
+    }
+    let me = "users_share_the_worker_whatever_the_number_of_their_clients";
+    let daemon = Daemon::start(Config { clients: 64, ..Config::default() });
+    open_to_all(&daemon);
+    let users = [(40_002, "1"), (40_003, "8")];
+    let processes = users.map(|(uid, clients)| {
+        let mut process = spawn_in("--clear-groups", uid, me, &daemon, &[(CLIENTS, clients)]);
+        process.wait_for("full");
+        process
+    });
+    // The bytes of each user; `None` where a queue is empty.
+    let moved = || {
+        let rows = daemon.status().clients;
+        let rows: Vec<_> = rows.iter().filter(|c| c.queues > 0).collect();
+        let of = |uid| rows.iter().filter(|c| c.uid == uid).map(|c| c.moved).sum::<u64>();
+        rows.iter().all(|c| c.in_flight > 0).then(|| users.map(|(uid, _)| of(uid)))
+    };
+    let start = Instant::now();
+    // The bytes of each from now on, when these are so many.
+    let more = || {
+        let before = moved()?;
+        loop {
+            assert!(start.elapsed() < Duration::from_secs(240), "the queues are not kept full, or copy too little");
+            let now = moved()?;
+            let shares = [0, 1].map(|user| now[user] - before[user]);
+            if shares.iter().sum::<u64>() >= BYTES {
+                return Some(shares);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let shares = loop {
+        assert!(start.elapsed() < Duration::from_secs(240), "the queues are not kept full");
+        // During the first ones users pay for what they have done so far.
+        if more().is_some()
+            && let Some(shares) = more()
+        {
+            break shares;
+        }
+    };
+    println!("{shares:?}");
+    let share = shares[0] as f64 / shares.iter().sum::<u64>() as f64;
+    assert!((0.35..0.65).contains(&share), "{shares:?}");
+    drop(processes);
+    daemon.wait_until_empty();
+}
+
 /// Where the card's memory begins.
 const START: DeviceAddr = DeviceAddr::Card(CardAddr::new(0));
 
@@ -626,7 +716,7 @@ fn service(
 ) -> [f64; 5] {
     let copied = [few, many].map(|copies| rate(copies, time));
     let p99 = percentile(short.run(time).into_iter().map(|took| took.as_secs_f64() * 1e3).collect());
-    let asked = (0..statuses).map(|_| timed(|| drop(status(&daemon.path).unwrap()))).fold(0.0, f64::max);
+    let asked = (0..statuses).map(|_| timed(|| drop(daemon.status()))).fold(0.0, f64::max);
     let load = || drop(Copies::new(patient(daemon), 8 * MIB, 1, |copy| copy).run(Duration::from_micros(1)));
     [copied[0], copied[1], p99, asked, median((0..loads).map(|_| timed(load)).collect())]
 }

@@ -191,7 +191,7 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     let _ = handle.submit(numbered(3)).unwrap();
     let began = Instant::now();
     drop(handle); // nothing ends
-    assert!(began.elapsed() >= Duration::from_millis(200) && began.elapsed() < Duration::from_secs(5));
+    assert!(began.elapsed() >= Duration::from_millis(200) && began.elapsed() < Duration::from_secs(10));
     assert_eq!(shared.in_flight(), 1, "it goes on without its handle");
 
     let mut handle = shared.handle(Class::Normal);
@@ -205,7 +205,7 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     let mut done = Vec::new();
     assert_eq!((next.poll(&mut done), next.in_flight()), (0, 1));
     orders.lock().unwrap().end = 1;
-    assert_eq!((next.wait(&mut done, Duration::from_secs(1)), number(&done[0].operation)), (1, 5));
+    assert_eq!((next.wait(&mut done, Duration::from_secs(60)), number(&done[0].operation)), (1, 5));
     assert_eq!(format!("{:?}", next.shared()), "SharedQueue(1 handles, 0 in flight)", "the others have left");
 
     // Completions that a handle did not collect go with it.
@@ -230,7 +230,7 @@ fn a_detached_handle_leaves_its_place_once() {
     let _ = two.submit(numbered(2)).unwrap();
     orders.lock().unwrap().end = 2;
     let mut done = Vec::new();
-    assert_eq!(one.wait(&mut done, Duration::from_secs(1)), 1, "two handles share one place");
+    assert_eq!(one.wait(&mut done, Duration::from_secs(60)), 1, "two handles share one place");
     assert_eq!(number(&done[0].operation), 1);
     assert_eq!((two.poll(&mut done), number(&done[1].operation)), (1, 2));
 }

@@ -16,6 +16,9 @@ use dmalane_sim::fuzzing::{fuzz_driver, fuzz_ring};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use proptest::prelude::*;
 
+/// Time after which something that is waited for does not come.
+const LONG: Duration = Duration::from_secs(60);
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
@@ -191,7 +194,7 @@ fn a_completion_that_was_not_asked_for_stops_the_channel() {
         bus.dead.store(false, Ordering::Relaxed);
         // The card did not hear of the stop either.
         bus.write32(0, regs::channel(0, regs::CH_CONTROL), 0).unwrap();
-        let done = drain(&mut channel, Duration::from_secs(5));
+        let done = drain(&mut channel, LONG);
         assert!(matches!(done[0].result, Err(OpError::Stopped(_))), "{:?}", done[0].result);
     }
     assert_eq!(card.quarantined(), 0);
@@ -205,7 +208,7 @@ fn an_operation_is_as_long_as_the_card_takes_at_most() {
     let mut channel = card.queue(0).unwrap();
     assert_eq!(submit_read(&bus, &mut channel, 8192), Err(Refusal::TooLong { len: 8192, max: 4096 }));
     submit(&bus, &mut channel).unwrap();
-    assert_eq!(drain(&mut channel, Duration::from_secs(5))[0].result, Ok(()));
+    assert_eq!(drain(&mut channel, LONG)[0].result, Ok(()));
 }
 
 /// The card says where the IOMMU stopped it, and so how much was done before.
@@ -227,7 +230,7 @@ fn a_fault_of_the_iommu_says_where_and_why() {
         let word = CompletionEntry { cookie: number, status: status.code(), sequence }.word();
         port.write_word(entry, at.bits()).unwrap();
         port.write_word(Iova::new(entry.bits() + 8), word).unwrap();
-        let done = drain(&mut channel, Duration::from_secs(5));
+        let done = drain(&mut channel, LONG);
         let fault = DmaFault { at, wanted: Direction::ToHost.host_access(), reason, done: 512 };
         assert_eq!((&done[0].result, done[0].bytes), (&Err(OpError::Fault(fault)), 512));
     }

@@ -250,7 +250,7 @@ fn a_new_root_forgets_the_translations_of_the_old_one() {
         buf.as_volatile_slice().fill(round as u8 + 1);
         let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
         let write = Operation::write((buf.into_slice(), via), DeviceAddr::Va(va));
-        run(&mut channel, write, std::time::Duration::from_secs(1)).unwrap();
+        run(&mut channel, write, std::time::Duration::from_secs(60)).unwrap();
     }
     let byte = |at| {
         let mut byte = [0];

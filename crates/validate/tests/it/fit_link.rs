@@ -39,11 +39,18 @@ fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
             println!("{said}");
             expected && capacities_are_right(name, &found.fit.limits)
         });
-        match noisy && !right {
+        match (noisy || is_busy()) && !right {
             true => println!("SKIPPED: this machine is too busy to measure {name}: {said}"),
             false => assert!(right, "{said}"),
         }
     }
+}
+
+/// True where twice as many threads want to run as there are processors: then rates say little about limits.
+fn is_busy() -> bool {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load: f64 = load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0);
+    load > 2.0 * std::thread::available_parallelism().map_or(1, usize::from) as f64
 }
 
 /// Limits that were planted and found have their capacity, to 10 %: 5 % for rates that count as equal, and what a

@@ -34,7 +34,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
     let at = card.layout().ddr.first();
     // On a busy machine both channels may be looked at equally late; not again and again.
     let mut told_apart = [false; 2];
-    for round in 0..12 {
+    for round in 0..40 {
         let direction = [Direction::FromHost, Direction::ToHost][round % 2];
         if told_apart[round % 2] {
             continue;
