@@ -242,8 +242,8 @@ impl RunQueue {
                 let served = user.serve(&clock);
                 (all.stepped, all.owed) = (all.stepped | served.stepped, all.owed | served.owed);
             }
-            // Spinning is for clients that ring again soon. What else wakes the worker must not keep it awake: the client
-            // that it has just called may wait for its processor.
+            // Spinning is for clients that ring again soon. What else wakes the worker must not keep it awake: the
+            // client that it has just called may wait for its processor.
             if all.stepped {
                 idle = None;
             } else if all.owed {
