@@ -6,6 +6,7 @@ use dmalane_load::container::npy::parse_header;
 pub fn target(file: &[u8]) {
     for len in [file.len() as u64, 1 << 40] {
         let Ok(model) = parse_header(file, len, "array") else { continue };
+        assert!(model.check().is_ok());
         let [array] = &model.tensors[..] else { panic!("one array") };
         assert_eq!(array.at.bits() + array.len, len);
         assert!(array.shape.len() <= file.len());

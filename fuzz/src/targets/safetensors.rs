@@ -19,6 +19,8 @@ pub fn target(file: &[u8]) {
         return;
     };
 
+    assert!(model.check().is_ok());
+
     // The same tensors, at the same bytes.
     let data = 8 + *header as u64;
     assert_eq!(model.tensors.len(), metadata.tensors().len());

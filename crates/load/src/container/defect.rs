@@ -94,9 +94,6 @@ pub enum Defect {
     /// A quantised tensor whose rows are not made of whole blocks of so many elements.
     #[error("a row is not made of whole blocks of {0} elements")]
     PartialBlock(u64),
-    /// A tensor overlaps one before it, which ends here.
-    #[error("it overlaps the tensor before it, which ends at {0:#x}")]
-    Overlaps(u64),
     /// A tensor starts within the one before it.
     #[error("it starts at data offset {start}, within tensor {before:?}, which ends at {end}")]
     Within {

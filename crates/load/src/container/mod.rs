@@ -17,11 +17,11 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use dmalane_addr::FileOffset;
+use dmalane_addr::{Address, FileOffset};
 use thiserror::Error;
 
 use crate::Error as LoadError;
-use safetensors::MAX_HEADER;
+use safetensors::{MAX_HEADER, short};
 
 pub use defect::Defect;
 pub use lfs::refuse_lfs_pointer;
@@ -100,7 +100,9 @@ impl ContainerFile<'_> {
 
     /// Detects the kind of the file and parses it.
     pub(crate) fn model(&self) -> Result<Model, LoadError> {
-        self.kind()?.parse(self)
+        let model = self.kind()?.parse(self)?;
+        model.check().map_err(|e| self.bad(e))?;
+        Ok(model)
     }
 
     /// Reads bytes that lie within the file.
@@ -154,7 +156,7 @@ impl<T: PartialEq> TypeNames<T> {
 pub struct Model {
     /// Bytes of the file.
     pub len: u64,
-    /// Tensors in the order of their bytes: none begins before the one in front of it ends, not even one of no bytes.
+    /// Tensors in the order of their bytes, as [`Model::check`] wants them.
     pub tensors: Vec<Arc<Tensor>>,
     /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
     pub metadata: Option<Vec<(String, String)>>,
@@ -236,6 +238,16 @@ pub enum FormatError {
         /// Bytes of the file.
         len: u64,
     },
+    /// A tensor begins before the one in front of it ends.
+    #[error("tensor {tensor:?} starts at {at}, within the tensor before it, which ends at {end}")]
+    Overlap {
+        /// Which tensor.
+        tensor: String,
+        /// Where it starts.
+        at: FileOffset,
+        /// Where the one before it ends.
+        end: FileOffset,
+    },
     /// Bytes that no tensor covers.
     #[error("{extra} bytes follow the last tensor, from {at} on")]
     TrailingBytes {
@@ -247,6 +259,25 @@ pub enum FormatError {
 }
 
 impl Model {
+    /// Checks what loading relies on: no tensor begins before the one in front of it ends, not even one of no bytes,
+    /// and all of them lie within the file.
+    ///
+    /// # Errors
+    /// [`FormatError::Overlap`], [`FormatError::TensorBeyondEnd`].
+    pub fn check(&self) -> Result<(), FormatError> {
+        let mut before = FileOffset::new(0);
+        for Tensor { name, at, len, .. } in self.tensors.iter().map(|tensor| &**tensor) {
+            if *at < before {
+                return Err(FormatError::Overlap { tensor: short(name), at: *at, end: before });
+            }
+            before = at.checked_add(*len).filter(|end| end.bits() <= self.len).ok_or_else(|| {
+                let end = FileOffset::new(at.bits().saturating_add(*len));
+                FormatError::TensorBeyondEnd { tensor: short(name), end, len: self.len }
+            })?;
+        }
+        Ok(())
+    }
+
     /// The tensor that holds the byte at `at`, else `None`.
     pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
         self.tensors.get(self.index_at(at)).filter(|t| t.at <= at).map(|t| &**t)
@@ -255,5 +286,38 @@ impl Model {
     /// The index of the first tensor that ends behind `at`: the one that holds the byte at `at`, if any does.
     pub(crate) fn index_at(&self, at: FileOffset) -> usize {
         self.tensors.partition_point(|t| t.at.bits() + t.len <= at.bits())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_follow_each_other_within_the_file() {
+        let check = |tensors: &[(u64, u64)]| {
+            let tensor = |(i, (at, len)): (usize, &(u64, u64))| {
+                let (name, at) = (i.to_string(), FileOffset::new(*at));
+                Arc::new(Tensor { name, dtype: Arc::default(), shape: Box::default(), at, len: *len })
+            };
+            let tensors = tensors.iter().enumerate().map(tensor).collect();
+            let model = Model { len: 100, tensors, metadata: None, container: Container::Raw };
+            model.check().map_err(|e| e.to_string())
+        };
+        for good in [&[][..], &[(100, 0)], &[(0, 100)], &[(8, 0), (8, 0), (8, 8), (16, 0), (20, 80), (100, 0)]] {
+            assert_eq!(check(good), Ok(()), "{good:?}");
+        }
+        for (bad, says) in [
+            (&[(0, 64), (32, 0)][..], "tensor \"1\" starts at file offset 0x20, within"),
+            (&[(0, 64), (63, 10)], "ends at file offset 0x40"),
+            (&[(50, 0), (49, 0)], "\"1\" starts"),
+            (&[(8, 93)], "has only 100 bytes"),
+            (&[(0, 100), (101, 0)], "tensor \"1\" ends at file offset 0x65"),
+            (&[(8, u64::MAX)], "has only"),
+            (&[(u64::MAX, u64::MAX), (0, 1)], "has only"),
+        ] {
+            let error = check(bad).unwrap_err();
+            assert!(error.contains(says), "{error}, not {says}");
+        }
     }
 }
