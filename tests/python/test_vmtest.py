@@ -510,7 +510,8 @@ def unpacked_mesa(folder):
 
 
 class Script:
-    """scripts/vm with a cache that has a kernel and a Mesa, a cargo that builds nothing, and a QEMU that says what it is told."""
+    """scripts/vm with a cache that has a kernel and a Mesa, a cargo that builds nothing, and a QEMU that says what it
+    is told."""
 
     KERNEL = "6.12"
 

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a GGUF header: tensors are no more than its bytes describe, and of those that pass the check, each
-//! byte is found in its tensor.
+//! Arbitrary bytes as a GGUF header: tensors are no more than its bytes describe, and of those that pass the check,
+//! each byte is found in its tensor.
 
 use dmalane_addr::Address;
 use dmalane_load::Layout;

@@ -83,7 +83,7 @@ def manifest(source, library, target):
 
 
 def guest_files(folder):
-    """The files of a guest in which programs find this Mesa: (path, mode, file or content) each. `GUEST` starts them."""
+    """The files of a guest in which programs find this Mesa: (path, mode, file or content) `GUEST` starts one."""
     root = (folder / "root").resolve()
     lib, loader = libraries(root)
     objects = {lib / "libvulkan_lvp.so", lib / "libVkLayer_khronos_validation.so", lib / "libvulkan.so.1"}

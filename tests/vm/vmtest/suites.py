@@ -74,7 +74,8 @@ def vulkan_lines(name_filter):
     lines = [f"vulkan devices {start} /tests/vulkan {LIBTEST} {tests}"]
     if not name_filter:
         read = "read /mesa/libstdc++.so.6 -q --dma-buf -d vulkan:0 --verify"
-        lines += [f"vulkan-{heap} devices {start} /tests/dmalane {read} --heap {heap}" for heap in ("memfd", "dma-heap")]
+        for heap in ("memfd", "dma-heap"):
+            lines.append(f"vulkan-{heap} devices {start} /tests/dmalane {read} --heap {heap}")
     return lines
 
 
