@@ -412,7 +412,7 @@ impl Validate {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
         if let Some(option) = given(&file).filter(|_| !takes("file")) {
-            return Err(Failure::usage(format!("{option} is for a file: -d file:PATH")));
+            return Err(Failure::usage(format!("{option} is for a file, not for {}", self.device)));
         }
         let sizes = [
             ("--ring-size", self.ring_size.is_some(), "ring", "a card with rings of any size"),

@@ -117,6 +117,11 @@ fn every_kind_takes_the_suite() {
         println!("{name}");
         let spec: DeviceSpec = name.parse().unwrap();
         suite(|| options.device(&spec).unwrap());
+        // `validate` asks the options whether there is data to keep.
+        if options.device(&spec).unwrap().backing_files().is_some() {
+            let has = |option| spec.kind().options.contains(option);
+            assert!(["file", "overwrite"].iter().all(has), "{name} has files, and not the options of such a device");
+        }
         taken.insert(spec.kind().name);
     });
     let missing = KINDS.iter().map(|kind| kind.name).filter(|name| !taken.contains(name));
