@@ -321,8 +321,8 @@ struct dml_tensor {
 	uint64_t name_len; /* bytes of its name, without the terminating zero */
 };
 
-/* Loads a file (safetensors, GGUF, NumPy, or raw bytes as one tensor), and binds each tensor for reading. `placement`
- * as above. -EBUSY while completions have not been polled. After an error nothing stays on the device. */
+/* Loads a file, as one tensor if it is of no known format, and binds each tensor for reading. `placement` as above.
+ * -EBUSY while completions have not been polled. After an error nothing stays on the device. */
 int32_t dml_target_load(dml_target target, const char *path, const char *placement, uint32_t flags, dml_load *load);
 /* Tensor `index`, from 0 in the order of the file, and its name, cut to `size` bytes including the terminating zero;
  * `name` may be null. -ENOENT behind the last. */

@@ -45,7 +45,8 @@ pub enum LoadError {
 }
 
 impl<'a> Load<'a> {
-    /// Files by name. Safetensors, GGUF and NumPy files are parsed. Any other file is loaded as one run of bytes.
+    /// Files by name. Those of a known [container](dmalane_load::Container) are parsed, any other one is loaded as one
+    /// run of bytes.
     pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
         Self {
             paths: paths.into_iter().map(|path| path.as_ref().to_owned()).collect(),

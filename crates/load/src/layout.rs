@@ -129,7 +129,13 @@ mod tests {
                 len: *len,
             })
         };
-        Model { len: 0, tensors: sizes.iter().map(tensor).collect(), metadata: None, container: Container::Safetensors }
+        Model {
+            len: 0,
+            tensors: sizes.iter().map(tensor).collect(),
+            metadata: None,
+            by_columns: false,
+            container: Container::Safetensors,
+        }
     }
 
     #[test]

@@ -9,8 +9,8 @@ use dmalane_dma::VolatileSlice;
 use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
 use crate::again::Reread;
-use crate::container::safetensors::header;
-use crate::{Container, Error, Input, Loaded, LoadedFile, OpenDevice, Output, Verified};
+use crate::container::Again;
+use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Output, Verified};
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
@@ -122,24 +122,22 @@ impl OpenDevice {
         Ok(())
     }
 
-    /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in
-    /// the same order for a safetensors file, the bytes for a raw one. The file appears whole or not at all.
+    /// Writes what the device holds of a file, read back through its MMU, as a file of the same kind with the same
+    /// tensors in the same order. The file appears whole or not at all.
     ///
     /// # Errors
-    /// [`Error::File`] names the path, as of [`Output::check`], and for a GGUF or `.npy` file, of which the device has
-    /// the tensors alone; [`Error::Transfer`].
+    /// [`Error::File`] names the path, as of [`Output::check`], and for a kind that [cannot be
+    /// saved](crate::Container::can_be_saved), because the device has the tensors alone; [`Error::Transfer`].
     pub fn save(&mut self, file: &LoadedFile, to: &Output) -> Result<(), Error> {
         let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
-        if matches!(file.model.container, Container::Gguf | Container::Npy) {
-            return Err(error("save a GGUF or .npy file to it", io::ErrorKind::Unsupported.into()));
-        }
+        let front = match file.model.container.kind().again {
+            Again::Never => return Err(error("save a file of this kind to it", io::ErrorKind::Unsupported.into())),
+            Again::Bytes => Vec::new(),
+            Again::Behind(front) => front(&file.model).map_err(|e| error("describe its tensors", e))?,
+        };
         let mut saving = to.begin()?;
         let mut out = BufWriter::with_capacity(1 << 20, saving.file());
-        if file.model.container == Container::Safetensors {
-            let header = header(&file.model).map_err(|e| error("describe its tensors", e))?;
-            let written = out.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| out.write_all(&header));
-            written.map_err(|e| error("write it", e))?;
-        }
+        out.write_all(&front).map_err(|e| error("write it", e))?;
         for index in 0..file.model.tensors.len() {
             self.read_back(file, index, &mut |_, view| {
                 let mut result = Ok(());

@@ -80,7 +80,8 @@ mod tests {
                 t.into()
             });
             let tensors = tensors.collect();
-            let model = Model { tensors, len: at, metadata: None, container: Container::Safetensors };
+            let container = Container::Safetensors;
+            let model = Model { tensors, len: at, metadata: None, by_columns: false, container };
             let layout = Layout::new(&model, u64::MAX).unwrap();
             let mut sg = SgTable::new();
             for (i, pages) in segments.iter().cycle().enumerate() {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dmalane::load::fill::FillError;
-use dmalane::load::{Difference, Error as LoadError, FormatError};
+use dmalane::load::{Difference, Error as LoadError};
 use dmalane::queue::OpError;
 use dmalane::{OpenError, ReadError};
 use pyo3::exceptions::PyRuntimeError;
@@ -130,19 +130,10 @@ impl From<LoadError> for Failure {
         let message = error.to_string();
         match error {
             LoadError::Format { path, source } => {
+                let (tensor, at) = source.about();
                 let failure = Self::new("FormatError", message).path(&path);
-                match source {
-                    FormatError::Tensor { tensor, at, .. } => {
-                        failure.text("tensor", tensor).number("offset", at.bits())
-                    }
-                    FormatError::TensorBeyondEnd { tensor, end, .. } => {
-                        failure.text("tensor", tensor).number("offset", end.bits())
-                    }
-                    FormatError::TrailingBytes { at, .. } | FormatError::NotUtf8 { at } => {
-                        failure.number("offset", at.bits())
-                    }
-                    _ => failure,
-                }
+                let failure = tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor));
+                at.into_iter().fold(failure, |failure, at| failure.number("offset", at.bits()))
             }
             LoadError::File { path, source, .. } => Self::new("FileError", message).path(&path).io(&source),
             LoadError::Changed { path, before, now } => {

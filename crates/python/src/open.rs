@@ -14,7 +14,7 @@ use dmalane::dma::{AnonHeap, Heap, Pool};
 use dmalane::file::Mode;
 use dmalane::load::container::model_files;
 use dmalane::load::fill::{Extent, FilledBuf, Job};
-use dmalane::load::{Container, Error as LoadError, Input, Model};
+use dmalane::load::{Error as LoadError, Input, Model};
 use dmalane::{Read, ReadFiles, ReadOptions, ReadSource};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -62,8 +62,7 @@ impl Source {
         let file = File::open(&path).map_err(|e| failed("open it", e))?;
         let meta = file.metadata().map_err(|e| failed("read its size", e))?;
         let model = Input { path: path.clone(), file, queue: (), more: Vec::new(), select: None }.model()?;
-        let by_columns = |(key, value): &(String, String)| key == "fortran_order" && value == "True";
-        if model.container == Container::Npy && model.metadata.iter().flatten().any(by_columns) {
+        if model.by_columns {
             let message = format!("{}: its array is stored by columns, which numpy.load reads", path.display());
             return Err(Failure::new("FormatError", message).text("path", path.display().to_string()));
         }

@@ -52,7 +52,7 @@ Examples:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
-Safetensors, GGUF and NumPy files are parsed; any other file is loaded as one run of bytes.
+These files are parsed: FORMATS. Any other file is loaded as one run of bytes.
 To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export and --send-to
 hand a file in host memory to another process.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
@@ -62,11 +62,11 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 
 /// Load files into device memory.
 ///
-/// Parses safetensors, GGUF and NumPy files and binds each tensor at its own device address. Loads any other file as
-/// one run of bytes. Measures and checks: the device memory is freed when the command ends.
+/// Parses model files and binds each tensor at its own device address. Loads any other file as one run of bytes.
+/// Measures and checks: the device memory is freed when the command ends.
 #[derive(Args)]
 #[command(
-    after_help = EXAMPLES,
+    after_help = EXAMPLES.replace("FORMATS", &titles(|of| of != Container::Raw).join(", ")),
     group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
@@ -136,8 +136,8 @@ pub(crate) struct Load {
     #[arg(long, value_name = "F", value_parser = fraction)]
     fragmentation: Option<f64>,
 
-    /// Read the data back through the device's MMU and write it to this file, or into this directory for several
-    /// files: safetensors again, or the bytes of a raw file
+    /// Read the data back through the device's MMU and write it, in the format of the file that was loaded, to this
+    /// file, or into this directory for several files
     #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     save: Option<PathBuf>,
 
@@ -523,13 +523,16 @@ fn fraction(text: &str) -> Result<f64, String> {
 
 /// Refuses files of which the device gets too little to write them again.
 fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
-    match input.container().map_err(|e| Failure::because("cannot save", &e))? {
-        Container::Gguf | Container::Npy => {
-            let why = format!("--save cannot write {} again: the device gets its tensors alone", input.path.display());
-            Err(Failure::new(why).hint("safetensors and raw files can be saved"))
-        }
-        _ => Ok(()),
+    if input.container().map_err(|e| Failure::because("cannot save", &e))?.can_be_saved() {
+        return Ok(());
     }
+    let why = format!("--save cannot write {} again: the device gets its tensors alone", input.path.display());
+    Err(Failure::new(why).hint(format!("{} files can be saved", titles(Container::can_be_saved).join(" and "))))
+}
+
+/// The names of these kinds of files.
+fn titles(of: impl Fn(Container) -> bool) -> Vec<&'static str> {
+    Container::ALL.iter().filter(|kind| of(**kind)).map(|kind| kind.title()).collect()
 }
 
 fn verify_failure(error: &Error) -> Failure {

@@ -7,13 +7,12 @@
 use std::fmt::{Display, LowerExp};
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
 use super::safetensors::{MAX_HEADER, MAX_PAIRS, short};
-use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, TypeNames, has_extension};
+use super::{Again, Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
 use crate::Error;
 
 /// The first bytes of every GGUF file.
@@ -64,11 +63,9 @@ const TYPES: &[(u32, &str, u64, u64)] = &[
     (41, "Q1_0", 128, 18),
 ];
 
-/// True for files that start with the format's magic number, and for those that are called so: one without the magic
-/// number is damaged.
-pub(super) fn detect(path: &Path, head: &[u8]) -> bool {
-    head.starts_with(MAGIC) || has_extension(path, "gguf")
-}
+/// Its properties.
+pub(super) const KIND: Kind =
+    Kind { title: "GGUF", extension: Some("gguf"), magic: Some(MAGIC), in_folders: true, again: Again::Never };
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -111,8 +108,12 @@ pub fn parse_header(input: impl BufRead, len: u64) -> Result<Model, HeaderError>
     Header { input, at: 0, len: len.min(MAX_HEADER), file: len }.model()
 }
 
-fn bad<T>(defect: Defect) -> Result<T, HeaderError> {
-    Err(HeaderError::Format(FormatError::Gguf(defect)))
+fn bad<T>(source: Defect) -> Result<T, HeaderError> {
+    Err(HeaderError::Format(in_header(source)))
+}
+
+fn in_header(source: Defect) -> FormatError {
+    FormatError::InHeader { of: Container::Gguf, source }
 }
 
 /// The header as it is read, front to back.
@@ -166,7 +167,8 @@ impl<R: BufRead> Header<R> {
         let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad(Defect::Overflow) };
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
         metadata.sort_unstable();
-        Ok(Model { len: self.file, tensors, metadata: Some(metadata), container: Container::Gguf })
+        let metadata = Some(metadata);
+        Ok(Model { len: self.file, tensors, metadata, by_columns: false, container: Container::Gguf })
     }
 
     /// Reads a tensor as its description has it: `at` counts from the start of the tensors' bytes, and `len` is where
@@ -326,7 +328,7 @@ fn place(
     let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
     by_name.sort_unstable_by_key(name);
     if let Some(twice) = by_name.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        return Err(FormatError::Gguf(Defect::Twice { what: "tensor", name: short(name(&twice[0])) }));
+        return Err(in_header(Defect::Twice { what: "tensor", name: short(name(&twice[0])) }));
     }
     drop(by_name);
     let (mut types, mut unknown) = (TypeNames(Vec::new()), 0);
@@ -371,6 +373,7 @@ fn place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
     /// Writes a header, the plain way.
     struct Writer(Vec<u8>);

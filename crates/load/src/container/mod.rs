@@ -1,7 +1,7 @@
 //! Containers: kinds of files, and the tensors in them.
 //!
-//! Each kind is a module with `detect(path, head)`, which recognizes a file by its name and its first bytes, and
-//! `parse(file)`, which returns its [`Model`]. A new kind: see *A container* in `CONTRIBUTING.md`.
+//! Each kind is a module with its properties, `KIND`, and `parse(file)`, which returns the [`Model`] of a file. A new
+//! kind: see *A container* in `CONTRIBUTING.md`.
 
 mod defect;
 pub mod gguf;
@@ -27,7 +27,7 @@ pub use defect::Defect;
 pub use lfs::refuse_lfs_pointer;
 pub use set::{is_index, model_files};
 
-/// Declares the kinds, in the order in which they are tried.
+/// Declares the kinds, in the order in which they are tried: the last one takes what no other does.
 macro_rules! containers {
     ($($(#[$about:meta])* $name:ident in $module:ident,)*) => {
         /// A kind of file.
@@ -38,19 +38,19 @@ macro_rules! containers {
         }
 
         impl Container {
-            /// The kind of a file with this name and these first bytes, of which there are [`HEAD`] unless it is
-            /// shorter.
-            pub fn detect(path: &Path, head: &[u8]) -> Self {
-                $(if $module::detect(path, head) {
-                    return Self::$name;
-                })*
-                Self::Raw
-            }
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// Its name, for reports.
+            /// Its name in reports and manifests.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$name => stringify!($module),)*
+                }
+            }
+
+            pub(crate) fn kind(self) -> &'static Kind {
+                match self {
+                    $(Self::$name => &$module::KIND,)*
                 }
             }
 
@@ -72,6 +72,52 @@ containers! {
     Npy in npy,
     /// One run of bytes.
     Raw in raw,
+}
+
+impl Container {
+    /// The kind of a file with this name and these first bytes, of which there are [`HEAD`] unless it is shorter.
+    pub fn detect(path: &Path, head: &[u8]) -> Self {
+        let claims = |of: &&Self| {
+            let Kind { extension, magic, .. } = of.kind();
+            magic.is_some_and(|magic| head.starts_with(magic)) || extension.is_some_and(|e| has_extension(path, e))
+        };
+        Self::ALL.iter().find(claims).copied().unwrap_or(Self::Raw)
+    }
+
+    /// Its name for people.
+    pub fn title(self) -> &'static str {
+        self.kind().title
+    }
+
+    /// Whether [`OpenDevice::save`](crate::OpenDevice::save) can write such a file again.
+    pub fn can_be_saved(self) -> bool {
+        !matches!(self.kind().again, Again::Never)
+    }
+}
+
+/// Properties of a kind of file.
+pub(crate) struct Kind {
+    /// Its name for people.
+    title: &'static str,
+    /// The extension by which a file is of this kind, whatever its first bytes are: without the right ones it is
+    /// damaged. `None` where other files have the same one.
+    extension: Option<&'static str>,
+    /// The first bytes, [`HEAD`] at most, by which a file is of this kind, whatever its name is.
+    magic: Option<&'static [u8]>,
+    /// Whether a directory may stand for its files with this extension.
+    in_folders: bool,
+    /// What [`OpenDevice::save`](crate::OpenDevice::save) writes.
+    pub(crate) again: Again,
+}
+
+/// What is written for a file of which the device has the tensors' bytes.
+pub(crate) enum Again {
+    /// Nothing: the tensors are not all of the file.
+    Never,
+    /// The tensors' bytes.
+    Bytes,
+    /// The tensors' bytes behind a header of these.
+    Behind(fn(&Model) -> io::Result<Vec<u8>>),
 }
 
 /// Bytes by which a kind may be recognized.
@@ -160,6 +206,8 @@ pub struct Model {
     pub tensors: Vec<Arc<Tensor>>,
     /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
     pub metadata: Option<Vec<(String, String)>>,
+    /// Whether the file has its arrays by columns: the shapes here are those of the transposed arrays, by rows.
+    pub by_columns: bool,
     /// The kind of file.
     pub container: Container,
 }
@@ -200,12 +248,14 @@ pub enum FormatError {
     /// The header does not parse, or describes an impossible layout.
     #[error("bad header (file offset 0x8 on): {0}")]
     Header(#[source] Defect),
-    /// The header of a GGUF file does not parse.
-    #[error("bad GGUF header: {0}")]
-    Gguf(#[source] Defect),
-    /// The header of an `.npy` file does not parse.
-    #[error("bad .npy header: {0}")]
-    Npy(#[source] Defect),
+    /// The header of a file of this kind does not parse.
+    #[error("bad {} header: {source}", of.title())]
+    InHeader {
+        /// Which kind.
+        of: Container,
+        /// The reason.
+        source: Defect,
+    },
     /// An index of shards does not parse.
     #[error("bad index: {0}")]
     Index(#[source] Defect),
@@ -258,6 +308,26 @@ pub enum FormatError {
     },
 }
 
+impl FormatError {
+    /// The tensor and the place in the file that it is about, as far as it is about any.
+    pub fn about(&self) -> (Option<&str>, Option<FileOffset>) {
+        match self {
+            Self::Tensor { tensor, at, .. } | Self::Overlap { tensor, at, .. } => (Some(tensor), Some(*at)),
+            Self::TensorBeyondEnd { tensor, end, .. } => (Some(tensor), Some(*end)),
+            Self::TrailingBytes { at, .. } | Self::NotUtf8 { at } => (None, Some(*at)),
+            Self::Empty
+            | Self::NoPrefix { .. }
+            | Self::HeaderBeyondEnd { .. }
+            | Self::HeaderTooLong { .. }
+            | Self::Header(_)
+            | Self::InHeader { .. }
+            | Self::Index(_)
+            | Self::Manifest(_)
+            | Self::LfsPointer { .. } => (None, None),
+        }
+    }
+}
+
 impl Model {
     /// Checks what loading relies on: no tensor begins before the one in front of it ends, not even one of no bytes,
     /// and all of them lie within the file.
@@ -301,7 +371,7 @@ mod tests {
                 Arc::new(Tensor { name, dtype: Arc::default(), shape: Box::default(), at, len: *len })
             };
             let tensors = tensors.iter().enumerate().map(tensor).collect();
-            let model = Model { len: 100, tensors, metadata: None, container: Container::Raw };
+            let model = Model { len: 100, tensors, metadata: None, by_columns: false, container: Container::Raw };
             model.check().map_err(|e| e.to_string())
         };
         for good in [&[][..], &[(100, 0)], &[(0, 100)], &[(8, 0), (8, 0), (8, 8), (16, 0), (20, 80), (100, 0)]] {

@@ -3,13 +3,12 @@
 //! Format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>, versions 1 to 3: a magic number,
 //! the length of the header, and a Python dictionary with the type, the order and the shape, then the array's bytes.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
 use super::safetensors::short;
-use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, has_extension};
+use super::{Again, Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor};
 use crate::Error;
 
 /// The first bytes of every file.
@@ -17,11 +16,9 @@ const MAGIC: &[u8] = b"\x93NUMPY";
 /// The most bytes of a header; NumPy itself reads 10000.
 const MAX_HEADER: u64 = 64 << 10;
 
-/// True for files that start with the format's magic number, and for those that are called so: one without the magic
-/// number is damaged.
-pub(super) fn detect(path: &Path, head: &[u8]) -> bool {
-    head.starts_with(MAGIC) || has_extension(path, "npy")
-}
+/// Its properties.
+pub(super) const KIND: Kind =
+    Kind { title: "NumPy", extension: Some("npy"), magic: Some(MAGIC), in_folders: false, again: Again::Never };
 
 /// The array of a file, with the file's name without its extension.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -35,7 +32,7 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
 /// # Errors
 /// [`FormatError`]; the array's bytes are all that follows the header.
 pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatError> {
-    let bad = FormatError::Npy;
+    let bad = |source| FormatError::InHeader { of: Container::Npy, source };
     let cut_off = |at: u64, len: u64| bad(Defect::CutOff { at: FileOffset::new(at), len });
     let version = *head
         .get(MAGIC.len())
@@ -63,7 +60,7 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     let descr = descr.strip_prefix('\'').and_then(|rest| Some(rest.split_once('\'')?.0));
     let descr = descr.ok_or(bad(Defect::Records))?;
     let (dtype, bytes) = element(descr).ok_or_else(|| bad(Defect::Dtype(short(descr))))?;
-    let columns_first = value("fortran_order")?.starts_with("True");
+    let by_columns = value("fortran_order")?.starts_with("True");
     let shape = value("shape")?.strip_prefix('(').and_then(|rest| Some(rest.split_once(')')?.0));
     let shape = shape.ok_or(bad(Defect::Shape))?;
     let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty()).map(str::parse);
@@ -77,13 +74,13 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
         return Err(FormatError::TrailingBytes { at: FileOffset::new(end), extra: len - end });
     }
     // By columns, the bytes are those of the transposed array by rows.
-    if columns_first {
+    if by_columns {
         shape.reverse();
     }
     let (name, dtype, at) = (name.to_owned(), dtype.into(), FileOffset::new(data));
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len: end - data })];
-    let metadata = columns_first.then(|| vec![("fortran_order".to_owned(), "True".to_owned())]);
-    Ok(Model { len, tensors, metadata, container: Container::Npy })
+    let metadata = by_columns.then(|| vec![("fortran_order".to_owned(), "True".to_owned())]);
+    Ok(Model { len, tensors, metadata, by_columns, container: Container::Npy })
 }
 
 /// The type of little-endian elements in the words of safetensors, and the bytes of one.
@@ -115,6 +112,7 @@ fn element(descr: &str) -> Option<(&'static str, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
     /// A file as `numpy.save` writes it.
     fn file(version: u8, dictionary: &str, data: usize) -> Vec<u8> {
@@ -155,7 +153,7 @@ mod tests {
             let tensor = &model.tensors[0];
             assert_eq!((&*tensor.name, &*tensor.dtype, &*tensor.shape), ("weights", dtype, &*dims), "{dictionary}");
             assert_eq!((tensor.at.bits() + tensor.len, tensor.len), (bytes_of_file.len() as u64, bytes as u64));
-            assert_eq!(model.metadata.is_some(), order == "True");
+            assert_eq!((model.metadata.is_some(), model.by_columns), (order == "True", order == "True"));
             assert_eq!(Container::detect(Path::new("x"), &bytes_of_file[..16]), Container::Npy);
             // Every prefix, and every changed byte of the header, has an answer.
             for cut in 0..bytes_of_file.len() {

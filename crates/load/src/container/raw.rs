@@ -1,17 +1,15 @@
 //! Files without structure: one tensor with the file's name.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use super::{Again, Container, ContainerFile, FormatError, Kind, Model, Tensor};
 use crate::Error;
 
-/// True for every file.
-pub(super) fn detect(_path: &Path, _head: &[u8]) -> bool {
-    true
-}
+/// Its properties: it takes the files that no other kind does.
+pub(super) const KIND: Kind =
+    Kind { title: "raw", extension: None, magic: None, in_folders: false, again: Again::Bytes };
 
 /// The whole file as a tensor without a type.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -21,5 +19,5 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
     let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (dtype, shape, at, len) = (Arc::default(), Box::default(), FileOffset::new(0), file.len);
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len })];
-    Ok(Model { len, tensors, metadata: None, container: Container::Raw })
+    Ok(Model { len, tensors, metadata: None, by_columns: false, container: Container::Raw })
 }

@@ -5,7 +5,6 @@
 //! module accepts the headers that the crate `safetensors` accepts, within limits.
 
 use std::cmp::Ordering;
-use std::path::Path;
 use std::sync::Arc;
 use std::{fmt, io};
 
@@ -15,7 +14,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Container, ContainerFile, Defect, FormatError, Model, Tensor, TypeNames, has_extension};
+use super::{Again, Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
 use crate::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
@@ -24,10 +23,14 @@ pub const MAX_HEADER: u64 = 100_000_000;
 /// The length field in front of the header.
 const PREFIX: u64 = 8;
 
-/// True for files named `*.safetensors`: the format has no magic number.
-pub(super) fn detect(path: &Path, _head: &[u8]) -> bool {
-    has_extension(path, "safetensors")
-}
+/// Its properties: it has no magic number.
+pub(super) const KIND: Kind = Kind {
+    title: "safetensors",
+    extension: Some("safetensors"),
+    magic: None,
+    in_folders: true,
+    again: Again::Behind(front),
+};
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -112,7 +115,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
         let extra = len - (data + end);
         return Err(FormatError::TrailingBytes { at: FileOffset::new(data + end), extra });
     }
-    Ok(Model { len, tensors, metadata, container: Container::Safetensors })
+    Ok(Model { len, tensors, metadata, by_columns: false, container: Container::Safetensors })
 }
 
 /// Dimensions of a tensor, at most. NumPy and PyTorch allow as many.
@@ -415,9 +418,9 @@ impl<'de> Visitor<'de> for Checked {
     }
 }
 
-/// The header of a file with the tensors of `model`, padded with spaces to 8 bytes as the format's own
-/// writer does.
-pub(crate) fn header(model: &Model) -> io::Result<Vec<u8>> {
+/// What is in front of the tensors of `model` in a file: the length of the header, and the header, padded with spaces
+/// to 8 bytes as the format's own writer does.
+fn front(model: &Model) -> io::Result<Vec<u8>> {
     let mut map = serde_json::Map::new();
     if let Some(pairs) = &model.metadata {
         let pairs = pairs.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
@@ -434,6 +437,7 @@ pub(crate) fn header(model: &Model) -> io::Result<Vec<u8>> {
     }
     let mut header = serde_json::to_vec(&map)?;
     header.resize(header.len().next_multiple_of(8), b' ');
+    drop(header.splice(..0, (header.len() as u64).to_le_bytes()));
     Ok(header)
 }
 

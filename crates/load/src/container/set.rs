@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::safetensors::{MAX_HEADER, short};
-use super::{Defect, FormatError};
+use super::{Container, Defect, FormatError, has_extension};
 use crate::Error;
 
 /// How the names of indices end, as `save_pretrained` of Hugging Face's libraries writes them.
@@ -52,8 +52,8 @@ fn values<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<String>
 }
 
 /// The files of a model, in the order of their names: those that an index (`*.safetensors.index.json`) lists; for a
-/// directory, those of the index in it, or else all its `*.safetensors` files, or else all its `*.gguf` files; and for
-/// anything else the path itself.
+/// directory, those of the index in it, or else all its files of the first kind in [`Container::ALL`] that it has and
+/// that a directory may stand for; and for anything else the path itself.
 ///
 /// # Errors
 /// [`Error::File`] for a directory or an index that cannot be read, a directory without a model, or one with several
@@ -83,14 +83,15 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, Error> {
             return Err(failed("find its model")(std::io::Error::other(several)));
         }
     }
-    for wanted in ["safetensors", "gguf"] {
-        let is = |name: &&PathBuf| name.extension().is_some_and(|e| e.eq_ignore_ascii_case(wanted));
-        let found: Vec<PathBuf> = names.iter().filter(is).cloned().collect();
+    let kinds = Container::ALL.iter().map(|of| of.kind()).filter(|kind| kind.in_folders);
+    let extensions: Vec<&str> = kinds.filter_map(|kind| kind.extension).collect();
+    for wanted in &extensions {
+        let found: Vec<PathBuf> = names.iter().filter(|name| has_extension(name, wanted)).cloned().collect();
         if !found.is_empty() {
             return Ok(found);
         }
     }
-    let none = "it holds no *.safetensors.index.json, *.safetensors or *.gguf file";
+    let none = format!("it holds no *{INDEX}, *.{} file", extensions.join(" or *."));
     Err(failed("find its model")(std::io::Error::new(std::io::ErrorKind::NotFound, none)))
 }
 
