@@ -4,6 +4,10 @@
 //! then over the functions of each. In each round a user may spend a quantum of bytes. Overspend is carried into the
 //! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Work of other threads
 //! for a user, such as mapping memory, is charged to the user's share of the worker.
+//!
+//! A user with few operations in flight has nothing to do whenever its client has yet to see what ended. Then the
+//! others' debts are paid by the time that passes, and not by rounds that take none: else they would fill each gap,
+//! and with few processors the client would not even get one before its turn is over.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -32,6 +36,13 @@ const SAMPLE_TIME: Duration = Duration::from_micros(20);
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
+/// Who owes more than this, 2 ms, waits longer for a user who may come back. Steps that take so long have waited
+/// themselves.
+const LONG_DEBT: i64 = 2_000_000 * NANOSECOND_COST;
+/// So long after the last step a user may still come back: its client may be waiting for a processor.
+const LONG_GAP: Duration = Duration::from_millis(10);
+/// A wait for a user that is shorter than this is spent spinning: to sleep takes as long.
+const SHORT_GAP: Duration = Duration::from_micros(50);
 /// Largest and smallest limit of a step's cost; the limit halves while steps take long.
 const MAX_STEP: u64 = 1 << 20;
 const MIN_STEP: u64 = 32 << 10;
@@ -41,7 +52,7 @@ const STEP_TIME: Duration = Duration::from_micros(200);
 /// A step that cost fewer bytes than this in each nanosecond did more than copy: no memory is so slow.
 const SLOW: u128 = 2;
 /// The longest sleep, in case a wake-up is lost.
-const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const MAX_SLEEP: Duration = Duration::from_secs(1);
 
 /// The functions that the worker runs, with the descriptors that wake it.
 pub(crate) struct RunQueue {
@@ -71,6 +82,14 @@ struct UserTurn {
     user: u32,
     /// Bytes left in this round; negative after a step that cost more than was left.
     deficit: i64,
+    /// When the last step ended.
+    stepped: Option<Instant>,
+    /// What the steps took that came after the user last had nothing to do.
+    burst: Duration,
+    /// There was nothing to do in the last round.
+    idle: bool,
+    /// Until when the user's debt has been paid.
+    paid: Option<Instant>,
     turns: Vec<Turn>,
     /// The function whose turn it is.
     next: usize,
@@ -109,8 +128,10 @@ struct Usage {
 #[derive(Clone, Copy, Default)]
 struct Served {
     cost: i64,
-    /// A queue had work.
-    stepped: bool,
+    /// When the last step ended, if a queue had work.
+    stepped: Option<Instant>,
+    /// What the steps took.
+    took: Duration,
     /// Something is owed for what was done before.
     owed: bool,
 }
@@ -118,7 +139,7 @@ struct Served {
 impl Served {
     /// There was something to do.
     fn busy(self) -> bool {
-        self.stepped || self.owed
+        self.stepped.is_some() || self.owed
     }
 }
 
@@ -237,18 +258,15 @@ impl RunQueue {
                 // Waiting for locks is no user's.
                 clock.sample(Instant::now());
             }
-            let mut all = Served::default();
-            for user in &mut users {
-                let served = user.serve(&clock);
-                (all.stepped, all.owed) = (all.stepped | served.stepped, all.owed | served.owed);
-            }
+            let (all, held) = round(&mut users, &clock);
+            let longest = held.map_or(MAX_SLEEP, |end| end.saturating_duration_since(Instant::now()));
             // Spinning is for clients that ring again soon. What else wakes the worker must not keep it awake: the
             // client that it has just called may wait for its processor.
-            if all.stepped {
+            if all.stepped.is_some() {
                 idle = None;
             } else if all.owed {
                 // Rounds in which nobody has work pay it.
-            } else if idle.get_or_insert_with(Instant::now).elapsed() < spin {
+            } else if longest < SHORT_GAP || held.is_none() && idle.get_or_insert_with(Instant::now).elapsed() < spin {
                 std::hint::spin_loop();
             } else if !asleep {
                 // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
@@ -257,7 +275,7 @@ impl RunQueue {
                 set_asleep(&users, true);
                 continue;
             } else {
-                self.sleep();
+                self.sleep(longest);
                 clock.sample(Instant::now()); // it has waited for work
             }
             if std::mem::take(&mut asleep) {
@@ -292,9 +310,12 @@ impl RunQueue {
         let mut charges = self.charges();
         let mut paid = false;
         charges.retain(|user, owed| {
-            let before = *owed;
+            let (before, turn) = (*owed, turn_of(users, *user));
+            if turn.deficit < -QUANTUM {
+                return true; // first what its steps have cost
+            }
             *owed -= before.min(QUANTUM);
-            turn_of(users, *user).deficit -= before - *owed;
+            turn.deficit -= before - *owed;
             paid |= before > MAX_AHEAD && *owed <= MAX_AHEAD;
             *owed > 0
         });
@@ -305,9 +326,10 @@ impl RunQueue {
         }
     }
 
-    fn sleep(&self) {
+    fn sleep(&self, longest: Duration) {
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
-        let _ = epoll::wait(&self.epoll, &mut events, Some(&MAX_SLEEP));
+        let longest = Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: i64::from(longest.subsec_nanos()) };
+        let _ = epoll::wait(&self.epoll, &mut events, Some(&longest));
         let mut ready = [PollFd::new(&self.wake, rustix::event::PollFlags::IN)];
         if rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
             let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
@@ -315,10 +337,38 @@ impl RunQueue {
     }
 }
 
+/// Runs one round of all users but those who wait for another one. With when the first of these is looked at again.
+fn round(users: &mut [UserTurn], clock: &Clock<'_>) -> (Served, Option<Instant>) {
+    let (mut all, mut held) = (Served::default(), None::<Instant>);
+    for i in 0..users.len() {
+        if users[i].deficit <= 0 && !users[i].idle {
+            let now = (clock.now)();
+            let by_time = gap(users, i, now).is_some();
+            users[i].pay(by_time, now);
+            if let Some(end) = gap(users, i, now) {
+                held = Some(held.map_or(end, |held| held.min(end)));
+                continue;
+            }
+        }
+        let served = users[i].serve(clock);
+        (all.stepped, all.owed) = (all.stepped.max(served.stepped), all.owed | served.owed);
+    }
+    (all, held)
+}
+
+/// Until when user `i` waits for others who have nothing to do at the moment, and no longer than its debt takes.
+fn gap(users: &[UserTurn], i: usize, now: Instant) -> Option<Instant> {
+    let debt = -users[i].deficit;
+    let others = users.iter().enumerate().filter(|(j, _)| *j != i);
+    let end = others.filter_map(|(_, other)| other.may_come_back(debt)).max().filter(|end| *end > now)?;
+    let left = Duration::from_nanos((debt / NANOSECOND_COST) as u64);
+    Some(if debt > QUANTUM { end.min(now + left) } else { end })
+}
+
 /// The turn of a user, which may be new.
 fn turn_of(users: &mut Vec<UserTurn>, user: u32) -> &mut UserTurn {
     let found = users.iter().position(|turn| turn.user == user).unwrap_or_else(|| {
-        users.push(UserTurn { user, deficit: 0, turns: Vec::new(), next: 0 });
+        users.push(UserTurn::of(user, Vec::new()));
         users.len() - 1
     });
     &mut users[found]
@@ -366,6 +416,31 @@ impl<'a> Clock<'a> {
 }
 
 impl UserTurn {
+    fn of(user: u32, turns: Vec<Turn>) -> Self {
+        let (stepped, burst, idle, paid) = (None, Duration::ZERO, true, None);
+        Self { user, deficit: 0, stepped, burst, idle, paid, turns, next: 0 }
+    }
+
+    /// Until when a user who owes so much waits for this one, which has nothing to do: as long as this one's last
+    /// operations took, or half as long where nothing is owed, so that others have 0.4 of the time even if this one
+    /// comes back at the last moment each time.
+    fn may_come_back(&self, debt: i64) -> Option<Instant> {
+        let gap = match debt {
+            debt if debt > LONG_DEBT => LONG_GAP,
+            debt if debt > QUANTUM => self.burst,
+            _ => self.burst / 2,
+        };
+        self.stepped.filter(|_| self.idle).map(|end| end + gap)
+    }
+
+    /// The user's debt is paid until now: by the time that has passed, or else by this round.
+    fn pay(&mut self, by_time: bool, now: Instant) {
+        let since = self.paid.replace(now).unwrap_or(now);
+        if by_time {
+            self.deficit = self.deficit.saturating_add(cost_of(now.saturating_duration_since(since))).min(0);
+        }
+    }
+
     /// Runs one round of a user.
     fn serve(&mut self, clock: &Clock<'_>) -> Served {
         self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
@@ -378,11 +453,17 @@ impl UserTurn {
             self.next += usize::from(!turn.continues);
             idle = if served.busy() { 0 } else { idle + 1 };
             all.cost += served.cost;
-            all.stepped |= served.stepped;
+            all.stepped = all.stepped.max(served.stepped);
+            all.took += served.took;
             all.owed |= served.owed;
         }
+        if all.stepped.is_some() {
+            self.burst = all.took + if self.idle { Duration::ZERO } else { self.burst };
+            (self.stepped, self.paid) = (all.stepped, all.stepped);
+        }
         all.owed |= self.deficit <= 0;
-        self.deficit = if all.busy() { self.deficit } else { 0 };
+        self.idle = !all.busy();
+        self.deficit = if self.idle { 0 } else { self.deficit };
         all
     }
 }
@@ -410,10 +491,10 @@ impl Turn {
                 let queue = self.next;
                 self.next = (queue + 1) % queues;
                 if let Some(cost) = self.function.step(queue, self.most) {
-                    (all.stepped, any) = (true, true);
                     let after = (clock.now)();
                     let took = after.duration_since(before);
-                    before = after;
+                    (all.stepped, any, before) = (Some(after), true, after);
+                    all.took += took;
                     if took > STEP_TIME {
                         self.most = (self.most / 2).max(MIN_STEP);
                     } else if took < STEP_TIME / 4 && cost.unsigned_abs() >= self.most / 2 {
@@ -516,7 +597,7 @@ mod tests {
                 function.step(queue as usize, MAX_STEP);
             }
             let turn = Turn::of(Arc::new(function));
-            let turn = UserTurn { user: 0, deficit: 0, turns: vec![turn], next: 0 };
+            let turn = UserTurn::of(0, vec![turn]);
             Self { turn, len, tails: vec![0; queues as usize], fds, _mappings: mappings }
         }
 
@@ -559,7 +640,7 @@ mod tests {
     /// A user with the functions of these.
     fn user_of(backlogs: &[Backlog]) -> UserTurn {
         let turn = |backlog: &Backlog| Turn::of(backlog.turn.turns[0].function.clone());
-        UserTurn { user: 1, deficit: 0, turns: backlogs.iter().map(turn).collect(), next: 0 }
+        UserTurn::of(1, backlogs.iter().map(turn).collect())
     }
 
     #[test]
@@ -679,6 +760,81 @@ mod tests {
         let (_, copied) = after(Duration::from_micros(100), 2000);
         assert!((1..=8).contains(&((copied - before) >> 20)), "{} bytes", copied - before);
         assert_eq!(after(Duration::from_micros(1), 100).0, MAX_STEP);
+    }
+
+    /// A user with 64 copies to do, and one whose operations the test submits; time passes where the test says so.
+    fn two_users() -> ([Backlog; 2], [UserTurn; 2]) {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut backlogs = [0, 1].map(|_| Backlog::new(4096, 1, &budget));
+        backlogs[0].refill();
+        let users = backlogs.each_ref().map(|backlog| user_of(std::slice::from_ref(backlog)));
+        (backlogs, users)
+    }
+
+    #[test]
+    fn who_owes_waits_for_a_user_between_two_operations() {
+        let ([mut backlog, _], mut users) = two_users();
+        let (start, passed) = (Instant::now(), Cell::new(Duration::ZERO));
+        let (now, usage) = (|| start + passed.get(), at_work());
+        let clock = Clock::new(&now, &usage);
+        let us = Duration::from_micros;
+        let moved = |users: &[UserTurn; 2]| users[0].turns[0].function.moved();
+        let until = |users: &mut [UserTurn; 2], at| {
+            passed.set(at);
+            round(users, &clock).1.map(|end| end - start)
+        };
+        // The other user's operations have taken 200 us and ended at the start.
+        let owes = |users: &mut [UserTurn; 2], debt| {
+            (users[0].deficit, users[0].idle, users[0].paid) = (-cost_of(debt), false, Some(start));
+            (users[1].stepped, users[1].burst) = (Some(start), us(200));
+        };
+        // Until the debt is paid, if that comes first, and in any case for half of what the operations took.
+        for (debt, ends, last, paid) in [
+            (150, [150, 150, 150], 140, true),
+            (90, [90, 90, 100], 100, true),
+            (10, [100, 100, 100], 100, true),
+            (0, [100, 100, 100], 100, true),
+            (500, [200, 200, 200], 200, false),
+        ] {
+            owes(&mut users, us(debt));
+            let before = moved(&users);
+            let seen = [1, 60, 80].map(|at| until(&mut users, us(at)));
+            assert_eq!((seen, moved(&users)), (ends.map(|end| Some(us(end))), before), "{debt}");
+            assert_eq!(until(&mut users, us(last)), None, "{debt}");
+            assert_eq!(moved(&users) > before, paid, "{debt}");
+            backlog.refill();
+        }
+        // Long debts wait longer.
+        owes(&mut users, us(100_000));
+        assert_eq!([us(1), us(9_000)].map(|at| until(&mut users, at)), [Some(LONG_GAP); 2]);
+        assert_eq!(until(&mut users, LONG_GAP), None);
+        // Who has nothing to do waits for nobody.
+        (users[0].deficit, users[0].idle) = (0, true);
+        users[1].stepped = Some(start + LONG_GAP);
+        assert_eq!(until(&mut users, LONG_GAP), None);
+    }
+
+    #[test]
+    fn long_debts_take_their_time_while_another_user_works() {
+        let ([_slow, mut other], mut users) = two_users();
+        let (start, passed) = (Instant::now(), Cell::new(Duration::ZERO));
+        let (now, usage) = (|| start + passed.get(), at_work());
+        let clock = Clock::new(&now, &usage);
+        let ms = Duration::from_millis;
+        let moved = |users: &[UserTurn; 2], i: usize| users[i].turns[0].function.moved();
+        (users[0].deficit, users[0].idle, users[0].paid) = (-cost_of(ms(100)), false, Some(start));
+        users[1].stepped = Some(start);
+        // The client of the other user has one operation at a time, and nine milliseconds between them. Rounds pay only
+        // while that operation is under way.
+        while moved(&users, 0) == 0 {
+            let before = moved(&users, 1);
+            other.refill_to(1);
+            let not_held = (0..7000).filter(|_| round(&mut users, &clock).1.is_none()).count();
+            assert!(not_held <= 2 || passed.get() >= ms(97), "{not_held} rounds after {passed:?}");
+            assert!(moved(&users, 1) > before, "the other user's work goes on");
+            passed.set(passed.get() + ms(9));
+        }
+        assert_eq!(passed.get(), ms(108));
     }
 
     /// The debt of a user after one step of 10 ms, in rounds, where the thread then reports this usage.

@@ -14,9 +14,10 @@ const GIB: usize = 1 << 30;
 /// Runs as the hostile user until it is killed.
 type Attack = fn(&Path) -> !;
 
-/// By name. The first is no attack: it takes processor time without the daemon.
+/// By name. The first two are no attacks: they take processors and memory without the daemon.
 pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("spinning", spinning),
+    ("freeing", freeing),
     ("mixed", mixed),
     ("reconnects", reconnects),
     ("broken-messages", broken_messages),
@@ -118,6 +119,16 @@ fn operating(path: &Path, len: usize, parts: usize, make: impl Fn(Operation) -> 
 /// A thread for each connection that needs no daemon.
 fn spinning(_: &Path) -> ! {
     with_all(CONNECTIONS, || (), |()| std::hint::spin_loop())
+}
+
+/// Takes a gigabyte of memory and gives it back, as [`gigabyte_punches`] does, but has nothing copied.
+fn freeing(_: &Path) -> ! {
+    let memory = rustix::fs::memfd_create("freeing", MemfdFlags::CLOEXEC).unwrap();
+    println!("attacking");
+    loop {
+        take_gigabyte(&memory);
+        free_gigabyte(&memory);
+    }
 }
 
 /// Touches card memory, maps memory without pages, asks for the status, and copies.
@@ -344,15 +355,23 @@ fn gigabyte_punches(path: &Path) -> ! {
     let mut copies = Copies::new(client(path, 1 << 30), GIB / PARTS, PARTS, |copy| copy);
     println!("attacking");
     loop {
-        rustix::fs::fallocate(&copies.memory, FallocateFlags::empty(), 0, GIB as u64).unwrap();
+        take_gigabyte(&copies.memory);
         for operation in copies.ready.drain(..) {
             let _ticket = copies.queue.submit(operation).unwrap();
         }
         copies.queue.flush();
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&copies.memory, flags, 0, GIB as u64).unwrap();
+        free_gigabyte(&copies.memory);
         copies.run(Duration::from_micros(1));
     }
+}
+
+fn take_gigabyte(memory: &impl AsFd) {
+    rustix::fs::fallocate(memory, FallocateFlags::empty(), 0, GIB as u64).unwrap();
+}
+
+fn free_gigabyte(memory: &impl AsFd) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(memory, flags, 0, GIB as u64).unwrap();
 }
 
 /// Connects beyond the limit of clients, and is refused.

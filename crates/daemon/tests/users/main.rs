@@ -793,27 +793,27 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
 /// load. With the attacks beside which less is known to be left, and how much has to be: see there for why.
 const GOALS: [f64; 3] = [0.4, 0.4, 3.0];
 const EXCEPTIONS: &[(&str, [f64; 3])] = &[
-    ("mixed", [0.4, 0.25, 4.0]),
-    ("reconnects", [0.4, 0.25, 3.0]),
+    ("mixed", [0.4, 0.35, 4.0]),
+    ("reconnects", [0.4, 0.35, 3.0]),
     ("status-flood", [0.4, 0.35, 3.0]),
-    ("map-churn", [0.4, 0.35, 3.0]),
+    ("map-churn", [0.4, 0.3, 3.0]),
     ("scattered-maps", [0.4, 0.35, 3.0]),
-    ("iotlb-misses", [0.3, 0.25, 3.0]),
-    ("zero-pitch", [0.35, 0.35, 3.0]),
+    ("iotlb-misses", [0.3, 0.3, 3.0]),
+    ("zero-pitch", [0.3, 0.3, 3.0]),
     ("fences", [0.4, 0.25, 3.0]),
-    ("empty-doorbells", [0.4, 0.25, 3.0]),
-    ("resets", [0.4, 0.15, 3.0]),
-    ("punched-pages", [0.4, 0.2, 3.0]),
-    ("failing-copies", [0.35, 0.12, 3.5]),
+    ("empty-doorbells", [0.4, 0.2, 3.0]),
+    ("first-touches", [0.4, 0.35, 3.0]),
+    ("punched-pages", [0.4, 0.35, 3.0]),
+    ("failing-copies", [0.35, 0.25, 3.5]),
     ("late-differences", [0.35, 0.35, 3.0]),
     ("poll-waiters", [0.4, 0.3, 5.0]),
-    ("gigabyte-punches", [0.4, 0.1, 3.0]),
+    ("gigabyte-punches", [0.4, 0.25, 3.0]),
 ];
 
 /// Prints what clients get beside the attack and alone, in turn; false where a goal is missed that is no exception.
 fn compared(name: &str, daemon: &Daemon, clients: &mut [Copies; 3], attack: impl Fn() -> Other, rounds: usize) -> bool {
     let ours = daemon.status().clients.len();
-    let (time, samples) = (Duration::from_millis(250), (4, 3));
+    let (time, samples) = (Duration::from_millis(500), (4, 3));
     let (mut alone, mut attacked) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
         alone.push(service(daemon, clients, time, samples));
@@ -853,7 +853,7 @@ fn others_are_served_beside_each_attack() {
 /// Prints the figures of docs/bench/daemon.md, and fails where one misses its goal and is no known exception: `cargo
 /// test --release -p dmalane-daemon --test users -- --ignored --nocapture`; `DMALANE_TEST_ONLY` names one attack.
 #[test]
-#[ignore = "a measurement of four minutes: see docs/bench/daemon.md"]
+#[ignore = "a measurement of eight minutes: see docs/bench/daemon.md"]
 fn figures_beside_a_hostile_user() {
     beside_each_attack("figures_beside_a_hostile_user", Some(5));
 }
