@@ -11,8 +11,8 @@ use dmalane_queue::{
 /// work is done by the processor, or by a call that returns when it is done.
 ///
 /// The function gets checked operations ([`Operation::admit`]); a registration, where there is one, holds the host
-/// memory. Where it returns [`StopReason::Lost`], the device may still use the memory of the operation: the queue
-/// stops, and keeps the operation for good.
+/// memory. Where it returns [`OpError::Stopped`], the queue stops. With [`StopReason::Lost`] the device may still use the
+/// memory of the operation, which the queue keeps for good.
 pub struct PolledQueue<F> {
     capabilities: Capabilities,
     limits: Limits,
@@ -71,10 +71,12 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
                 (None, Work::Fence) => Ok(()),
                 (None, _) => (self.execute)(&operation),
             };
-            if let (None, Err(OpError::Stopped(lost @ StopReason::Lost(_)))) = (self.state.stopped(), &result) {
-                self.state.stop(lost.clone());
-                self.quarantined.push(operation);
-                continue;
+            if let (None, Err(OpError::Stopped(reason))) = (self.state.stopped(), &result) {
+                self.state.stop(reason.clone());
+                if matches!(reason, StopReason::Lost(_)) {
+                    self.quarantined.push(operation);
+                    continue;
+                }
             }
             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
             let completion = Completion { ticket, operation, result, bytes };

@@ -30,10 +30,8 @@ pub(crate) struct Channel<T> {
     /// Command buffers that were allocated.
     made: usize,
     flights: VecDeque<Flight<T>>,
-    /// The value of the last submission.
+    /// The value of the last submission. It may never be reached if the device is lost.
     last: u64,
-    /// A submission found the device lost: its value may never be reached.
-    lost: bool,
 }
 
 /// A submission.
@@ -77,17 +75,7 @@ impl<T> Channel<T> {
         let pool = gpu.call("vkCreateCommandPool", |d| unsafe { d.create_command_pool(&info, None) })?;
         gpu.live().pools.fetch_add(1, Ordering::Relaxed);
         let (free, flights) = (Vec::new(), VecDeque::new());
-        Ok(Self {
-            gpu: gpu.clone(),
-            queue,
-            pool,
-            timeline: Some(timeline),
-            free,
-            made: 0,
-            flights,
-            last: 0,
-            lost: false,
-        })
+        Ok(Self { gpu: gpu.clone(), queue, pool, timeline: Some(timeline), free, made: 0, flights, last: 0 })
     }
 
     /// Submissions in flight.
@@ -256,7 +244,7 @@ impl<T> Channel<T> {
     /// Sends the commands to the GPU, to begin when `after` has reached its value.
     ///
     /// # Errors
-    /// With the load back; nothing was sent.
+    /// With the load back; nothing was sent. A lost device is sent nothing.
     pub fn submit(
         &mut self,
         mut recording: Recording,
@@ -265,7 +253,7 @@ impl<T> Channel<T> {
     ) -> Result<(), (T, CallError)> {
         // SAFETY: the recording has begun, and all commands were recorded.
         let ended = self.gpu.call("vkEndCommandBuffer", |d| unsafe { d.end_command_buffer(recording.commands) });
-        if let Err(e) = ended {
+        if let Err(e) = ended.and_then(|()| self.gpu.check()) {
             self.free.push(recording.commands);
             return Err((load, e));
         }
@@ -295,19 +283,11 @@ impl<T> Channel<T> {
                 Err((load, e))
             }
             // A call that finds the device lost may have sent them.
-            sent => {
-                self.lost |= sent.is_err();
+            _ => {
                 self.last = value;
                 self.flights.push_back(Flight { value, recording, load });
                 Ok(())
             }
-        }
-    }
-
-    fn check(&self) -> Result<(), CallError> {
-        match self.lost {
-            true => Err(CallError { call: "vkQueueSubmit", result: vk::Result::ERROR_DEVICE_LOST }),
-            false => Ok(()),
         }
     }
 
@@ -317,7 +297,7 @@ impl<T> Channel<T> {
     /// The device is lost, or does not answer.
     pub fn is_alive(&self) -> Result<(), CallError> {
         // Waiting is the call that finds a lost device.
-        self.check().and_then(|()| self.timeline().wait(0, Duration::ZERO)).map(drop)
+        self.gpu.check().and_then(|()| self.timeline().wait(0, Duration::ZERO)).map(drop)
     }
 
     /// Gives the loads of what has ended, in the order in which it was submitted.
@@ -325,10 +305,10 @@ impl<T> Channel<T> {
     /// # Errors
     /// The device is lost, or does not answer; what is in flight stays so.
     pub fn ended(&mut self, mut each: impl FnMut(T)) -> Result<(), CallError> {
+        self.gpu.check()?;
         if self.flights.is_empty() {
             return Ok(());
         }
-        self.check()?;
         let reached = self.timeline().value()?;
         if self.flights.front().is_some_and(|f| f.value <= reached) {
             // After a reset of the GPU the value may be reached without the commands: only waiting tells.
@@ -348,14 +328,17 @@ impl<T> Channel<T> {
     /// As [`Channel::ended`].
     pub fn wait(&self, timeout: Duration) -> Result<(), CallError> {
         let Some(first) = self.flights.front() else { return Ok(()) };
-        self.check()?;
+        self.gpu.check()?;
         self.timeline().wait(first.value, timeout).map(drop)
     }
 
     /// After an error: gives the loads of everything in flight if the driver says within a second that the GPU uses
     /// none of it any more. False if it does not say so.
     pub fn give_up(&mut self, mut each: impl FnMut(T)) -> bool {
-        let ended = self.check().and_then(|()| self.timeline().wait_despite_errors(self.last, GIVE_UP));
+        if self.flights.is_empty() {
+            return true;
+        }
+        let ended = self.gpu.check().and_then(|()| self.timeline().wait_despite_errors(self.last, GIVE_UP));
         // Only a lost device is asked in a way that has no timeout: it answers in finite time.
         if !ended.unwrap_or_else(|_lost| self.gpu.is_idle(self.queue)) {
             return false;
@@ -372,7 +355,7 @@ impl<T> Drop for Channel<T> {
     fn drop(&mut self) {
         let waited = match self.flights.is_empty() {
             true => Ok(true),
-            false => self.check().and_then(|()| self.timeline().wait(self.last, DROP_TIMEOUT)),
+            false => self.gpu.check().and_then(|()| self.timeline().wait(self.last, DROP_TIMEOUT)),
         };
         if !waited.unwrap_or_else(|_| self.give_up(drop)) {
             // Never freed: the GPU may still use it. The timeline and the buffers keep the device.

@@ -171,6 +171,8 @@ impl VulkanDevice {
         let queues = (0..channels)
             .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index % copying)?) as Box<DeviceQueue>))
             .collect::<Result<_, Error>>()?;
+        // A part that the device does without may have failed because it is lost.
+        parts.gpu.check().map_err(|e| parts.gpu.error(e))?;
         Ok(Self { regions: parts.memory.regions(), parts, notes, queues, space })
     }
 

@@ -10,7 +10,7 @@ use dmalane_queue::{Direction, Refusal, Registered};
 
 use crate::channel::Channel;
 use crate::error::{CallError, Error};
-use crate::gpu::Buffer;
+use crate::gpu::{Buffer, Gpu};
 use crate::queue::Parts;
 
 /// Time that a submission may take.
@@ -75,11 +75,10 @@ impl BackToBack {
     }
 
     /// Waits until a channel has fewer submissions in flight.
-    fn wait(channel: &mut Channel<Arc<[Registered]>>, fewer_than: usize) -> Result<(), Error> {
+    fn wait(gpu: &Gpu, channel: &mut Channel<Arc<[Registered]>>, fewer_than: usize) -> Result<(), Error> {
         while channel.in_flight() >= fewer_than {
             let before = channel.in_flight();
-            channel.wait(LONG)?;
-            channel.ended(drop)?;
+            channel.wait(LONG).and_then(|()| channel.ended(drop)).map_err(|e| gpu.error(e))?;
             if channel.in_flight() == before {
                 return Err(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT }.into());
             }
@@ -102,7 +101,7 @@ impl BackToBack {
         }
         for _ in 0..times {
             for (channel, commands) in self.channels.iter_mut().zip(&commands).filter(|(_, all)| !all.is_empty()) {
-                Self::wait(channel, IN_FLIGHT)?;
+                Self::wait(&self.parts.gpu, channel, IN_FLIGHT)?;
                 let mut recording = channel.begin()?;
                 // Other queues may have written the memory, and this one has the time before.
                 channel.see_others(&recording);
@@ -111,7 +110,7 @@ impl BackToBack {
                     channel.copy(&mut recording, from, to, regions);
                 }
                 channel.show_host(&recording);
-                channel.submit(recording, None, hosts.clone()).map_err(|(_, e)| e)?;
+                channel.submit(recording, None, hosts.clone()).map_err(|(_, e)| self.parts.gpu.error(e))?;
             }
         }
         Ok(())
@@ -122,7 +121,7 @@ impl DriverCopies for BackToBack {
     fn copy(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
         let given = self.give(copies, times);
         // Also after an error, which leaves some of the copies under way. Those that do not end keep their memory.
-        let ended: Vec<_> = self.channels.iter_mut().map(|channel| Self::wait(channel, 1)).collect();
+        let ended: Vec<_> = self.channels.iter_mut().map(|channel| Self::wait(&self.parts.gpu, channel, 1)).collect();
         given?;
         Ok(ended.into_iter().collect::<Result<(), _>>()?)
     }

@@ -81,6 +81,8 @@ pub(crate) struct Gpu {
     compute: Option<usize>,
     /// Memory types that sparse buffers take, once there is one.
     sparse_types: OnceLock<u32>,
+    /// The first call that found the device lost.
+    lost: OnceLock<CallError>,
     live: Arc<Live>,
     library: Arc<Library>,
 }
@@ -233,6 +235,7 @@ impl Gpu {
             sparse,
             compute,
             sparse_types: OnceLock::new(),
+            lost: OnceLock::new(),
             live,
             library,
         }))
@@ -320,8 +323,31 @@ impl Gpu {
         call: &'static str,
         f: impl FnOnce(&Device) -> Result<T, vk::Result>,
     ) -> Result<T, CallError> {
-        self.library.faults().before(call)?;
-        f(&self.device).map_err(|result| CallError { call, result })
+        let done = self.library.faults().before(call);
+        let done = done.and_then(|()| f(&self.device).map_err(|result| CallError { call, result }));
+        if let Err(e) = done.as_ref()
+            && e.is_lost()
+        {
+            self.lost.get_or_init(|| *e);
+        }
+        done
+    }
+
+    /// To be asked before the device gets more work, and before its answers are believed: once a call has found the
+    /// device lost, also one whose answer did not matter, others may succeed without having done anything.
+    ///
+    /// # Errors
+    /// The first call that found it lost.
+    pub fn check(&self) -> Result<(), CallError> {
+        self.lost.get().map_or(Ok(()), |e| Err(*e))
+    }
+
+    /// A call that failed, with the GPU's name if it is lost.
+    pub fn error(&self, source: CallError) -> Error {
+        match source.is_lost() {
+            true => Error::Lost { name: self.info.name.clone(), source },
+            false => source.into(),
+        }
     }
 
     /// The first memory type of `bits` that has `flags`, of this heap if one is given: the one with the fewest

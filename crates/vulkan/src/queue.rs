@@ -476,7 +476,8 @@ impl GpuQueue {
             // Nothing of it happened.
             self.hazards.clear();
             self.scratch.pattern = None;
-            self.late.extend(load.into_iter().map(stopped_by(&e)));
+            let ended = self.stopped_by(&e);
+            self.late.extend(load.into_iter().map(ended));
             return Err(e);
         }
         if let Some(sparse) = sparse.as_ref().filter(|_| uses_bound) {
@@ -496,11 +497,19 @@ impl GpuQueue {
 
     fn halt(&mut self, e: &CallError) {
         self.lost |= e.is_lost();
-        self.state.stop(match e.is_lost() {
-            true => StopReason::Lost(Error::Lost { name: self.parts.gpu.info().name.clone(), source: *e }.into()),
-            false => StopReason::Driver((*e).into()),
-        });
+        self.state.stop(self.reason(e));
         self.refuse_waiting();
+    }
+
+    fn reason(&self, e: &CallError) -> StopReason {
+        let error = self.parts.gpu.error(*e).into();
+        if e.is_lost() { StopReason::Lost(error) } else { StopReason::Driver(error) }
+    }
+
+    /// Ends an operation of a submission that failed.
+    fn stopped_by(&self, e: &CallError) -> impl Fn(Completion) -> Completion + use<> {
+        let error = OpError::Stopped(self.reason(e));
+        move |completion| Completion { result: Err(error.clone()), bytes: 0, ..completion }
     }
 
     /// Has the processor make a copy that was just submitted, if the GPU has nothing to do and its memory is mapped.
@@ -530,7 +539,8 @@ impl GpuQueue {
         if let Err(e) = self.channel.ended(|load| done.extend(load)) {
             self.halt(&e);
             // The GPU may have done some of it, or nothing.
-            self.channel.give_up(|load| done.extend(load.into_iter().map(stopped_by(&e))));
+            let ended = self.stopped_by(&e);
+            self.channel.give_up(|load| done.extend(load.into_iter().map(&ended)));
         }
         if self.channel.in_flight() == 0 {
             done.extend(self.late.drain(..));
@@ -543,12 +553,6 @@ impl GpuQueue {
         }
         done.len() - before
     }
-}
-
-/// Ends an operation of a submission that failed.
-fn stopped_by(error: &CallError) -> impl Fn(Completion) -> Completion {
-    let error = OpError::Stopped(StopReason::Driver((*error).into()));
-    move |completion| Completion { result: Err(error.clone()), bytes: 0, ..completion }
 }
 
 impl Queue for GpuQueue {
@@ -594,7 +598,8 @@ impl Queue for GpuQueue {
             if let Err(e) = this.channel.wait(left) {
                 // The next poll finds out what has become of the operations.
                 this.halt(&e);
-                this.channel.give_up(|load| this.late.extend(load.into_iter().map(stopped_by(&e))));
+                let ended = this.stopped_by(&e);
+                this.channel.give_up(|load| this.late.extend(load.into_iter().map(&ended)));
             }
         })
     }

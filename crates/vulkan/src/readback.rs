@@ -51,11 +51,13 @@ pub(crate) fn queue(parts: Parts) -> Result<Box<DeviceQueue>, Error> {
     Ok(Box::new(PolledQueue::new(Capabilities::TO_HOST, limits, move |operation| reader.read(operation))))
 }
 
-fn stopped(error: CallError) -> OpError {
-    OpError::Stopped(StopReason::Driver(error.into()))
-}
-
 impl Reader {
+    /// The error of a read that has ended, also on a GPU that is lost.
+    fn stopped(&self, e: CallError) -> OpError {
+        let error = self.parts.gpu.error(e).into();
+        OpError::Stopped(if e.is_lost() { StopReason::Device(error) } else { StopReason::Driver(error) })
+    }
+
     fn read(&mut self, operation: &Operation) -> Result<(), OpError> {
         let Work::Copy { direction: Direction::ToHost, host, at } = &operation.work else {
             return Err(OpError::Refused(Refusal::Unsupported(operation.needs())));
@@ -66,13 +68,13 @@ impl Reader {
         let _stays = sparse.as_ref().map(|sparse| sparse.stays());
         self.device_runs.clear();
         self.parts.device(*at, host.slice.len() as u64, false, &mut self.device_runs)?;
-        let mut recording = self.channel.begin().map_err(stopped)?;
+        let mut recording = self.channel.begin().map_err(|e| self.stopped(e))?;
         if let Err(e) = self.record(&mut recording, host) {
             self.channel.discard(recording);
             return Err(e);
         }
         let after = sparse.as_ref().and_then(|sparse| sparse.pending());
-        self.channel.submit(recording, after, ()).map_err(|((), e)| stopped(e))?;
+        self.channel.submit(recording, after, ()).map_err(|((), e)| self.stopped(e))?;
         let ended = self.channel.wait(TIMEOUT).and_then(|()| self.channel.ended(drop));
         if ended.is_ok() && self.channel.in_flight() == 0 {
             return Ok(());
@@ -90,7 +92,7 @@ impl Reader {
                 false => self.channel.give_up(drop),
             };
             if is_over {
-                return Err(stopped(error));
+                return Err(self.stopped(error));
             }
             thread::sleep(PAUSE);
         }
@@ -98,7 +100,7 @@ impl Reader {
             let (timeline, value) = self.channel.last();
             sparse.used_until(timeline, value);
         }
-        let why = format!("{error}, and the GPU may still write to the memory of the read");
+        let why = format!("{}, and the GPU may still write to the memory of the read", self.parts.gpu.error(error));
         Err(OpError::Stopped(StopReason::Lost(why.into())))
     }
 

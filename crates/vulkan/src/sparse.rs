@@ -55,8 +55,6 @@ struct State {
     bound: Ranges<Arc<Area>>,
     /// Memory of binds that failed: it may be seen for ever.
     lost: Vec<Arc<Area>>,
-    /// A bind found the device lost: the value of `last` may never be reached.
-    device_lost: bool,
     /// Ranges of `bound` that the process-wide number has, where the driver's are limited.
     counted: u64,
 }
@@ -190,7 +188,7 @@ impl SparseMap {
         #[cfg(test)]
         let held = gpu.live().held.get().cloned().or(held);
         let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
-        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), device_lost: false, counted: 0 };
+        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), counted: 0 };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
         Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
@@ -293,7 +291,7 @@ impl SparseMap {
     fn unused(&self) -> Result<(), Error> {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
         for (timeline, value) in &*uses {
-            if !timeline.wait(*value, TIMEOUT)? {
+            if !timeline.wait(*value, TIMEOUT).map_err(|e| self.gpu.error(e))? {
                 return Err(CallError { call: "vkWaitSemaphores", result: ash::vk::Result::TIMEOUT }.into());
             }
         }
@@ -342,7 +340,8 @@ impl SparseMap {
     }
 
     fn wait(&self, value: u64) -> Result<(), Error> {
-        match self.timeline.wait(value, TIMEOUT)? {
+        let waited = self.gpu.check().and_then(|()| self.timeline.wait(value, TIMEOUT));
+        match waited.map_err(|e| self.gpu.error(e))? {
             true => Ok(()),
             false => Err(CallError { call: "vkQueueBindSparse", result: ash::vk::Result::TIMEOUT }.into()),
         }
@@ -601,24 +600,23 @@ fn mirror(
     }
     let value = state.last + 1;
     let takes_away = replaced || !holes.is_empty();
-    let (mut sent, mut device_lost) = (false, false);
+    let mut sent = false;
     let done = (|| {
+        map.gpu.check().map_err(|e| map.gpu.error(e))?;
         if takes_away {
             map.unused()?;
         }
         if !all.is_empty() {
             let given = map.gpu.bind_sparse(&all, &map.timeline, value);
             // A call that finds the device lost may have sent it.
-            device_lost = given.is_err_and(|e| e.is_lost());
-            sent = given.is_ok() || device_lost;
-            given?;
+            sent = given.is_ok() || given.is_err_and(|e| e.is_lost());
+            given.map_err(|e| map.gpu.error(e))?;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
     })();
     if sent {
         state.last = value;
     }
-    state.device_lost |= device_lost;
     if let Err(e) = done {
         // The old memory stays in `bound`: it may be seen for ever. So may the new, unless the driver did not get it.
         if sent {
@@ -640,12 +638,10 @@ fn mirror(
 impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffers and the memory that is bound to them must not go while a bind is under way.
-        let state = self.lock();
-        let (last, lost) = (state.last, state.device_lost);
-        drop(state);
-        let ended = if lost { None } else { self.timeline.wait_despite_errors(last, TIMEOUT).ok() };
+        let last = self.lock().last;
+        let ended = self.gpu.check().and_then(|()| self.timeline.wait_despite_errors(last, TIMEOUT));
         // Only a lost device is asked in a way that has no timeout: it answers in finite time.
-        if !ended.unwrap_or_else(|| self.gpu.has_bound()) {
+        if !ended.unwrap_or_else(|_lost| self.gpu.has_bound()) {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
             std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
