@@ -50,13 +50,18 @@ struct State {
     windows: BTreeMap<u64, Window>,
     /// The value of the last bind.
     last: u64,
-    /// The ranges that the driver has bound, by address: how long each is, and its memory, which nothing frees while
-    /// it is bound.
-    bound: Ranges<Arc<Area>>,
-    /// Memory of binds that failed: it may be seen for ever.
-    lost: Vec<Arc<Area>>,
+    /// The ranges that the driver has bound or, after a call that failed, may have: no fewer than it has.
+    bound: Ranges<Behind>,
     /// Ranges of `bound` that the process-wide number has, where the driver's are limited.
     counted: u64,
+}
+
+/// Memory that is bound, which nothing frees while it is.
+#[derive(Clone)]
+struct Behind {
+    area: Arc<Area>,
+    /// Memory that may be bound instead: that of binds that failed.
+    or: Vec<Arc<Area>>,
 }
 
 /// Ranges that the drivers of this process hold bound, for all its GPUs in software: these bind with an `mmap` each and
@@ -79,13 +84,17 @@ impl Held {
     }
 
     /// Adds some, or gives the number that there would be if that is too many.
-    fn add(&self, more: u64) -> Result<(), u64> {
+    pub fn add(&self, more: u64) -> Result<(), u64> {
         let add = |now| Some(now + more).filter(|all| *all <= self.limit);
         self.now.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).map(drop).map_err(|now| now + more)
     }
 
-    fn sub(&self, fewer: u64) {
-        self.now.fetch_sub(fewer, Ordering::Relaxed);
+    /// Counts `to` in place of `from`. More than the limit where calls failed and the driver may have more.
+    fn replace(&self, from: u64, to: u64) {
+        match to.checked_sub(from) {
+            Some(more) => self.now.fetch_add(more, Ordering::Relaxed),
+            None => self.now.fetch_sub(from - to, Ordering::Relaxed),
+        };
     }
 }
 
@@ -157,6 +166,37 @@ fn forget<T: Clone>(ranges: &mut Ranges<T>, first: u64, end: u64) {
     }
 }
 
+/// Notes that a range may have been unbound or, with an area, bound to that, or left as it was. Ranges are cut at its
+/// ends, so that there are no fewer than in any of these cases.
+fn doubt(bound: &mut Ranges<Behind>, first: u64, end: u64, area: Option<&Arc<Area>>) {
+    let there: Vec<(u64, u64)> = overlapping(bound, first, end).map(|(at, (len, _))| (*at, at + len)).collect();
+    let mut next = first;
+    for (start, stop) in there {
+        let Some((_, behind)) = bound.remove(&start) else { continue };
+        let (from, to) = (start.max(first), stop.min(end));
+        if start < from {
+            bound.insert(start, (from - start, behind.clone()));
+        }
+        if to < stop {
+            bound.insert(to, (stop - to, behind.clone()));
+        }
+        let mut behind = behind;
+        if let Some(area) = area {
+            if !Arc::ptr_eq(&behind.area, area) && !behind.or.iter().any(|or| Arc::ptr_eq(or, area)) {
+                behind.or.push(area.clone());
+            }
+            if next < from {
+                bound.insert(next, (from - next, Behind { area: area.clone(), or: Vec::new() }));
+            }
+        }
+        bound.insert(from, (to - from, behind));
+        next = to;
+    }
+    if let Some(area) = area.filter(|_| next < end) {
+        bound.insert(next, (end - next, Behind { area: area.clone(), or: Vec::new() }));
+    }
+}
+
 /// Something to bind: at which address, how much, and to which part of which memory.
 struct Binding {
     at: u64,
@@ -188,7 +228,7 @@ impl SparseMap {
         #[cfg(test)]
         let held = gpu.live().held.get().cloned().or(held);
         let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
-        let state = State { vm, windows, last: 0, bound, lost: Vec::new(), counted: 0 };
+        let state = State { vm, windows, last: 0, bound, counted: 0 };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
         Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
@@ -260,7 +300,7 @@ impl SparseMap {
     fn recount(&self, state: &mut State) {
         if let Some(held) = &self.held {
             let now = state.bound.len() as u64;
-            held.sub(state.counted.saturating_sub(now)); // no fewer: it was estimated from above
+            held.replace(state.counted, now);
             state.counted = now;
         }
     }
@@ -478,15 +518,15 @@ impl AddressSpace for SparseSpace {
         let committed = applied.map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
-        if let Err(e) = mirror(&self.map, &self.memory, &mut state, &touched) {
+        let mirrored = mirror(&self.map, &self.memory, &mut state, &touched);
+        self.map.recount(&mut state);
+        if let Err(e) = mirrored {
             // Nothing of it may be used, whatever the driver has done.
             let nothing = touched.iter().map(|span| BindRequest::Unbind(*span)).collect();
             let undone = state.vm.apply(nothing, false).map_err(|e| self.map.turn_error(e.error))?;
             state.vm.invalidated(undone);
             return Err(e);
         }
-        // A batch that failed stays counted as it was estimated, until the next that does not.
-        self.map.recount(&mut state);
         drop(state);
         self.observer.see(requests);
         Ok(())
@@ -600,17 +640,18 @@ fn mirror(
     }
     let value = state.last + 1;
     let takes_away = replaced || !holes.is_empty();
-    let mut sent = false;
+    let (mut given, mut sent) = (false, false);
     let done = (|| {
         map.gpu.check().map_err(|e| map.gpu.error(e))?;
         if takes_away {
             map.unused()?;
         }
         if !all.is_empty() {
-            let given = map.gpu.bind_sparse(&all, &map.timeline, value);
+            given = true;
+            let done = map.gpu.bind_sparse(&all, &map.timeline, value);
             // A call that finds the device lost may have sent it.
-            sent = given.is_ok() || given.is_err_and(|e| e.is_lost());
-            given.map_err(|e| map.gpu.error(e))?;
+            sent = done.is_ok() || done.is_err_and(|e| e.is_lost());
+            done.map_err(|e| map.gpu.error(e))?;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
     })();
@@ -618,9 +659,11 @@ fn mirror(
         state.last = value;
     }
     if let Err(e) = done {
-        // The old memory stays in `bound`: it may be seen for ever. So may the new, unless the driver did not get it.
-        if sent {
-            state.lost.extend(bindings.into_iter().map(|p| p.area));
+        // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is
+        // counted and kept until it is unbound or bound over, which is waited for.
+        if given {
+            holes.iter().for_each(|(at, len)| doubt(&mut state.bound, *at, at + len, None));
+            bindings.iter().for_each(|p| doubt(&mut state.bound, p.at, p.at + p.len, Some(&p.area)));
         }
         return Err(match takes_away {
             true => SpaceError::Invalidate(Box::new(e)),
@@ -631,7 +674,7 @@ fn mirror(
         // What is taken away was waited for.
         forget(&mut state.bound, at, at + len);
     }
-    state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, p.area))));
+    state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, Behind { area: p.area, or: Vec::new() }))));
     Ok(())
 }
 
@@ -643,13 +686,13 @@ impl Drop for SparseMap {
         // Only a lost device is asked in a way that has no timeout: it answers in finite time.
         if !ended.unwrap_or_else(|_lost| self.gpu.has_bound()) {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.lost));
-            std::mem::forget((std::mem::take(&mut state.windows), memory, self.timeline.clone()));
+            let bound = (std::mem::take(&mut state.windows), std::mem::take(&mut state.bound));
+            std::mem::forget((bound, self.timeline.clone()));
             return;
         }
         if let Some(held) = &self.held {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            held.sub(state.counted);
+            held.replace(state.counted, 0);
         }
     }
 }

@@ -672,6 +672,60 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
 }
 
 #[test]
+fn binds_that_failed_count_until_they_are_taken_away() {
+    const PAGES: u64 = 32;
+    // The driver may have made all of them, also where its call failed.
+    let fails = [
+        ("vkQueueBindSparse", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY),
+        ("vkWaitSemaphores", vk::Result::ERROR_OUT_OF_HOST_MEMORY),
+        ("vkWaitSemaphores", vk::Result::TIMEOUT),
+    ];
+    for (call, result) in fails {
+        let (live, held) = (Arc::<Live>::default(), Held::new(8));
+        live.held.set(held.clone()).unwrap();
+        let Some(mut gpu) = Opened::limited(&VulkanOptions::default(), live) else { return };
+        let page = gpu.device.address_space().page().bytes();
+        let [(old, _, table), (new, _, new_table)] = [(); 2].map(|()| gpu.allocate(PAGES * page));
+        let memories = left(&gpu.live)[0];
+        let space = gpu.device.address_space();
+        let [one, other] = [(); 2].map(|()| space.reserve(&table, PAGES * page).unwrap());
+        let bind = |range: Span<dmalane_addr::DeviceVa>, bo: &Arc<Bo>, at: u64, pages: u64| BindRequest::Bind {
+            va: dmalane_addr::DeviceVa::new(range.first().bits() + at * page),
+            bo: bo.clone(),
+            offset: at * page,
+            len: pages * page,
+            access: Access::RW,
+        };
+        space.apply(&[bind(one, &old, 0, PAGES)]).unwrap();
+        // Three pieces of it replaced, which leaves four others, however much of that the driver does; twice.
+        let pieces = [2, 4, 6].map(|at| bind(one, &new, at, 1));
+        for _ in 0..2 {
+            gpu.faults.fail_call(call, result);
+            let failed = space.apply(&pieces);
+            assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}");
+            assert!(gpu.faults.failed().is_some());
+        }
+        gpu.faults.heal();
+        let few = |n: u64| (0..n).map(|i| bind(other, &old, 2 * i, 1)).collect::<Vec<_>>();
+        let refused = space.apply(&few(2)).unwrap_err().to_string();
+        assert!(refused.contains("holds 8 sparse bindings at most, and there would be 9 "), "{call}: {refused}");
+        space.apply(&few(1)).unwrap();
+        // The memory stays while it may be bound.
+        gpu.memory.free(new_table.segments()).unwrap();
+        assert_eq!(left(&gpu.live)[0], memories, "{call}");
+        let space = gpu.device.address_space();
+        space.unbind(one).unwrap();
+        assert_eq!(left(&gpu.live)[0], memories - 1, "{call}");
+        let space = gpu.device.address_space();
+        space.apply(&few(8)).unwrap();
+        assert!(held.add(1).is_err());
+        space.unbind(other).unwrap();
+        gpu.end();
+        assert!(held.add(8).is_ok(), "nothing is counted twice");
+    }
+}
+
+#[test]
 fn devices_of_one_process_share_the_limit_of_binds() {
     let Some([one, other]) = Opened::new(true).zip(Opened::new(true)).map(<[_; 2]>::from) else { return };
     if one.device.gpu().kind != "software GPU" {
