@@ -289,6 +289,20 @@ fn pages(count: u64) -> Place {
 }
 
 #[test]
+fn refused_operations_are_in_no_way_of_a_replay_on_a_device() {
+    let beyond = BIND.replace("0xc000", "0xc00000");
+    let unbind = r#"{"op":"unbind","va":0,"len":"0x8000000000"}"#;
+    let place = Place::with(&[HEADER, BO, BIND, BIND, &beyond, BIND, &beyond, unbind]);
+    let (status, json) = place.json("vm replay trace.jsonl -d soft");
+    assert_eq!((status, &json["device"]["refused"]), (1, &2.into()));
+    for way in ["one_by_one", "waited", "batched", "tables_one_by_one", "tables_batched"] {
+        let counts = ["first_bind", "other_binds", "unbinds"]
+            .map(|class| json["device"]["times"][way][class]["operations"].as_u64());
+        assert_eq!(counts, [1, 2, 1].map(Some), "{way}");
+    }
+}
+
+#[test]
 fn a_replay_in_the_address_space_of_a_device() {
     let place = pages(100);
     let (status, json) = place.json("vm replay trace.jsonl -d soft --batch 64");
@@ -309,6 +323,7 @@ fn a_replay_in_the_address_space_of_a_device() {
     }
     let (status, text, _) = place.run("vm replay trace.jsonl -d soft --times");
     assert!(status == 0 && text.contains("one by one, each waited for"), "{text}");
+    assert!(text.contains("refused, 1 skipped; on the device 101 binds and 102 unbinds\n"), "{text}");
     // As many as without a device, lines of `bo` included.
     let (_, alone, _) = place.run("vm replay trace.jsonl --times");
     let operations = |text: &str| {

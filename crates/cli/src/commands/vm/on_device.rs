@@ -216,11 +216,12 @@ fn class(request: &BindRequest) -> Class {
     }
 }
 
-/// Applies requests of one class together, up to `batch` of them, and takes the time. `apply` says how many it applied.
+/// Applies requests of one class together, up to `batch` of them, and takes the time. `apply` is told whether requests
+/// of another class follow, or none.
 fn measure(
     requests: &[BindRequest],
     batch: usize,
-    apply: &mut dyn FnMut(&[BindRequest]) -> Result<usize, Failure>,
+    mut apply: impl FnMut(&[BindRequest], bool) -> Result<(), Failure>,
 ) -> Result<Times, Failure> {
     let mut times = Times::default();
     let mut rest = requests;
@@ -231,8 +232,9 @@ fn measure(
         let n = rest.iter().take(most).take_while(|r| class(r) == kind).count();
         let (group, behind) = rest.split_at(n);
         rest = behind;
+        let is_last = rest.first().is_none_or(|next| class(next) != kind);
         let start = Instant::now();
-        let done = apply(group)?;
+        apply(group, is_last)?;
         let took = start.elapsed();
         let timed = match kind {
             Class::Bind if is_first => &mut times.first_bind,
@@ -240,10 +242,8 @@ fn measure(
             Class::Unbind => &mut times.unbinds,
             Class::Other => &mut times.others,
         };
-        if done > 0 {
-            timed.operations += done as u64;
-            timed.took += took;
-        }
+        timed.operations += group.len() as u64;
+        timed.took += took;
     }
     Ok(times)
 }
@@ -278,56 +278,50 @@ pub fn run(
     let translated = translate(operations, &mut *device, scale)?;
     let space = device.address_space();
 
-    // The first way finds out what the device refuses; the others leave it out.
-    let (mut at, mut bad, mut first_refused) = (0, vec![false; translated.requests.len()], None);
-    let all: Vec<_> = translated.requests.iter().map(|(_, request)| request.clone()).collect();
-    let fatal = |e: &SpaceError| matches!(e, SpaceError::Invalidate(_));
+    // What the device refuses is found out first, without a clock: all ways are timed with the same operations, on a
+    // device that has bound all of them before.
+    let (mut good, mut refused_lines, mut first_refused) = (Vec::new(), BTreeSet::new(), None);
     let failed = |e: SpaceError| Failure::because("the device failed", &e);
-    let one_by_one = measure(&all, 1, &mut |group| {
-        let result = space.apply(group);
-        at += 1;
-        match result {
-            Ok(()) if at == all.len() => space.settle().map(|()| 1).map_err(failed),
-            Ok(()) => Ok(1),
-            Err(e) if fatal(&e) => Err(failed(e)),
+    for (line, request) in &translated.requests {
+        match space.apply(std::slice::from_ref(request)) {
+            Ok(()) => good.push(request.clone()),
+            Err(e @ SpaceError::Invalidate(_)) => return Err(failed(e)),
             Err(e) => {
-                bad[at - 1] = true;
-                first_refused.get_or_insert_with(|| (translated.requests[at - 1].0, error_chain(&e)));
-                Ok(0)
+                refused_lines.insert(*line);
+                first_refused.get_or_insert_with(|| (*line, error_chain(&e)));
             }
         }
-    })?;
-    let good: Vec<_> = all.iter().zip(&bad).filter(|(_, bad)| !**bad).map(|(request, _)| request.clone()).collect();
-    let refused = all.len() - good.len();
+    }
+    let refused = translated.requests.len() - good.len();
     // As a replay without a device counts: a line is an operation.
-    let lines = operations.lines;
-    let refused_lines = translated.requests.iter().zip(&bad).filter(|(_, bad)| **bad).map(|((line, _), _)| *line);
-    let refused_lines = refused_lines.collect::<BTreeSet<u64>>().len();
+    let (lines, refused_lines) = (operations.lines, refused_lines.len());
     let mut on_device = |batch: usize, waits: bool| {
         clear(space, &translated.windows)?;
-        let mut left = good.len();
-        measure(&good, batch, &mut |group| {
+        measure(&good, batch, |group, is_last| {
             space.apply(group).map_err(failed)?;
-            left -= group.len();
-            if waits || left == 0 {
+            // Without waiting for the last bind, the unbind behind it, which is waited for, would be charged with all.
+            if waits || is_last {
                 space.settle().map_err(failed)?;
             }
-            Ok(group.len())
+            Ok(())
         })
     };
+    let one_by_one = on_device(1, false)?;
     let waited = on_device(1, true)?;
     let batched = on_device(batch, true)?;
     clear(space, &translated.windows)?;
 
-    let original: Vec<_> = operations.requests.iter().map(|(_, request)| request.clone()).collect();
+    // The tables refuse other operations, and a batch with one of these as a whole: they are left out, too.
+    let mut original: Vec<_> = operations.requests.iter().map(|(_, request)| request.clone()).collect();
+    let mut vm = tables()?;
+    original.retain(|request| vm.apply(vec![request.clone()], false).map(|done| vm.invalidated(done)).is_ok());
+    drop(vm);
     let mut in_tables = |batch: usize| {
         let mut vm = tables()?;
-        measure(&original, batch, &mut |group| match vm.apply(group.to_vec(), false) {
-            Ok(committed) => {
-                vm.invalidated(committed);
-                Ok(group.len())
-            }
-            Err(_) => Ok(0),
+        measure(&original, batch, |group, _| {
+            let done = vm.apply(group.to_vec(), false);
+            vm.invalidated(done.map_err(|e| Failure::because("the tables of dmalane failed", &e.error))?);
+            Ok(())
         })
     };
     let (tables_one_by_one, tables_batched) = (in_tables(1)?, in_tables(batch)?);
@@ -351,7 +345,7 @@ pub fn run(
             "bytes": bytes,
             "batch": batch,
             "lines": lines,
-            "operations": all.len(),
+            "operations": translated.requests.len(),
             "refused": refused,
             "skipped": operations.skipped,
             "times": times,
@@ -367,18 +361,19 @@ pub fn run(
         }
         let _ = writeln!(
             text,
-            "\n{}, {refused_lines} refused, {} skipped; {} on the device",
+            "\n{}, {refused_lines} refused, {} skipped; on the device {} and {}",
             count(lines as usize, "operation"),
             operations.skipped,
-            all.len()
+            count((waited.first_bind.operations + waited.other_binds.operations) as usize, "bind"),
+            count(waited.unbinds.operations as usize, "unbind"),
         );
         let mut table = Table::new("lrrr", ["ns per operation", "first bind", "other binds", "unbinds"]);
         for (what, times) in [
-            ("one by one".to_owned(), &one_by_one),
-            ("one by one, each waited for".to_owned(), &waited),
-            (format!("in batches of {batch}"), &batched),
-            (format!("{format} tables, one by one"), &tables_one_by_one),
-            (format!("{format} tables, in batches"), &tables_batched),
+            ("device, one by one".to_owned(), &one_by_one),
+            ("device, one by one, each waited for".to_owned(), &waited),
+            (format!("device, in batches of {batch}, each waited for"), &batched),
+            (format!("{format} tables of dmalane, one by one"), &tables_one_by_one),
+            (format!("{format} tables of dmalane, in batches of {batch}"), &tables_batched),
         ] {
             let cells = [&times.first_bind, &times.other_binds, &times.unbinds]
                 .map(|timed| each_of(timed).map_or_else(|| "-".to_owned(), |(ns, _)| format!("{ns:.1}")));
