@@ -11,8 +11,8 @@ use dmalane_queue::{
 /// work is done by the processor, or by a call that returns when it is done.
 ///
 /// The function gets checked operations ([`Operation::admit`]); a registration, where there is one, holds the host
-/// memory. Where it returns [`OpError::Stopped`], the queue stops. With [`StopReason::Lost`] the device may still use the
-/// memory of the operation, which the queue keeps for good.
+/// memory. Where it returns [`OpError::Stopped`], the queue stops. With [`StopReason::Lost`] the device may still use
+/// the memory of the operation, which the queue keeps for good.
 pub struct PolledQueue<F> {
     capabilities: Capabilities,
     limits: Limits,
