@@ -73,13 +73,13 @@ struct Replay {
     #[arg(long)]
     times: bool,
 
-    /// Replay in the address space of this device, and print how long its binds and unbinds took: one by one, each
-    /// waited for, in batches, and beside them the same in page tables of this program. Buffers get memory of the
-    /// device; a page of the trace is a page of the device, which may be larger
+    /// Replay in the address space of this device instead, and print only how long its binds and unbinds took: one by
+    /// one, each waited for, in batches, and beside them the same in page tables of this program. Buffers get memory
+    /// of the device; a page of the trace is a page of the device, which may be larger
     #[arg(short, long, value_name = "DEVICE", value_parser = device::Name, hide_possible_values = true)]
     device: Option<DeviceSpec>,
 
-    /// Operations of a batch, with --device
+    /// Operations of a batch at most, with --device: binds that follow each other, or unbinds
     #[arg(long, value_name = "N", default_value_t = 4096, requires = "device",
         value_parser = clap::value_parser!(u32).range(1..=262_144))]
     batch: u32,

@@ -300,6 +300,13 @@ fn refused_operations_are_in_no_way_of_a_replay_on_a_device() {
             .map(|class| json["device"]["times"][way][class]["operations"].as_u64());
         assert_eq!(counts, [1, 2, 1].map(Some), "{way}");
     }
+    // What the tables refuse, and the device does not, is in none of the ways of the tables.
+    let header = HEADER.replace(r#""null_page""#, r#""range":{"va":0,"len":"0x4000000"},"null_page""#);
+    let [near, far] = ["0x100000", "0x40000000"].map(|va| BIND.replace("0x8000", va));
+    let (status, json) = Place::with(&[&header, BO, BIND, &near, &far]).json("vm replay trace.jsonl -d soft");
+    let times = &json["device"]["times"];
+    let others = ["batched", "tables_one_by_one", "tables_batched"].map(|way| &times[way]["other_binds"]["operations"]);
+    assert_eq!((status, others), (0, [&2.into(), &1.into(), &1.into()]));
 }
 
 #[test]
@@ -313,6 +320,8 @@ fn a_replay_in_the_address_space_of_a_device() {
     assert_eq!((&device["bos"], &device["ranges"], &device["skipped"]), (&2.into(), &2.into(), &1.into()));
     assert_eq!((&device["operations"], &device["refused"]), (&(100 + 1 + 1 + 100 + 2).into(), &0.into()));
     assert_eq!(device["bytes"], (100u64 << 14) + (256 << 10));
+    // The first bind, 64 and 36 others, a prefetch, 64 and 38 unbinds.
+    assert_eq!(device["batches"], 6);
     for way in ["one_by_one", "waited", "batched", "tables_one_by_one", "tables_batched"] {
         let times = &device["times"][way];
         let counts =

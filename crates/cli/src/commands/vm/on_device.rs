@@ -216,14 +216,14 @@ fn class(request: &BindRequest) -> Class {
     }
 }
 
-/// Applies requests of one class together, up to `batch` of them, and takes the time. `apply` is told whether requests
-/// of another class follow, or none.
+/// Applies requests of one class that follow each other together, up to `batch` of them, and takes the time. `apply` is
+/// told whether requests of another class follow, or none. Also gives how many times it was called.
 fn measure(
     requests: &[BindRequest],
     batch: usize,
     mut apply: impl FnMut(&[BindRequest], bool) -> Result<(), Failure>,
-) -> Result<Times, Failure> {
-    let mut times = Times::default();
+) -> Result<(Times, u64), Failure> {
+    let (mut times, mut calls) = (Times::default(), 0);
     let mut rest = requests;
     while let Some(first) = rest.first() {
         let kind = class(first);
@@ -231,7 +231,7 @@ fn measure(
         let most = if is_first { 1 } else { batch };
         let n = rest.iter().take(most).take_while(|r| class(r) == kind).count();
         let (group, behind) = rest.split_at(n);
-        rest = behind;
+        (rest, calls) = (behind, calls + 1);
         let is_last = rest.first().is_none_or(|next| class(next) != kind);
         let start = Instant::now();
         apply(group, is_last)?;
@@ -245,7 +245,7 @@ fn measure(
         timed.operations += group.len() as u64;
         timed.took += took;
     }
-    Ok(times)
+    Ok((times, calls))
 }
 
 /// Unbinds all, between two ways.
@@ -306,9 +306,9 @@ pub fn run(
             Ok(())
         })
     };
-    let one_by_one = on_device(1, false)?;
-    let waited = on_device(1, true)?;
-    let batched = on_device(batch, true)?;
+    let (one_by_one, _) = on_device(1, false)?;
+    let (waited, _) = on_device(1, true)?;
+    let (batched, batches) = on_device(batch, true)?;
     clear(space, &translated.windows)?;
 
     // The tables refuse other operations, and a batch with one of these as a whole: they are left out, too.
@@ -318,11 +318,12 @@ pub fn run(
     drop(vm);
     let mut in_tables = |batch: usize| {
         let mut vm = tables()?;
-        measure(&original, batch, |group, _| {
+        let measured = measure(&original, batch, |group, _| {
             let done = vm.apply(group.to_vec(), false);
             vm.invalidated(done.map_err(|e| Failure::because("the tables of dmalane failed", &e.error))?);
             Ok(())
-        })
+        });
+        measured.map(|(times, _)| times)
     };
     let (tables_one_by_one, tables_batched) = (in_tables(1)?, in_tables(batch)?);
 
@@ -344,6 +345,7 @@ pub fn run(
             "bos": bos,
             "bytes": bytes,
             "batch": batch,
+            "batches": batches,
             "lines": lines,
             "operations": translated.requests.len(),
             "refused": refused,
@@ -371,9 +373,9 @@ pub fn run(
         for (what, times) in [
             ("device, one by one".to_owned(), &one_by_one),
             ("device, one by one, each waited for".to_owned(), &waited),
-            (format!("device, in batches of {batch}, each waited for"), &batched),
+            (format!("device, in batches of {batch} at most ({batches}), each waited for"), &batched),
             (format!("{format} tables of dmalane, one by one"), &tables_one_by_one),
-            (format!("{format} tables of dmalane, in batches of {batch}"), &tables_batched),
+            (format!("{format} tables of dmalane, in batches"), &tables_batched),
         ] {
             let cells = [&times.first_bind, &times.other_binds, &times.unbinds]
                 .map(|timed| each_of(timed).map_or_else(|| "-".to_owned(), |(ns, _)| format!("{ns:.1}")));
