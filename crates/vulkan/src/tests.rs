@@ -65,7 +65,10 @@ fn run(queue: &mut DeviceQueue, operations: Vec<Operation>) -> Result<Vec<Comple
     }
     let done = drain(queue, LONG);
     match done.iter().find_map(|c| c.result.as_ref().err()) {
-        Some(e) => Err(e.to_string()),
+        Some(e) => {
+            assert!(!matches!(e, OpError::Stopped(_)) || queue.halted().is_some(), "{e}, and the queue goes on");
+            Err(e.to_string())
+        }
         None => Ok(done),
     }
 }
