@@ -7,8 +7,8 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use ash::vk;
@@ -45,25 +45,17 @@ struct Flight<T> {
 pub(crate) struct Recording {
     commands: vk::CommandBuffer,
     keep: Vec<Arc<Buffer>>,
+    /// Those of them that were acquired from other devices, and are released at the end.
+    foreign: Vec<Arc<Buffer>>,
     program: Option<Arc<Program>>,
-    /// The commands wait for this one.
-    after: Option<Arc<Timeline>>,
+    /// The commands wait for these.
+    after: Vec<Arc<Timeline>>,
 }
 
 /// Time that a channel waits for the GPU after an error.
 const GIVE_UP: Duration = Duration::from_secs(1);
 /// Time that the drop of a channel waits for the GPU.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
-
-impl Recording {
-    /// Keeps a buffer as long as the commands are in flight.
-    pub fn keep(&mut self, buffer: &Arc<Buffer>) {
-        // Most commands name what one of the last has named.
-        if !self.keep.iter().rev().take(4).any(|b| Arc::ptr_eq(b, buffer)) {
-            self.keep.push(buffer.clone());
-        }
-    }
-}
 
 impl<T> Channel<T> {
     pub fn new(gpu: &Arc<Gpu>, queue: usize) -> Result<Self, CallError> {
@@ -107,12 +99,70 @@ impl<T> Channel<T> {
         // SAFETY: the command buffer is not in flight: it is new, or was in the list of free ones. Beginning resets it.
         let begun = self.gpu.call("vkBeginCommandBuffer", |d| unsafe { d.begin_command_buffer(commands, &info) });
         match begun {
-            Ok(()) => Ok(Recording { commands, keep: Vec::new(), program: None, after: None }),
+            Ok(()) => {
+                let (keep, foreign, after) = (Vec::new(), Vec::new(), Vec::new());
+                Ok(Recording { commands, keep, foreign, program: None, after })
+            }
             Err(e) => {
                 self.free.push(commands);
                 Err(e)
             }
         }
+    }
+
+    /// Keeps a buffer as long as the commands are in flight, and owns it from here to their end if it is foreign.
+    pub fn keep(&self, into: &mut Recording, buffer: &Arc<Buffer>) {
+        // Most commands name what one of the last has named.
+        if into.keep.iter().rev().take(4).any(|b| Arc::ptr_eq(b, buffer)) {
+            return;
+        }
+        into.keep.push(buffer.clone());
+        if buffer.foreign().is_some() && !into.foreign.iter().any(|b| Arc::ptr_eq(b, buffer)) {
+            let from_others = (vk::QUEUE_FAMILY_FOREIGN_EXT, self.gpu.owner(self.queue));
+            self.transfer(into, std::slice::from_ref(buffer), from_others);
+            into.foreign.push(buffer.clone());
+        }
+    }
+
+    /// Makes buffers another family's, after all commands before and before all that come.
+    fn transfer(&self, into: &Recording, buffers: &[Arc<Buffer>], (from, to): (u32, u32)) {
+        use vk::AccessFlags as Access;
+        let (all, any) = (vk::PipelineStageFlags::ALL_COMMANDS, Access::MEMORY_READ | Access::MEMORY_WRITE);
+        let of = |buffer: &Arc<Buffer>| {
+            let barrier = vk::BufferMemoryBarrier::default().buffer(buffer.handle()).size(vk::WHOLE_SIZE);
+            let barrier = barrier.src_queue_family_index(from).dst_queue_family_index(to);
+            barrier.src_access_mask(any).dst_access_mask(any)
+        };
+        let transfers: Vec<_> = buffers.iter().map(of).collect();
+        // Sparse buffers reach the memory, too, and a barrier of a buffer is for accesses through that one only.
+        let memory = [vk::MemoryBarrier::default().src_access_mask(any).dst_access_mask(any)];
+        #[cfg(test)]
+        self.gpu.live().transfers.fetch_add(buffers.len() as u64, Ordering::Relaxed);
+        let none = vk::DependencyFlags::empty();
+        // SAFETY: the recording has begun, is not in flight, and keeps the buffers, as `keep` sees to; a buffer is
+        // foreign only where the device has the extension of that family; the other is the one of the queue, or stands
+        // for all that the buffers were made for.
+        unsafe {
+            self.gpu.device().cmd_pipeline_barrier(into.commands, all, all, none, &memory, &transfers, &[]);
+        }
+    }
+
+    /// Adds the last submissions of other queues that use the recording's foreign buffers to those that it comes after:
+    /// only one owns a buffer at a time. On this queue, the barriers of both order them.
+    fn after_owners(&self, recording: &Recording, after: &mut Vec<(Arc<Timeline>, u64)>) {
+        let own = after.len();
+        for last in recording.foreign.iter().filter_map(|buffer| buffer.foreign()) {
+            let last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some((timeline, value)) = last.as_ref().filter(|(t, _)| !Arc::ptr_eq(t, self.timeline())) else {
+                continue;
+            };
+            match after[own..].iter_mut().find(|(t, _)| Arc::ptr_eq(t, timeline)) {
+                Some((_, most)) => *most = (*most).max(*value),
+                None => after.push((timeline.clone(), *value)),
+            }
+        }
+        #[cfg(test)]
+        self.gpu.live().handovers.fetch_add((after.len() - own) as u64, Ordering::Relaxed);
     }
 
     /// Copies regions, none of which may overlap another that is written.
@@ -124,8 +174,8 @@ impl<T> Channel<T> {
                 "a region within its buffers"
             );
         }
-        into.keep(from);
-        into.keep(to);
+        self.keep(into, from);
+        self.keep(into, to);
         // SAFETY: the recording has begun and is not in flight; it keeps the buffers; the regions lie within them.
         unsafe { self.gpu.device().cmd_copy_buffer(into.commands, from.handle(), to.handle(), regions) }
     }
@@ -134,7 +184,7 @@ impl<T> Channel<T> {
     pub fn fill(&self, into: &mut Recording, to: &Arc<Buffer>, at: u64, len: u64, pattern: u32) {
         let whole = len > 0 && (at | len).is_multiple_of(4);
         assert!(whole && at.checked_add(len).is_some_and(|end| end <= to.len()), "a range within its buffer");
-        into.keep(to);
+        self.keep(into, to);
         // SAFETY: as for `copy`; both numbers are multiples of four.
         unsafe { self.gpu.device().cmd_fill_buffer(into.commands, to.handle(), at, len, pattern) }
     }
@@ -143,7 +193,7 @@ impl<T> Channel<T> {
     pub fn update(&self, into: &mut Recording, to: &Arc<Buffer>, bytes: &[u8]) {
         let whole = bytes.len().is_multiple_of(4) && (1..=65536).contains(&bytes.len());
         assert!(whole && bytes.len() as u64 <= to.len(), "bytes within the buffer");
-        into.keep(to);
+        self.keep(into, to);
         // SAFETY: as for `copy`; the length is one that the call takes.
         unsafe { self.gpu.device().cmd_update_buffer(into.commands, to.handle(), 0, bytes) }
     }
@@ -168,8 +218,8 @@ impl<T> Channel<T> {
         };
         let computes = self.gpu.compute_queue().map(|queue| self.gpu.queue(queue).family);
         assert_eq!(computes, Some(self.gpu.queue(self.queue).family), "a queue for programs");
-        into.keep(from);
-        into.keep(to);
+        self.keep(into, from);
+        self.keep(into, to);
         into.program = Some(program.clone());
         let (parameters, groups) = shader::parameters(source + at, target, len);
         let (device, commands, compute) = (self.gpu.device(), into.commands, vk::PipelineBindPoint::COMPUTE);
@@ -251,12 +301,20 @@ impl<T> Channel<T> {
         after: Option<(Arc<Timeline>, u64)>,
         load: T,
     ) -> Result<(), (T, CallError)> {
+        if !recording.foreign.is_empty() {
+            let to_others = (self.gpu.owner(self.queue), vk::QUEUE_FAMILY_FOREIGN_EXT);
+            self.transfer(&recording, &recording.foreign, to_others);
+        }
         // SAFETY: the recording has begun, and all commands were recorded.
         let ended = self.gpu.call("vkEndCommandBuffer", |d| unsafe { d.end_command_buffer(recording.commands) });
         if let Err(e) = ended.and_then(|()| self.gpu.check()) {
             self.free.push(recording.commands);
             return Err((load, e));
         }
+        let gpu = self.gpu.clone();
+        let ownership = (!recording.foreign.is_empty()).then(|| gpu.ownership());
+        let mut after: Vec<_> = after.into_iter().collect();
+        self.after_owners(&recording, &mut after);
         let value = self.last + 1;
         let (commands, signals) = ([recording.commands], [self.timeline().handle()]);
         let (waits, wait_values): (Vec<_>, Vec<_>) = after.iter().map(|(t, value)| (t.handle(), *value)).unzip();
@@ -272,7 +330,7 @@ impl<T> Channel<T> {
             .signal_semaphores(&signals)
             .push_next(&mut timeline);
         let queue = self.gpu.queue(self.queue).lock();
-        recording.after = after.map(|(timeline, _)| timeline);
+        recording.after = after.into_iter().map(|(timeline, _)| timeline).collect();
         // SAFETY: the structures live until the call returns; what the commands use and wait for is kept by the
         // recording, which becomes a flight; the queue is locked.
         let sent = self.gpu.call("vkQueueSubmit", |d| unsafe { d.queue_submit(*queue, &[info], vk::Fence::null()) });
@@ -285,6 +343,10 @@ impl<T> Channel<T> {
             // A call that finds the device lost may have sent them.
             _ => {
                 self.last = value;
+                for last in recording.foreign.iter().filter_map(|buffer| buffer.foreign()) {
+                    *last.lock().unwrap_or_else(PoisonError::into_inner) = Some((self.timeline().clone(), value));
+                }
+                drop(ownership);
                 self.flights.push_back(Flight { value, recording, load });
                 Ok(())
             }

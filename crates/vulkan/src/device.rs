@@ -29,7 +29,8 @@ pub struct VulkanOptions {
     pub sparse: bool,
     /// Import host memory where the driver can. Without it, only buffers of the device's own heap can be registered.
     pub host_import: bool,
-    /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can.
+    /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can. With
+    /// `VK_EXT_queue_family_foreign`, submissions of several queues to one allocation then follow each other.
     pub exportable: bool,
     /// Copies of at most so many bytes are the processor's while the GPU is idle, where it shares its memory with the
     /// host; 0 for none.
@@ -198,6 +199,7 @@ impl VulkanDevice {
 
     /// A dma-buf of allocated memory, for another device or process, and the offset in it of the first byte. It keeps
     /// the memory: all that was allocated at once with it, up to the driver's limits. Of memory that is bound, too.
+    /// Others may use what was allocated whenever no operation on it is in flight.
     ///
     /// # Errors
     /// [`Error::NotExportable`] unless the device was opened [so](VulkanOptions::exportable) and the driver can;

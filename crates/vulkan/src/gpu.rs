@@ -59,6 +59,12 @@ pub(crate) struct Live {
     /// Added to the addresses of sparse buffers, which some drivers have in the upper half.
     #[cfg(test)]
     pub high: AtomicU64,
+    /// Buffers that were acquired from the foreign queue family, or released to it.
+    #[cfg(test)]
+    pub transfers: AtomicU64,
+    /// Queues that submissions waited for, because these owned a buffer before them.
+    #[cfg(test)]
+    pub handovers: AtomicU64,
 }
 
 /// An opened GPU.
@@ -83,6 +89,8 @@ pub(crate) struct Gpu {
     sparse_types: OnceLock<u32>,
     /// The first call that found the device lost.
     lost: OnceLock<CallError>,
+    /// Held by submissions that use foreign buffers, so that they follow each other in one order.
+    ownership: Mutex<()>,
     live: Arc<Live>,
     library: Arc<Library>,
 }
@@ -184,6 +192,9 @@ impl Gpu {
             extensions.push(ext::external_memory_dma_buf::NAME.as_ptr());
             extensions.push(khr::external_memory_fd::NAME.as_ptr());
         }
+        if info.foreign_queues {
+            extensions.push(ext::queue_family_foreign::NAME.as_ptr());
+        }
         if info.portability_subset {
             extensions.push(khr::portability_subset::NAME.as_ptr());
         }
@@ -236,6 +247,7 @@ impl Gpu {
             compute,
             sparse_types: OnceLock::new(),
             lost: OnceLock::new(),
+            ownership: Mutex::default(),
             live,
             library,
         }))
@@ -292,6 +304,21 @@ impl Gpu {
 
     pub fn queue(&self, index: usize) -> &QueueHandle {
         &self.queues[index]
+    }
+
+    /// The family that owns a foreign buffer while this queue uses it. Buffers of several families are owned by all.
+    pub fn owner(&self, queue: usize) -> u32 {
+        if self.is_shared() { vk::QUEUE_FAMILY_IGNORED } else { self.queue(queue).family }
+    }
+
+    /// Buffers are made for the queues of several families.
+    fn is_shared(&self) -> bool {
+        self.families.len() > 1
+    }
+
+    /// To be held from the look at the [last users](Foreign) of buffers until they are this submission.
+    pub fn ownership(&self) -> MutexGuard<'_, ()> {
+        self.ownership.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Device memory is allocated to be exported.
@@ -404,12 +431,17 @@ impl Gpu {
         if len > most {
             return Err(Error::TooLarge { what: "a buffer", len, most });
         }
-        let sharing = if self.families.len() > 1 { vk::SharingMode::CONCURRENT } else { vk::SharingMode::EXCLUSIVE };
+        let sharing = if self.is_shared() { vk::SharingMode::CONCURRENT } else { vk::SharingMode::EXCLUSIVE };
         let info = info.sharing_mode(sharing).queue_family_indices(&self.families);
         // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
         let buffer = self.call("vkCreateBuffer", |d| unsafe { d.create_buffer(&info, None) })?;
         self.live.buffers.fetch_add(1, Ordering::Relaxed);
-        Ok(Buffer { buffer, len: info.size, memory: None, window: None, gpu: self.clone() })
+        Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign: None, gpu: self.clone() })
+    }
+
+    /// What makes a buffer foreign if its memory is or can be a dma-buf, and the driver transfers ownership.
+    fn foreign(&self, is_dma_buf: bool) -> Option<Foreign> {
+        (is_dma_buf && self.info.foreign_queues).then(Foreign::default)
     }
 
     /// Allocates a buffer of device memory of this heap.
@@ -419,7 +451,8 @@ impl Gpu {
         if self.exportable {
             create = create.push_next(&mut external);
         }
-        let buffer = self.create_buffer(&create)?;
+        let mut buffer = self.create_buffer(&create)?;
+        buffer.foreign = self.foreign(self.exportable);
         let needs = buffer.requirements();
         // It may be bound to sparse buffers, too.
         let bits = needs.memory_type_bits & self.sparse_types.get().unwrap_or(&u32::MAX);
@@ -501,8 +534,9 @@ impl Gpu {
         })?;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let buffer =
+        let mut buffer =
             self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external))?;
+        buffer.foreign = self.foreign(true);
         let needs = buffer.requirements();
         let bits = needs.memory_type_bits & properties.memory_type_bits;
         let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
@@ -684,8 +718,14 @@ pub(crate) struct Buffer {
     len: u64,
     memory: Option<Arc<Memory>>,
     window: Option<Window>,
+    foreign: Option<Foreign>,
     gpu: Arc<Gpu>,
 }
+
+/// Of a buffer whose memory other devices and processes may use: the last submission that used it, as a timeline and
+/// the value that this reaches at its end. Between submissions the foreign queue family owns the memory, also before
+/// the first one, so that it can be exported at any time.
+pub(crate) type Foreign = Mutex<Option<(Arc<Timeline>, u64)>>;
 
 /// Where the first byte of a buffer is mapped, as long as its memory exists.
 struct Window {
@@ -728,9 +768,10 @@ impl Buffer {
     }
 
     /// Bytes of it that are mapped into this process; `None` where they are not, or, for reading, where the
-    /// processor does not cache them and would take far longer than the GPU. They are coherent with the GPU.
+    /// processor does not cache them and would take far longer than the GPU. They are coherent with the GPU, but may
+    /// not be with other devices: `None` for foreign buffers.
     pub fn as_volatile_slice(&self, at: u64, len: u64, reads: bool) -> Option<VolatileSlice<'_>> {
-        let window = self.window.as_ref().filter(|window| window.cached || !reads)?;
+        let window = self.window.as_ref().filter(|window| self.foreign.is_none() && (window.cached || !reads))?;
         at.checked_add(len).filter(|end| *end <= self.len)?;
         let (at, len) = (usize::try_from(at).ok()?, usize::try_from(len).ok()?);
         // SAFETY: the range lies in the buffer, as was just checked, all of which is mapped until its memory is freed,
@@ -745,6 +786,11 @@ impl Buffer {
     /// Bytes.
     pub fn len(&self) -> u64 {
         self.len
+    }
+
+    /// Its last user, if other devices may use it and the driver transfers ownership.
+    pub fn foreign(&self) -> Option<&Foreign> {
+        self.foreign.as_ref()
     }
 
     /// The memory; `None` for a sparse buffer.

@@ -236,6 +236,7 @@ impl Library {
             dma_buf_import: imports.contains(External::IMPORTABLE),
             dma_buf_export: exports.contains(External::EXPORTABLE),
             dedicated_export: exports.contains(External::DEDICATED_ONLY),
+            foreign_queues: dma_bufs && has(ext::queue_family_foreign::NAME),
             sparse_export: sparse && shares_with_sparse(exports, shares(of_device, SPARSE)),
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
             portability_subset: has(khr::portability_subset::NAME),
@@ -425,6 +426,8 @@ pub struct GpuInfo {
     pub(crate) families: Vec<(vk::QueueFlags, u32)>,
     pub(crate) memory_types: Vec<MemoryType>,
     pub(crate) device_type: vk::PhysicalDeviceType,
+    /// Dma-bufs are acquired from other devices and released to them (`VK_EXT_queue_family_foreign`).
+    pub(crate) foreign_queues: bool,
     pub(crate) timeline: bool,
     pub(crate) portability_subset: bool,
     pub(crate) memory_budget: bool,

@@ -162,7 +162,7 @@ impl Writer<'_> {
     /// Keeps the memory that is bound where a run lies.
     fn keep_behind(&mut self, run: &Run) {
         if let Some(memory) = &run.behind {
-            self.recording.keep(memory);
+            self.channel.keep(self.recording, memory);
             self.bound = true;
         }
     }

@@ -109,7 +109,7 @@ impl Reader {
         let mut done = 0;
         for run in &self.device_runs {
             if let Some(memory) = &run.behind {
-                recording.keep(memory);
+                self.channel.keep(recording, memory);
             }
             let mut within = 0;
             while within < run.len {

@@ -64,6 +64,11 @@ fn descriptor(buf: &SharedBuf, software: bool) -> Option<OwnedFd> {
     }
 }
 
+/// Transfers of ownership, and queues that were waited for because of it.
+fn owned(live: &Live) -> (u64, u64) {
+    (live.transfers.load(Ordering::Relaxed), live.handovers.load(Ordering::Relaxed))
+}
+
 #[test]
 fn host_memory_is_imported() {
     let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
@@ -100,6 +105,7 @@ fn host_memory_is_imported() {
         write(&buf, &bytes);
         let back = AnonHeap::new().allocate(SIZE).unwrap().share();
         let target = gpu.import(&back.reference(), 0, SIZE).unwrap();
+        let before = owned(&live);
         let mut channel = Channel::new(gpu, 0).unwrap();
         let mut recording = channel.begin().unwrap();
         let region = vk::BufferCopy { src_offset: 0, dst_offset: 0, size: SIZE as u64 };
@@ -109,6 +115,8 @@ fn host_memory_is_imported() {
         channel.wait(LONG).unwrap();
         channel.ended(drop).unwrap();
         assert!(read(&back) == bytes, "{kind}: the GPU's copy");
+        let transfers = if info.foreign_queues { 2 } else { 0 };
+        assert_eq!(owned(&live), (before.0 + transfers, before.1), "{kind}: not what was imported by its address");
     }
     drop(device);
     assert_eq!(left(&live), [0; 6]);
@@ -289,8 +297,10 @@ fn memory_that_can_be_exported_is_bound() {
     let range = space.reserve(&table, SIZE as u64).unwrap();
     space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: SIZE as u64, access: Access::RW }).unwrap();
     let (at, bytes) = (space.at(range.first()), pattern(4));
-    let host = gpu.host(&bytes);
+    let (host, before) = (gpu.host(&bytes), owned(&gpu.live).0);
     drop(run(&mut *gpu.queues[0], vec![Operation::write(host, at)]).unwrap());
+    let transfers = if gpu.device.gpu().foreign_queues { 2 } else { 0 };
+    assert_eq!(owned(&gpu.live).0 - before, transfers, "of the memory behind the sparse buffer");
     if let Some(shared) = exported(&gpu, &table) {
         assert!(read(&shared) == bytes, "what was written at the bound address");
     }
@@ -321,4 +331,84 @@ fn a_descriptor_that_is_no_dma_buf_is_refused_and_closed() {
     assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::BrokenPipe, "a copy of the descriptor is left");
     drop(buf);
     gpu.end();
+}
+
+#[test]
+fn a_queue_owns_memory_after_all_that_owned_it_before() {
+    const HALF: u64 = SIZE as u64 / 2;
+    let Some(gpu) = Opened::new(false) else { return };
+    let (device, info) = (gpu.device.shared(), gpu.device.gpu());
+    if !info.dma_buf_import || !info.foreign_queues {
+        return skip("the driver imports no dma-bufs, or has no VK_EXT_queue_family_foreign");
+    }
+    let mut buffers = Vec::new();
+    for buf in [memfd(), memfd()] {
+        let Some(fd) = descriptor(&buf, info.kind == "software GPU") else { return skip("no udmabuf") };
+        buffers.push(device.import_dma_buf(&buf.reference(), SIZE, fd).unwrap());
+    }
+    let mut queues = [(); 2].map(|()| Channel::new(device, 0).unwrap());
+    let mut use_all = |queue: usize, used: &[usize], fails: bool| {
+        let (before, channel) = (owned(&gpu.live), &mut queues[queue]);
+        let mut recording = channel.begin().unwrap();
+        for half in 0..2 {
+            for buffer in used {
+                channel.fill(&mut recording, &buffers[*buffer], half * HALF, HALF, 7);
+            }
+        }
+        if fails {
+            gpu.faults.fail_call("vkQueueSubmit", vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+        }
+        assert_eq!(channel.submit(recording, None, ()).is_err(), fails);
+        gpu.faults.heal();
+        let (transfers, handovers) = owned(&gpu.live);
+        assert_eq!(transfers - before.0, 2 * used.len() as u64, "acquired once, and released");
+        handovers - before.1
+    };
+    let waits = [
+        (0, &[0][..], 0),
+        (0, &[0], 0),
+        (1, &[1], 0),
+        (0, &[1, 0], 1),
+        // For the one queue that had both, once.
+        (1, &[0, 1], 1),
+        (0, &[1], 1),
+    ];
+    for (number, (queue, used, for_others)) in waits.into_iter().enumerate() {
+        assert_eq!(use_all(queue, used, false), for_others, "submission {number}");
+    }
+    // One that was not sent owns nothing.
+    assert_eq!(use_all(1, &[1], true), 1);
+    assert_eq!(use_all(0, &[1], false), 0);
+    assert_eq!(use_all(1, &[1], false), 1);
+    for queue in &mut queues {
+        while queue.in_flight() > 0 {
+            queue.wait(LONG).unwrap();
+            queue.ended(drop).unwrap();
+        }
+    }
+    drop((queues, buffers));
+    gpu.end();
+}
+
+#[test]
+fn the_processor_makes_no_copies_of_memory_that_can_be_exported() {
+    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    let validation = Some(messages.clone());
+    let options =
+        VulkanOptions { sparse: false, exportable: true, direct: SIZE as u64, validation, ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if !device.gpu().dma_buf_export || !device.gpu().foreign_queues || !device.shared().maps_memory() {
+        return skip("the driver exports no memory, has no VK_EXT_queue_family_foreign, or maps no memory");
+    }
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let table = memory.allocate(SIZE as u64, &Placement::Default).unwrap();
+    let at = DeviceAddr::Card(table.segments().next().unwrap().addr);
+    let (buf, via) = register(&*registrar, &*registrar.heap(None), &[7; 4096]).unwrap();
+    let (write, before) = (Operation::write(HostSlice::from((buf.into_slice(), via)), at), owned(&live).0);
+    drop(run(&mut *queues[0], vec![write]).unwrap());
+    assert_eq!(owned(&live).0 - before, 2, "of the GPU's copy");
+    drop((queues, memory, registrar, device));
+    assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
 }
