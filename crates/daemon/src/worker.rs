@@ -11,6 +11,7 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -34,10 +35,12 @@ const SAMPLE_TIME: Duration = Duration::from_micros(20);
 /// The most that a user can owe for work of other threads, 64 ms: who maps memory all the time, and then stops, is
 /// served again soon.
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
-/// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users.
+/// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users. Up to as
+/// much more is paid at a time.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
-/// Who owes more than this, 2 ms, waits longer for a user who may come back. Steps that take so long have waited
-/// themselves.
+/// The longest that others wait for a user who may come back, whatever that user's operations took.
+const MAX_GAP: Duration = Duration::from_millis(2);
+/// But who owes more than this, 2 ms, waits longer. Steps that take so long have waited themselves.
 const LONG_DEBT: i64 = 2_000_000 * NANOSECOND_COST;
 /// So long after the last step a user may still come back: its client may be waiting for a processor.
 const LONG_GAP: Duration = Duration::from_millis(10);
@@ -51,6 +54,11 @@ const MIN_STEP: u64 = 32 << 10;
 const STEP_TIME: Duration = Duration::from_micros(200);
 /// A step that cost fewer bytes than this in each nanosecond did more than copy: no memory is so slow.
 const SLOW: u128 = 2;
+/// After so many kicks in a row without work behind them, a function's kicks are not listened to for a while: each
+/// takes a processor that a client may wait for.
+const EMPTY_KICKS: u32 = 32;
+/// That while: so long a doorbell may be overlooked while the worker sleeps.
+const DEAF_TIME: Duration = Duration::from_millis(5);
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
@@ -84,12 +92,14 @@ struct UserTurn {
     deficit: i64,
     /// When the last step ended.
     stepped: Option<Instant>,
-    /// What the steps took that came after the user last had nothing to do.
+    /// What the steps took that came after the user last had nothing to do, [`MAX_GAP`] at most.
     burst: Duration,
     /// There was nothing to do in the last round.
     idle: bool,
     /// Until when the user's debt has been paid.
     paid: Option<Instant>,
+    /// The user waits for another one.
+    held: bool,
     turns: Vec<Turn>,
     /// The function whose turn it is.
     next: usize,
@@ -105,6 +115,12 @@ struct Turn {
     continues: bool,
     /// The limit of the next step's cost.
     most: u64,
+    /// The client has kicked, and the function's turn has not come since.
+    kicked: bool,
+    /// Kicks in a row that brought no work.
+    empty_kicks: u32,
+    /// Until when kicks are not listened to.
+    deaf: Option<Instant>,
 }
 
 /// Measures how long steps take, and what part of that time their users pay for.
@@ -218,18 +234,52 @@ impl RunQueue {
 
     /// Adds a function to those that the worker runs.
     pub(crate) fn add(&self, function: Arc<Function>) -> std::io::Result<()> {
-        // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
-        // the client shares the file and can clear O_NONBLOCK.
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(0), flags)?;
+        self.listen(&function)?;
         self.change(|functions| functions.push(function));
         Ok(())
     }
 
+    fn listen(&self, function: &Arc<Function>) -> rustix::io::Result<()> {
+        // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
+        // the client shares the file and can clear O_NONBLOCK.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(number_of(function)), flags)
+    }
+
     /// Removes a function.
     pub(crate) fn remove(&self, function: &Arc<Function>) {
-        let _ = epoll::delete(&self.epoll, function.kick());
-        self.change(|functions| functions.retain(|f| !Arc::ptr_eq(f, function)));
+        self.change(|functions| {
+            // With the list, so that the worker does not listen again: the client keeps the file open.
+            let _ = epoll::delete(&self.epoll, function.kick());
+            functions.retain(|f| !Arc::ptr_eq(f, function));
+        });
+    }
+
+    /// Does not listen to functions whose kicks bring no work, for a while. When to look again.
+    fn ignore_empty_kicks(&self, users: &mut [UserTurn]) -> Option<Instant> {
+        let now = Instant::now();
+        let turns = users.iter_mut().flat_map(|user| &mut user.turns).filter(|turn| turn.empty_kicks >= EMPTY_KICKS);
+        turns
+            .filter_map(|turn| {
+                match turn.deaf {
+                    Some(end) if end > now => {}
+                    Some(_) => {
+                        let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+                        if functions.iter().any(|f| Arc::ptr_eq(f, &turn.function)) {
+                            // Without memory for it, the next time.
+                            let _ = self.listen(&turn.function);
+                        }
+                        // The next one that brings nothing is enough.
+                        (turn.deaf, turn.empty_kicks) = (None, EMPTY_KICKS - 1);
+                    }
+                    None => {
+                        let _ = epoll::delete(&self.epoll, turn.function.kick());
+                        turn.deaf = Some(now + DEAF_TIME);
+                    }
+                }
+                turn.deaf
+            })
+            .min()
     }
 
     /// Runs the queues until [`RunQueue::quit`]. Spins for `spin` before it sleeps.
@@ -237,11 +287,17 @@ impl RunQueue {
         let mut users: Vec<UserTurn> = Vec::new();
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
-        let mut asleep = false;
+        // Whether a sleep was announced, and until when some were not told.
+        let (mut asleep, mut untold) = (false, None::<Instant>);
         let clock = Clock::new(&Instant::now, &Usage::of_this_thread);
-        let set_asleep = |users: &[UserTurn], asleep| {
-            users.iter().flat_map(|u| &u.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
+        let set_asleep = |users: &[UserTurn], asleep: bool| {
+            // Who waits need not kick: the worker will look.
+            let users = users.iter().filter(|user| !asleep || !user.held);
+            let turns = users.flat_map(|user| &user.turns).filter(|turn| !asleep || turn.deaf.is_none());
+            turns.for_each(|turn| turn.function.page().set_asleep(asleep));
         };
+        // Waits for others are shorter than the 50 us by which the kernel would let them take longer.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         while !self.quit.load(Ordering::SeqCst) {
             #[cfg(test)]
             if self.paused.load(Ordering::SeqCst) {
@@ -259,7 +315,8 @@ impl RunQueue {
                 clock.sample(Instant::now());
             }
             let (all, held) = round(&mut users, &clock);
-            let longest = held.map_or(MAX_SLEEP, |end| end.saturating_duration_since(Instant::now()));
+            let end = held.into_iter().chain(untold.filter(|_| asleep)).min();
+            let longest = end.map_or(MAX_SLEEP, |end| end.saturating_duration_since(Instant::now()).min(MAX_SLEEP));
             // Spinning is for clients that ring again soon. What else wakes the worker must not keep it awake: the
             // client that it has just called may wait for its processor.
             if all.stepped.is_some() {
@@ -272,10 +329,11 @@ impl RunQueue {
                 // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
                 // A function that is added in between was told nothing, but `change` wakes after it has counted.
                 asleep = true;
+                untold = self.ignore_empty_kicks(&mut users).into_iter().chain(held).min();
                 set_asleep(&users, true);
                 continue;
             } else {
-                self.sleep(longest);
+                self.sleep(longest, &mut users);
                 clock.sample(Instant::now()); // it has waited for work
             }
             if std::mem::take(&mut asleep) {
@@ -311,10 +369,10 @@ impl RunQueue {
         let mut paid = false;
         charges.retain(|user, owed| {
             let (before, turn) = (*owed, turn_of(users, *user));
-            if turn.deficit < -QUANTUM {
-                return true; // first what its steps have cost
+            if turn.deficit <= -MAX_AHEAD {
+                return true;
             }
-            *owed -= before.min(QUANTUM);
+            *owed -= before.min(MAX_AHEAD + turn.deficit);
             turn.deficit -= before - *owed;
             paid |= before > MAX_AHEAD && *owed <= MAX_AHEAD;
             *owed > 0
@@ -326,10 +384,16 @@ impl RunQueue {
         }
     }
 
-    fn sleep(&self, longest: Duration) {
-        let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
+    fn sleep(&self, longest: Duration, users: &mut [UserTurn]) {
         let longest = Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: i64::from(longest.subsec_nanos()) };
-        let _ = epoll::wait(&self.epoll, &mut events, Some(&longest));
+        // `epoll_wait` has milliseconds, and `epoll_pwait2` is missing in older kernels.
+        let mut ready = [PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
+        let _ = rustix::event::poll(&mut ready, Some(&longest));
+        let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
+        let (events, _) = epoll::wait(&self.epoll, &mut events, Some(&Timespec::default())).unwrap_or_default();
+        for turn in users.iter_mut().flat_map(|user| &mut user.turns) {
+            turn.kicked |= events.iter().any(|event| event.data.u64() == number_of(&turn.function));
+        }
         let mut ready = [PollFd::new(&self.wake, rustix::event::PollFlags::IN)];
         if rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
             let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
@@ -337,32 +401,67 @@ impl RunQueue {
     }
 }
 
+/// The number of a function's kicks: its address, while it is in the list.
+fn number_of(function: &Arc<Function>) -> u64 {
+    Arc::as_ptr(function).addr() as u64
+}
+
 /// Runs one round of all users but those who wait for another one. With when the first of these is looked at again.
 fn round(users: &mut [UserTurn], clock: &Clock<'_>) -> (Served, Option<Instant>) {
     let (mut all, mut held) = (Served::default(), None::<Instant>);
-    for i in 0..users.len() {
-        if users[i].deficit <= 0 && !users[i].idle {
+    let gaps = Gaps::of(users);
+    for user in users {
+        user.held = false;
+        if user.deficit <= 0 && !user.idle {
             let now = (clock.now)();
-            let by_time = gap(users, i, now).is_some();
-            users[i].pay(by_time, now);
-            if let Some(end) = gap(users, i, now) {
+            user.pay(gaps.end(-user.deficit, now).is_some(), now);
+            let end = gaps.end(-user.deficit, now);
+            user.held = end.is_some();
+            if let Some(end) = end {
                 held = Some(held.map_or(end, |held| held.min(end)));
                 continue;
             }
         }
-        let served = users[i].serve(clock);
+        let served = user.serve(clock);
         (all.stepped, all.owed) = (all.stepped.max(served.stepped), all.owed | served.owed);
     }
     (all, held)
 }
 
-/// Until when user `i` waits for others who have nothing to do at the moment, and no longer than its debt takes.
-fn gap(users: &[UserTurn], i: usize, now: Instant) -> Option<Instant> {
-    let debt = -users[i].deficit;
-    let others = users.iter().enumerate().filter(|(j, _)| *j != i);
-    let end = others.filter_map(|(_, other)| other.may_come_back(debt)).max().filter(|end| *end > now)?;
-    let left = Duration::from_nanos((debt / NANOSECOND_COST) as u64);
-    Some(if debt > QUANTUM { end.min(now + left) } else { end })
+/// Until when others wait for users who have nothing to do at the moment, but may come back.
+#[derive(Default)]
+struct Gaps {
+    /// Who owes no more than a round: half as long as such a user's last operations took.
+    short: Option<Instant>,
+    /// Who owes more: as long as they took.
+    full: Option<Instant>,
+    /// Who has a long debt.
+    long: Option<Instant>,
+}
+
+impl Gaps {
+    fn of(users: &[UserTurn]) -> Self {
+        let mut all = Self::default();
+        for user in users.iter().filter(|user| user.idle && !user.turns.is_empty()) {
+            let Some(end) = user.stepped else { continue };
+            all.short = all.short.max(Some(end + user.burst / 2));
+            all.full = all.full.max(Some(end + user.burst));
+            all.long = all.long.max(Some(end + LONG_GAP));
+        }
+        all
+    }
+
+    /// Until when a user who owes so much waits: who owes more than a round, no longer than time takes to pay it. So
+    /// others have about 0.4 of the time even beside a user who comes back at the last moment each time.
+    fn end(&self, debt: i64, now: Instant) -> Option<Instant> {
+        let end = match debt {
+            debt if debt > LONG_DEBT => self.long,
+            debt if debt > QUANTUM => self.full,
+            _ => self.short,
+        };
+        let paid = now + Duration::from_nanos((debt / NANOSECOND_COST) as u64);
+        end.filter(|end| *end > now).map(|end| if debt > QUANTUM { end.min(paid) } else { end })
+    }
 }
 
 /// The turn of a user, which may be new.
@@ -417,20 +516,8 @@ impl<'a> Clock<'a> {
 
 impl UserTurn {
     fn of(user: u32, turns: Vec<Turn>) -> Self {
-        let (stepped, burst, idle, paid) = (None, Duration::ZERO, true, None);
-        Self { user, deficit: 0, stepped, burst, idle, paid, turns, next: 0 }
-    }
-
-    /// Until when a user who owes so much waits for this one, which has nothing to do: as long as this one's last
-    /// operations took, or half as long where nothing is owed, so that others have 0.4 of the time even if this one
-    /// comes back at the last moment each time.
-    fn may_come_back(&self, debt: i64) -> Option<Instant> {
-        let gap = match debt {
-            debt if debt > LONG_DEBT => LONG_GAP,
-            debt if debt > QUANTUM => self.burst,
-            _ => self.burst / 2,
-        };
-        self.stepped.filter(|_| self.idle).map(|end| end + gap)
+        let (stepped, burst, idle, paid, held) = (None, Duration::ZERO, true, None, false);
+        Self { user, deficit: 0, stepped, burst, idle, paid, held, turns, next: 0 }
     }
 
     /// The user's debt is paid until now: by the time that has passed, or else by this round.
@@ -458,7 +545,7 @@ impl UserTurn {
             all.owed |= served.owed;
         }
         if all.stepped.is_some() {
-            self.burst = all.took + if self.idle { Duration::ZERO } else { self.burst };
+            self.burst = (all.took + if self.idle { Duration::ZERO } else { self.burst }).min(MAX_GAP);
             (self.stepped, self.paid) = (all.stepped, all.stepped);
         }
         all.owed |= self.deficit <= 0;
@@ -470,7 +557,8 @@ impl UserTurn {
 
 impl Turn {
     fn of(function: Arc<Function>) -> Self {
-        Self { function, deficit: 0, next: 0, continues: false, most: MAX_STEP }
+        let (next, continues, kicked, empty_kicks, deaf) = (0, false, false, 0, None);
+        Self { function, deficit: 0, next, continues, most: MAX_STEP, kicked, empty_kicks, deaf }
     }
 
     /// Runs one round of a function, or as much as the user may still spend.
@@ -491,6 +579,7 @@ impl Turn {
                 let queue = self.next;
                 self.next = (queue + 1) % queues;
                 if let Some(cost) = self.function.step(queue, self.most) {
+                    (self.kicked, self.empty_kicks) = (false, 0);
                     let after = (clock.now)();
                     let took = after.duration_since(before);
                     (all.stepped, any, before) = (Some(after), true, after);
@@ -514,6 +603,7 @@ impl Turn {
                 }
             }
             if !any {
+                self.empty_kicks += u32::from(std::mem::take(&mut self.kicked));
                 self.deficit = 0;
                 return all;
             }
@@ -773,7 +863,7 @@ mod tests {
 
     #[test]
     fn who_owes_waits_for_a_user_between_two_operations() {
-        let ([mut backlog, _], mut users) = two_users();
+        let ([mut backlog, mut other], mut users) = two_users();
         let (start, passed) = (Instant::now(), Cell::new(Duration::ZERO));
         let (now, usage) = (|| start + passed.get(), at_work());
         let clock = Clock::new(&now, &usage);
@@ -808,6 +898,21 @@ mod tests {
         owes(&mut users, us(100_000));
         assert_eq!([us(1), us(9_000)].map(|at| until(&mut users, at)), [Some(LONG_GAP); 2]);
         assert_eq!(until(&mut users, LONG_GAP), None);
+        // However long the other user has worked without a gap.
+        let all = users[1].turns.len();
+        for _ in 0..200 {
+            (users[1].idle, users[1].deficit) = (false, 0);
+            other.refill_to(1);
+            passed.set(passed.get() + us(1_000));
+            users[1].serve(&Clock::new(&|| start + passed.replace(passed.get() + us(500)), &usage));
+        }
+        assert_eq!((users[1].burst, users[1].turns.len()), (MAX_GAP, all));
+        // Nobody waits for a user without functions.
+        owes(&mut users, us(0));
+        users[1].idle = true;
+        let turns = std::mem::take(&mut users[1].turns);
+        assert_eq!(until(&mut users, us(1)), None);
+        (users[1].turns, users[0].idle) = (turns, false);
         // Who has nothing to do waits for nobody.
         (users[0].deficit, users[0].idle) = (0, true);
         users[1].stepped = Some(start + LONG_GAP);
@@ -943,7 +1048,7 @@ mod tests {
             users.iter_mut().fold(false, |did, user| user.serve(&Clock::new(&|| now, &at_work())).busy() | did)
         };
         // 1 ms of another thread is 61 rounds of the worker; user 5 has no function, and owes all the same.
-        for (user, ms) in [(0, 1), (5, 3), (6, 100), (6, 100)] {
+        for (user, ms) in [(0, 1), (5, 4), (6, 100), (6, 100)] {
             queue.charge(user, Duration::from_millis(ms));
         }
         assert_eq!([0, 5, 6, 7].map(|user| queue.owes(user)), [false, true, true, false]);
@@ -990,6 +1095,40 @@ mod tests {
         queue.quit();
         let worked = worker.join().unwrap();
         assert!(worked < 5 * spin, "{worked:?} of a second");
+    }
+
+    #[test]
+    fn kicks_without_work_are_not_listened_to_for_a_while() {
+        let (queue, budget) = (RunQueue::new().unwrap(), Arc::new(Budget::new(&Config::default())));
+        let mut backlog = Backlog::new(4096, 1, &budget);
+        let function = backlog.turn.turns[0].function.clone();
+        queue.add(function.clone()).unwrap();
+        let (mut users, now, usage) = (Vec::new(), Instant::now(), at_work());
+        queue.refresh(&mut users);
+        // The first is that of the eventfd itself, which may be readable.
+        queue.sleep(Duration::ZERO, &mut users);
+        let kick = |users: &mut Vec<UserTurn>| {
+            crate::socket::kick(function.kick());
+            queue.sleep(Duration::ZERO, users);
+            let heard = users[0].turns[0].kicked;
+            round(users, &Clock::new(&|| now, &usage));
+            heard
+        };
+        users[0].turns[0].kicked = false;
+        for _ in 0..EMPTY_KICKS {
+            assert_eq!(queue.ignore_empty_kicks(&mut users), None);
+            assert!(kick(&mut users));
+        }
+        assert!(queue.ignore_empty_kicks(&mut users).is_some());
+        assert!(!kick(&mut users) && queue.ignore_empty_kicks(&mut users).is_some());
+        // One more chance after a while.
+        users[0].turns[0].deaf = Some(now);
+        assert!(queue.ignore_empty_kicks(&mut users).is_none() && kick(&mut users));
+        assert!(queue.ignore_empty_kicks(&mut users).is_some());
+        // Work is seen all the same, and forgives.
+        backlog.refill_to(1);
+        assert!(!kick(&mut users));
+        assert_eq!(users[0].turns[0].empty_kicks, 0);
     }
 
     #[test]

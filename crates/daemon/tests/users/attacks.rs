@@ -14,7 +14,10 @@ const GIB: usize = 1 << 30;
 /// Runs as the hostile user until it is killed.
 type Attack = fn(&Path) -> !;
 
-/// By name. The first two are no attacks: they take processors and memory without the daemon.
+/// So many of the attacks are none: they take processors and memory without the daemon.
+pub(crate) const WITHOUT_DAEMON: usize = 2;
+
+/// By name.
 pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("spinning", spinning),
     ("freeing", freeing),
