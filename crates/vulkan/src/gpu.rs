@@ -306,9 +306,9 @@ impl Gpu {
         &self.queues[index]
     }
 
-    /// The family that owns a foreign buffer while this queue uses it. Buffers of several families are owned by all.
+    /// The family that owns a foreign buffer while this queue uses it.
     pub fn owner(&self, queue: usize) -> u32 {
-        if self.is_shared() { vk::QUEUE_FAMILY_IGNORED } else { self.queue(queue).family }
+        self.queue(queue).family
     }
 
     /// Buffers are made for the queues of several families.
@@ -439,9 +439,11 @@ impl Gpu {
         Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign: None, gpu: self.clone() })
     }
 
-    /// What makes a buffer foreign if its memory is or can be a dma-buf, and the driver transfers ownership.
+    /// What makes a buffer foreign if its memory is or can be a dma-buf, and the driver transfers ownership. Not where
+    /// buffers are shared by several families, from which Vulkan 1.2 transfers to no foreign one
+    /// (VUID-VkBufferMemoryBarrier-None-09050).
     fn foreign(&self, is_dma_buf: bool) -> Option<Foreign> {
-        (is_dma_buf && self.info.foreign_queues).then(Foreign::default)
+        (is_dma_buf && self.info.foreign_queues && !self.is_shared()).then(Foreign::default)
     }
 
     /// Allocates a buffer of device memory of this heap.
