@@ -30,12 +30,13 @@ fn newest(folder: &Path, begins: &str, ends: &str) -> Option<PathBuf> {
     fits.max_by_key(|f| f.metadata().and_then(|m| m.modified()).unwrap()).map(|f| f.path())
 }
 
-/// Compiles a program.
+/// Compiles a program, with what `CFLAGS` says too: a sanitizer that the libraries have is one that it needs.
 fn compile(compiler: &str, source: &str, name: &str, arguments: &[&str], library: &Path) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let compiled = Command::new(compiler)
         .args(arguments)
+        .args(std::env::var("CFLAGS").unwrap_or_default().split_whitespace())
         .args(["-Wall", "-Wextra", "-Werror", "-g", "-I"])
         .arg(here.join("include"))
         .arg(here.join(source))
