@@ -5,9 +5,9 @@
 //! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Work of other threads
 //! for a user, such as mapping memory, is charged to the user's share of the worker.
 //!
-//! A user with few operations in flight has nothing to do whenever its client has yet to see what ended. Then the
-//! others' debts are paid by the time that passes, and not by rounds that take none: else they would fill each gap,
-//! and with few processors the client would not even get one before its turn is over.
+//! The queues of a user with few operations in flight are empty until its client has seen that these ended. In such a
+//! gap, the debts of other users are paid by the time that passes, and not by rounds, which take no time then. If
+//! rounds paid them, the others would fill the gap, and with few processors the client would have to wait for one.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -38,13 +38,13 @@ const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users. Up to as
 /// much more is paid at a time.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
-/// The longest that others wait for a user who may come back, whatever that user's operations took.
+/// The longest that others wait for a user whose queues are empty, however long that user's operations took.
 const MAX_GAP: Duration = Duration::from_millis(2);
-/// But who owes more than this, 2 ms, waits longer. Steps that take so long have waited themselves.
+/// A user who owes more than this, 2 ms, has had steps that waited, and waits for others up to [`LONG_GAP`].
 const LONG_DEBT: i64 = 2_000_000 * NANOSECOND_COST;
-/// So long after the last step a user may still come back: its client may be waiting for a processor.
+/// So long a client may wait for a processor before it submits its next operation.
 const LONG_GAP: Duration = Duration::from_millis(10);
-/// A wait for a user that is shorter than this is spent spinning: to sleep takes as long.
+/// The worker spins, and does not sleep, in a gap that ends sooner than this: to sleep takes as long.
 const SHORT_GAP: Duration = Duration::from_micros(50);
 /// Largest and smallest limit of a step's cost; the limit halves while steps take long.
 const MAX_STEP: u64 = 1 << 20;
@@ -54,11 +54,11 @@ const MIN_STEP: u64 = 32 << 10;
 const STEP_TIME: Duration = Duration::from_micros(200);
 /// A step that cost fewer bytes than this in each nanosecond did more than copy: no memory is so slow.
 const SLOW: u128 = 2;
-/// After so many kicks in a row without work behind them, a function's kicks are not listened to for a while: each
-/// takes a processor that a client may wait for.
+/// After so many kicks in a row that bring no work, the function's kicks are ignored for [`IGNORE_TIME`]: each takes a
+/// processor that another client may wait for.
 const EMPTY_KICKS: u32 = 32;
-/// That while: so long a doorbell may be overlooked while the worker sleeps.
-const DEAF_TIME: Duration = Duration::from_millis(5);
+/// The worker looks at the doorbells of a function whose kicks are ignored after this time at the latest.
+const IGNORE_TIME: Duration = Duration::from_millis(5);
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
@@ -92,7 +92,7 @@ struct UserTurn {
     deficit: i64,
     /// When the last step ended.
     stepped: Option<Instant>,
-    /// What the steps took that came after the user last had nothing to do, [`MAX_GAP`] at most.
+    /// Time of the steps since the user last had nothing to do, [`MAX_GAP`] at most.
     burst: Duration,
     /// There was nothing to do in the last round.
     idle: bool,
@@ -119,8 +119,8 @@ struct Turn {
     kicked: bool,
     /// Kicks in a row that brought no work.
     empty_kicks: u32,
-    /// Until when kicks are not listened to.
-    deaf: Option<Instant>,
+    /// Until when kicks are ignored.
+    ignored: Option<Instant>,
 }
 
 /// Measures how long steps take, and what part of that time their users pay for.
@@ -146,7 +146,7 @@ struct Served {
     cost: i64,
     /// When the last step ended, if a queue had work.
     stepped: Option<Instant>,
-    /// What the steps took.
+    /// Time of the steps.
     took: Duration,
     /// Something is owed for what was done before.
     owed: bool,
@@ -255,31 +255,30 @@ impl RunQueue {
         });
     }
 
-    /// Does not listen to functions whose kicks bring no work, for a while. When to look again.
+    /// Ignores functions whose kicks bring no work, and listens to them again after [`IGNORE_TIME`]. Returns when the
+    /// first of these times ends.
     fn ignore_empty_kicks(&self, users: &mut [UserTurn]) -> Option<Instant> {
         let now = Instant::now();
-        let turns = users.iter_mut().flat_map(|user| &mut user.turns).filter(|turn| turn.empty_kicks >= EMPTY_KICKS);
-        turns
-            .filter_map(|turn| {
-                match turn.deaf {
-                    Some(end) if end > now => {}
-                    Some(_) => {
-                        let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-                        if functions.iter().any(|f| Arc::ptr_eq(f, &turn.function)) {
-                            // Without memory for it, the next time.
-                            let _ = self.listen(&turn.function);
-                        }
-                        // The next one that brings nothing is enough.
-                        (turn.deaf, turn.empty_kicks) = (None, EMPTY_KICKS - 1);
-                    }
-                    None => {
-                        let _ = epoll::delete(&self.epoll, turn.function.kick());
-                        turn.deaf = Some(now + DEAF_TIME);
-                    }
+        for turn in users.iter_mut().flat_map(|user| &mut user.turns) {
+            match turn.ignored {
+                Some(end) if end > now => {}
+                Some(_) => {
+                    let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+                    let is_there = functions.iter().any(|f| Arc::ptr_eq(f, &turn.function));
+                    // Where the kernel has no memory for it, it is tried again later.
+                    let heard = !is_there || self.listen(&turn.function).is_ok();
+                    turn.ignored = (!heard).then(|| now + IGNORE_TIME);
+                    // One more kick that brings no work is enough.
+                    turn.empty_kicks = turn.empty_kicks.min(EMPTY_KICKS - 1);
                 }
-                turn.deaf
-            })
-            .min()
+                None if turn.empty_kicks >= EMPTY_KICKS => {
+                    let _ = epoll::delete(&self.epoll, turn.function.kick());
+                    turn.ignored = Some(now + IGNORE_TIME);
+                }
+                None => {}
+            }
+        }
+        users.iter().flat_map(|user| &user.turns).filter_map(|turn| turn.ignored).min()
     }
 
     /// Runs the queues until [`RunQueue::quit`]. Spins for `spin` before it sleeps.
@@ -287,16 +286,16 @@ impl RunQueue {
         let mut users: Vec<UserTurn> = Vec::new();
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
-        // Whether a sleep was announced, and until when some were not told.
-        let (mut asleep, mut untold) = (false, None::<Instant>);
+        // Whether a sleep was announced, and when it has to end for those to whom it was not.
+        let (mut asleep, mut unannounced) = (false, None::<Instant>);
         let clock = Clock::new(&Instant::now, &Usage::of_this_thread);
         let set_asleep = |users: &[UserTurn], asleep: bool| {
-            // Who waits need not kick: the worker will look.
+            // Not to users who wait for others, nor to those whose kicks are ignored: the worker will look.
             let users = users.iter().filter(|user| !asleep || !user.held);
-            let turns = users.flat_map(|user| &user.turns).filter(|turn| !asleep || turn.deaf.is_none());
+            let turns = users.flat_map(|user| &user.turns).filter(|turn| !asleep || turn.ignored.is_none());
             turns.for_each(|turn| turn.function.page().set_asleep(asleep));
         };
-        // Waits for others are shorter than the 50 us by which the kernel would let them take longer.
+        // Otherwise the kernel would let a wait of 100 us take 50 us more.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         while !self.quit.load(Ordering::SeqCst) {
             #[cfg(test)]
@@ -315,7 +314,7 @@ impl RunQueue {
                 clock.sample(Instant::now());
             }
             let (all, held) = round(&mut users, &clock);
-            let end = held.into_iter().chain(untold.filter(|_| asleep)).min();
+            let end = held.into_iter().chain(unannounced.filter(|_| asleep)).min();
             let longest = end.map_or(MAX_SLEEP, |end| end.saturating_duration_since(Instant::now()).min(MAX_SLEEP));
             // Spinning is for clients that ring again soon. What else wakes the worker must not keep it awake: the
             // client that it has just called may wait for its processor.
@@ -329,7 +328,7 @@ impl RunQueue {
                 // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
                 // A function that is added in between was told nothing, but `change` wakes after it has counted.
                 asleep = true;
-                untold = self.ignore_empty_kicks(&mut users).into_iter().chain(held).min();
+                unannounced = self.ignore_empty_kicks(&mut users).into_iter().chain(held).min();
                 set_asleep(&users, true);
                 continue;
             } else {
@@ -557,8 +556,8 @@ impl UserTurn {
 
 impl Turn {
     fn of(function: Arc<Function>) -> Self {
-        let (next, continues, kicked, empty_kicks, deaf) = (0, false, false, 0, None);
-        Self { function, deficit: 0, next, continues, most: MAX_STEP, kicked, empty_kicks, deaf }
+        let (next, continues, kicked, empty_kicks, ignored) = (0, false, false, 0, None);
+        Self { function, deficit: 0, next, continues, most: MAX_STEP, kicked, empty_kicks, ignored }
     }
 
     /// Runs one round of a function, or as much as the user may still spend.
@@ -899,14 +898,13 @@ mod tests {
         assert_eq!([us(1), us(9_000)].map(|at| until(&mut users, at)), [Some(LONG_GAP); 2]);
         assert_eq!(until(&mut users, LONG_GAP), None);
         // However long the other user has worked without a gap.
-        let all = users[1].turns.len();
         for _ in 0..200 {
             (users[1].idle, users[1].deficit) = (false, 0);
             other.refill_to(1);
             passed.set(passed.get() + us(1_000));
             users[1].serve(&Clock::new(&|| start + passed.replace(passed.get() + us(500)), &usage));
         }
-        assert_eq!((users[1].burst, users[1].turns.len()), (MAX_GAP, all));
+        assert_eq!(users[1].burst, MAX_GAP);
         // Nobody waits for a user without functions.
         owes(&mut users, us(0));
         users[1].idle = true;
@@ -1098,7 +1096,7 @@ mod tests {
     }
 
     #[test]
-    fn kicks_without_work_are_not_listened_to_for_a_while() {
+    fn kicks_without_work_are_ignored_for_a_while() {
         let (queue, budget) = (RunQueue::new().unwrap(), Arc::new(Budget::new(&Config::default())));
         let mut backlog = Backlog::new(4096, 1, &budget);
         let function = backlog.turn.turns[0].function.clone();
@@ -1122,13 +1120,22 @@ mod tests {
         assert!(queue.ignore_empty_kicks(&mut users).is_some());
         assert!(!kick(&mut users) && queue.ignore_empty_kicks(&mut users).is_some());
         // One more chance after a while.
-        users[0].turns[0].deaf = Some(now);
+        users[0].turns[0].ignored = Some(now);
         assert!(queue.ignore_empty_kicks(&mut users).is_none() && kick(&mut users));
         assert!(queue.ignore_empty_kicks(&mut users).is_some());
-        // Work is seen all the same, and forgives.
+        // Work is seen all the same, and forgives once the time is over.
         backlog.refill_to(1);
-        assert!(!kick(&mut users));
-        assert_eq!(users[0].turns[0].empty_kicks, 0);
+        assert!(!kick(&mut users) && queue.ignore_empty_kicks(&mut users).is_some());
+        users[0].turns[0].ignored = Some(now);
+        for _ in 0..EMPTY_KICKS {
+            assert_eq!(queue.ignore_empty_kicks(&mut users), None);
+            assert!(kick(&mut users));
+        }
+        assert!(queue.ignore_empty_kicks(&mut users).is_some());
+        // A function that is gone is not listened to again, though its client keeps the descriptor.
+        queue.remove(&function);
+        users[0].turns[0].ignored = Some(now);
+        assert!(queue.ignore_empty_kicks(&mut users).is_none() && !kick(&mut users));
     }
 
     #[test]
