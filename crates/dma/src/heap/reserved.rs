@@ -63,6 +63,12 @@ impl Reserved {
         self.fresh
     }
 
+    /// True when all pages are present already: recycled memory, and that of heaps which allocate at once, such as a
+    /// dma-buf heap or a driver. It needs no more of the machine's memory.
+    pub fn is_present(&self) -> bool {
+        self.present
+    }
+
     /// True for memory of ordinary pages behind a descriptor: faster to fill by direct reads into huge pages and
     /// [`Absent::copy_from`] there than by direct reads, whose requests list pages. New pages need not be zeroed then.
     pub fn is_better_copied_to(&self) -> bool {

@@ -136,7 +136,9 @@ fn a_driver() {
         region.as_volatile_slice().fill(0x77);
         Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
     };
-    conformance(&DriverHeap::new("driver", allocate), Small::Alone);
+    let heap = DriverHeap::new("driver", allocate);
+    conformance(&heap, Small::Alone);
+    assert!(heap.reserve(page()).unwrap().is_present() && !MemfdHeap::new().reserve(page()).unwrap().is_present());
     // Pooled buffers go back to the pool, and fragments of them keep them.
     conformance(&Pool::new(DriverHeap::new("driver", allocate), 64 << 20), Small::Cut);
 }
@@ -333,7 +335,7 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     drop(other);
     for ways in [[true, false], [false, true]] {
         let mut reserved = pool.reserve(4 * page()).unwrap();
-        assert!(!reserved.is_fresh() && reserved.is_better_copied_to());
+        assert!(!reserved.is_fresh() && reserved.is_present() && reserved.is_better_copied_to());
         // From a file, and from other memory, in either order.
         let mut filled = ways.map(|file| {
             let absent = reserved.next(2 * page()).unwrap();

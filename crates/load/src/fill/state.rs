@@ -836,13 +836,18 @@ const ASIDE_PIECE: u64 = 256 << 10;
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;
 
-/// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
-/// promises nothing, and a cgroup that runs full has somebody killed. Recycled memory is there, and so are huge pages
+/// Bytes of the reservations that the kernel has yet to find memory for: none for what is present, nor for huge pages
 /// once reserved.
+fn to_come(reserved: &[Reserved]) -> usize {
+    let is_there =
+        |r: &Reserved| matches!(r.backing().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || r.is_present();
+    reserved.iter().filter(|r| !is_there(r)).fold(0, |sum, r| sum.saturating_add(r.len()))
+}
+
+/// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
+/// promises nothing, and a cgroup that runs full has somebody killed.
 fn enough(reserved: &[Reserved], more: usize) -> Result<(), FillError> {
-    let promised =
-        |r: &Reserved| matches!(r.backing().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || !r.is_fresh();
-    let wanted = reserved.iter().filter(|r| !promised(r)).fold(more, |sum, r| sum.saturating_add(r.len()));
+    let wanted = to_come(reserved).saturating_add(more);
     if wanted < WORTH_ASKING {
         return Ok(());
     }
@@ -851,5 +856,21 @@ fn enough(reserved: &[Reserved], more: usize) -> Result<(), FillError> {
             Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{AnonHeap, Heap, Pool};
+
+    use super::*;
+
+    #[test]
+    fn memory_that_is_present_is_not_asked_for_again() {
+        let base = AnonHeap::starting_at(PageKind::Base);
+        let pool = Pool::new(AnonHeap::starting_at(PageKind::Base), 1 << 20);
+        drop(pool.allocate(64 << 10).unwrap());
+        let reserved = [base.reserve(8 << 10).unwrap(), pool.reserve(64 << 10).unwrap()];
+        assert_eq!((reserved[1].is_present(), to_come(&reserved)), (true, 8 << 10));
     }
 }
