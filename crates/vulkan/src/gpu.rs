@@ -439,8 +439,8 @@ impl Gpu {
         Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign: None, gpu: self.clone() })
     }
 
-    /// What makes a buffer foreign if its memory is or can be a dma-buf, and the driver transfers ownership. Not where
-    /// buffers are shared by several families, from which Vulkan 1.2 transfers to no foreign one
+    /// A buffer is foreign if its memory is or can be a dma-buf and the driver transfers ownership. Not where several
+    /// families share buffers, since Vulkan 1.2 transfers such a buffer to no foreign family
     /// (VUID-VkBufferMemoryBarrier-None-09050).
     fn foreign(&self, is_dma_buf: bool) -> Option<Foreign> {
         (is_dma_buf && self.info.foreign_queues && !self.is_shared()).then(Foreign::default)

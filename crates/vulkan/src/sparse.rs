@@ -322,7 +322,8 @@ impl SparseMap {
     /// Notes that a submission, which ends when its timeline reaches `value`, uses what is bound.
     pub fn used_until(&self, timeline: &Arc<Timeline>, value: u64) {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
-        // A queue that is gone has ended all that it was given, or keeps its timeline for ever.
+        // A queue that is gone has ended all that it was given, or keeps its timeline for ever. A foreign buffer may
+        // keep a timeline longer: then the entry stays until that buffer is used again.
         uses.retain(|(other, _)| !Arc::ptr_eq(other, timeline) && Arc::strong_count(other) > 1);
         uses.push((timeline.clone(), value));
     }

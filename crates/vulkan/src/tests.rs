@@ -264,8 +264,8 @@ fn make_every_call_fail(host_import: bool) {
     checked(&messages);
 }
 
-/// The calls that drivers report a lost device by. Vulkan has it of no other call that is made here, but of the one
-/// that opens the device.
+/// The calls by which drivers report a lost device, besides those that open the device or wait for a queue that is
+/// known to be lost.
 const FINDS_IT_LOST: [&str; 4] =
     ["vkGetSemaphoreCounterValue", "vkQueueBindSparse", "vkQueueSubmit", "vkWaitSemaphores"];
 

@@ -136,8 +136,8 @@ pub(crate) struct Load {
     #[arg(long, value_name = "F", value_parser = fraction)]
     fragmentation: Option<f64>,
 
-    /// Read the data back through the device's MMU and write it, in the format of the file that was loaded, to this
-    /// file, or into this directory for several files
+    /// Read the data back through the device's MMU and write it to this file, or into this directory for several files:
+    /// raw and safetensors files only, in the format that was loaded
     #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     save: Option<PathBuf>,
 

@@ -27,7 +27,8 @@ pub use defect::Defect;
 pub use lfs::refuse_lfs_pointer;
 pub use set::{is_index, model_files};
 
-/// Declares the kinds, in the order in which they are tried: the last one takes what no other does.
+/// Declares the kinds, in the order in which they are tried. `Raw` is the last: detection ends with it by name, and the
+/// fuzz target `header_cost` and its seeds count the kinds before it.
 macro_rules! containers {
     ($($(#[$about:meta])* $name:ident in $module:ident,)*) => {
         /// A kind of file.
