@@ -14,7 +14,9 @@ use crate::{output, size};
 const EXAMPLES: &str = "\
 Examples:
   dmalane devices
-  dmalane devices --json | jq -r '.devices[].name'";
+  dmalane devices --json | jq -r '.devices[].name'
+
+Exit status: 0 listed, 1 the list cannot be written, 2 usage error.";
 
 /// List the devices that files can be loaded to.
 #[derive(Args)]
