@@ -2,8 +2,11 @@
 //!
 //! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995), over users and
 //! then over the functions of each. In each round a user may spend a quantum of bytes. Overspend is carried into the
-//! next rounds, also of users who have nothing to do then. An idle user accumulates no credit. Work of other threads
-//! for a user, such as mapping memory, is charged to the user's share of the worker.
+//! next rounds, also of users who have nothing to do then. Work of other threads for a user, such as mapping memory, is
+//! charged to the user's share of the worker.
+//!
+//! The client of a user may wait for a processor while its queues are empty. Its user is owed as much as others are
+//! served meanwhile, up to [`MAX_CREDIT`], and has the worker for longer when it comes back.
 //!
 //! The queues of a user with few operations in flight are empty until its client has seen that these ended. In such a
 //! gap, the debts of other users are paid by the time that passes, and not by rounds, which take no time then. If
@@ -38,6 +41,9 @@ const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// While a user owes more than this for work of other threads, 1 ms, they do no more of it beside other users. Up to as
 /// much more is paid at a time.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
+/// The most that a user is owed for what others were served while its queues were empty, 4 ms: about as long as its
+/// client waits for a processor. Used up to [`MAX_AHEAD`] in a round, so that nobody else waits for long.
+const MAX_CREDIT: i64 = 4_000_000 * NANOSECOND_COST;
 /// The longest that others wait for a user whose queues are empty, however long that user's operations took.
 const MAX_GAP: Duration = Duration::from_millis(2);
 /// A user who owes more than this, 2 ms, has had steps that waited, and waits for others up to [`LONG_GAP`].
@@ -90,6 +96,8 @@ struct UserTurn {
     user: u32,
     /// Bytes left in this round; negative after a step that cost more than was left.
     deficit: i64,
+    /// What the user is owed for what others were served while it had nothing to do.
+    credit: i64,
     /// When the last step ended.
     stepped: Option<Instant>,
     /// Time of the steps since the user last had nothing to do, [`MAX_GAP`] at most.
@@ -373,6 +381,7 @@ impl RunQueue {
             }
             *owed -= before.min(MAX_AHEAD + turn.deficit);
             turn.deficit -= before - *owed;
+            turn.credit = 0; // it has been served, by another thread
             paid |= before > MAX_AHEAD && *owed <= MAX_AHEAD;
             *owed > 0
         });
@@ -409,7 +418,8 @@ fn number_of(function: &Arc<Function>) -> u64 {
 fn round(users: &mut [UserTurn], clock: &Clock<'_>) -> (Served, Option<Instant>) {
     let (mut all, mut held) = (Served::default(), None::<Instant>);
     let gaps = Gaps::of(users);
-    for user in users {
+    let mut spent = 0_i64;
+    for user in users.iter_mut() {
         user.held = false;
         if user.deficit <= 0 && !user.idle {
             let now = (clock.now)();
@@ -422,9 +432,24 @@ fn round(users: &mut [UserTurn], clock: &Clock<'_>) -> (Served, Option<Instant>)
             }
         }
         let served = user.serve(clock);
+        spent = served.cost.saturating_add(spent);
         (all.stepped, all.owed) = (all.stepped.max(served.stepped), all.owed | served.owed);
     }
+    if spent > 0 {
+        credit(users, spent, (clock.now)());
+    }
     (all, held)
+}
+
+/// Owes those who had nothing to do in a round what each of the others spent, if they had a step not long ago.
+fn credit(users: &mut [UserTurn], spent: i64, now: Instant) {
+    let is_recent = |end: Instant| now.saturating_duration_since(end) < LONG_GAP;
+    let is_present = |user: &UserTurn| !user.turns.is_empty() && user.stepped.is_some_and(is_recent);
+    let others = users.iter().filter(|user| is_present(user)).count().saturating_sub(1).max(1);
+    let share = spent / others as i64;
+    for user in users.iter_mut().filter(|user| user.idle) {
+        user.credit = if is_present(user) { user.credit.saturating_add(share).min(MAX_CREDIT) } else { 0 };
+    }
 }
 
 /// Until when others wait for users who have nothing to do at the moment, but may come back.
@@ -516,7 +541,7 @@ impl<'a> Clock<'a> {
 impl UserTurn {
     fn of(user: u32, turns: Vec<Turn>) -> Self {
         let (stepped, burst, idle, paid, held) = (None, Duration::ZERO, true, None, false);
-        Self { user, deficit: 0, stepped, burst, idle, paid, held, turns, next: 0 }
+        Self { user, deficit: 0, credit: 0, stepped, burst, idle, paid, held, turns, next: 0 }
     }
 
     /// The user's debt is paid until now: by the time that has passed, or else by this round.
@@ -530,6 +555,11 @@ impl UserTurn {
     /// Runs one round of a user.
     fn serve(&mut self, clock: &Clock<'_>) -> Served {
         self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
+        if self.deficit > 0 {
+            let part = self.credit.min(MAX_AHEAD);
+            self.credit -= part;
+            self.deficit += part;
+        }
         let (mut all, mut idle) = (Served::default(), 0);
         while self.deficit > 0 && idle < self.turns.len() {
             self.next %= self.turns.len();
@@ -548,6 +578,8 @@ impl UserTurn {
             (self.stepped, self.paid) = (all.stepped, all.stepped);
         }
         all.owed |= self.deficit <= 0;
+        let left = (self.deficit - QUANTUM).max(0);
+        (self.credit, self.deficit) = (self.credit + left, self.deficit - left);
         self.idle = !all.busy();
         self.deficit = if self.idle { 0 } else { self.deficit };
         all
@@ -1177,6 +1209,55 @@ mod tests {
         }
         // Sixteen short copies in a row, then a long one.
         assert!(moved[0].abs_diff(moved[1]) <= 2 << 20 && moved[0] > 16 << 20, "{moved:?}");
+    }
+
+    #[test]
+    fn who_pauses_catches_up_with_others_within_limits() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut two = [0, 1].map(|_| Backlog::new(1 << 20, 1, &budget));
+        let mut users = two.each_ref().map(|backlog| user_of(std::slice::from_ref(backlog)));
+        let (start, passed, usage) = (Instant::now(), Cell::new(Duration::ZERO), at_work());
+        let now = || start + passed.get();
+        let clock = Clock::new(&now, &usage);
+        // A MiB is a round's. So many are copied in a round in which the second user has so many to copy.
+        let mut copied = |waiting: u32| {
+            let moved = |two: &[Backlog; 2]| two.each_ref().map(|one| one.function().moved() >> 20);
+            let before = moved(&two);
+            two[0].refill();
+            two[1].refill_to(waiting);
+            round(&mut users, &clock);
+            let after = moved(&two);
+            [0, 1].map(|i| after[i] - before[i])
+        };
+        assert_eq!(copied(1), [1, 1]);
+        for _ in 0..8 {
+            assert_eq!(copied(0), [1, 0]);
+        }
+        assert_eq!(copied(3), [1, 3], "what is left of the credit stays");
+        assert_eq!([copied(64), copied(64)], [[1, 6], [1, 1]], "what the other user had, and no more");
+        // A pause without end, and what nobody has to wait for in a round.
+        (0..500).for_each(|_| assert_eq!(copied(0)[1], 0));
+        let (credit, part) = ((MAX_CREDIT >> 20) as u64, (MAX_AHEAD >> 20) as u64);
+        let after: Vec<_> = (0..8).map(|_| copied(64)).collect();
+        let all: u64 = after.iter().map(|[_, second]| second).sum();
+        assert!(all.abs_diff(credit + 8) <= 1, "{after:?}");
+        assert!(after.iter().all(|[first, second]| *first == 1 && *second <= part + 2), "{after:?}");
+        // It is gone for longer, and then nothing is owed.
+        while copied(0)[1] > 0 {}
+        copied(0);
+        passed.set(LONG_GAP);
+        copied(0);
+        assert_eq!(copied(64), [1, 1]);
+    }
+
+    #[test]
+    fn who_is_served_by_other_threads_is_owed_nothing() {
+        let (queue, budget) = (RunQueue::new().unwrap(), Arc::new(Budget::new(&Config::default())));
+        let mut users = vec![Backlog::new(4096, 1, &budget).turn];
+        users[0].credit = MAX_CREDIT;
+        queue.charge(users[0].user, Duration::from_micros(1));
+        queue.take_charges(&mut users);
+        assert_eq!(users[0].credit, 0);
     }
 
     #[test]

@@ -14,13 +14,15 @@ const GIB: usize = 1 << 30;
 /// Runs as the hostile user until it is killed.
 type Attack = fn(&Path) -> !;
 
-/// So many of the attacks are none: they take processors and memory without the daemon.
-pub(crate) const WITHOUT_DAEMON: usize = 2;
+/// So many of the attacks are none: they show what is left beside work that harms nobody, or needs no daemon.
+pub(crate) const COMPARISONS: usize = 4;
 
 /// By name.
 pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("spinning", spinning),
+    ("copying", copying),
     ("freeing", freeing),
+    ("neighbour", neighbour),
     ("mixed", mixed),
     ("reconnects", reconnects),
     ("broken-messages", broken_messages),
@@ -44,6 +46,7 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("poll-waiters", poll_waiters),
     ("refused-peers", refused_peers),
     ("gigabyte-punches", gigabyte_punches),
+    ("pauses", pauses),
 ];
 
 /// Makes 48 connections, and then acts on them in turn, in so many threads.
@@ -124,6 +127,17 @@ fn spinning(_: &Path) -> ! {
     with_all(CONNECTIONS, || (), |()| std::hint::spin_loop())
 }
 
+/// The same, but each copies a mebibyte of its own memory, which pushes what others copy out of the caches.
+fn copying(_: &Path) -> ! {
+    with_all(
+        CONNECTIONS,
+        || (vec![1_u8; MIB], vec![0_u8; MIB]),
+        |(from, to)| {
+            std::hint::black_box(to).copy_from_slice(std::hint::black_box(from));
+        },
+    )
+}
+
 /// Takes a gigabyte of memory and gives it back, as [`gigabyte_punches`] does, but has nothing copied.
 fn freeing(_: &Path) -> ! {
     let memory = rustix::fs::memfd_create("freeing", MemfdFlags::CLOEXEC).unwrap();
@@ -131,6 +145,26 @@ fn freeing(_: &Path) -> ! {
     loop {
         take_gigabyte(&memory);
         free_gigabyte(&memory);
+    }
+}
+
+/// Copies with four copies of 1 MiB in flight over one connection, as the other user does.
+fn neighbour(path: &Path) -> ! {
+    let mut copies = Copies::new(client(path, 16 << 20), MIB, 4, |copy| copy);
+    println!("attacking");
+    loop {
+        copies.run(Duration::from_millis(100));
+    }
+}
+
+/// Pauses for 5 ms, to be owed something by then, and has all connections copy at once.
+fn pauses(path: &Path) -> ! {
+    let make = || Ring::new(client(path, 2 << 20), 4, MIB, |host| vec![to_card(host, 0, 1 << 20)]);
+    let all: Vec<Ring> = (0..CONNECTIONS).map(|_| make()).collect();
+    println!("attacking");
+    loop {
+        std::thread::sleep(Duration::from_millis(5));
+        all.iter().for_each(Ring::fill);
     }
 }
 

@@ -758,8 +758,8 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
     }
     let only = std::env::var("DMALANE_TEST_ONLY").ok();
     let mut bad = Vec::new();
-    // Those that need no daemon are for comparison.
-    let first = if rounds.is_some() { 0 } else { attacks::WITHOUT_DAEMON };
+    // The first ones are no attacks.
+    let first = if rounds.is_some() { 0 } else { attacks::COMPARISONS };
     let chosen = |(name, _): &&(&str, _)| only.as_deref().is_none_or(|only| only == *name);
     for (name, _) in attacks::ATTACKS[first..].iter().filter(chosen) {
         let daemon = match rounds {
