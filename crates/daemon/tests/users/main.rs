@@ -796,12 +796,13 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
 /// load. With the attacks beside which less is known to be left, and how much has to be: see there for why.
 const GOALS: [f64; 3] = [0.4, 0.4, 3.0];
 const EXCEPTIONS: &[(&str, [f64; 3])] = &[
-    ("iotlb-misses", [0.35, 0.3, 3.0]),
-    ("zero-pitch", [0.3, 0.3, 3.0]),
-    ("fences", [0.4, 0.3, 3.0]),
-    ("failing-copies", [0.35, 0.2, 3.5]),
-    ("late-differences", [0.35, 0.25, 3.0]),
-    ("gigabyte-punches", [0.4, 0.2, 3.0]),
+    ("neighbour", [0.3, 0.3, 3.0]),
+    ("zero-pitch", [0.3, 0.35, 3.0]),
+    ("large-punches", [0.35, 0.4, 3.0]),
+    ("failing-copies", [0.4, 0.4, 3.5]),
+    ("late-differences", [0.35, 0.4, 3.0]),
+    ("gigabyte-punches", [0.4, 0.25, 3.0]),
+    ("pauses", [0.33, 0.4, 3.0]),
 ];
 
 /// Prints what clients get beside the attack and alone, in turn; false where a goal is missed that is no exception.
