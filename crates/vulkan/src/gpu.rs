@@ -369,14 +369,6 @@ impl Gpu {
         self.lost.get().map_or(Ok(()), |e| Err(*e))
     }
 
-    /// A call that failed, with the GPU's name if it is lost.
-    pub fn error(&self, source: CallError) -> Error {
-        match source.is_lost() {
-            true => Error::Lost { name: self.info.name.clone(), source },
-            false => source.into(),
-        }
-    }
-
     /// The first memory type of `bits` that has `flags`, of this heap if one is given: the one with the fewest
     /// properties that nobody asked for.
     fn memory_type(&self, bits: u32, flags: vk::MemoryPropertyFlags, heap: Option<u32>) -> Option<u32> {
