@@ -405,7 +405,7 @@ impl Gpu {
             _ => e.into(),
         })?;
         self.live.memories.fetch_add(1, Ordering::Relaxed);
-        Ok(Memory { memory, len: info.allocation_size, host: None, gpu: self.clone() })
+        Ok(Memory { memory, len: info.allocation_size, host: None, exportable: false, gpu: self.clone() })
     }
 
     /// Bytes that this process may still have of the heap of a memory type; `None` where the driver does not say.
@@ -438,15 +438,17 @@ impl Gpu {
         (is_dma_buf && self.info.foreign_queues && !self.is_shared()).then(Foreign::default)
     }
 
-    /// Allocates a buffer of device memory of this heap.
-    pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32) -> Result<Arc<Buffer>, Error> {
+    /// Allocates a buffer of device memory of this heap: to be exported if the device [does](Self::exports) that, or
+    /// for the queues of this device only.
+    pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32, exported: bool) -> Result<Arc<Buffer>, Error> {
+        let exportable = exported && self.exportable;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let mut create = vk::BufferCreateInfo::default().size(len).usage(copied(self.info.device_address));
-        if self.exportable {
+        if exportable {
             create = create.push_next(&mut external);
         }
         let mut buffer = self.create_buffer(&create)?;
-        buffer.foreign = self.foreign(self.exportable);
+        buffer.foreign = self.foreign(exportable);
         let needs = buffer.requirements();
         // It may be bound to sparse buffers, too.
         let bits = needs.memory_type_bits & self.sparse_types.get().unwrap_or(&u32::MAX);
@@ -458,7 +460,7 @@ impl Gpu {
         let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(DMA_BUF);
         let mut info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
         let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
-        if self.exportable {
+        if exportable {
             info = info.push_next(&mut export);
             if self.info.dedicated_export {
                 info = info.push_next(&mut dedicated);
@@ -468,7 +470,9 @@ impl Gpu {
             flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
             info = info.push_next(&mut flags);
         }
-        let mut buffer = buffer.bind(self.allocate(&info)?)?;
+        let mut memory = self.allocate(&info)?;
+        memory.exportable = exportable;
+        let mut buffer = buffer.bind(memory)?;
         if mapped.is_some() {
             buffer.map(kind)?;
         }
@@ -549,7 +553,7 @@ impl Gpu {
 
     /// A dma-buf of the whole memory of a buffer.
     pub fn export_dma_buf(&self, buffer: &Buffer) -> Result<OwnedFd, Error> {
-        let memory = buffer.memory.as_ref().filter(|memory| self.exportable && memory.host.is_none());
+        let memory = buffer.memory.as_ref().filter(|memory| memory.exportable);
         let (Some(descriptors), Some(memory)) = (&self.descriptors, memory) else { return Err(Error::NotExportable) };
         let info = vk::MemoryGetFdInfoKHR::default().memory(memory.memory).handle_type(DMA_BUF);
         // SAFETY: the extension is enabled, and the memory was allocated to be exported as this.
@@ -665,6 +669,8 @@ pub(crate) struct Memory {
     len: u64,
     /// The imported host memory, if it was imported.
     host: Option<BufferRef>,
+    /// Allocated so that it can be exported.
+    exportable: bool,
     gpu: Arc<Gpu>,
 }
 
