@@ -140,7 +140,7 @@ impl<T> Channel<T> {
         self.gpu.live().transfers.fetch_add(buffers.len() as u64, Ordering::Relaxed);
         let none = vk::DependencyFlags::empty();
         // SAFETY: the recording has begun, is not in flight, and keeps the buffers, as `keep` sees to; a buffer is
-        // foreign only where the device has the extension of that family and all its queues are of one, the other.
+        // foreign only where the device has the extension of that family, and is made for one family at a time.
         unsafe {
             self.gpu.device().cmd_pipeline_barrier(into.commands, all, all, none, &memory, &transfers, &[]);
         }

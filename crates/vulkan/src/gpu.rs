@@ -150,6 +150,16 @@ fn families(info: &GpuInfo, sparse: bool) -> Families {
     Families { copying: used, binding, computing }
 }
 
+/// How families of queues, those that are used, share a buffer. One family at a time owns a foreign buffer: a queue's
+/// during a submission, else the foreign one, from which each acquires it. One that is shared could not be transferred:
+/// without `synchronization2` no barrier names the foreign family (VUID-VkBufferMemoryBarrier-None-09050, -09051).
+pub(crate) fn sharing(foreign: bool, families: &[u32]) -> vk::SharingMode {
+    match families {
+        [_, _, ..] if !foreign => vk::SharingMode::CONCURRENT,
+        _ => vk::SharingMode::EXCLUSIVE,
+    }
+}
+
 impl Gpu {
     /// Opens a GPU.
     pub fn open(
@@ -311,11 +321,6 @@ impl Gpu {
         self.queue(queue).family
     }
 
-    /// Buffers are made for the queues of several families.
-    fn is_shared(&self) -> bool {
-        self.families.len() > 1
-    }
-
     /// To be held from the look at the [last users](Foreign) of buffers until they are this submission.
     pub fn ownership(&self) -> MutexGuard<'_, ()> {
         self.ownership.lock().unwrap_or_else(PoisonError::into_inner)
@@ -418,24 +423,19 @@ impl Gpu {
         Some(budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap]))
     }
 
-    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, Error> {
+    /// A buffer without memory. It is foreign if its memory is or can be a dma-buf and the driver transfers ownership.
+    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>, is_dma_buf: bool) -> Result<Buffer, Error> {
         let (len, most) = (info.size, self.info.max_buffer);
         if len > most {
             return Err(Error::TooLarge { what: "a buffer", len, most });
         }
-        let sharing = if self.is_shared() { vk::SharingMode::CONCURRENT } else { vk::SharingMode::EXCLUSIVE };
-        let info = info.sharing_mode(sharing).queue_family_indices(&self.families);
+        let foreign = is_dma_buf && self.info.foreign_queues;
+        let info = info.sharing_mode(sharing(foreign, &self.families)).queue_family_indices(&self.families);
         // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
         let buffer = self.call("vkCreateBuffer", |d| unsafe { d.create_buffer(&info, None) })?;
         self.live.buffers.fetch_add(1, Ordering::Relaxed);
-        Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign: None, gpu: self.clone() })
-    }
-
-    /// A buffer is foreign if its memory is or can be a dma-buf and the driver transfers ownership. Not where several
-    /// families share buffers, since Vulkan 1.2 transfers such a buffer to no foreign family
-    /// (VUID-VkBufferMemoryBarrier-None-09050).
-    fn foreign(&self, is_dma_buf: bool) -> Option<Foreign> {
-        (is_dma_buf && self.info.foreign_queues && !self.is_shared()).then(Foreign::default)
+        let foreign = foreign.then(Foreign::default);
+        Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign, gpu: self.clone() })
     }
 
     /// Allocates a buffer of device memory of this heap: to be exported if the device [does](Self::exports) that, or
@@ -447,8 +447,7 @@ impl Gpu {
         if exportable {
             create = create.push_next(&mut external);
         }
-        let mut buffer = self.create_buffer(&create)?;
-        buffer.foreign = self.foreign(exportable);
+        let buffer = self.create_buffer(&create, exportable)?;
         let needs = buffer.requirements();
         // It may be bound to sparse buffers, too.
         let bits = needs.memory_type_bits & self.sparse_types.get().unwrap_or(&u32::MAX);
@@ -492,8 +491,8 @@ impl Gpu {
         }
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(HOST);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let buffer = self
-            .create_buffer(&vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external))?;
+        let create = vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external);
+        let buffer = self.create_buffer(&create, false)?;
         let needs = buffer.requirements();
         let pointer = address as *mut std::ffi::c_void;
         let mut properties = vk::MemoryHostPointerPropertiesEXT::default();
@@ -532,9 +531,8 @@ impl Gpu {
         })?;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let mut buffer =
-            self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external))?;
-        buffer.foreign = self.foreign(true);
+        let create = vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external);
+        let buffer = self.create_buffer(&create, true)?;
         let needs = buffer.requirements();
         let bits = needs.memory_type_bits & properties.memory_type_bits;
         let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
@@ -566,7 +564,7 @@ impl Gpu {
     pub fn host_memory(self: &Arc<Self>, len: u64) -> Result<HostMemory, Error> {
         use vk::MemoryPropertyFlags as Flags;
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage))?;
+        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage), false)?;
         let needs = buffer.requirements();
         let kind = self.memory_type(needs.memory_type_bits, Flags::HOST_VISIBLE | Flags::HOST_COHERENT, None);
         let kind = kind.ok_or(Error::NoMemoryType("host memory"))?;
@@ -590,7 +588,7 @@ impl Gpu {
             // Memory that can be exported is bound to buffers of its kind only.
             create = create.push_next(&mut external);
         }
-        let buffer = self.create_buffer(&create)?;
+        let buffer = self.create_buffer(&create, false)?;
         let needs = buffer.requirements();
         self.sparse_types.get_or_init(|| needs.memory_type_bits);
         Ok((Arc::new(buffer), needs.alignment))
@@ -601,7 +599,7 @@ impl Gpu {
     pub fn misuse(self: &Arc<Self>) {
         // Without usage flags, which is invalid. Drivers ignore it until memory is bound.
         let info = vk::BufferCreateInfo::default().size(4096).usage(vk::BufferUsageFlags::empty());
-        drop(self.create_buffer(&info));
+        drop(self.create_buffer(&info, false));
     }
 
     /// Binds and unbinds ranges of sparse buffers, after all binds up to the value before; it happens when the

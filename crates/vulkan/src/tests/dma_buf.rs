@@ -430,3 +430,16 @@ fn the_processor_makes_no_copies_of_memory_that_can_be_exported() {
     assert_eq!(left(&live), [0; 6]);
     checked(&messages);
 }
+
+#[test]
+fn only_memory_that_no_other_device_takes_over_is_shared_by_families() {
+    use crate::gpu::sharing;
+    for (foreign, families, expected) in [
+        (false, &[0][..], vk::SharingMode::EXCLUSIVE),
+        (false, &[1, 0], vk::SharingMode::CONCURRENT),
+        (true, &[0], vk::SharingMode::EXCLUSIVE),
+        (true, &[1, 0, 2], vk::SharingMode::EXCLUSIVE),
+    ] {
+        assert_eq!(sharing(foreign, families), expected, "foreign: {foreign}, families {families:?}");
+    }
+}
