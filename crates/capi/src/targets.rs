@@ -1,11 +1,13 @@
 //! Open devices, their memory, host memory registered with them, and loads, behind the numbers that C holds.
 
 use std::collections::BTreeMap;
+use std::error::Error as StdError;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use dmalane::device::{AddressSpaceKind, MemoryError, SpaceError};
+use dmalane::device::{AddressSpaceKind, IoError, MemoryError, SpaceError};
 use dmalane::dma::{BufferSlice, SharedBuf};
+use dmalane::load::fill::QueueFailure;
 use dmalane::load::{Error as LoadingError, Loaded, LoadedTensor};
 use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal,
@@ -630,10 +632,28 @@ fn number_of(error: &OpError) -> Number {
     }
 }
 
+fn number_of_failure(failure: &QueueFailure) -> Number {
+    match failure {
+        QueueFailure::Refused(reason) => number_of_refusal(reason),
+        QueueFailure::Stopped(reason) | QueueFailure::Io(IoError::Halted(reason)) => number_of_stop(reason),
+        QueueFailure::Io(IoError::TimedOut(_)) | QueueFailure::TimedOut(_) => Number::Kernel(ETIMEDOUT),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+/// The number for an error of a device's driver: that of a lost device, or else this one.
+fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
+    match error.downcast_ref() {
+        Some(dmalane::vulkan::Error::Lost(_)) => Number::Kernel(ENODEV),
+        _ => otherwise,
+    }
+}
+
 fn number_of_memory(error: &MemoryError) -> Number {
     match error {
         MemoryError::NoRegion { .. } => Errno::Inval.into(),
-        MemoryError::Full { .. } | MemoryError::Driver { .. } => Errno::NoMem.into(),
+        MemoryError::Driver { source, .. } => number_of_driver(&**source, Errno::NoMem.into()),
+        MemoryError::Full { .. } => Errno::NoMem.into(),
         _ => Number::Kernel(EIO),
     }
 }
@@ -644,7 +664,7 @@ fn number_of_host(error: &dmalane::dma::Error) -> Number {
         Error::BadLength(_) | Error::BadRange { .. } => Errno::Inval.into(),
         Error::NoHeap(_) | Error::WholeBuffers | Error::ForeignPin => Errno::NotSup.into(),
         Error::Allocate { source, .. } | Error::Import(source) => os(source),
-        Error::Backend(_) => Number::Kernel(EIO),
+        Error::Backend(source) => number_of_driver(&**source, Number::Kernel(EIO)),
         _ => Errno::NoMem.into(),
     }
 }
@@ -657,6 +677,9 @@ fn number_of_space(error: &SpaceError) -> Number {
         SpaceError::Elsewhere(_) => Errno::Inval.into(),
         SpaceError::NotReserved(_) => Errno::NoEnt.into(),
         SpaceError::Vm(error) => error.errno().into(),
+        SpaceError::Invalidate(source) | SpaceError::Refused(source) | SpaceError::Driver(source) => {
+            number_of_driver(&**source, Number::Kernel(EIO))
+        }
         _ => Number::Kernel(EIO),
     }
 }
@@ -697,6 +720,7 @@ impl From<LoadError> for Refused {
             LoadError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
                 number_of(source)
             }
+            LoadError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
             LoadError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
             LoadError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
             LoadError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
@@ -706,5 +730,37 @@ impl From<LoadError> for Refused {
             _ => Number::Kernel(EIO),
         };
         Self::new(number, error_chain(&error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane::vulkan::{CallError, Error};
+
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_lost_is_gone_whatever_notices_it() {
+        let lost = || StopReason::Lost("the GPU is lost".into());
+        let load = |source| LoadError::Load(LoadingError::Queue { path: "model".into(), end: "device", source });
+        let call = CallError { call: "vkQueueBindSparse", result: Default::default() };
+        for (error, number) in [(Error::Lost as fn(_) -> _, ENODEV), (Error::Call, EIO)] {
+            let error = || Box::new(error(call));
+            let numbers = [
+                number_of_space(&SpaceError::Driver(error())),
+                number_of_space(&SpaceError::Invalidate(error())),
+                number_of_host(&dmalane::dma::Error::Backend(error())),
+            ];
+            assert!(numbers.iter().all(|n| n.get() == number), "{}", error());
+        }
+        let numbers = [
+            number_of(&OpError::Stopped(lost())),
+            number_of_refusal(&Refusal::Stopped(lost())),
+            Refused::from(load(lost().into())).0,
+            Refused::from(load(IoError::Halted(lost()).into())).0,
+        ];
+        assert!(numbers.iter().all(|number| number.get() == ENODEV));
+        assert_eq!(Refused::from(load(QueueFailure::TimedOut(TURN))).0.get(), ETIMEDOUT);
+        assert_eq!(Refused::from(load(StopReason::Driver("a call failed".into()).into())).0.get(), EIO);
     }
 }

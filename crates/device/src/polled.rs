@@ -11,15 +11,13 @@ use dmalane_queue::{
 /// work is done by the processor, or by a call that returns when it is done.
 ///
 /// The function gets checked operations ([`Operation::admit`]); a registration, where there is one, holds the host
-/// memory. Where it returns [`OpError::Stopped`], the queue stops. With [`StopReason::Lost`] the device may still use
-/// the memory of the operation, which the queue keeps for good.
+/// memory, which no device may use any more when the function returns. Where it returns [`OpError::Stopped`], the queue
+/// stops: for good with [`StopReason::Lost`].
 pub struct PolledQueue<F> {
     capabilities: Capabilities,
     limits: Limits,
     execute: F,
     waiting: Waiting,
-    /// Operations whose memory the device may still use: never given back or freed.
-    quarantined: Vec<Operation>,
     state: QueueState,
 }
 
@@ -30,8 +28,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> PolledQueue<F> {
     /// A queue that takes operations within `limits` that need these capabilities, and calls `execute` with each.
     pub fn new(capabilities: Capabilities, limits: Limits, execute: F) -> Self {
         let capabilities = capabilities | Capabilities::FENCE | Capabilities::ORDERED | Capabilities::STOP;
-        let (waiting, quarantined) = (Waiting::new(), Vec::new());
-        Self { capabilities, limits, execute, waiting, quarantined, state: QueueState::default() }
+        Self { capabilities, limits, execute, waiting: Waiting::new(), state: QueueState::default() }
     }
 }
 
@@ -47,7 +44,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn in_flight(&self) -> usize {
-        self.waiting.len() + self.quarantined.len()
+        self.waiting.len()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
@@ -71,12 +68,8 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
                 (None, Work::Fence) => Ok(()),
                 (None, _) => (self.execute)(&operation),
             };
-            if let (None, Err(OpError::Stopped(reason))) = (self.state.stopped(), &result) {
+            if let Err(OpError::Stopped(reason)) = &result {
                 self.state.stop(reason.clone());
-                if matches!(reason, StopReason::Lost(_)) {
-                    self.quarantined.push(operation);
-                    continue;
-                }
             }
             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
             let completion = Completion { ticket, operation, result, bytes };
@@ -100,12 +93,31 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn restart(&mut self) -> bool {
-        self.quarantined.is_empty() && self.state.restart()
+        !matches!(self.state.stopped(), Some(StopReason::Lost(_))) && self.state.restart()
     }
 }
 
-impl<F> Drop for PolledQueue<F> {
-    fn drop(&mut self) {
-        std::mem::take(&mut self.quarantined).into_iter().for_each(std::mem::forget);
+#[cfg(test)]
+mod tests {
+    use dmalane_addr::CardAddr;
+
+    use super::*;
+
+    #[test]
+    fn only_a_device_that_is_not_lost_is_restarted() {
+        let reasons = [StopReason::Driver("a call failed".into()), StopReason::Lost("unplugged".into())];
+        for (reason, restarts) in reasons.into_iter().zip([true, false]) {
+            let limits = Limits { capacity: 2, max_len: 1 };
+            let execute = |_: &Operation| Err(OpError::Stopped(reason.clone()));
+            let mut queue = PolledQueue::new(Capabilities::FILL, limits, execute);
+            for _ in 0..2 {
+                let fill = Operation::fill(DeviceAddr::Card(CardAddr::new(0)), 1, 0);
+                let _ticket = queue.submit(fill).unwrap();
+            }
+            let mut done = Vec::new();
+            assert_eq!((queue.poll(&mut done), queue.in_flight()), (2, 0), "their memory is given back");
+            assert!(done.iter().all(|end| end.result == Err(OpError::Stopped(reason.clone()))), "{done:?}");
+            assert_eq!((queue.restart(), queue.halted().is_none()), (restarts, restarts), "{reason}");
+        }
     }
 }

@@ -140,7 +140,7 @@ impl<T> Channel<T> {
         self.gpu.live().transfers.fetch_add(buffers.len() as u64, Ordering::Relaxed);
         let none = vk::DependencyFlags::empty();
         // SAFETY: the recording has begun, is not in flight, and keeps the buffers, as `keep` sees to; a buffer is
-        // foreign only where the device has the extension of that family and all its queues are of one, the other.
+        // foreign only where the device has the extension of that family, and is made for one family at a time.
         unsafe {
             self.gpu.device().cmd_pipeline_barrier(into.commands, all, all, none, &memory, &transfers, &[]);
         }
@@ -239,10 +239,12 @@ impl<T> Channel<T> {
         self.dependency(into, all, program);
     }
 
-    /// Orders copies after a program.
+    /// Orders copies after a program, and after those that came before it, which may have written to the same place.
     pub fn after_read(&self, into: &Recording) {
-        let written = (vk::PipelineStageFlags::COMPUTE_SHADER, vk::AccessFlags::SHADER_WRITE);
-        self.dependency(into, written, (vk::PipelineStageFlags::TRANSFER, vk::AccessFlags::TRANSFER_READ));
+        use vk::AccessFlags as Access;
+        let written = (vk::PipelineStageFlags::COMPUTE_SHADER, Access::SHADER_WRITE);
+        let both = Access::TRANSFER_READ | Access::TRANSFER_WRITE;
+        self.dependency(into, written, (vk::PipelineStageFlags::TRANSFER, both));
     }
 
     /// Orders commands: what comes after this begins when what came before has ended, and sees it.
@@ -278,11 +280,6 @@ impl<T> Channel<T> {
         let none = vk::DependencyFlags::empty();
         // SAFETY: the recording has begun and is not in flight.
         unsafe { self.gpu.device().cmd_pipeline_barrier(into.commands, before, after, none, &memory, &[], &[]) }
-    }
-
-    /// Takes back a recording that is not sent.
-    pub fn discard(&mut self, recording: Recording) {
-        self.free.push(recording.commands);
     }
 
     /// The timeline, and the value that it reaches when the last submission has ended.
@@ -423,7 +420,7 @@ impl<T> Drop for Channel<T> {
             std::mem::forget((std::mem::take(&mut self.flights), self.timeline.take()));
             return;
         }
-        debug_assert_eq!(self.free.len() + self.flights.len(), self.made, "a recording was neither sent nor discarded");
+        debug_assert_eq!(self.free.len() + self.flights.len(), self.made, "a recording was not sent");
         self.flights.clear();
         // SAFETY: none of the command buffers is in flight: the timeline has reached the value of the last, or the
         // queue has nothing to do.

@@ -17,7 +17,6 @@ use crate::gpu::{Gpu, Live, Wanted};
 use crate::library::{GpuInfo, Library, Messages};
 use crate::memory::{Allocator, GpuMemory};
 use crate::queue::{GpuQueue, Parts};
-use crate::readback;
 use crate::registrar::Importer;
 use crate::sparse::{SparseMap, SparseSpace};
 
@@ -173,7 +172,7 @@ impl VulkanDevice {
             .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index % copying)?) as Box<DeviceQueue>))
             .collect::<Result<_, Error>>()?;
         // A part that the device does without may have failed because it is lost.
-        parts.gpu.check().map_err(|e| parts.gpu.error(e))?;
+        parts.gpu.check()?;
         Ok(Self { regions: parts.memory.regions(), parts, notes, queues, space })
     }
 
@@ -276,7 +275,7 @@ impl Device for VulkanDevice {
     }
 
     fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn StdError + Send + Sync>> {
-        Ok(readback::queue(self.parts.clone())?)
+        Ok(Box::new(GpuQueue::for_programs(self.parts.clone())?))
     }
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {

@@ -10,7 +10,7 @@ use dmalane_queue::{Direction, Refusal, Registered};
 
 use crate::channel::Channel;
 use crate::error::{CallError, Error};
-use crate::gpu::{Buffer, Gpu};
+use crate::gpu::Buffer;
 use crate::queue::Parts;
 
 /// Time that a submission may take.
@@ -75,10 +75,10 @@ impl BackToBack {
     }
 
     /// Waits until a channel has fewer submissions in flight.
-    fn wait(gpu: &Gpu, channel: &mut Channel<Arc<[Registered]>>, fewer_than: usize) -> Result<(), Error> {
+    fn wait(channel: &mut Channel<Arc<[Registered]>>, fewer_than: usize) -> Result<(), Error> {
         while channel.in_flight() >= fewer_than {
             let before = channel.in_flight();
-            channel.wait(LONG).and_then(|()| channel.ended(drop)).map_err(|e| gpu.error(e))?;
+            channel.wait(LONG).and_then(|()| channel.ended(drop))?;
             if channel.in_flight() == before {
                 return Err(CallError { call: "vkWaitSemaphores", result: vk::Result::TIMEOUT }.into());
             }
@@ -101,8 +101,8 @@ impl BackToBack {
         }
         for _ in 0..times {
             for (channel, commands) in self.channels.iter_mut().zip(&commands).filter(|(_, all)| !all.is_empty()) {
-                Self::wait(&self.parts.gpu, channel, IN_FLIGHT)?;
-                let mut recording = channel.begin()?;
+                Self::wait(channel, IN_FLIGHT)?;
+                let mut recording = channel.begin().map_err(Error::from)?;
                 // Other queues may have written the memory, and this one has the time before.
                 channel.see_others(&recording);
                 channel.barrier(&recording);
@@ -110,7 +110,7 @@ impl BackToBack {
                     channel.copy(&mut recording, from, to, regions);
                 }
                 channel.show_host(&recording);
-                channel.submit(recording, None, hosts.clone()).map_err(|(_, e)| self.parts.gpu.error(e))?;
+                channel.submit(recording, None, hosts.clone()).map_err(|(_, e)| Error::from(e))?;
             }
         }
         Ok(())
@@ -121,7 +121,7 @@ impl DriverCopies for BackToBack {
     fn copy(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
         let given = self.give(copies, times);
         // Also after an error, which leaves some of the copies under way. Those that do not end keep their memory.
-        let ended: Vec<_> = self.channels.iter_mut().map(|channel| Self::wait(&self.parts.gpu, channel, 1)).collect();
+        let ended: Vec<_> = self.channels.iter_mut().map(|channel| Self::wait(channel, 1)).collect();
         given?;
         Ok(ended.into_iter().collect::<Result<(), _>>()?)
     }

@@ -1,6 +1,7 @@
 //! Errors of the device.
 
 use ash::vk;
+use dmalane_queue::StopReason;
 use thiserror::Error;
 
 /// A call of Vulkan that failed.
@@ -157,15 +158,24 @@ pub enum Error {
     /// No program of ours can read its memory.
     #[error("the GPU {0}")]
     NoPrograms(&'static str),
-    /// The GPU was reset or removed while it was used.
-    #[error("the GPU {name} is lost ({source}): see the kernel log")]
-    Lost {
-        /// Its name.
-        name: String,
-        /// The call that reported it.
-        source: CallError,
-    },
+    /// The GPU was reset or removed while it was used; this call reported it.
+    #[error("the GPU is lost ({0}): see the kernel log")]
+    Lost(CallError),
     /// A call failed.
     #[error(transparent)]
-    Call(#[from] CallError),
+    Call(CallError),
+}
+
+impl From<CallError> for Error {
+    fn from(error: CallError) -> Self {
+        if error.is_lost() { Self::Lost(error) } else { Self::Call(error) }
+    }
+}
+
+/// Why a queue stops after a call that failed.
+impl From<CallError> for StopReason {
+    fn from(error: CallError) -> Self {
+        let cause = Error::from(error).into();
+        if error.is_lost() { Self::Lost(cause) } else { Self::Driver(cause) }
+    }
 }

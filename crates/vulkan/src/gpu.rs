@@ -150,6 +150,16 @@ fn families(info: &GpuInfo, sparse: bool) -> Families {
     Families { copying: used, binding, computing }
 }
 
+/// How families of queues, those that are used, share a buffer. One family at a time owns a foreign buffer: a queue's
+/// during a submission, else the foreign one, from which each acquires it. One that is shared could not be transferred:
+/// without `synchronization2` no barrier names the foreign family (VUID-VkBufferMemoryBarrier-None-09050, -09051).
+pub(crate) fn sharing(foreign: bool, families: &[u32]) -> vk::SharingMode {
+    match families {
+        [_, _, ..] if !foreign => vk::SharingMode::CONCURRENT,
+        _ => vk::SharingMode::EXCLUSIVE,
+    }
+}
+
 impl Gpu {
     /// Opens a GPU.
     pub fn open(
@@ -311,11 +321,6 @@ impl Gpu {
         self.queue(queue).family
     }
 
-    /// Buffers are made for the queues of several families.
-    fn is_shared(&self) -> bool {
-        self.families.len() > 1
-    }
-
     /// To be held from the look at the [last users](Foreign) of buffers until they are this submission.
     pub fn ownership(&self) -> MutexGuard<'_, ()> {
         self.ownership.lock().unwrap_or_else(PoisonError::into_inner)
@@ -369,14 +374,6 @@ impl Gpu {
         self.lost.get().map_or(Ok(()), |e| Err(*e))
     }
 
-    /// A call that failed, with the GPU's name if it is lost.
-    pub fn error(&self, source: CallError) -> Error {
-        match source.is_lost() {
-            true => Error::Lost { name: self.info.name.clone(), source },
-            false => source.into(),
-        }
-    }
-
     /// The first memory type of `bits` that has `flags`, of this heap if one is given: the one with the fewest
     /// properties that nobody asked for.
     fn memory_type(&self, bits: u32, flags: vk::MemoryPropertyFlags, heap: Option<u32>) -> Option<u32> {
@@ -413,7 +410,7 @@ impl Gpu {
             _ => e.into(),
         })?;
         self.live.memories.fetch_add(1, Ordering::Relaxed);
-        Ok(Memory { memory, len: info.allocation_size, host: None, gpu: self.clone() })
+        Ok(Memory { memory, len: info.allocation_size, host: None, exportable: false, gpu: self.clone() })
     }
 
     /// Bytes that this process may still have of the heap of a memory type; `None` where the driver does not say.
@@ -426,35 +423,31 @@ impl Gpu {
         Some(budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap]))
     }
 
-    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, Error> {
+    /// A buffer without memory. It is foreign if its memory is or can be a dma-buf and the driver transfers ownership.
+    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>, is_dma_buf: bool) -> Result<Buffer, Error> {
         let (len, most) = (info.size, self.info.max_buffer);
         if len > most {
             return Err(Error::TooLarge { what: "a buffer", len, most });
         }
-        let sharing = if self.is_shared() { vk::SharingMode::CONCURRENT } else { vk::SharingMode::EXCLUSIVE };
-        let info = info.sharing_mode(sharing).queue_family_indices(&self.families);
+        let foreign = is_dma_buf && self.info.foreign_queues;
+        let info = info.sharing_mode(sharing(foreign, &self.families)).queue_family_indices(&self.families);
         // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
         let buffer = self.call("vkCreateBuffer", |d| unsafe { d.create_buffer(&info, None) })?;
         self.live.buffers.fetch_add(1, Ordering::Relaxed);
-        Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign: None, gpu: self.clone() })
+        let foreign = foreign.then(Foreign::default);
+        Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign, gpu: self.clone() })
     }
 
-    /// A buffer is foreign if its memory is or can be a dma-buf and the driver transfers ownership. Not where several
-    /// families share buffers, since Vulkan 1.2 transfers such a buffer to no foreign family
-    /// (VUID-VkBufferMemoryBarrier-None-09050).
-    fn foreign(&self, is_dma_buf: bool) -> Option<Foreign> {
-        (is_dma_buf && self.info.foreign_queues && !self.is_shared()).then(Foreign::default)
-    }
-
-    /// Allocates a buffer of device memory of this heap.
-    pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32) -> Result<Arc<Buffer>, Error> {
+    /// Allocates a buffer of device memory of this heap: to be exported if the device [does](Self::exports) that, or
+    /// for the queues of this device only.
+    pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32, exported: bool) -> Result<Arc<Buffer>, Error> {
+        let exportable = exported && self.exportable;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let mut create = vk::BufferCreateInfo::default().size(len).usage(copied(self.info.device_address));
-        if self.exportable {
+        if exportable {
             create = create.push_next(&mut external);
         }
-        let mut buffer = self.create_buffer(&create)?;
-        buffer.foreign = self.foreign(self.exportable);
+        let buffer = self.create_buffer(&create, exportable)?;
         let needs = buffer.requirements();
         // It may be bound to sparse buffers, too.
         let bits = needs.memory_type_bits & self.sparse_types.get().unwrap_or(&u32::MAX);
@@ -466,7 +459,7 @@ impl Gpu {
         let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(DMA_BUF);
         let mut info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
         let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
-        if self.exportable {
+        if exportable {
             info = info.push_next(&mut export);
             if self.info.dedicated_export {
                 info = info.push_next(&mut dedicated);
@@ -476,7 +469,9 @@ impl Gpu {
             flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
             info = info.push_next(&mut flags);
         }
-        let mut buffer = buffer.bind(self.allocate(&info)?)?;
+        let mut memory = self.allocate(&info)?;
+        memory.exportable = exportable;
+        let mut buffer = buffer.bind(memory)?;
         if mapped.is_some() {
             buffer.map(kind)?;
         }
@@ -496,8 +491,8 @@ impl Gpu {
         }
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(HOST);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let buffer = self
-            .create_buffer(&vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external))?;
+        let create = vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external);
+        let buffer = self.create_buffer(&create, false)?;
         let needs = buffer.requirements();
         let pointer = address as *mut std::ffi::c_void;
         let mut properties = vk::MemoryHostPointerPropertiesEXT::default();
@@ -536,9 +531,8 @@ impl Gpu {
         })?;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let mut buffer =
-            self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external))?;
-        buffer.foreign = self.foreign(true);
+        let create = vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external);
+        let buffer = self.create_buffer(&create, true)?;
         let needs = buffer.requirements();
         let bits = needs.memory_type_bits & properties.memory_type_bits;
         let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
@@ -557,7 +551,7 @@ impl Gpu {
 
     /// A dma-buf of the whole memory of a buffer.
     pub fn export_dma_buf(&self, buffer: &Buffer) -> Result<OwnedFd, Error> {
-        let memory = buffer.memory.as_ref().filter(|memory| self.exportable && memory.host.is_none());
+        let memory = buffer.memory.as_ref().filter(|memory| memory.exportable);
         let (Some(descriptors), Some(memory)) = (&self.descriptors, memory) else { return Err(Error::NotExportable) };
         let info = vk::MemoryGetFdInfoKHR::default().memory(memory.memory).handle_type(DMA_BUF);
         // SAFETY: the extension is enabled, and the memory was allocated to be exported as this.
@@ -570,7 +564,7 @@ impl Gpu {
     pub fn host_memory(self: &Arc<Self>, len: u64) -> Result<HostMemory, Error> {
         use vk::MemoryPropertyFlags as Flags;
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage))?;
+        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage), false)?;
         let needs = buffer.requirements();
         let kind = self.memory_type(needs.memory_type_bits, Flags::HOST_VISIBLE | Flags::HOST_COHERENT, None);
         let kind = kind.ok_or(Error::NoMemoryType("host memory"))?;
@@ -594,7 +588,7 @@ impl Gpu {
             // Memory that can be exported is bound to buffers of its kind only.
             create = create.push_next(&mut external);
         }
-        let buffer = self.create_buffer(&create)?;
+        let buffer = self.create_buffer(&create, false)?;
         let needs = buffer.requirements();
         self.sparse_types.get_or_init(|| needs.memory_type_bits);
         Ok((Arc::new(buffer), needs.alignment))
@@ -605,7 +599,7 @@ impl Gpu {
     pub fn misuse(self: &Arc<Self>) {
         // Without usage flags, which is invalid. Drivers ignore it until memory is bound.
         let info = vk::BufferCreateInfo::default().size(4096).usage(vk::BufferUsageFlags::empty());
-        drop(self.create_buffer(&info));
+        drop(self.create_buffer(&info, false));
     }
 
     /// Binds and unbinds ranges of sparse buffers, after all binds up to the value before; it happens when the
@@ -673,6 +667,8 @@ pub(crate) struct Memory {
     len: u64,
     /// The imported host memory, if it was imported.
     host: Option<BufferRef>,
+    /// Allocated so that it can be exported.
+    exportable: bool,
     gpu: Arc<Gpu>,
 }
 

@@ -18,7 +18,6 @@ mod hazards;
 mod library;
 mod memory;
 mod queue;
-mod readback;
 mod registrar;
 mod shader;
 mod sparse;

@@ -109,10 +109,10 @@ impl GpuMemory {
         self.areas.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A buffer that has no card address, in the first region's heap.
+    /// A buffer that has no card address and is never exported, in the first region's heap.
     pub fn scratch(&self, len: u64) -> Result<Arc<Buffer>, Error> {
         let (_, heap) = self.regions.first().ok_or(Error::NoMemoryType("buffers of the device"))?;
-        self.gpu.device_buffer(len, *heap)
+        self.gpu.device_buffer(len, *heap, false)
     }
 
     fn allocate(&self, range: Span<CardAddr>) -> Result<(), Error> {
@@ -134,7 +134,7 @@ impl GpuMemory {
         let mut left = range.len();
         while left > 0 {
             let len = left.min(self.chunk);
-            chunks.push(self.gpu.device_buffer(len, *heap)?);
+            chunks.push(self.gpu.device_buffer(len, *heap, true)?);
             left -= len;
         }
         let (first, len) = (range.first().bits(), range.len());

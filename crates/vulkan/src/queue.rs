@@ -14,10 +14,11 @@ use dmalane_queue::{
 
 use crate::channel::{Channel, Recording};
 use crate::error::{CallError, Error};
-use crate::gpu::{Buffer, Gpu};
+use crate::gpu::{Buffer, Gpu, Program};
 use crate::hazards::{Hazards, Place, Side};
 use crate::memory::GpuMemory;
 use crate::registrar::Importer;
+use crate::shader;
 use crate::sparse::SparseMap;
 
 /// Operations in flight.
@@ -53,8 +54,6 @@ pub(crate) struct GpuQueue {
     /// Ended without the GPU, after everything in flight.
     late: VecDeque<Completion>,
     state: QueueState,
-    /// The GPU is lost: nothing starts the queue again.
-    lost: bool,
 }
 
 /// The parts of a device that its queues share.
@@ -70,10 +69,12 @@ pub(crate) struct Parts {
     pub direct: u64,
 }
 
-/// A pattern that was written for fills to copy.
+/// Memory of the queue's own, for a pattern that fills copy; or, of a queue that only reads by a program, for what the
+/// program has read and copies move on: host memory has no device address, and need not lie at multiples of four.
 struct Scratch {
     buffer: Arc<Buffer>,
     pattern: Option<u64>,
+    program: Option<Arc<Program>>,
 }
 
 /// Where the bytes of an operation are: a buffer, the offset in it, and an address that tells whether two are the same.
@@ -115,6 +116,7 @@ struct Writer<'a> {
     recording: &'a mut Recording,
     hazards: &'a mut Hazards,
     regions: &'a mut Regions,
+    scratch: &'a mut Scratch,
     /// Host memory is written.
     to_host: bool,
     /// Memory is used by a bound address.
@@ -171,8 +173,13 @@ impl Writer<'_> {
     fn copy_all(&mut self, from: (&[Run], Side), to: (&[Run], Side)) {
         let (mut f, mut t, mut in_f, mut in_t) = (0, 0, 0, 0);
         while let (Some(a), Some(b)) = (from.0.get(f), to.0.get(t)) {
-            let len = (a.len - in_f).min(b.len - in_t);
-            self.copy((a, from.1), (b, to.1), (in_f, in_t), len);
+            let mut len = (a.len - in_f).min(b.len - in_t);
+            if self.scratch.program.is_some() {
+                len = len.min(shader::MOST);
+                self.read((a, in_f), (b, in_t), len);
+            } else {
+                self.copy((a, from.1), (b, to.1), (in_f, in_t), len);
+            }
             (in_f, in_t) = (in_f + len, in_t + len);
             if in_f == a.len {
                 (f, in_f) = (f + 1, 0);
@@ -183,13 +190,26 @@ impl Writer<'_> {
         }
     }
 
+    /// Has the program read a part of device memory by its address, after all that was written down before.
+    fn read(&mut self, (from, at): (&Run, u64), (to, to_at): (&Run, u64), len: u64) {
+        self.keep_behind(from);
+        let Some(program) = &self.scratch.program else { return };
+        let (source, between) = ((&from.buffer, from.offset + at), &self.scratch.buffer);
+        self.channel.before_read(self.recording);
+        self.channel.read(self.recording, program, source, between, len);
+        self.channel.after_read(self.recording);
+        let region = vk::BufferCopy { src_offset: 0, dst_offset: to.offset + to_at, size: len };
+        self.channel.copy(self.recording, between, &to.buffer, &[region]);
+        self.to_host = true;
+    }
+
     /// Fills a run, whose first byte is the byte `phase` of the pattern.
-    fn fill(&mut self, to: &Run, pattern: u64, phase: u64, scratch: &mut Scratch) {
+    fn fill(&mut self, to: &Run, pattern: u64, phase: u64) {
         let head = to.offset.next_multiple_of(4) - to.offset;
         let middle = to.len.saturating_sub(head) / 4 * 4;
         let word = pattern.rotate_right(((phase + head) % 8 * 8) as u32);
         if middle < 64 || word as u32 != (word >> 32) as u32 {
-            return self.fill_by_copies(to, pattern, phase, scratch);
+            return self.fill_by_copies(to, pattern, phase);
         }
         let part = |at: u64, len: u64| Run {
             buffer: to.buffer.clone(),
@@ -203,19 +223,19 @@ impl Writer<'_> {
         self.channel.fill(self.recording, &to.buffer, to.offset + head, middle, word as u32);
         for (at, len) in [(0, head), (head + middle, to.len - head - middle)] {
             if len > 0 {
-                self.fill_by_copies(&part(at, len), pattern, phase + at, scratch);
+                self.fill_by_copies(&part(at, len), pattern, phase + at);
             }
         }
     }
 
-    fn fill_by_copies(&mut self, to: &Run, pattern: u64, phase: u64, scratch: &mut Scratch) {
-        if scratch.pattern != Some(pattern) {
+    fn fill_by_copies(&mut self, to: &Run, pattern: u64, phase: u64) {
+        if self.scratch.pattern != Some(pattern) {
             self.order(None, (Side::Scratch, 0, SCRATCH));
             let bytes = pattern.to_le_bytes().repeat(SCRATCH as usize / 8);
-            self.channel.update(self.recording, &scratch.buffer, &bytes);
-            scratch.pattern = Some(pattern);
+            self.channel.update(self.recording, &self.scratch.buffer, &bytes);
+            self.scratch.pattern = Some(pattern);
         }
-        let from = Run { buffer: scratch.buffer.clone(), offset: 0, address: 0, len: SCRATCH, behind: None };
+        let from = Run { buffer: self.scratch.buffer.clone(), offset: 0, address: 0, len: SCRATCH, behind: None };
         let mut at = 0;
         while at < to.len {
             let first = (phase + at) % 8;
@@ -314,7 +334,6 @@ fn write(
     parts: &Parts,
     writer: &mut Writer<'_>,
     (host_runs, device_runs): (&mut Vec<Run>, &mut Vec<Run>),
-    scratch: &mut Scratch,
 ) -> (u64, Result<(), OpError>) {
     host_runs.clear();
     device_runs.clear();
@@ -380,7 +399,7 @@ fn write(
                     if starts.next_if_eq(&i).is_some() {
                         phase = 0;
                     }
-                    writer.fill(run, *pattern, phase, scratch);
+                    writer.fill(run, *pattern, phase);
                     phase += run.len;
                 }
             }))
@@ -397,8 +416,27 @@ fn write(
 impl GpuQueue {
     /// A queue over the GPU's queue of this number.
     pub fn new(parts: Parts, index: usize) -> Result<Self, Error> {
+        Self::with(parts, index, SCRATCH, None)
+    }
+
+    /// A queue that only copies to the host, and reads device memory as programs see it: a program on the GPU copies
+    /// it, by its device address.
+    ///
+    /// # Errors
+    /// Why the GPU cannot run the program.
+    pub fn for_programs(parts: Parts) -> Result<Self, Error> {
+        let gpu = &parts.gpu;
+        let index = gpu.compute_queue().ok_or(Error::NoPrograms(match gpu.info().device_address {
+            true => "has no queue that runs programs",
+            false => "gives programs no addresses (bufferDeviceAddress)",
+        }))?;
+        let program = Arc::new(Program::new(gpu)?);
+        Self::with(parts, index, shader::MOST, Some(program))
+    }
+
+    fn with(parts: Parts, index: usize, scratch: u64, program: Option<Arc<Program>>) -> Result<Self, Error> {
         let channel = Channel::new(&parts.gpu, index)?;
-        let scratch = Scratch { buffer: parts.memory.scratch(SCRATCH)?, pattern: None };
+        let scratch = Scratch { buffer: parts.memory.scratch(scratch)?, pattern: None, program };
         Ok(Self {
             parts,
             channel,
@@ -411,7 +449,6 @@ impl GpuQueue {
             early: Vec::new(),
             late: VecDeque::new(),
             state: QueueState::default(),
-            lost: false,
         })
     }
 
@@ -420,10 +457,10 @@ impl GpuQueue {
         while !self.waiting.is_empty() && self.state.is_running() {
             let recording = match self.channel.begin() {
                 Ok(recording) => recording,
-                Err(e) => return self.halt(&e),
+                Err(e) => return self.halt(e),
             };
             if let Err(e) = self.batch(recording) {
-                self.halt(&e);
+                self.halt(e);
             }
         }
         self.refuse_waiting();
@@ -440,6 +477,7 @@ impl GpuQueue {
             recording: &mut recording,
             hazards: &mut self.hazards,
             regions: &mut self.regions,
+            scratch: &mut self.scratch,
             to_host: false,
             bound: false,
         };
@@ -451,13 +489,8 @@ impl GpuQueue {
             && moved < BATCH_BYTES
             && let Some((ticket, operation)) = self.waiting.pop_front()
         {
-            let (bytes, result) = write(
-                &operation,
-                &self.parts,
-                &mut writer,
-                (&mut self.host_runs, &mut self.device_runs),
-                &mut self.scratch,
-            );
+            let runs = (&mut self.host_runs, &mut self.device_runs);
+            let (bytes, result) = write(&operation, &self.parts, &mut writer, runs);
             moved = moved.saturating_add(bytes);
             load.push(Completion { ticket, operation, result, bytes });
         }
@@ -476,8 +509,7 @@ impl GpuQueue {
             // Nothing of it happened.
             self.hazards.clear();
             self.scratch.pattern = None;
-            let ended = self.stopped_by(&e);
-            self.late.extend(load.into_iter().map(ended));
+            self.late.extend(load.into_iter().map(stopped_by(e)));
             return Err(e);
         }
         if let Some(sparse) = sparse.as_ref().filter(|_| uses_bound) {
@@ -495,26 +527,15 @@ impl GpuQueue {
         self.late.extend(self.waiting.drain(..).map(end));
     }
 
-    fn halt(&mut self, e: &CallError) {
-        self.lost |= e.is_lost();
-        self.state.stop(self.reason(e));
+    fn halt(&mut self, e: CallError) {
+        self.state.stop(e.into());
         self.refuse_waiting();
-    }
-
-    fn reason(&self, e: &CallError) -> StopReason {
-        let error = self.parts.gpu.error(*e).into();
-        if e.is_lost() { StopReason::Lost(error) } else { StopReason::Driver(error) }
-    }
-
-    /// Ends an operation of a submission that failed.
-    fn stopped_by(&self, e: &CallError) -> impl Fn(Completion) -> Completion + use<> {
-        let error = OpError::Stopped(self.reason(e));
-        move |completion| Completion { result: Err(error.clone()), bytes: 0, ..completion }
     }
 
     /// Has the processor make a copy that was just submitted, if the GPU has nothing to do and its memory is mapped.
     fn copy_directly(&mut self) {
-        if !self.parts.gpu.maps_memory() || self.channel.in_flight() > 0 || !self.late.is_empty() {
+        let possible = self.parts.gpu.maps_memory() && self.scratch.program.is_none();
+        if !possible || self.channel.in_flight() > 0 || !self.late.is_empty() {
             return;
         }
         let [(_, operation)] = self.waiting.make_contiguous() else { return };
@@ -532,14 +553,14 @@ impl GpuQueue {
         if !self.early.is_empty() {
             // No call was made that would have noticed it.
             if let Err(e) = self.channel.is_alive() {
-                self.halt(&e);
+                self.halt(e);
             }
             done.append(&mut self.early);
         }
         if let Err(e) = self.channel.ended(|load| done.extend(load)) {
-            self.halt(&e);
+            self.halt(e);
             // The GPU may have done some of it, or nothing.
-            let ended = self.stopped_by(&e);
+            let ended = stopped_by(e);
             self.channel.give_up(|load| done.extend(load.into_iter().map(&ended)));
         }
         if self.channel.in_flight() == 0 {
@@ -555,6 +576,12 @@ impl GpuQueue {
     }
 }
 
+/// Ends an operation of a submission that failed.
+fn stopped_by(e: CallError) -> impl Fn(Completion) -> Completion {
+    let error = OpError::Stopped(e.into());
+    move |completion| Completion { result: Err(error.clone()), bytes: 0, ..completion }
+}
+
 impl Queue for GpuQueue {
     type Addr = DeviceAddr;
 
@@ -563,7 +590,10 @@ impl Queue for GpuQueue {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::COPY_ENGINE
+        match self.scratch.program {
+            Some(_) => Capabilities::TO_HOST | Capabilities::FENCE | Capabilities::ORDERED | Capabilities::STOP,
+            None => Capabilities::COPY_ENGINE,
+        }
     }
 
     fn in_flight(&self) -> usize {
@@ -597,8 +627,8 @@ impl Queue for GpuQueue {
         wait_with(self, done, timeout, |this, left| {
             if let Err(e) = this.channel.wait(left) {
                 // The next poll finds out what has become of the operations.
-                this.halt(&e);
-                let ended = this.stopped_by(&e);
+                this.halt(e);
+                let ended = stopped_by(e);
                 this.channel.give_up(|load| this.late.extend(load.into_iter().map(&ended)));
             }
         })
@@ -614,7 +644,7 @@ impl Queue for GpuQueue {
     }
 
     fn restart(&mut self) -> bool {
-        !self.lost && self.state.restart()
+        self.parts.gpu.check().is_ok() && self.state.restart()
     }
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<DeviceAddr> {

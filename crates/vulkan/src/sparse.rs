@@ -332,7 +332,7 @@ impl SparseMap {
     fn unused(&self) -> Result<(), Error> {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
         for (timeline, value) in &*uses {
-            if !timeline.wait(*value, TIMEOUT).map_err(|e| self.gpu.error(e))? {
+            if !timeline.wait(*value, TIMEOUT)? {
                 return Err(CallError { call: "vkWaitSemaphores", result: ash::vk::Result::TIMEOUT }.into());
             }
         }
@@ -382,7 +382,7 @@ impl SparseMap {
 
     fn wait(&self, value: u64) -> Result<(), Error> {
         let waited = self.gpu.check().and_then(|()| self.timeline.wait(value, TIMEOUT));
-        match waited.map_err(|e| self.gpu.error(e))? {
+        match waited? {
             true => Ok(()),
             false => Err(CallError { call: "vkQueueBindSparse", result: ash::vk::Result::TIMEOUT }.into()),
         }
@@ -643,7 +643,7 @@ fn mirror(
     let takes_away = replaced || !holes.is_empty();
     let (mut given, mut sent) = (false, false);
     let done = (|| {
-        map.gpu.check().map_err(|e| map.gpu.error(e))?;
+        map.gpu.check()?;
         if takes_away {
             map.unused()?;
         }
@@ -652,7 +652,7 @@ fn mirror(
             let done = map.gpu.bind_sparse(&all, &map.timeline, value);
             // A call that finds the device lost may have sent it.
             sent = done.is_ok() || done.is_err_and(|e| e.is_lost());
-            done.map_err(|e| map.gpu.error(e))?;
+            done?;
         }
         if takes_away { map.wait(value) } else { Ok(()) }
     })();

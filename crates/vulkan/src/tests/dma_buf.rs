@@ -309,6 +309,24 @@ fn memory_that_can_be_exported_is_bound() {
 }
 
 #[test]
+fn memory_of_a_queue_alone_stays_its_own() {
+    let Some(mut gpu) = exporter(false) else { return };
+    let (_, at, _table) = gpu.allocate(SIZE as u64);
+    let mut programs = gpu.device.program_queue().unwrap();
+    // What is foreign is the memory that was allocated: neither the pattern that the fill copies, nor what the program
+    // has read.
+    let transfers = if gpu.device.gpu().foreign_queues { 2 } else { 0 };
+    let before = owned(&gpu.live).0;
+    drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, 1001, 0x0807_0605_0403_0201)]).unwrap());
+    assert_eq!(owned(&gpu.live).0 - before, transfers, "of a fill");
+    let read = Operation::read(gpu.host(&[0; 4096]), at);
+    assert_eq!(bytes_of(run(&mut *programs, vec![read]).unwrap().remove(0))[..8], [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!(owned(&gpu.live).0 - before, 2 * transfers, "of a read by a program");
+    drop(programs);
+    gpu.end();
+}
+
+#[test]
 fn memory_that_was_not_allocated_for_it_is_not_exported() {
     let Some(mut gpu) = Opened::new(false) else { return };
     let (_, _, table) = gpu.allocate(SIZE as u64);
@@ -411,4 +429,17 @@ fn the_processor_makes_no_copies_of_memory_that_can_be_exported() {
     drop((queues, memory, registrar, device));
     assert_eq!(left(&live), [0; 6]);
     checked(&messages);
+}
+
+#[test]
+fn only_memory_that_no_other_device_takes_over_is_shared_by_families() {
+    use crate::gpu::sharing;
+    for (foreign, families, expected) in [
+        (false, &[0][..], vk::SharingMode::EXCLUSIVE),
+        (false, &[1, 0], vk::SharingMode::CONCURRENT),
+        (true, &[0], vk::SharingMode::EXCLUSIVE),
+        (true, &[1, 0, 2], vk::SharingMode::EXCLUSIVE),
+    ] {
+        assert_eq!(sharing(foreign, families), expected, "foreign: {foreign}, families {families:?}");
+    }
 }
