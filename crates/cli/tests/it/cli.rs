@@ -689,7 +689,15 @@ fn models_come_as_people_have_them() {
         assert!(said.contains("plain-read"), "{said}");
     }
     std::fs::create_dir_all(at("none")).unwrap();
-    for command in ["load", "read", "inspect", "compare", "manifest"] {
+    // Those that take a model by its directory, with what they need beside it.
+    let commands = crate::lists::with(&["directory", "index"]).into_iter();
+    let commands: Vec<String> = commands.map(|name| name.replace("verify", "verify --manifest whole")).collect();
+    let names = ["model.safetensors", "pytorch_model.bin"];
+    for name in names {
+        std::fs::copy(at("sharded/model-1.safetensors"), at(name)).unwrap();
+    }
+    run("manifest model.safetensors pytorch_model.bin -o whole", 0);
+    for command in &commands {
         let said = run(&format!("{command} none"), 1);
         assert!(said.contains("it holds no *.safetensors.index.json, *.safetensors or *.gguf file"), "{said}");
     }
@@ -700,9 +708,9 @@ fn models_come_as_people_have_them() {
     let said = run("load none --save copy", 1);
     assert!(said.contains("the device gets its tensors alone") && !at("copy").exists(), "{said}");
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";
-    for name in ["model.safetensors", "pytorch_model.bin"] {
+    for name in names {
         std::fs::write(at(name), pointer).unwrap();
-        for command in ["load", "read", "inspect", "compare", "manifest"] {
+        for command in &commands {
             let said = run(&format!("{command} {name}"), 1);
             assert!(
                 said.contains("a Git LFS pointer to a file of 548105171 bytes") && said.contains("git lfs pull"),
