@@ -228,7 +228,7 @@ fn options(random: &mut Random, checksum: bool) -> FillOptions {
 fn the_device_gets_every_buffer() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = (0..3).map(|i| noise(i, 50_000)).collect();
-    let heaps: [&dyn Heap; 3] = [
+    let heaps: &[&dyn Heap] = &[
         &AnonHeap::starting_at(PageKind::Base),
         &MemfdHeap::starting_at(PageKind::Base),
         &Pool::new(AnonHeap::new(), 1 << 20),
@@ -259,7 +259,7 @@ fn the_device_gets_every_buffer() {
             }
             ControlFlow::Continue(())
         };
-        let filled = case.run(heaps[seed as usize % 3], &job, &mut workers, &options, &mut saw).unwrap();
+        let filled = case.run(heaps[seed as usize % heaps.len()], &job, &mut workers, &options, &mut saw).unwrap();
         let Case { card, first, .. } = case;
         let wanted = naive(&job, &sources);
         let bytes: u64 = job.buffers.iter().sum();
@@ -310,7 +310,7 @@ fn transfers_begin_while_memory_is_still_allocated() {
 fn faults_in_the_middle() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = vec![noise(8, 150_000), noise(9, 150_000)];
-    let heaps: [&dyn Heap; 2] = [&AnonHeap::starting_at(PageKind::Base), &Pool::new(AnonHeap::new(), 1 << 20)];
+    let heaps: &[&dyn Heap] = &[&AnonHeap::starting_at(PageKind::Base), &Pool::new(AnonHeap::new(), 1 << 20)];
     let mut in_the_middle = 0;
     for seed in 0..500 {
         let mut random = Random(seed);
@@ -338,7 +338,7 @@ fn faults_in_the_middle() {
             4 => FillOptions { deadline: Some(Instant::now() + Duration::from_micros(stop_after / 200)), ..options },
             _ => options,
         };
-        let heap = heaps[seed as usize % 2];
+        let heap = heaps[seed as usize % heaps.len()];
         let result = case.run(heap, &job, &mut workers, &options, &mut saw);
         match (what, &result) {
             (0, Err(FillError::Read { error: OpError::Io { errno: 5, at }, .. })) => assert_eq!(at.bits(), place),

@@ -285,7 +285,7 @@ impl Read {
             buffers = filled;
         }
         let exported = match receiver {
-            Some(receiver) => Some((Exported::new(&buffers, &*picked.heap, self.dma_buf)?, receiver)),
+            Some(receiver) => Some((Exported::new(&buffers, self.dma_buf)?, receiver)),
             None => None,
         };
         drop(buffers);

@@ -168,6 +168,8 @@ impl Verify {
         source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
         let (mut inputs, whole) = self.mode.open(&self.files)?;
+        // No header is parsed here, which would refuse one.
+        inputs.iter().try_for_each(|input| model::refuse_lfs_pointer(&input.path, &input.file))?;
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         let (mut walls, mut differences) = (Vec::new(), Vec::new());
         for _ in 0..self.repeat {

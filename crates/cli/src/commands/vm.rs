@@ -61,7 +61,7 @@ enum VmCommand {
 #[derive(Args)]
 #[command(after_help = REPLAY_EXAMPLES)]
 struct Replay {
-    /// The trace, or - for stdin
+    /// The trace, or - for standard input
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
 
@@ -73,9 +73,9 @@ struct Replay {
     #[arg(long)]
     times: bool,
 
-    /// Replay in the address space of this device instead, and print only how long its binds and unbinds took: one by
-    /// one, each waited for, in batches, and beside them the same in page tables of this program. Buffers get memory
-    /// of the device; a page of the trace is a page of the device, which may be larger
+    /// Replay in the address space of this device instead (`dmalane devices` describes them), and print only how long
+    /// its binds and unbinds took: one by one, each waited for, in batches, and beside them the same in page tables of
+    /// this program. Buffers get memory of the device; a page of the trace is a page of the device, which may be larger
     #[arg(short, long, value_name = "DEVICE", value_parser = device::Name, hide_possible_values = true)]
     device: Option<DeviceSpec>,
 

@@ -10,7 +10,7 @@ use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 
 /// Commands that print text, in this order, and their exit statuses.
-const COMMANDS: &[(&str, i32)] = &[
+pub const COMMANDS: &[(&str, i32)] = &[
     ("load --sample 8MiB -v --verify --save m.safetensors --list", 0),
     ("load m.safetensors -v --repeat 2 --trace t --report r --record b -d soft", 0),
     ("load m.safetensors -v -d ram:64MiB", 0),

@@ -10,6 +10,7 @@ mod export;
 mod gpu;
 mod iopt;
 mod layers;
+mod lists;
 mod manifest;
 mod outputs;
 mod refused;

@@ -78,6 +78,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
     let place = Place::new("outputs");
     let card = "-d file:card.img";
     symlink("sub", place.at("alias")).unwrap();
+    let mut writers = crate::lists::with(&["--force"]);
     for (line, why) in [
         // The input itself, under each of its names.
         ("load model.safetensors --save model.safetensors --force", "it is the input"),
@@ -132,6 +133,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("validate --plot boot.json", "it exists already"),
         ("compare model.safetensors --report boot.json", "it exists already"),
         ("manifest model.safetensors -o boot.json", "it exists already"),
+        ("read model.safetensors --trace boot.json", "it exists already"),
         ("doctor --bundle boot.json", "it exists already"),
         ("doctor --bundle sub", "it is a folder"),
         // Links that others may have planted.
@@ -162,7 +164,9 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
             assert!(said.contains("hint: name the file that it stands for"), "{said}");
         }
         place.stays(line);
+        writers.retain(|name| !(why.contains("exists") && line.starts_with(&**name)));
     }
+    assert!(writers.is_empty(), "no output of {writers:?} exists already");
 }
 
 /// Of a validation that was killed; it is the only copy of what was on the device.

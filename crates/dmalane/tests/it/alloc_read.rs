@@ -45,7 +45,7 @@ fn small() -> ReadOptions {
 
 #[test]
 fn every_method_gives_the_same_bytes() {
-    let heaps: [&dyn Heap; 4] = [
+    let heaps: &[&dyn Heap] = &[
         &AnonHeap::new(),
         &AnonHeap::starting_at(PageKind::Base),
         &MemfdHeap::new(),

@@ -65,7 +65,7 @@ const TYPES: &[(u32, &str, u64, u64)] = &[
 
 /// Its properties.
 pub(super) const KIND: Kind =
-    Kind { title: "GGUF", extension: Some("gguf"), magic: Some(MAGIC), in_folders: true, again: Again::Never };
+    Kind { title: "GGUF", extensions: &["gguf"], magic: &[MAGIC], in_folders: true, again: Again::Never };
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

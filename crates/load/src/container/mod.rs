@@ -78,11 +78,7 @@ containers! {
 impl Container {
     /// The kind of a file with this name and these first bytes, of which there are [`HEAD`] unless it is shorter.
     pub fn detect(path: &Path, head: &[u8]) -> Self {
-        let claims = |of: &&Self| {
-            let Kind { extension, magic, .. } = of.kind();
-            magic.is_some_and(|magic| head.starts_with(magic)) || extension.is_some_and(|e| has_extension(path, e))
-        };
-        Self::ALL.iter().find(claims).copied().unwrap_or(Self::Raw)
+        Self::ALL.iter().find(|of| of.kind().claims(path, head)).copied().unwrap_or(Self::Raw)
     }
 
     /// Its name for people.
@@ -100,15 +96,27 @@ impl Container {
 pub(crate) struct Kind {
     /// Its name for people.
     title: &'static str,
-    /// The extension by which a file is of this kind, whatever its first bytes are: without the right ones it is
-    /// damaged. `None` where other files have the same one.
-    extension: Option<&'static str>,
-    /// The first bytes, [`HEAD`] at most, by which a file is of this kind, whatever its name is.
-    magic: Option<&'static [u8]>,
-    /// Whether a directory may stand for its files with this extension.
+    /// The extensions by which a file is of this kind, whatever its first bytes are: without the right ones it is
+    /// damaged. None that other files have, too.
+    extensions: &'static [&'static str],
+    /// The first bytes, [`HEAD`] at most, by any of which a file is of this kind, whatever its name is.
+    magic: &'static [&'static [u8]],
+    /// Whether a directory may stand for its files with these extensions.
     in_folders: bool,
     /// What [`OpenDevice::save`](crate::OpenDevice::save) writes.
     pub(crate) again: Again,
+}
+
+impl Kind {
+    /// Whether a file with this name and these first bytes is of this kind.
+    fn claims(&self, path: &Path, head: &[u8]) -> bool {
+        self.magic.iter().any(|magic| head.starts_with(magic)) || self.is_name(path)
+    }
+
+    /// Whether a file's name has an extension of this kind, in capitals or not.
+    fn is_name(&self, path: &Path) -> bool {
+        path.extension().is_some_and(|found| self.extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
+    }
 }
 
 /// What is written for a file of which the device has the tensors' bytes.
@@ -123,11 +131,6 @@ pub(crate) enum Again {
 
 /// Bytes by which a kind may be recognized.
 pub const HEAD: usize = 16;
-
-/// True for a file whose name ends so, in capitals or not.
-fn has_extension(path: &Path, wanted: &str) -> bool {
-    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case(wanted))
-}
 
 /// A file to parse.
 pub(crate) struct ContainerFile<'a> {
@@ -363,6 +366,27 @@ impl Model {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kind_is_known_by_any_of_its_extensions_and_first_bytes() {
+        const KIND: Kind = Kind {
+            title: "",
+            extensions: &["one", "two"],
+            magic: &[b"MAGIC", b"magic"],
+            in_folders: true,
+            again: Again::Never,
+        };
+        for (name, head, claimed) in [
+            ("a.one", "", true),
+            ("a.TWO", "other", true),
+            ("a.bin", "MAGIC 1", true),
+            ("a.bin", "magic 2", true),
+            ("two", "MAGI", false),
+            ("a.two.bin", "", false),
+        ] {
+            assert_eq!(KIND.claims(Path::new(name), head.as_bytes()), claimed, "{name} {head}");
+        }
+    }
 
     #[test]
     fn tensors_follow_each_other_within_the_file() {

@@ -18,7 +18,7 @@ const MAX_HEADER: u64 = 64 << 10;
 
 /// Its properties.
 pub(super) const KIND: Kind =
-    Kind { title: "NumPy", extension: Some("npy"), magic: Some(MAGIC), in_folders: false, again: Again::Never };
+    Kind { title: "NumPy", extensions: &["npy"], magic: &[MAGIC], in_folders: false, again: Again::Never };
 
 /// The array of a file, with the file's name without its extension.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

@@ -9,7 +9,7 @@ use crate::Error;
 
 /// Its properties: it takes the files that no other kind does.
 pub(super) const KIND: Kind =
-    Kind { title: "raw", extension: None, magic: None, in_folders: false, again: Again::Bytes };
+    Kind { title: "raw", extensions: &[], magic: &[], in_folders: false, again: Again::Bytes };
 
 /// The whole file as a tensor without a type.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

@@ -26,8 +26,8 @@ const PREFIX: u64 = 8;
 /// Its properties: it has no magic number.
 pub(super) const KIND: Kind = Kind {
     title: "safetensors",
-    extension: Some("safetensors"),
-    magic: None,
+    extensions: &["safetensors"],
+    magic: &[],
     in_folders: true,
     again: Again::Behind(front),
 };

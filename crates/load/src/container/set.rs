@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::safetensors::{MAX_HEADER, short};
-use super::{Container, Defect, FormatError, has_extension};
+use super::{Container, Defect, FormatError};
 use crate::Error;
 
 /// How the names of indices end, as `save_pretrained` of Hugging Face's libraries writes them.
@@ -83,13 +83,13 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, Error> {
             return Err(failed("find its model")(std::io::Error::other(several)));
         }
     }
-    let kinds = Container::ALL.iter().map(|of| of.kind()).filter(|kind| kind.in_folders);
-    let extensions: Vec<&str> = kinds.filter_map(|kind| kind.extension).collect();
-    for wanted in &extensions {
-        let found: Vec<PathBuf> = names.iter().filter(|name| has_extension(name, wanted)).cloned().collect();
+    let mut extensions: Vec<&str> = Vec::new();
+    for kind in Container::ALL.iter().map(|of| of.kind()).filter(|kind| kind.in_folders) {
+        let found: Vec<PathBuf> = names.iter().filter(|name| kind.is_name(name)).cloned().collect();
         if !found.is_empty() {
             return Ok(found);
         }
+        extensions.extend(kind.extensions);
     }
     let none = format!("it holds no *{INDEX}, *.{} file", extensions.join(" or *."));
     Err(failed("find its model")(std::io::Error::new(std::io::ErrorKind::NotFound, none)))

@@ -11,9 +11,10 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use dmalane::dma::{Heap, export_dma_buf};
+use dmalane::dma::export_dma_buf;
 use dmalane::load::fill::FilledBuf;
 use rustix::cmsg_space;
+use rustix::fs::fcntl_get_seals;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -106,11 +107,10 @@ struct Buffer {
 }
 
 impl Exported {
-    /// Makes descriptors of buffers of this heap, and dma-bufs of memfds if `dma_buf` says so.
-    pub fn new(buffers: &[FilledBuf], heap: &dyn Heap, dma_buf: bool) -> Result<Self, Failure> {
-        let from_heap = heap.name() == "dma-heap";
+    /// Makes descriptors of buffers, which are those of their heap: memfds or dma-bufs. `dma_buf` wraps memfds.
+    pub fn new(buffers: &[FilledBuf], dma_buf: bool) -> Result<Self, Failure> {
         let export = |buffer: &FilledBuf| {
-            let fd = match dma_buf || from_heap {
+            let fd = match dma_buf {
                 true => export_dma_buf(&buffer.shared().reference()),
                 false => match buffer.shared().export() {
                     Some(fd) => fd.try_clone_to_owned(),
@@ -120,8 +120,10 @@ impl Exported {
             let fd = fd.map_err(|e| Failure::because("the memory cannot be exported", &e))?;
             Ok(Buffer { fd, bytes: buffer.len() as u64, checksum: buffer.checksum() })
         };
-        let kind = if dma_buf || from_heap { Kind::DmaBuf } else { Kind::Memfd };
-        Ok(Self { kind, buffers: buffers.iter().map(export).collect::<Result<_, Failure>>()? })
+        let buffers: Vec<Buffer> = buffers.iter().map(export).collect::<Result<_, Failure>>()?;
+        // Only memfds have seals.
+        let memfds = buffers.iter().all(|buffer| fcntl_get_seals(&buffer.fd).is_ok());
+        Ok(Self { kind: if memfds { Kind::Memfd } else { Kind::DmaBuf }, buffers })
     }
 
     /// Replaces this process by the command, or sends everything to the socket.
