@@ -14,7 +14,15 @@ from harness import DTYPE_BITS, assert_same_tensors, build, entry, pattern, tens
 
 PLACEMENTS = ["ddr", "hbm-half", "hbm"]
 FRAGMENTATIONS = ["0", "0.5", "1"]
+CHANNELS = ["auto", "0", "1"]
 SHARDS = 7
+
+
+def pairs(first, second, shift=0):
+    """Each value of the first list with one of the second, others by another shift; with all in scripts/nightly."""
+    if os.environ.get("DMALANE_LONG"):
+        return [(a, b) for a in first for b in second]
+    return [(a, second[(i + shift) % len(second)]) for i, a in enumerate(first)]
 
 
 @pytest.fixture
@@ -66,25 +74,22 @@ def load_shards(dmalane, files, out, *options):
     assert (summary.tensors, summary.bytes) == (count, size)
 
 
-@pytest.mark.parametrize("fragmentation", FRAGMENTATIONS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "fragmentation"), pairs(PLACEMENTS, FRAGMENTATIONS))
 def test_the_real_file(dmalane, minilm, whole, out, placement, fragmentation):
     load_whole(dmalane, minilm, whole, out, "--placement", placement, "--fragmentation", fragmentation)
 
 
-@pytest.mark.parametrize("fragmentation", FRAGMENTATIONS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "fragmentation"), pairs(PLACEMENTS, FRAGMENTATIONS, 1))
 def test_the_real_file_in_seven_shards(dmalane, shards, out, placement, fragmentation):
     load_shards(dmalane, shards, out, "--placement", placement, "--fragmentation", fragmentation)
 
 
-@pytest.mark.parametrize("channel", ["auto", "0", "1"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "channel"), pairs(PLACEMENTS, CHANNELS, 1))
 def test_the_real_file_over_each_channel(dmalane, minilm, whole, out, placement, channel):
     load_whole(dmalane, minilm, whole, out, "--placement", placement, "--mm-channel", channel)
 
 
-@pytest.mark.parametrize("channel", ["auto", "0", "1"])
+@pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("device", ["vulkan:0,channels=2", "vulkan:0,flat,channels=2"])
 def test_the_real_file_on_a_gpu(dmalane, minilm, whole, out, device, channel):
     listed = dmalane.run("devices")

@@ -948,7 +948,7 @@ fn devices_that_are_not_there_come_with_a_way_to_them() {
 
 /// Quadratic work would take hours, and a copy of each name for each step more memory than this.
 #[test]
-fn two_hundred_thousand_tensors_take_little_time_and_memory() {
+fn sixty_thousand_tensors_take_little_time_and_memory() {
     let path = folder("tensors").join("m.safetensors");
     // One of ten has bytes.
     let tensor = |i: u32| {
@@ -956,19 +956,19 @@ fn two_hundred_thousand_tensors_take_little_time_and_memory() {
         let end = start + len;
         format!("\"model.layers.{i}.weight\":{{\"dtype\":\"U8\",\"shape\":[{len}],\"data_offsets\":[{start},{end}]}}")
     };
-    let header = format!("{{{}}}", (0..200_000).map(tensor).collect::<Vec<_>>().join(","));
-    let data = vec![7; 20_000 * 16];
+    let header = format!("{{{}}}", (0..60_000).map(tensor).collect::<Vec<_>>().join(","));
+    let data = vec![7; 6_000 * 16];
     std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()).unwrap();
     let program = env!("CARGO_BIN_EXE_dmalane");
     for (line, shows) in [
         ("inspect \"$0\"", "in the page cache"),
-        ("load \"$0\" -d ram:100MiB --verify", "200000 tensors"),
-        ("load \"$0\" -d ram:100MiB --list", "model.layers.199999.weight"),
-        ("load \"$0\" -d soft --card-ddr 256MiB --card-hbm 4MiB", "200000 tensors"),
+        ("load \"$0\" -d ram:100MiB --verify", "60000 tensors"),
+        ("load \"$0\" -d ram:100MiB --list", "model.layers.59999.weight"),
+        ("load \"$0\" -d soft --card-ddr 256MiB --card-hbm 4MiB", "60000 tensors"),
         ("read \"$0\" -d ram:100MiB --verify", "GB/s"),
-        ("manifest \"$0\"", "model.layers.199999.weight"),
+        ("manifest \"$0\"", "model.layers.59999.weight"),
     ] {
-        let line = format!("ulimit -v 1000000 -t 60; exec {program} {line}");
+        let line = format!("ulimit -v 1000000 -t 20; exec {program} {line}");
         let output = Command::new("sh").args(["-c", &line]).arg(&path).output().unwrap();
         assert!(output.status.success(), "{line}: {}", stderr(&output));
         assert!(stdout(&output).contains(shows), "{line}");

@@ -7,8 +7,6 @@ use dmalane_card::regs::{self, BAR_MEMORY};
 use dmalane_card::{CompletionEntry, Descriptor, Task};
 use dmalane_dma::{Mapping, Mmio, SharedBuf};
 
-/// Connections of the hostile user.
-const CONNECTIONS: usize = 48;
 const GIB: usize = 1 << 30;
 
 /// Runs as the hostile user until it is killed.
@@ -49,13 +47,18 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("pauses", pauses),
 ];
 
-/// Makes 48 connections, and then acts on them in turn, in so many threads.
+/// Connections of the hostile user: fewer in the test that only looks whether others are served.
+fn connections() -> usize {
+    std::env::var(CLIENTS).map_or(48, |n| n.parse().unwrap())
+}
+
+/// Makes all connections, and then acts on them in turn, in so many threads.
 fn with_all<T: Send>(threads: usize, make: impl Fn() -> T, act: impl Fn(&mut T) + Sync) -> ! {
-    let mut all: Vec<T> = (0..CONNECTIONS).map(|_| make()).collect();
+    let mut all: Vec<T> = (0..connections()).map(|_| make()).collect();
     println!("attacking");
     let act = &act;
     std::thread::scope(|s| {
-        for some in all.chunks_mut(CONNECTIONS / threads) {
+        for some in all.chunks_mut(connections() / threads) {
             s.spawn(move || {
                 loop {
                     some.iter_mut().for_each(act);
@@ -124,13 +127,13 @@ fn operating(path: &Path, len: usize, parts: usize, make: impl Fn(Operation) -> 
 
 /// A thread for each connection that needs no daemon.
 fn spinning(_: &Path) -> ! {
-    with_all(CONNECTIONS, || (), |()| std::hint::spin_loop())
+    with_all(connections(), || (), |()| std::hint::spin_loop())
 }
 
 /// The same, but each copies a mebibyte of its own memory, which pushes what others copy out of the caches.
 fn copying(_: &Path) -> ! {
     with_all(
-        CONNECTIONS,
+        connections(),
         || (vec![1_u8; MIB], vec![0_u8; MIB]),
         |(from, to)| {
             std::hint::black_box(to).copy_from_slice(std::hint::black_box(from));
@@ -160,7 +163,7 @@ fn neighbour(path: &Path) -> ! {
 /// Pauses for 5 ms, to be owed something by then, and has all connections copy at once.
 fn pauses(path: &Path) -> ! {
     let make = || Ring::new(client(path, 2 << 20), 4, MIB, |host| vec![to_card(host, 0, 1 << 20)]);
-    let all: Vec<Ring> = (0..CONNECTIONS).map(|_| make()).collect();
+    let all: Vec<Ring> = (0..connections()).map(|_| make()).collect();
     println!("attacking");
     loop {
         std::thread::sleep(Duration::from_millis(5));
@@ -208,7 +211,7 @@ fn mixed(path: &Path) -> ! {
 
 /// Opens functions and leaves at once.
 fn reconnects(path: &Path) -> ! {
-    with_all(CONNECTIONS, || opened(path).ok(), |function| *function = opened(path).ok())
+    with_all(connections(), || opened(path).ok(), |function| *function = opened(path).ok())
 }
 
 /// Sends messages that are cut short, too long, or carry descriptors for nothing, and reads no answers.
@@ -233,7 +236,7 @@ fn broken_messages(path: &Path) -> ! {
 /// Asks for the status sixteen times before it reads the answers.
 fn status_flood(path: &Path) -> ! {
     with_all(
-        CONNECTIONS,
+        connections(),
         || opened(path).unwrap(),
         |socket| {
             assert!((0..16).all(|_| send(socket, &ClientRequest::Status { first: 0 }, &[])));
@@ -249,7 +252,7 @@ fn map_churn(path: &Path) -> ! {
         let buf = client.buffer(2 * MIB).unwrap();
         (client, buf)
     };
-    with_all(CONNECTIONS, make, |(client, buf): &mut (Client, SharedBuf)| {
+    with_all(connections(), make, |(client, buf): &mut (Client, SharedBuf)| {
         drop(client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
     })
 }
@@ -261,7 +264,7 @@ fn scattered_maps(path: &Path) -> ! {
     let page = |i: u64| MapSegment { fd: 0.into(), reserved: 0.into(), offset: (i << 12).into(), len: 4096.into() };
     let segments: Vec<MapSegment> = (0..pages).rev().map(page).collect();
     with_all(
-        CONNECTIONS,
+        connections(),
         || opened(path).ok(),
         |function| {
             let map = ClientRequest::Map { access: 3, segments: &segments };
@@ -330,7 +333,7 @@ fn empty_doorbells(path: &Path) -> ! {
 /// Has functions without work, with as many queues as a client may have by default.
 fn idle_functions(path: &Path) -> ! {
     let make = || Client::connect(ClientOptions { ddr: 2 << 20, hbm: 4 << 20, queues: 2, ..ClientOptions::new(path) });
-    let _all: Vec<Client> = (0..CONNECTIONS).map(|_| make().unwrap()).collect();
+    let _all: Vec<Client> = (0..connections()).map(|_| make().unwrap()).collect();
     println!("attacking");
     loop {
         std::thread::park();
@@ -340,7 +343,7 @@ fn idle_functions(path: &Path) -> ! {
 /// Resets its functions, and has their translations forgotten.
 fn resets(path: &Path) -> ! {
     with_all(
-        CONNECTIONS,
+        connections(),
         || client(path, 2 << 20),
         |client| {
             for register in [regs::CONTROL, regs::MMU_INVALIDATE] {
@@ -353,7 +356,7 @@ fn resets(path: &Path) -> ! {
 /// Writes a byte to each block of its card memory by message, and then connects again.
 fn first_touches(path: &Path) -> ! {
     with_all(
-        CONNECTIONS,
+        connections(),
         || client(path, 32 << 20),
         |one| {
             (0..16).for_each(|i| one.write_bytes(BAR_MEMORY, i << 21, &[1]).unwrap());
@@ -415,7 +418,7 @@ fn free_gigabyte(memory: &impl AsFd) {
 fn refused_peers(path: &Path) -> ! {
     let greeted = || dial(path).filter(|socket| ask(socket, &ClientRequest::Hello { min: 1, max: 9 }, &[]).is_ok());
     let all: Vec<OwnedFd> = std::iter::from_fn(greeted).collect();
-    assert!(all.len() >= CONNECTIONS);
+    assert!(all.len() >= connections());
     with_all(4, || (), |()| drop(dial(path).map(|socket| receive(&socket))))
 }
 
@@ -469,7 +472,7 @@ fn poll_waiters(path: &Path) -> ! {
 /// Sends descriptors whose close blocks.
 fn blocking_closes(path: &Path) -> ! {
     with_all(
-        CONNECTIONS,
+        connections(),
         || (opened(path).unwrap(), Vec::new()),
         |(socket, peers)| {
             let (blocking, peer) = lingering(1).pop().unwrap();

@@ -36,7 +36,7 @@ const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const LISTEN: &str = "DMALANE_TEST_LISTEN";
 /// The attack, for the hostile user.
 const ATTACK: &str = "DMALANE_TEST_ATTACK";
-/// The number of clients, for a user who has several.
+/// The number of clients, for a user who has several, and for the hostile one.
 const CLIENTS: &str = "DMALANE_TEST_CLIENTS";
 const HOSTILE: u32 = 40_001;
 const MIB: usize = 1 << 20;
@@ -758,6 +758,7 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
     }
     let only = std::env::var("DMALANE_TEST_ONLY").ok();
     let mut bad = Vec::new();
+    let connections = if rounds.is_some() { "48" } else { "12" };
     // The first ones are no attacks.
     let first = if rounds.is_some() { 0 } else { attacks::COMPARISONS };
     let chosen = |(name, _): &&(&str, _)| only.as_deref().is_none_or(|only| only == *name);
@@ -774,7 +775,8 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
         open_to_all(&daemon);
         let mut clients = measured(&daemon);
         let attack = || {
-            let mut hostile = spawn_in("--clear-groups", HOSTILE, me, &daemon, &[(ATTACK, name)]);
+            let mut hostile =
+                spawn_in("--clear-groups", HOSTILE, me, &daemon, &[(ATTACK, name), (CLIENTS, connections)]);
             hostile.wait_for("attacking");
             hostile
         };
