@@ -42,7 +42,8 @@ const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// much more is paid at a time.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
 /// The most that a user is owed for what others were served while its queues were empty, 4 ms: about as long as its
-/// client waits for a processor. Used up to [`MAX_AHEAD`] in a round, so that nobody else waits for long.
+/// client waits for a processor. Used up to [`MAX_AHEAD`] in a round, so that others with short steps do not wait for
+/// all of it.
 const MAX_CREDIT: i64 = 4_000_000 * NANOSECOND_COST;
 /// The longest that others wait for a user whose queues are empty, however long that user's operations took.
 const MAX_GAP: Duration = Duration::from_millis(2);
@@ -152,6 +153,8 @@ struct Usage {
 #[derive(Clone, Copy, Default)]
 struct Served {
     cost: i64,
+    /// What it paid out of the quantum of a round, for debts and for this round's steps; of a user.
+    paid: i64,
     /// When the last step ended, if a queue had work.
     stepped: Option<Instant>,
     /// Time of the steps.
@@ -418,7 +421,7 @@ fn number_of(function: &Arc<Function>) -> u64 {
 fn round(users: &mut [UserTurn], clock: &Clock<'_>) -> (Served, Option<Instant>) {
     let (mut all, mut held) = (Served::default(), None::<Instant>);
     let gaps = Gaps::of(users);
-    let mut spent = 0_i64;
+    let mut paid = 0_i64;
     for user in users.iter_mut() {
         user.held = false;
         if user.deficit <= 0 && !user.idle {
@@ -432,23 +435,21 @@ fn round(users: &mut [UserTurn], clock: &Clock<'_>) -> (Served, Option<Instant>)
             }
         }
         let served = user.serve(clock);
-        spent = served.cost.saturating_add(spent);
+        paid += if user.idle { 0 } else { served.paid };
         (all.stepped, all.owed) = (all.stepped.max(served.stepped), all.owed | served.owed);
     }
-    if spent > 0 {
-        credit(users, spent, (clock.now)());
+    if paid > 0 {
+        credit(users, paid, (clock.now)());
     }
     (all, held)
 }
 
-/// Owes those who had nothing to do in a round what each of the others spent, if they had a step not long ago.
-fn credit(users: &mut [UserTurn], spent: i64, now: Instant) {
-    let is_recent = |end: Instant| now.saturating_duration_since(end) < LONG_GAP;
-    let is_present = |user: &UserTurn| !user.turns.is_empty() && user.stepped.is_some_and(is_recent);
+/// Owes those who had nothing to do in a round what each of the others paid in it, if they had a step not long ago.
+fn credit(users: &mut [UserTurn], paid: i64, now: Instant) {
+    let is_present = |user: &UserTurn| !user.turns.is_empty() && user.is_recent(now);
     let others = users.iter().filter(|user| is_present(user)).count().saturating_sub(1).max(1);
-    let share = spent / others as i64;
     for user in users.iter_mut().filter(|user| user.idle) {
-        user.credit = if is_present(user) { user.credit.saturating_add(share).min(MAX_CREDIT) } else { 0 };
+        user.credit = if is_present(user) { (user.credit + paid / others as i64).min(MAX_CREDIT) } else { 0 };
     }
 }
 
@@ -552,10 +553,18 @@ impl UserTurn {
         }
     }
 
+    /// The last step was not long before this moment.
+    fn is_recent(&self, now: Instant) -> bool {
+        self.stepped.is_some_and(|end| now.saturating_duration_since(end) < LONG_GAP)
+    }
+
     /// Runs one round of a user.
     fn serve(&mut self, clock: &Clock<'_>) -> Served {
+        let debt = self.deficit.min(0);
         self.deficit = (self.deficit + QUANTUM).min(QUANTUM);
-        if self.deficit > 0 {
+        let available = self.deficit.max(0);
+        if self.credit > 0 && self.deficit > 0 {
+            self.credit = if self.is_recent((clock.now)()) { self.credit } else { 0 };
             let part = self.credit.min(MAX_AHEAD);
             self.credit -= part;
             self.deficit += part;
@@ -577,6 +586,8 @@ impl UserTurn {
             self.burst = (all.took + if self.idle { Duration::ZERO } else { self.burst }).min(MAX_GAP);
             (self.stepped, self.paid) = (all.stepped, all.stepped);
         }
+        // Not what it cost: who spent more than a round allows pays in the next ones, in which others are served too.
+        all.paid = QUANTUM.min(-debt) + all.cost.min(available);
         all.owed |= self.deficit <= 0;
         let left = (self.deficit - QUANTUM).max(0);
         (self.credit, self.deficit) = (self.credit + left, self.deficit - left);
@@ -1242,12 +1253,67 @@ mod tests {
         let all: u64 = after.iter().map(|[_, second]| second).sum();
         assert!(all.abs_diff(credit + 8) <= 1, "{after:?}");
         assert!(after.iter().all(|[first, second]| *first == 1 && *second <= part + 2), "{after:?}");
-        // It is gone for longer, and then nothing is owed.
-        while copied(0)[1] > 0 {}
-        copied(0);
-        passed.set(LONG_GAP);
-        copied(0);
-        assert_eq!(copied(64), [1, 1]);
+        // It is gone for longer, and then nothing is owed, whether somebody was served meanwhile or not.
+        for rounds in [1, 0] {
+            while copied(0)[1] > 0 {}
+            copied(1);
+            copied(0);
+            passed.set(passed.get() + LONG_GAP);
+            (0..rounds).for_each(|_| assert_eq!(copied(0)[1], 0));
+            assert_eq!(copied(64), [1, 1], "{rounds}");
+        }
+    }
+
+    #[test]
+    fn who_pauses_is_owed_what_each_of_several_users_had() {
+        let budget = Arc::new(Budget::new(&Config::default()));
+        let mut three = [0, 1, 2].map(|_| Backlog::new(1 << 20, 1, &budget));
+        let mut users = three.each_ref().map(|backlog| user_of(std::slice::from_ref(backlog)));
+        let (now, usage) = (Instant::now(), at_work());
+        let now = || now;
+        let clock = Clock::new(&now, &usage);
+        let mut copied = |waiting: u32| {
+            let before = three[2].function().moved();
+            three[0].refill();
+            three[1].refill();
+            three[2].refill_to(waiting);
+            round(&mut users, &clock);
+            (three[2].function().moved() - before) >> 20
+        };
+        assert_eq!(copied(1), 1);
+        (0..8).for_each(|_| assert_eq!(copied(0), 0));
+        assert_eq!([copied(64), copied(64)], [9, 1]);
+    }
+
+    #[test]
+    fn who_comes_back_while_others_are_in_debt_gains_nothing() {
+        for waiting in (1..=64).step_by(3) {
+            let budget = Arc::new(Budget::new(&Config::default()));
+            // A long copy takes 100 us and costs what six rounds allow.
+            let mut two = [1 << 20, 64 << 10].map(|len| Backlog::new(len, 1, &budget));
+            let mut users = two.each_ref().map(|backlog| user_of(std::slice::from_ref(backlog)));
+            let functions = two.each_ref().map(|backlog| backlog.turn.turns[0].function.clone());
+            let (start, waited, usage) = (Instant::now(), Cell::new(Duration::ZERO), at_work());
+            let moved = || functions.each_ref().map(|function| function.moved());
+            let now = || start + waited.get() + Duration::from_nanos((moved().iter().sum::<u64>() * 100_000) >> 20);
+            let clock = Clock::new(&now, &usage);
+            let mut before = moved();
+            for _ in 0..2000 {
+                two[0].refill();
+                // The second user waits until the first one has had a step without it.
+                if moved()[0] > before[0] && users[1].idle {
+                    two[1].refill_to(waiting);
+                    before = moved();
+                }
+                let until_now = moved();
+                round(&mut users, &clock);
+                if moved() == until_now {
+                    waited.set(waited.get() + Duration::from_micros(10));
+                }
+            }
+            let [first, second] = moved();
+            assert!(second * 4 <= first * 5, "{waiting} copies: {second} beside {first}");
+        }
     }
 
     #[test]

@@ -115,7 +115,7 @@ impl Imports {
     fn import(&self, pinned: &Pinned, start: u64, into: &mut Vec<Import>) -> Result<(), Error> {
         let first = into.len();
         let by_address = match self.import_by_address(pinned, start, into) {
-            Err(e) if self.gpu.info().dma_buf_import => e,
+            Err(e) if self.gpu.info().dma_buf_import && !matches!(e, Error::Lost(_)) => e,
             done => return done,
         };
         into.truncate(first);
@@ -124,7 +124,10 @@ impl Imports {
             .dma_buf_of(memory, range.clone())
             .map_err(Error::Descriptor)
             .and_then(|(fd, has)| Ok((self.gpu.import_dma_buf(memory, has.len(), fd)?, range.start - has.start)))
-            .map_err(|e| Error::Import { by_address: Box::new(by_address), as_dma_buf: Box::new(e) })?;
+            .map_err(|e| match e {
+                Error::Lost(_) => e,
+                e => Error::Import { by_address: Box::new(by_address), as_dma_buf: Box::new(e) },
+            })?;
         let (end, address) = (start + range.len() as u64, (memory.address() + range.start) as u64);
         into.push(Import { start, end, buffer, offset: offset as u64, address });
         Ok(())

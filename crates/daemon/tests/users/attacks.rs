@@ -45,6 +45,7 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("refused-peers", refused_peers),
     ("gigabyte-punches", gigabyte_punches),
     ("pauses", pauses),
+    ("returns", returns),
 ];
 
 /// Connections of the hostile user: fewer in the test that only looks whether others are served.
@@ -100,10 +101,18 @@ impl Ring {
         Self { client, log2, _memory: [rings, data] }
     }
 
+    fn register(&self, register: u64) -> u32 {
+        self.client.read32(BAR_REGISTERS, regs::channel(0, register)).unwrap()
+    }
+
+    /// The card has done all.
+    fn is_empty(&self) -> bool {
+        self.register(regs::CH_HEAD) == self.register(regs::CH_DOORBELL)
+    }
+
     /// Has the card do all of the ring once more.
     pub(crate) fn fill(&self) {
-        let head = self.client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD)).unwrap();
-        let doorbell = head.wrapping_add(1 << self.log2);
+        let doorbell = self.register(regs::CH_HEAD).wrapping_add(1 << self.log2);
         self.client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), doorbell).unwrap();
     }
 }
@@ -160,14 +169,28 @@ fn neighbour(path: &Path) -> ! {
     }
 }
 
-/// Pauses for 5 ms, to be owed something by then, and has all connections copy at once.
+/// Copies 96 MiB over all connections, and pauses for 5 ms, for which it is owed something.
 fn pauses(path: &Path) -> ! {
-    let make = || Ring::new(client(path, 2 << 20), 4, MIB, |host| vec![to_card(host, 0, 1 << 20)]);
+    let make = || Ring::new(client(path, 2 << 20), 4, MIB, |host| vec![to_card(host, 0, 128 << 10)]);
     let all: Vec<Ring> = (0..connections()).map(|_| make()).collect();
+    in_bursts(&all, Duration::from_millis(5))
+}
+
+/// Copies 2 MiB, and comes back while others pay for what they had meanwhile.
+fn returns(path: &Path) -> ! {
+    let ring = Ring::new(client(path, 2 << 20), 5, MIB, |host| vec![to_card(host, 0, 64 << 10)]);
+    in_bursts(&[ring], Duration::from_micros(100))
+}
+
+/// Has the card do all of these rings, and pauses, again and again.
+fn in_bursts(all: &[Ring], pause: Duration) -> ! {
     println!("attacking");
     loop {
-        std::thread::sleep(Duration::from_millis(5));
         all.iter().for_each(Ring::fill);
+        while !all.iter().all(Ring::is_empty) {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        std::thread::sleep(pause);
     }
 }
 
