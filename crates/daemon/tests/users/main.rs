@@ -799,12 +799,13 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
 const GOALS: [f64; 3] = [0.4, 0.4, 3.0];
 const EXCEPTIONS: &[(&str, [f64; 3])] = &[
     ("neighbour", [0.3, 0.3, 3.0]),
+    ("mixed", [0.4, 0.4, 3.5]),
+    ("byte-rows", [0.35, 0.4, 3.0]),
     ("zero-pitch", [0.3, 0.35, 3.0]),
     ("large-punches", [0.35, 0.4, 3.0]),
-    ("failing-copies", [0.4, 0.4, 3.5]),
+    ("failing-copies", [0.4, 0.35, 4.0]),
     ("late-differences", [0.35, 0.4, 3.0]),
     ("gigabyte-punches", [0.4, 0.25, 3.0]),
-    ("pauses", [0.33, 0.4, 3.0]),
 ];
 
 /// Prints what clients get beside the attack and alone, in turn; false where a goal is missed that is no exception.
