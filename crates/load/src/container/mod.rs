@@ -24,6 +24,7 @@ use crate::Error as LoadError;
 use safetensors::{MAX_HEADER, short};
 
 pub use defect::Defect;
+pub(crate) use lfs::lfs_pointer;
 pub use lfs::refuse_lfs_pointer;
 pub use set::{is_index, model_files};
 
