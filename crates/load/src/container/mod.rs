@@ -390,6 +390,26 @@ mod tests {
     }
 
     #[test]
+    fn no_two_kinds_claim_the_same_files() {
+        for of in Container::ALL {
+            let Kind { extensions, magic, .. } = of.kind();
+            for magic in *magic {
+                assert!((1..=HEAD).contains(&magic.len()), "{of:?}: {magic:?} is not of 1 to {HEAD} bytes");
+            }
+            for other in Container::ALL.iter().filter(|other| *other != of) {
+                let others = other.kind();
+                for (ours, theirs) in magic.iter().flat_map(|ours| others.magic.iter().map(move |m| (ours, m))) {
+                    assert!(!theirs.starts_with(ours), "{theirs:?} of {other:?} begins as {ours:?} of {of:?}");
+                }
+                for extension in *extensions {
+                    let is = |theirs: &&str| theirs.eq_ignore_ascii_case(extension);
+                    assert!(!others.extensions.iter().any(is), "{extension} is of {of:?} and {other:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn tensors_follow_each_other_within_the_file() {
         let check = |tensors: &[(u64, u64)]| {
             let tensor = |(i, (at, len)): (usize, &(u64, u64))| {
