@@ -19,6 +19,7 @@ use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
 use serde::{Deserialize, Serialize};
 
+use crate::container::lfs_pointer;
 use crate::container::safetensors::short;
 use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
 use crate::pipeline::{describe, workers};
@@ -152,6 +153,13 @@ pub enum Difference {
         /// Its length.
         found: u64,
     },
+    /// In place of the file there is a pointer of Git LFS to it: it was not downloaded.
+    LfsPointer {
+        /// The file.
+        file: String,
+        /// Bytes of the file that was not downloaded, as the pointer says.
+        size: u64,
+    },
     /// The manifest has a file that is not there.
     Missing {
         /// The file.
@@ -170,6 +178,7 @@ impl Difference {
         let (Self::Changed { file, .. }
         | Self::Short { file, .. }
         | Self::Long { file, .. }
+        | Self::LfsPointer { file, .. }
         | Self::Missing { file }
         | Self::Unlisted { file }) = self;
         file
@@ -185,6 +194,9 @@ impl fmt::Display for Difference {
             }
             Self::Long { file, expected, found } => {
                 write!(f, "{file}: {} bytes follow its end at {expected}", found.saturating_sub(*expected))
+            }
+            Self::LfsPointer { file, size } => {
+                write!(f, "{file}: {}", FormatError::LfsPointer { size: *size })
             }
             Self::Missing { file } => write!(f, "{file}: is missing"),
             Self::Unlisted { file } => write!(f, "{file}: is not in the manifest"),
@@ -294,11 +306,14 @@ impl Manifest {
     ) -> Result<Vec<Difference>, Error> {
         let mut differences = Vec::new();
         let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.path));
-        let (mut lens, mut found) = (Vec::new(), Vec::new());
+        let (mut lens, mut found, mut pointers) = (Vec::new(), Vec::new(), Vec::new());
         for (input, file) in inputs.iter().zip(&files) {
             let len = input.len()?;
+            let pointer = lfs_pointer(&input.path, &input.file)?;
             found.push(len);
-            lens.push(file.map_or(0, |file| file.bytes.min(len)));
+            // Of a pointer, no byte is one of the file.
+            lens.push(file.filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
+            pointers.push(pointer);
         }
         let digests = digest(inputs, &lens, self.hash_regions(&files), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
@@ -306,6 +321,10 @@ impl Manifest {
                 differences.push(Difference::Unlisted { file: name(&input.path) });
                 continue;
             };
+            if let Some(size) = pointers[i] {
+                differences.push(Difference::LfsPointer { file: file.name.clone(), size });
+                continue;
+            }
             differences.extend(file.changed(lens[i], &digests[i]));
             differences.extend(file.other_length(found[i]));
         }

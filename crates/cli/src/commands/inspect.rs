@@ -32,7 +32,7 @@ Exit status: 0 inspected, 1 no such file or process, 2 usage error.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Inspect {
-    /// A file, the directory or the index of a model, - for the file behind standard input, or the ID of a process
+    /// A file, the directory or the index of a model, or the ID of a process; - for standard input
     #[arg(value_name = "FILE|PID")]
     what: PathBuf,
 

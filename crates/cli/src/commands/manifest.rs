@@ -34,7 +34,7 @@ Exit status: 0 written, 1 bad file, 2 usage error.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Manifest {
-    /// Files of the model, or its directory or index; - for standard input
+    /// Files to hash, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 

@@ -32,7 +32,7 @@ Exit status: 0 no difference, 1 a difference or an error, 2 usage error.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Verify {
-    /// Files of the model, or its directory or index; - for standard input
+    /// Files to compare, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
@@ -74,6 +74,7 @@ fn json(difference: &Difference) -> Value {
             (problem, part, lengths) = ("short", Some(of), Some((*expected, *found)));
         }
         Difference::Long { expected, found, .. } => (problem, lengths) = ("long", Some((*expected, *found))),
+        Difference::LfsPointer { .. } => problem = "lfs_pointer",
         Difference::Missing { .. } => problem = "missing",
         Difference::Unlisted { .. } => problem = "unlisted",
         _ => {}
@@ -168,8 +169,6 @@ impl Verify {
         source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
         let (mut inputs, whole) = self.mode.open(&self.files)?;
-        // No header is parsed here, which would refuse one.
-        inputs.iter().try_for_each(|input| model::refuse_lfs_pointer(&input.path, &input.file))?;
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         let (mut walls, mut differences) = (Vec::new(), Vec::new());
         for _ in 0..self.repeat {

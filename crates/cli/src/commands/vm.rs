@@ -61,7 +61,7 @@ enum VmCommand {
 #[derive(Args)]
 #[command(after_help = REPLAY_EXAMPLES)]
 struct Replay {
-    /// The trace, or - for standard input
+    /// The trace; - for standard input
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
 

@@ -101,6 +101,9 @@ fn folder() -> tempfile::TempDir {
     folder
 }
 
+/// Options that name a file to write.
+pub const WRITES: [&str; 7] = ["--save", "--record", "--trace", "--report", "--plot", "--bundle", "-o"];
+
 /// The results of some examples.
 #[derive(Default)]
 struct Done {
@@ -138,8 +141,7 @@ fn run(examples: Vec<String>) -> Done {
         }
         // Without --force, an example may not replace what another one wrote.
         let words: Vec<&str> = line.split_whitespace().collect();
-        let writes = ["--save", "--record", "--trace", "--report", "--plot", "--bundle", "-o"];
-        for pair in words.windows(2).filter(|pair| writes.contains(&pair[0])) {
+        for pair in words.windows(2).filter(|pair| WRITES.contains(&pair[0])) {
             let _ = std::fs::remove_file(folder.path().join(pair[1]));
         }
         let output = shell(&line, folder.path());

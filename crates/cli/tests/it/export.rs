@@ -115,6 +115,17 @@ fn exports_that_cannot_be_are_refused() {
 }
 
 #[test]
+fn memory_of_the_kernels_dma_buf_heap_is_exported_as_what_it_is() {
+    let folder = folder("export-dma-heap");
+    if File::open("/dev/dma_heap/system").is_err() {
+        return println!("SKIPPED: no /dev/dma_heap/system");
+    }
+    let read = ["read", "large", "--heap", "dma-heap", "--export", "fd", "--", "printenv", "DMALANE_KIND"];
+    let output = dmalane(&folder, &read);
+    assert_eq!(text(&output.stdout), "dma-buf\n", "{}", text(&output.stderr));
+}
+
+#[test]
 fn a_socket_gets_a_message_and_a_descriptor_for_each_file() {
     let folder = folder("send-to");
     let listener = UnixListener::bind(folder.join("socket")).unwrap();

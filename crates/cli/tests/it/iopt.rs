@@ -7,6 +7,8 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::lists::{keys, page};
+
 /// Two with the same page sizes and limits, for what is said of each.
 const FORMATS: [&str; 2] = ["arm64-s1-4k", "x86-64-4level"];
 
@@ -343,23 +345,11 @@ fn every_help_has_an_example() {
 
 #[test]
 fn every_field_and_format_is_documented() {
-    fn keys(value: &Value, found: &mut Vec<String>) {
-        match value {
-            Value::Object(fields) => fields.iter().for_each(|(key, value)| {
-                found.push(key.clone());
-                keys(value, found);
-            }),
-            Value::Array(items) => items.iter().for_each(|item| keys(item, found)),
-            _ => {}
-        }
-    }
-    let page =
-        |name: &str| fs::read_to_string(format!("{}/../../docs/formats/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let page = |name: &str| page(&format!("formats/{name}"));
     let place = Place::mappings(three());
-    let mut words = Vec::new();
-    keys(&place.json("build spec.json -f arm64-s1-4k -o image.bin"), &mut words);
-    keys(&place.json("walk image.bin -f arm64-s1-4k --root 0x80000000 0 4096"), &mut words);
-    keys(&place.json("dump image.bin -f arm64-s1-4k --root 0x80000000"), &mut words);
+    let mut words = keys(&place.json("build spec.json -f arm64-s1-4k -o image.bin"));
+    words.extend(keys(&place.json("walk image.bin -f arm64-s1-4k --root 0x80000000 0 4096")));
+    words.extend(keys(&place.json("dump image.bin -f arm64-s1-4k --root 0x80000000")));
     for word in words {
         assert!(page("json.md").contains(&format!("`{word}`")), "{word} is not in json.md");
     }

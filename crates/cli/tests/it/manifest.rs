@@ -17,7 +17,7 @@ fn folder(name: &str) -> PathBuf {
 /// Runs a command, whose exit status must be this, and gives what it printed and said.
 fn dmalane(folder: &Path, line: &str, status: i32) -> (String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-    let output = command.args(line.split_whitespace()).current_dir(folder).output().unwrap();
+    let output = command.args(line.split_whitespace()).current_dir(folder).envs(crate::WIDE).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
     (String::from_utf8_lossy(&output.stdout).into_owned(), said)
@@ -86,6 +86,31 @@ fn a_difference_is_named_by_every_command_that_reads() {
     assert!(said.contains("cause: model.safetensors: header differs (bytes 0.."), "{said}");
     dmalane(&folder, "read model.safetensors --manifest m.json --range 0..1", 2);
     dmalane(&folder, "verify model.safetensors", 2);
+}
+
+#[test]
+fn a_file_that_was_not_downloaded_is_one_of_the_differences() {
+    let folder = folder("manifest-pointer");
+    fs::create_dir(folder.join("model")).unwrap();
+    for shard in ["a", "b", "c"] {
+        dmalane(&folder, &format!("load -q --sample 1MiB --save model/{shard}.safetensors"), 0);
+    }
+    dmalane(&folder, "manifest model -o m.json", 0);
+    flip(&folder.join("model/a.safetensors"), 0);
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";
+    fs::write(folder.join("model/b.safetensors"), pointer).unwrap();
+    let (printed, said) = dmalane(&folder, "verify model --manifest m.json", 1);
+    assert!(printed.is_empty() && said.starts_with("dmalane: 2 differences from the manifest\n"), "{said}");
+    let (changed, missing) = ("cause: a.safetensors: header differs", "cause: b.safetensors: it is a Git LFS pointer");
+    assert!(said.contains(changed) && said.contains(missing) && said.contains("git lfs pull"), "{said}");
+    let (json, _) = dmalane(&folder, "verify model --manifest m.json --json", 1);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    let problems = json["differences"].as_array().unwrap().iter();
+    let problems: Vec<_> =
+        problems.map(|one| [&one["file"], &one["problem"]].map(|cell| cell.as_str().unwrap())).collect();
+    assert_eq!(problems, [["a.safetensors", "changed"], ["b.safetensors", "lfs_pointer"]]);
+    let (csv, _) = dmalane(&folder, "verify model --manifest m.json --csv", 1);
+    assert!(csv.contains("\nb.safetensors,lfs_pointer,,,,,,,,"), "{csv}");
 }
 
 #[test]

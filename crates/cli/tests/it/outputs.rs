@@ -6,6 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use crate::examples::WRITES;
+use crate::lists;
+
 const INDEX: &str = "indexed/a.safetensors.index.json";
 
 /// Files that must stay as they are, by their contents.
@@ -78,7 +81,14 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
     let place = Place::new("outputs");
     let card = "-d file:card.img";
     symlink("sub", place.at("alias")).unwrap();
-    let mut writers = crate::lists::with(&["--force"]);
+    let mut writers = Vec::new();
+    for (name, help) in lists::all().into_iter().filter(|(_, help)| help.contains("--force")) {
+        let has = |option: &str| ["<", "[<"].iter().any(|value| help.contains(&format!("{option} {value}")));
+        let options = WRITES.into_iter().filter(|option| has(option) || help.contains(&format!("{option}, --")));
+        let of_it: Vec<_> = options.map(|option| (name.clone(), option)).collect();
+        assert!(!of_it.is_empty(), "WRITES has no output of {name}");
+        writers.extend(of_it);
+    }
     for (line, why) in [
         // The input itself, under each of its names.
         ("load model.safetensors --save model.safetensors --force", "it is the input"),
@@ -134,6 +144,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("compare model.safetensors --report boot.json", "it exists already"),
         ("manifest model.safetensors -o boot.json", "it exists already"),
         ("read model.safetensors --trace boot.json", "it exists already"),
+        ("read model.safetensors --report boot.json", "it exists already"),
         ("doctor --bundle boot.json", "it exists already"),
         ("doctor --bundle sub", "it is a folder"),
         // Links that others may have planted.
@@ -164,9 +175,10 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
             assert!(said.contains("hint: name the file that it stands for"), "{said}");
         }
         place.stays(line);
-        writers.retain(|name| !(why.contains("exists") && line.starts_with(&**name)));
+        let is = |name: &str, option: &str| lists::runs(line, name) && line.contains(&format!(" {option} "));
+        writers.retain(|(name, option)| !(why.contains("exists") && is(name, option)));
     }
-    assert!(writers.is_empty(), "no output of {writers:?} exists already");
+    assert!(writers.is_empty(), "of {writers:?} no output exists already");
 }
 
 /// Of a validation that was killed; it is the only copy of what was on the device.

@@ -19,6 +19,8 @@ use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::lists::{keys, page};
+
 /// Time after which something that is waited for does not come.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -194,6 +196,16 @@ fn size(rows: u16, columns: u16) -> Winsize {
     Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 }
 }
 
+/// The fields of an object of `top` are in its section of `json.md`, or are those of `dmalaned status`.
+fn documented(view: &Value) {
+    let page = page("formats/json.md");
+    let section = |of: &str| page.split("\n## ").find(|section| section.starts_with(of)).expect(of);
+    let sections = ["`dmalane top --json`", "`dmalaned status --json`"].map(section);
+    for word in keys(view).iter().filter(|word| !["schema", "command"].contains(&word.as_str())) {
+        assert!(sections.iter().any(|section| section.contains(&format!("`{word}`"))), "{word} is not in json.md");
+    }
+}
+
 /// Runs `dmalane top --once` and gives its object.
 fn once(runtime: &Path, args: &[&str]) -> Value {
     let output =
@@ -356,6 +368,7 @@ fn text_and_json_say_what_jobs_do() {
     assert!(steps["phase"].as_str().unwrap().starts_with("validate: "), "{steps}");
     assert!(steps["total"].as_u64() > Some(1) && steps["bytes_per_s"].is_null(), "{steps}");
     assert!(steps["iommu"]["hits"].is_u64(), "{steps}");
+    both.iter().for_each(documented);
     let text = text_with(runtime.path(), &["dmalane read -", " steps"]);
     assert!(!text.contains('\x1b'), "{text}");
     drop(validate);
@@ -403,6 +416,7 @@ fn a_daemon_is_watched_too() {
         assert!(start.elapsed() < LONG, "{view}");
     };
     let daemon_view = &view["daemons"][0];
+    documented(&view);
     assert_eq!(daemon_view["socket"], socket.to_str().unwrap());
     assert!(daemon_view["ddr_total_bytes"].as_u64() > Some(0) && daemon_view["error"].is_null(), "{view}");
     assert_eq!(daemon_view["clients"][0]["iommu"]["faults"], 0, "{view}");
@@ -438,6 +452,7 @@ fn a_served_card_is_shown_with_its_client() {
     // Loads go to the card, which writes little but completions.
     let [to, from] = ["h2c_bytes", "c2h_bytes"].map(|name| card["link"][name].as_u64().unwrap());
     assert!(to >= from && card["done"] == to + from, "{card}");
+    documented(card);
     text_with(runtime.path(), &["serve: client ", "\nH2C ", " operations in flight; 0 faults\n"]);
     load.kill();
     jobs(runtime.path(), 1, |job| job["phase"] == "serve: no client" && job["done"].as_u64() > Some(0));

@@ -7,6 +7,8 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::lists::{keys, page};
+
 const HEADER: &str = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
 const BO: &str = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
 const BIND: &str = r#"{"op":"bind","va":"0x8000","bo":1,"offset":"0x4000","len":"0xc000","access":"rw"}"#;
@@ -243,25 +245,14 @@ fn a_load_that_fails_records_nothing() {
 
 #[test]
 fn every_field_is_documented() {
-    fn keys(value: &Value, found: &mut Vec<String>) {
-        match value {
-            Value::Object(fields) => fields.iter().for_each(|(key, value)| {
-                found.push(key.clone());
-                keys(value, found);
-            }),
-            Value::Array(items) => items.iter().for_each(|item| keys(item, found)),
-            _ => {}
-        }
-    }
-    let page = std::fs::read_to_string(format!("{}/../../docs/formats/json.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let page = page("formats/json.md");
     let section = page.split("## `dmalane vm replay --json`").nth(1).expect("a section of its own");
     let place = Place::with(&[HEADER, BO, BIND, BIND, r#"{"op":"batch","ops":[{"op":"unbind","va":0,"len":1}]}"#]);
-    let mut words = Vec::new();
-    keys(&place.json("vm replay trace.jsonl").1, &mut words);
+    let mut words = keys(&place.json("vm replay trace.jsonl").1);
     assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
-    keys(&place.json("vm replay trace.jsonl --times").1, &mut words);
+    words.extend(keys(&place.json("vm replay trace.jsonl --times").1));
     assert!(words.contains(&"ns_per_operation".to_owned()));
-    keys(&place.json("vm replay trace.jsonl --device soft").1, &mut words);
+    words.extend(keys(&place.json("vm replay trace.jsonl --device soft").1));
     assert!(words.contains(&"tables_batched".to_owned()));
     for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
         assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");

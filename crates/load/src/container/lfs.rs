@@ -37,3 +37,15 @@ pub(super) fn refuse(file: &ContainerFile<'_>, head: &[u8]) -> Result<(), Error>
     let size = size.and_then(|text| text.lines().find_map(|line| line.strip_prefix("size ")?.parse().ok()));
     size.map_or(Ok(()), |size| Err(file.bad(FormatError::LfsPointer { size })))
 }
+
+/// The bytes of the file that a pointer stands for; `None` for a file that is no pointer.
+///
+/// # Errors
+/// [`Error::File`] for a file that cannot be read.
+pub(crate) fn lfs_pointer(path: &Path, file: &File) -> Result<Option<u64>, Error> {
+    match refuse_lfs_pointer(path, file) {
+        Ok(()) => Ok(None),
+        Err(Error::Format { source: FormatError::LfsPointer { size }, .. }) => Ok(Some(size)),
+        Err(error) => Err(error),
+    }
+}

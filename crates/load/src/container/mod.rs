@@ -24,6 +24,7 @@ use crate::Error as LoadError;
 use safetensors::{MAX_HEADER, short};
 
 pub use defect::Defect;
+pub(crate) use lfs::lfs_pointer;
 pub use lfs::refuse_lfs_pointer;
 pub use set::{is_index, model_files};
 
@@ -385,6 +386,26 @@ mod tests {
             ("a.two.bin", "", false),
         ] {
             assert_eq!(KIND.claims(Path::new(name), head.as_bytes()), claimed, "{name} {head}");
+        }
+    }
+
+    #[test]
+    fn no_two_kinds_claim_the_same_files() {
+        for of in Container::ALL {
+            let Kind { extensions, magic, .. } = of.kind();
+            for magic in *magic {
+                assert!((1..=HEAD).contains(&magic.len()), "{of:?}: {magic:?} is not of 1 to {HEAD} bytes");
+            }
+            for other in Container::ALL.iter().filter(|other| *other != of) {
+                let others = other.kind();
+                for (ours, theirs) in magic.iter().flat_map(|ours| others.magic.iter().map(move |m| (ours, m))) {
+                    assert!(!theirs.starts_with(ours), "{theirs:?} of {other:?} begins as {ours:?} of {of:?}");
+                }
+                for extension in *extensions {
+                    let is = |theirs: &&str| theirs.eq_ignore_ascii_case(extension);
+                    assert!(!others.extensions.iter().any(is), "{extension} is of {of:?} and {other:?}");
+                }
+            }
         }
     }
 

@@ -83,15 +83,16 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, Error> {
             return Err(failed("find its model")(std::io::Error::other(several)));
         }
     }
-    let mut extensions: Vec<&str> = Vec::new();
+    let mut wanted = vec![format!("*{INDEX}")];
     for kind in Container::ALL.iter().map(|of| of.kind()).filter(|kind| kind.in_folders) {
         let found: Vec<PathBuf> = names.iter().filter(|name| kind.is_name(name)).cloned().collect();
         if !found.is_empty() {
             return Ok(found);
         }
-        extensions.extend(kind.extensions);
+        wanted.extend(kind.extensions.iter().map(|extension| format!("*.{extension}")));
     }
-    let none = format!("it holds no *{INDEX}, *.{} file", extensions.join(" or *."));
+    let last = wanted.pop().unwrap_or_default();
+    let none = format!("it holds no {} or {last} file", wanted.join(", "));
     Err(failed("find its model")(std::io::Error::new(std::io::ErrorKind::NotFound, none)))
 }
 

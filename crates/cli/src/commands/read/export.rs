@@ -14,7 +14,7 @@ use clap::{Args, ValueEnum};
 use dmalane::dma::export_dma_buf;
 use dmalane::load::fill::FilledBuf;
 use rustix::cmsg_space;
-use rustix::fs::fcntl_get_seals;
+use rustix::fs::{SealFlags, fcntl_get_seals};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -121,8 +121,9 @@ impl Exported {
             Ok(Buffer { fd, bytes: buffer.len() as u64, checksum: buffer.checksum() })
         };
         let buffers: Vec<Buffer> = buffers.iter().map(export).collect::<Result<_, Failure>>()?;
-        // Only memfds have seals.
-        let memfds = buffers.iter().all(|buffer| fcntl_get_seals(&buffer.fd).is_ok());
+        // Each of our memfds has this seal; a dma-buf has no seals.
+        let sealed = |buffer: &Buffer| fcntl_get_seals(&buffer.fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        let memfds = buffers.iter().all(sealed);
         Ok(Self { kind: if memfds { Kind::Memfd } else { Kind::DmaBuf }, buffers })
     }
 
