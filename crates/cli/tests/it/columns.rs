@@ -70,6 +70,7 @@ fn too_wide(command: &str, text: &str, most: usize) -> Vec<String> {
 
 #[test]
 fn no_line_is_wider_than_100_columns_or_the_environment_says() {
+    // Some commands are enough to see where the width comes from.
     for (columns, most, commands) in
         [(None, 100, COMMANDS), (Some("60"), 60, COMMANDS), (Some("x"), 100, &COMMANDS[..3])]
     {

@@ -31,7 +31,7 @@ pub fn with(words: &str) -> BTreeSet<String> {
     all().into_iter().filter_map(|(name, help)| help.contains(words).then_some(name)).collect()
 }
 
-/// What the help of every command says that takes a model by its directory.
+/// These words are in the help of each command that takes a model by its directory.
 pub const MODELS: &str = "the directory or the index of a model";
 
 /// Whether a command line is one of this command, and not of another one whose name goes on.
