@@ -2,6 +2,7 @@
 
 mod script;
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -14,7 +15,7 @@ use dmalane_addr::{Access, CardAddr, FileOffset};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
-use dmalane_load::fill::{BufferMemory, FillOptions, Job, Sink, fill};
+use dmalane_load::fill::{BufferMemory, Event, FillOptions, Job, Sink, fill};
 use dmalane_load::{DriveOptions, Input, OpenDevice, Placement, Stage};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
@@ -211,6 +212,36 @@ fn a_thread_hashes_for_a_device_where_a_processor_is_spare() {
 }
 
 #[test]
+fn a_thread_hashes_what_a_worker_does_not_get_to() {
+    let len = 48 << 20;
+    let (source, job) = (Arc::new(vec![7; len]), Job::whole(&[len as u64]));
+    let one = std::thread::available_parallelism().unwrap().get() == 1;
+    let expected = &["hashing", "worker 0"][usize::from(one)..];
+    let mut by = BTreeSet::new();
+    // Longer on machines where other threads have to wait.
+    for pause in [1, 10, 100, 1000, 10_000, 30_000].map(Duration::from_millis) {
+        let mut workers = [vec![Script::new(source.clone(), 3, 1, Vec::new())]];
+        let (timeline, heap) = (Some(Instant::now()), AnonHeap::new());
+        let options = FillOptions { checksum: true, timeline, ..FillOptions::default() };
+        let held_up =
+            |event: &Event| matches!(event, Event::Arrived { offset, len: n, .. } if offset + n == len as u64);
+        let mut watch = |event: Event| {
+            std::thread::sleep(if held_up(&event) { pause } else { Duration::ZERO });
+            ControlFlow::Continue(())
+        };
+        let filled = fill(BufferMemory::of(&heap), Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
+        assert_eq!(filled.buffers[0].checksum(), Some(XxHash3_64::oneshot(&source)));
+        let tracks = filled.report.timeline.unwrap().tracks;
+        let hashes = |track: &dmalane_load::Track| track.work.iter().any(|span| span.stage == Stage::Checksum);
+        by.extend(tracks.into_iter().filter(hashes).map(|track| track.name));
+        if by.len() == expected.len() {
+            break;
+        }
+    }
+    assert!(by.iter().map(String::as_str).eq(expected.iter().copied()), "{by:?}");
+}
+
+#[test]
 fn a_place_that_does_not_exist_is_an_error() {
     let source = noise(1, 100_000);
     let mut workers = [vec![Script::new(source, 3, 1, Vec::new())]];
@@ -291,7 +322,9 @@ fn a_disk_that_ends_its_reads_in_bursts_is_full_again_at_once() {
     let queue = Bursts { waiting: Vec::new(), submitted: 0, len, polls: 0, starved: starved.clone() };
     let (path, file) = (file.path().to_owned(), file.reopen().unwrap());
     let mut inputs = [Input { path, file, queue, more: Vec::new(), select: None }];
-    let mut device = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
+    // One thread, so that nothing is late where others run.
+    let drive = DriveOptions { hash_thread: Some(false), ..DriveOptions::default() };
+    let mut device = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), drive).unwrap();
     let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
     assert!(loaded.files[0].checksum.is_some() && loaded.report.bytes == len);
     assert_eq!(starved.load(Ordering::Relaxed), 0, "times that it had less than {AT_ONCE} reads");

@@ -152,7 +152,8 @@ pub(crate) struct Read {
     #[arg(long)]
     no_checksum: bool,
 
-    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
+    /// Hash on a thread of its own: yes or no [default: for 32MiB and more where a processor is spare; into memory it
+    /// hashes only what the others have no time for]
     #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
     hash_thread: Option<bool>,
 

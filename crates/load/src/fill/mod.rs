@@ -55,8 +55,8 @@ pub struct FillOptions {
     pub checksum: bool,
     /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer.
     pub hash_regions: Option<Arc<HashRegions>>,
-    /// Hash on a thread of its own. By default jobs of 32 MiB and more do, where the workers and the device leave a
-    /// processor.
+    /// Hash on a thread of its own. By default jobs of 32 MiB and more have one, where the workers and the device leave
+    /// a processor; it takes what the workers do not get to while the disk works, and all of SHA-256.
     pub hash_thread: Option<bool>,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,

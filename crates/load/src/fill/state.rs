@@ -43,8 +43,10 @@ pub(super) struct State<'a, 'w> {
     /// Reads whose memory was taken and whose bytes were not sent on yet.
     ahead: AtomicUsize,
     progress: Mutex<Progress>,
-    /// A thread of its own hashes: [`State::hash_in_background`].
+    /// There is a thread that hashes: [`State::hash_in_background`].
     pub aside: bool,
+    /// It leaves hashing to workers that have nothing else to do, unless more than this waits. 0: it hashes everything.
+    behind: usize,
     /// There is something to hash and the device has room for it, or nothing will come any more.
     hashable: Condvar,
     /// A fragment was hashed and handed on.
@@ -243,6 +245,10 @@ impl<'a, 'w> State<'a, 'w> {
         let worth = || job.bytes() >= ASIDE_FROM && piece >= ASIDE_PIECE;
         let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > busy);
         let aside = Hasher::is_wanted(options) && options.hash_thread.unwrap_or_else(|| worth() && spare());
+        // SHA-256 takes more time than workers wait for the disk. A device waits for what is hashed.
+        let all =
+            options.hash_regions.as_ref().is_some_and(|regions| regions.sha256) || matches!(sink, Sink::Device { .. });
+        let behind = if options.hash_thread.is_some() || all { 0 } else { BEHIND };
         let device = DeviceSink::new(sink, options);
         let state = Self {
             options,
@@ -272,6 +278,7 @@ impl<'a, 'w> State<'a, 'w> {
                 first_read: None,
             }),
             aside,
+            behind,
             hashable: Condvar::new(),
             handed_on: Condvar::new(),
             device,
@@ -591,28 +598,38 @@ impl<'a, 'w> State<'a, 'w> {
         let Tag { buffer, offset, .. } = fragment.tag;
         progress.buffers[buffer].fragments.insert(offset, fragment);
         progress.make_ready(buffer);
-        if self.aside {
+        if self.aside && progress.is_behind(self.behind) {
             self.hashable.notify_one();
         }
     }
 
-    /// Hashes as bytes arrive, until nothing comes any more or the job is stopped.
+    /// Hashes what workers do not get to, until nothing comes any more or the job is stopped.
     pub fn hash_in_background(&self, mut clocks: Clocks) -> Clocks {
         let _stop = StopOnPanic(&self.stop);
+        let mut overdue = false;
         while !self.stop.load(Ordering::Relaxed) {
-            if self.hash(&mut clocks) {
+            let progress = self.progress();
+            let wanted = progress.is_behind(self.behind) || progress.nothing_comes || overdue;
+            if wanted && !progress.ready.is_empty() && !self.device_is_full() {
+                drop(progress);
+                self.hash(&mut clocks);
+                overdue = false;
                 continue;
             }
-            let progress = self.progress();
-            if progress.ready.is_empty() || self.device_is_full() {
-                if progress.nothing_comes {
-                    break;
-                }
-                // A device may have room again although nothing of this job has ended.
-                drop(self.hashable.wait_timeout(progress, POLL_INTERVAL));
+            if progress.nothing_comes {
+                break;
             }
+            // A device may have room again although nothing of this job has ended, and workers may be long at a read.
+            let waited = self.hashable.wait_timeout(progress, POLL_INTERVAL);
+            overdue = waited.unwrap_or_else(PoisonError::into_inner).1.timed_out();
         }
         clocks
+    }
+
+    /// Hashes in a worker that has just copied something, which is in its cache, or that has nothing else to do. True
+    /// when there was something.
+    pub fn hash_in_worker(&self, is_idle: bool, clocks: &mut Clocks) -> bool {
+        (!self.aside || is_idle && self.behind > 0) && self.hash(clocks)
     }
 
     /// Notes that nothing will have to be hashed any more.
@@ -648,7 +665,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Hashes the fragments whose turn it is and sends them on: with a device only one, so that it is transferred while
     /// it is in the processor's cache, and none while the device has no room. True when there was one.
-    pub fn hash(&self, clocks: &mut Clocks) -> bool {
+    fn hash(&self, clocks: &mut Clocks) -> bool {
         let mut any = false;
         while !self.device_is_full() {
             let mut progress = self.progress();
@@ -752,7 +769,7 @@ impl<'a, 'w> State<'a, 'w> {
             if self.progress().away == 0 {
                 break;
             }
-            let hashed = !self.aside && self.hash(&mut clocks);
+            let hashed = self.hash_in_worker(false, &mut clocks);
             if !self.drive(if hashed { Duration::ZERO } else { POLL_INTERVAL }) && !hashed {
                 self.pause(seen);
             }
@@ -811,6 +828,17 @@ impl Progress {
             self.ready.insert(buffer);
         }
     }
+
+    /// Whether more bytes of a buffer than `behind` can be hashed.
+    fn is_behind(&self, behind: usize) -> bool {
+        self.ready.iter().any(|buffer| {
+            let Arrived { fragments, hashed, .. } = &self.buffers[*buffer];
+            let mut end = *hashed;
+            let next = fragments.range(end..).map(|(offset, fragment)| (*offset, fragment.end()));
+            next.take_while(|(offset, to)| *offset == std::mem::replace(&mut end, *to))
+                .any(|(_, to)| to - hashed > behind)
+        })
+    }
 }
 
 /// Stops the job when the thread that holds it panics: others wait for what it does.
@@ -832,6 +860,9 @@ const ASIDE_FROM: u64 = 32 << 20;
 
 /// Pieces of fewer bytes than this are hashed sooner than they are handed to another thread and back.
 const ASIDE_PIECE: u64 = 256 << 10;
+
+/// Bytes that workers may leave unhashed: more than what waits for a read that ends late, mostly.
+const BEHIND: usize = 32 << 20;
 
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;

@@ -48,13 +48,18 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         while !self.state.stopped() {
             let seen = self.state.handed_on();
             let mut busy = self.reap(&mut done, Duration::ZERO);
+            if self.capacity == 1 {
+                // A copy out of the page cache: hashed before pages are made for the next one, which would push it out
+                // of the processor's cache.
+                busy |= self.state.hash_in_worker(false, &mut self.clocks);
+            }
             // Before anything is done with what has arrived, so that the disk always has as many reads as it takes.
             let (claimed, later) = self.refill();
             busy |= claimed;
             busy |= self.state.copy(&mut self.clocks);
-            busy |= !self.state.aside && self.state.hash(&mut self.clocks);
+            busy |= self.state.hash_in_worker(false, &mut self.clocks);
             busy |= self.state.drive(Duration::ZERO);
-            if busy {
+            if busy || self.state.hash_in_worker(true, &mut self.clocks) {
                 continue;
             }
             if !later && self.flying.is_empty() && self.waiting.is_empty() {
