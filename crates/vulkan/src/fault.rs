@@ -66,7 +66,13 @@ impl Faults {
     /// Makes the next call of a function fail.
     #[cfg(test)]
     pub fn fail_call(&self, call: &'static str, result: ash::vk::Result) {
-        self.set(Some(Failing { call: Some(call), number: 1, for_good: false, result }));
+        self.fail_later_call(call, 1, result);
+    }
+
+    /// Makes one of the next calls of a function fail, counted from 1.
+    #[cfg(test)]
+    pub fn fail_later_call(&self, call: &'static str, number: u64, result: ash::vk::Result) {
+        self.set(Some(Failing { call: Some(call), number, for_good: false, result }));
     }
 
     /// Makes all calls fail from now on.

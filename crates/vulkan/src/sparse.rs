@@ -17,7 +17,7 @@ use dmalane_vm::{AnyVm, BindRequest, Bo, Vm};
 
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
-use crate::memory::{Area, GpuMemory};
+use crate::memory::{Area, Areas, GpuMemory};
 
 /// Timeout of a bind by the driver.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -106,22 +106,27 @@ struct Window {
     offset: u64,
 }
 
-impl State {
-    /// The range that an address lies in.
-    fn window(&self, at: u64) -> Option<&Window> {
-        let (_, window) = self.windows.range(..=at).next_back()?;
-        (at <= window.range.last().bits()).then_some(window)
+impl Window {
+    fn contains(&self, at: u64) -> bool {
+        (self.range.first().bits()..=self.range.last().bits()).contains(&at)
     }
+}
 
+/// The range that an address lies in.
+fn window_at(windows: &BTreeMap<u64, Window>, at: u64) -> Option<&Window> {
+    windows.range(..=at).next_back().map(|(_, window)| window).filter(|window| window.contains(at))
+}
+
+/// True when the driver has bound something in a range.
+fn is_bound(bound: &Ranges<Behind>, at: u64, len: u64) -> bool {
+    let before = bound.range(..at + len).next_back();
+    before.is_some_and(|(first, (bound, _))| first + bound > at)
+}
+
+impl State {
     /// True when all of the span lies in one range that is reserved.
     fn holds(&self, span: &Span<DeviceVa>) -> bool {
-        self.window(span.first().bits()).is_some_and(|window| window.range.covers(span))
-    }
-
-    /// True when the driver has bound something in a range.
-    fn is_bound(&self, at: u64, len: u64) -> bool {
-        let before = self.bound.range(..at + len).next_back();
-        before.is_some_and(|(first, (bound, _))| first + bound > at)
+        window_at(&self.windows, span.first().bits()).is_some_and(|window| window.range.covers(span))
     }
 
     /// Ranges that the driver would have bound, at most, after these changes of `touched`: each a range of addresses,
@@ -197,10 +202,35 @@ fn doubt(bound: &mut Ranges<Behind>, first: u64, end: u64, area: Option<&Arc<Are
     }
 }
 
-/// Something to bind: at which address, how much, and to which part of which memory.
-struct Binding {
+/// Changes that the driver is given at a time: it makes them while the next ones are looked up. Few of them under test,
+/// so that batches of the tests take several calls.
+const PART: usize = if cfg!(test) { 16 } else { 512 };
+
+/// The changes of a batch, on their way to the driver.
+struct Parts<'a> {
+    map: &'a SparseMap,
+    windows: &'a BTreeMap<u64, Window>,
+    /// As before the batch.
+    bound: &'a Ranges<Behind>,
+    /// The value of the last bind.
+    last: &'a mut u64,
+    /// Of ranges that are apart from each other.
+    changes: Vec<Change>,
+    /// Those that the driver was given, also by a call that failed.
+    sent: usize,
+    /// One of these takes away what was bound.
+    takes_away: bool,
+}
+
+/// A range to bind, or to unbind where it goes nowhere.
+struct Change {
     at: u64,
     len: u64,
+    to: Option<To>,
+}
+
+/// A part of memory.
+struct To {
     area: Arc<Area>,
     buffer: Arc<Buffer>,
     offset: u64,
@@ -361,7 +391,7 @@ impl SparseMap {
         let span = Span::new(va, len).and_then(|span| self.turn(span));
         let state = self.lock();
         let Some(span) = span.filter(|span| state.holds(span)) else { return Err(va) };
-        let window = state.window(span.first().bits()).ok_or(va)?;
+        let window = window_at(&state.windows, span.first().bits()).ok_or(va)?;
         let mut next = Some(span.first());
         state.vm.mapping(span, &mut |mapped| {
             let here = mapped.span;
@@ -474,11 +504,15 @@ impl AddressSpace for SparseSpace {
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
-        let (mut touched, mut more, mut low) = (Vec::new(), 0, Vec::new());
+        let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.map.lock();
+        let (mut touched, mut more) = (Vec::with_capacity(requests.len()), 0);
+        let mut low = Vec::with_capacity(requests.len());
+        let areas = self.memory.areas();
         for request in requests {
             let span = match request {
                 BindRequest::Bind { va, bo, offset, len, .. } => {
-                    let counted = pieces(&self.memory, bo, *offset, *len, |_| more += 1);
+                    let counted = pieces(&areas, bo, *offset, *len, |_| more += 1);
                     counted.map_err(|at| refused(Error::NotAllocated(at)))?;
                     Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?
                 }
@@ -487,7 +521,7 @@ impl AddressSpace for SparseSpace {
                 _ => return Err(refused(Error::NoSuchBind)),
             };
             more += 1; // what it cuts in two
-            let span = self.map.inside(span)?;
+            let span = self.map.turn(span).filter(|low| state.holds(low)).ok_or(SpaceError::NotReserved(span))?;
             touched.push(span);
             low.push(match request {
                 BindRequest::Bind { bo, offset, len, access, .. } => {
@@ -497,14 +531,13 @@ impl AddressSpace for SparseSpace {
                 _ => BindRequest::Unbind(span),
             });
         }
+        drop(areas);
         let touched = union(touched);
-        let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
-        let mut state = self.map.lock();
         if let Some(held) = &self.map.held {
             let after = state.bound.len() as u64 + more;
             let added = held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|_| {
                 // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
-                let after = state.count_after(&touched, |each| count(&self.memory, &low, each));
+                let after = state.count_after(&touched, |each| count(&self.memory.areas(), &low, each));
                 held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|wanted| {
                     let grows = after > state.counted;
                     if grows { Err(Error::TooManyBinds { wanted, limit: held.limit }) } else { Ok(after) }
@@ -547,20 +580,19 @@ impl AddressSpace for SparseSpace {
 ///
 /// # Errors
 /// The first address where nothing is allocated.
-fn pieces(memory: &GpuMemory, bo: &Bo, offset: u64, len: u64, mut each: impl FnMut(u64)) -> Result<(), CardAddr> {
+fn pieces(areas: &Areas, bo: &Bo, offset: u64, len: u64, mut each: impl FnMut(u64)) -> Result<(), CardAddr> {
     let runs = offset.checked_add(len).and_then(|end| bo.sg().runs(offset..end));
-    let areas = memory.areas();
     runs.into_iter().flatten().try_for_each(|run| areas.resolve(run.addr, run.len, |_, _, _, _, len| each(len)))
 }
 
 /// Calls `each` with the changes that requests make: first address, bytes, and whether they are bound.
-fn count(memory: &GpuMemory, requests: &[BindRequest], each: &mut dyn FnMut(u64, u64, bool)) {
+fn count(areas: &Areas, requests: &[BindRequest], each: &mut dyn FnMut(u64, u64, bool)) {
     for request in requests {
         match request {
             BindRequest::Bind { va, bo, offset, len, .. } => {
                 let mut at = va.bits();
                 // Where nothing is allocated, the request was refused before.
-                let _ = pieces(memory, bo, *offset, *len, |len| {
+                let _ = pieces(areas, bo, *offset, *len, |len| {
                     each(at, len, true);
                     at += len;
                 });
@@ -593,90 +625,104 @@ fn mirror(
     state: &mut State,
     touched: &[Span<DeviceVa>],
 ) -> Result<(), SpaceError> {
-    let (mut bindings, mut holes, mut missing): (Vec<Binding>, Vec<(u64, u64)>, _) = (Vec::new(), Vec::new(), None);
-    let areas = memory.areas();
-    for span in touched {
-        let (mut next, end) = (span.first().bits(), span.last().bits() + 1);
-        state.vm.mapping(*span, &mut |mapped| {
-            let (at, len) = (mapped.span.first().bits(), mapped.span.len());
-            if at > next {
-                holes.push((next, at - next));
-            }
-            next = at + len;
-            let found = areas.resolve(mapped.to, len, |area, buffer, offset, address, len| {
-                let (area, buffer) = (area.clone(), buffer.clone());
-                bindings.push(Binding { at: at + (address - mapped.to.bits()), len, area, buffer, offset });
-            });
-            missing = missing.or(found.err());
-            ControlFlow::Continue(())
-        });
-        if next < end {
-            holes.push((next, end - next));
-        }
-    }
-    drop(areas);
-    if let Some(at) = missing {
-        return Err(driver(Error::NotAllocated(at)));
-    }
-    // Unbind what was bound there before; holes where nothing was bound need no unbind.
-    holes.retain(|(at, len)| state.is_bound(*at, *len));
-    let replaced = bindings.iter().any(|p| state.is_bound(p.at, p.len));
-    let binds = bindings
-        .iter()
-        .map(|p| (p.at, p.len, Some((&**p.buffer.memory().expect("device memory has memory"), p.offset))));
-    let unbinds = holes.iter().map(|(at, len)| (*at, *len, None));
-    // By sparse buffer; most batches have one.
-    let mut all: Vec<(Arc<Buffer>, Vec<SparseBind<'_>>)> = Vec::new();
-    let mut window: Option<&Window> = None;
-    for (at, len, memory) in unbinds.chain(binds) {
-        if window.is_none_or(|window| !(window.range.first().bits()..=window.range.last().bits()).contains(&at)) {
-            window = state.window(at);
-        }
-        let Some(window) = window else { continue }; // all were found in one
-        let bind = SparseBind { at: at - window.range.first().bits() + window.offset, len, memory };
-        match all.iter_mut().find(|(buffer, _)| Arc::ptr_eq(buffer, &window.buffer)) {
-            Some((_, binds)) => binds.push(bind),
-            None => all.push((window.buffer.clone(), vec![bind])),
-        }
-    }
-    let value = state.last + 1;
-    let takes_away = replaced || !holes.is_empty();
-    let (mut given, mut sent) = (false, false);
+    let State { vm, windows, bound, last, .. } = state;
+    let mut parts = Parts { map, windows, bound, last, changes: Vec::new(), sent: 0, takes_away: false };
     let done = (|| {
-        map.gpu.check()?;
-        if takes_away {
-            map.unused()?;
+        for span in touched {
+            let (mut next, end) = (span.first().bits(), span.last().bits() + 1);
+            let mut failed = None;
+            vm.mapping(*span, &mut |mapped| {
+                let (at, len) = (mapped.span.first().bits(), mapped.span.len());
+                parts.unbind(next, at);
+                next = at + len;
+                let found = memory.areas().resolve(mapped.to, len, |area, buffer, offset, address, len| {
+                    let to = Some(To { area: area.clone(), buffer: buffer.clone(), offset });
+                    parts.changes.push(Change { at: at + (address - mapped.to.bits()), len, to });
+                });
+                let sent = found.map_err(Error::NotAllocated).and_then(|()| parts.send_whole());
+                failed = sent.err();
+                if failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            });
+            failed.map_or(Ok(()), Err)?;
+            parts.unbind(next, end);
         }
-        if !all.is_empty() {
-            given = true;
-            let done = map.gpu.bind_sparse(&all, &map.timeline, value);
-            // A call that finds the device lost may have sent it.
-            sent = done.is_ok() || done.is_err_and(|e| e.is_lost());
-            done?;
-        }
-        if takes_away { map.wait(value) } else { Ok(()) }
+        parts.send()?;
+        if parts.takes_away { map.wait(*parts.last) } else { Ok(()) }
     })();
-    if sent {
-        state.last = value;
-    }
+    let Parts { mut changes, sent, takes_away, .. } = parts;
     if let Err(e) = done {
         // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is
         // counted and kept until it is unbound or bound over, which is waited for.
-        if given {
-            holes.iter().for_each(|(at, len)| doubt(&mut state.bound, *at, at + len, None));
-            bindings.iter().for_each(|p| doubt(&mut state.bound, p.at, p.at + p.len, Some(&p.area)));
+        changes.truncate(sent);
+        for Change { at, len, to } in changes {
+            doubt(bound, at, at + len, to.as_ref().map(|to| &to.area));
         }
         return Err(match takes_away {
             true => SpaceError::Invalidate(Box::new(e)),
             false => driver(e),
         });
     }
-    for (at, len) in holes.iter().copied().chain(bindings.iter().map(|p| (p.at, p.len))) {
+    for Change { at, len, to } in changes {
         // What is taken away was waited for.
-        forget(&mut state.bound, at, at + len);
+        forget(bound, at, at + len);
+        if let Some(To { area, .. }) = to {
+            bound.insert(at, (len, Behind { area, or: Vec::new() }));
+        }
     }
-    state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, Behind { area: p.area, or: Vec::new() }))));
     Ok(())
+}
+
+impl Parts<'_> {
+    /// Unbinds a range, which may be empty, if anything is bound there.
+    fn unbind(&mut self, first: u64, end: u64) {
+        if first < end && is_bound(self.bound, first, end - first) {
+            self.changes.push(Change { at: first, len: end - first, to: None });
+        }
+    }
+
+    /// Gives the driver what is waiting, if it is a whole part.
+    fn send_whole(&mut self) -> Result<(), Error> {
+        if self.changes.len() - self.sent >= PART { self.send() } else { Ok(()) }
+    }
+
+    /// Gives the driver what is waiting.
+    fn send(&mut self) -> Result<(), Error> {
+        let Self { map, windows, bound, .. } = *self;
+        map.gpu.check()?;
+        let part = &self.changes[self.sent..];
+        if part.is_empty() {
+            return Ok(());
+        }
+        if part.iter().any(|change| is_bound(bound, change.at, change.len)) {
+            self.takes_away = true;
+            map.unused()?;
+        }
+        // By sparse buffer; most batches have one.
+        let mut all: Vec<(Arc<Buffer>, Vec<SparseBind<'_>>)> = Vec::new();
+        let mut window: Option<&Window> = None;
+        for Change { at, len, to } in part {
+            if window.is_none_or(|window| !window.contains(*at)) {
+                window = window_at(windows, *at);
+            }
+            let Some(window) = window else { continue }; // all were found in one
+            let at = at - window.range.first().bits() + window.offset;
+            let memory = to.as_ref().map(|to| (&**to.buffer.memory().expect("device memory has memory"), to.offset));
+            let bind = SparseBind { at, len: *len, memory };
+            match all.iter_mut().find(|(buffer, _)| Arc::ptr_eq(buffer, &window.buffer)) {
+                Some((_, binds)) => binds.push(bind),
+                None => all.push((window.buffer.clone(), vec![bind])),
+            }
+        }
+        let value = *self.last + 1;
+        let done = map.gpu.bind_sparse(&all, &map.timeline, value);
+        drop(all);
+        self.sent = self.changes.len();
+        // A call that finds the device lost may have sent it.
+        if done.is_ok() || done.is_err_and(|e| e.is_lost()) {
+            *self.last = value;
+        }
+        Ok(done?)
+    }
 }
 
 impl Drop for SparseMap {

@@ -245,6 +245,61 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
 }
 
 #[test]
+fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
+    const PAGES: u64 = 64;
+    // Each page by a bind of its own, of which the driver gets a part at a time; the second part fails.
+    for replaces in [false, true] {
+        let Some(mut gpu) = Opened::new(true) else { return };
+        let page = gpu.device.address_space().page().bytes();
+        let [(old, _, table), (new, at, new_table)] = [(); 2].map(|()| gpu.allocate(PAGES * page));
+        drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, PAGES * page, 0x0505_0505_0505_0505)]).unwrap());
+        let memories = left(&gpu.live)[0];
+        let space = gpu.device.address_space();
+        let range = space.reserve(&table, PAGES * page).unwrap();
+        let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+        let backwards = |bo: &Arc<Bo>| {
+            let bind = |n| {
+                let offset = (PAGES - 1 - n) * page;
+                BindRequest::Bind { va: va(n), bo: bo.clone(), offset, len: page, access: Access::RW }
+            };
+            (0..PAGES).map(bind).collect::<Vec<_>>()
+        };
+        if replaces {
+            space.apply(&backwards(&old)).unwrap();
+        }
+        gpu.faults.fail_later_call("vkQueueBindSparse", 2, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+        let failed = space.apply(&backwards(&new));
+        match replaces {
+            true => assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}"),
+            false => assert!(matches!(failed, Err(SpaceError::Driver(_))), "{failed:?}"),
+        }
+        gpu.faults.heal();
+        for n in [0, PAGES - 1] {
+            let at = gpu.device.address_space().at(va(n));
+            let read = Operation::read(gpu.host(&[0; 4096]), at);
+            assert!(run(&mut *gpu.queues[0], vec![read]).is_err(), "page {n} of a batch that failed");
+        }
+        gpu.memory.free(table.segments()).unwrap();
+        gpu.memory.free(new_table.segments()).unwrap();
+        let kept = if replaces { memories } else { memories - 1 };
+        assert_eq!(left(&gpu.live)[0], kept, "what may be bound stays");
+        gpu.device.address_space().unbind(range).unwrap();
+        assert_eq!(left(&gpu.live)[0], memories - 2);
+        // Binds of another range are ordered behind those that were sent.
+        let (bo, at, table) = gpu.allocate(PAGES * page);
+        drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, PAGES * page, 0x0606_0606_0606_0606)]).unwrap());
+        let space = gpu.device.address_space();
+        let range = space.reserve(&table, PAGES * page).unwrap();
+        space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: PAGES * page, access: Access::RW }).unwrap();
+        let at = space.at(range.first());
+        let read = Operation::read(gpu.host(&[0; 4096]), at);
+        assert_eq!(bytes_of(run(&mut *gpu.queues[0], vec![read]).unwrap().remove(0)), [6; 4096]);
+        gpu.device.address_space().unbind(range).unwrap();
+        gpu.end();
+    }
+}
+
+#[test]
 fn binds_that_failed_count_until_they_are_taken_away() {
     const PAGES: u64 = 32;
     // The driver may have made all of them, also where its call failed.
