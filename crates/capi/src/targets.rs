@@ -643,10 +643,10 @@ fn number_of_failure(failure: &QueueFailure) -> Number {
 
 /// The number for an error of a device's driver: that of a lost device, or else this one.
 fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
-    match error.downcast_ref() {
-        Some(dmalane::vulkan::Error::Lost(_)) => Number::Kernel(ENODEV),
-        _ => otherwise,
-    }
+    use dmalane::{cuda, vulkan};
+    let lost = matches!(error.downcast_ref(), Some(vulkan::Error::Lost(_)))
+        || matches!(error.downcast_ref(), Some(cuda::Error::Lost(_)));
+    if lost { Number::Kernel(ENODEV) } else { otherwise }
 }
 
 fn number_of_memory(error: &MemoryError) -> Number {
@@ -735,7 +735,7 @@ impl From<LoadError> for Refused {
 
 #[cfg(test)]
 mod tests {
-    use dmalane::vulkan::{CallError, Error};
+    use dmalane::{cuda, vulkan};
 
     use super::*;
 
@@ -743,15 +743,25 @@ mod tests {
     fn a_device_that_is_lost_is_gone_whatever_notices_it() {
         let lost = || StopReason::Lost("the GPU is lost".into());
         let load = |source| LoadError::Load(LoadingError::Queue { path: "model".into(), end: "device", source });
-        let call = CallError { call: "vkQueueBindSparse", result: Default::default() };
-        for (error, number) in [(Error::Lost as fn(_) -> _, ENODEV), (Error::Call, EIO)] {
-            let error = || Box::new(error(call));
+        let vulkan = vulkan::CallError { call: "vkQueueBindSparse", result: Default::default() };
+        let cuda = || cuda::Error::Call { call: "cuMemMap", code: 1, name: String::new(), text: String::new() };
+        let cuda_lost = || cuda::Error::Lost(Box::new(cuda()));
+        let none = Errno::NoMem.number();
+        let errors: [(&dyn Fn() -> Box<dyn StdError + Send + Sync>, _, _); 4] = [
+            (&|| vulkan::Error::Lost(vulkan).into(), ENODEV, ENODEV),
+            (&|| cuda_lost().into(), ENODEV, ENODEV),
+            (&|| vulkan::Error::Call(vulkan).into(), EIO, none),
+            (&|| cuda().into(), EIO, none),
+        ];
+        for (error, number, of_memory) in errors {
             let numbers = [
                 number_of_space(&SpaceError::Driver(error())),
                 number_of_space(&SpaceError::Invalidate(error())),
                 number_of_host(&dmalane::dma::Error::Backend(error())),
             ];
             assert!(numbers.iter().all(|n| n.get() == number), "{}", error());
+            let memory = MemoryError::Driver { len: 1, placement: Placement::Default, source: error() };
+            assert_eq!(number_of_memory(&memory).get(), of_memory, "{memory}");
         }
         let numbers = [
             number_of(&OpError::Stopped(lost())),

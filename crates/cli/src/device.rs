@@ -1,10 +1,10 @@
 //! Devices by name, and how they are opened.
 
 use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::Metadata;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use clap::builder::{PossibleValue, TypedValueParser};
@@ -258,13 +258,12 @@ fn is_node(path: &Path) -> bool {
 pub fn check_inputs<'a>(
     spec: &DeviceSpec,
     device: Option<BackingFiles>,
-    inputs: impl IntoIterator<Item = (&'a Path, &'a File)>,
+    inputs: impl IntoIterator<Item = &'a (PathBuf, Metadata)>,
 ) -> Result<(), Failure> {
     let Some(device) = device else { return Ok(()) };
-    let identity = |file: &File| file.metadata().map(|meta| (meta.dev(), meta.ino()));
-    let memory = identity(&device.written)?;
-    for (path, file) in inputs {
-        if identity(file)? == memory {
+    let memory = device.written.metadata()?;
+    for (path, meta) in inputs {
+        if (meta.dev(), meta.ino()) == (memory.dev(), memory.ino()) {
             let message = format!("{} is the memory of {spec}, and would be overwritten", path.display());
             return Err(Failure::new(message).hint("name another file to read, or another device"));
         }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::program::{self, Completions, Man};
 use crate::{commands, completion_examples, job};
@@ -56,12 +56,17 @@ pub fn run(words: Vec<OsString>) -> ExitCode {
     status
 }
 
+/// The commands of the program `dmalane`, with their arguments.
+pub fn definition() -> clap::Command {
+    Dmalane::command()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_command_line_is_consistent() {
-        <Dmalane as clap::CommandFactory>::command().debug_assert();
+        definition().debug_assert();
     }
 }

@@ -19,4 +19,4 @@ mod room;
 mod source;
 mod timeline;
 pub use dmalane::size;
-pub use entry::run;
+pub use entry::{definition, run};

@@ -156,34 +156,29 @@ impl Replace {
     /// The file at `path`, which replaces one that exists only by `--force`, and never the configuration file.
     pub fn output(self, path: &Path) -> Output {
         let to = Output::new(path).replace(self.force);
-        match config::path(&|name| std::env::var_os(name)) {
-            Some(config) => protecting(to, &config, std::fs::metadata(&config)),
-            None => to,
-        }
+        excluding(to, &config::path(&|name| std::env::var_os(name)))
     }
 }
 
-/// Never in place of files that are read besides those of models: the index that stands for them, or that of a folder,
-/// and a manifest, which may be standard input.
+/// Never in place of [`named_files`].
 pub fn excluding<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -> Output {
+    named_files(named).iter().fold(to, |to, (path, meta)| to.excluding(path, meta))
+}
+
+/// The files that are read because a user named them, as far as they are there: besides those of models the index that
+/// stands for them, or that of a folder, and a manifest, which may be standard input.
+pub fn named_files<'a>(named: impl IntoIterator<Item = &'a PathBuf>) -> Vec<(PathBuf, Metadata)> {
     let within = |path: &PathBuf| match std::fs::read_dir(path) {
         Ok(entries) if !is_stdin(path) => {
             entries.flatten().map(|entry| entry.path()).filter(|path| is_index(path)).collect()
         }
         _ => vec![path.clone()],
     };
-    named.into_iter().flat_map(within).fold(to, |to, path| match is_stdin(&path) {
-        true => protecting(to, Path::new("stdin"), stdin_metadata()),
-        false => protecting(to, &path, std::fs::metadata(&path)),
-    })
-}
-
-/// Never in place of this file, if there is one.
-fn protecting(to: Output, path: &Path, meta: io::Result<Metadata>) -> Output {
-    match meta {
-        Ok(meta) => to.excluding(path, &meta),
-        Err(_) => to,
-    }
+    let found = |path: PathBuf| match is_stdin(&path) {
+        true => Some((PathBuf::from("stdin"), stdin_metadata().ok()?)),
+        false => std::fs::metadata(&path).ok().map(|meta| (path, meta)),
+    };
+    named.into_iter().flat_map(within).filter_map(found).collect()
 }
 
 /// Refuses two outputs, each with its option, that are one file.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use dmalane_addr::{DeviceVa, PageSize, Span};
+use dmalane_queue::StopReason;
 use thiserror::Error;
 
 /// Why a GPU cannot be used, or a call of its driver failed.
@@ -59,9 +60,9 @@ pub enum Error {
         /// The last address.
         last: usize,
     },
-    /// A call after which no other on the context succeeds.
-    #[error("{0}; the GPU's context is lost until this process ends")]
-    ContextLost(#[source] Box<Error>),
+    /// A call after which no other on the GPU's context succeeds.
+    #[error("{0}; the GPU's context is lost: open the GPU again, if need be in a new process")]
+    Lost(Box<Error>),
     /// Device memory where some is already.
     #[error("memory at {0:#x} is allocated already")]
     Allocated(u64),
@@ -144,17 +145,39 @@ impl Error {
         }
     }
 
-    /// True when the context cannot be used any more: all later calls of this process on it fail.
+    /// The error of a call that failed: [`Error::Lost`] where `cuda.h` says that the context cannot be used any more.
+    pub(crate) fn of_call(call: &'static str, code: u32, name: String, text: String) -> Self {
+        let error = Self::Call { call, code, name, text };
+        // The driver shuts down; the context is invalid or destroyed; errors of memory, NVLink, kernels and the
+        // hardware, after which each call answers the same.
+        let lost = matches!(code, 4 | 201 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721);
+        // An unknown error; of `cuInit`, there is no context yet.
+        if lost || (code == 999 && call != "cuInit") { Self::Lost(Box::new(error)) } else { error }
+    }
+
+    /// True when nothing may be asked of a stream any more: after each error that is not known to be of one call only.
     pub(crate) fn is_fatal(&self) -> bool {
-        // Invalid value, out of memory, not ready, (not) registered, not permitted, not supported: of one call only.
-        matches!(self, Self::Call { code, .. } if !matches!(code, 1 | 2 | 600 | 712 | 713 | 800 | 801))
+        match self {
+            // Invalid value, out of memory, not ready, (not) registered, not permitted, not supported.
+            Self::Call { code, .. } => !matches!(code, 1 | 2 | 600 | 712 | 713 | 800 | 801),
+            Self::Lost(_) => true,
+            _ => false,
+        }
     }
 
     /// The driver's number for it.
     pub(crate) fn code(&self) -> u32 {
         match self {
             Self::Call { code, .. } => *code,
+            Self::Lost(call) => call.code(),
             _ => u32::MAX,
         }
+    }
+}
+
+/// Why a queue stops after a call that failed.
+impl From<Error> for StopReason {
+    fn from(error: Error) -> Self {
+        if matches!(error, Error::Lost(_)) { Self::Lost(error.into()) } else { Self::Driver(error.into()) }
     }
 }

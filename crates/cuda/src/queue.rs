@@ -107,10 +107,10 @@ impl CudaQueue {
         })
     }
 
-    /// Stops when the context is broken.
+    /// Stops when a stream is broken.
     fn notice(&mut self) {
         if let Some(error) = self.streams.iter().find_map(Stream::broken) {
-            self.state.stop(StopReason::Lost(Error::ContextLost(Box::new(error.clone())).into()));
+            self.state.stop(error.clone().into());
         }
     }
 

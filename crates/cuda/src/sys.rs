@@ -309,7 +309,7 @@ impl Driver {
         };
         let name = text(self.calls.error_name).unwrap_or_else(|| "unknown".to_owned());
         let text = text(self.calls.error_string).unwrap_or_else(|| "unknown error".to_owned());
-        Err(Error::Call { call, code, name, text })
+        Err(Error::of_call(call, code, name, text))
     }
 
     /// The number of GPUs.

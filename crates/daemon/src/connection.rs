@@ -495,6 +495,7 @@ impl Connection {
     pub(crate) fn row(&self, closing: bool) -> RowAnswer {
         let function = self.function.as_deref();
         let host = function.map(|function| function.host().stats());
+        let (h2c, c2h) = function.map_or((0, 0), Function::link_bytes);
         RowAnswer {
             client: self.id.into(),
             pid: self.peer.pid.into(),
@@ -506,7 +507,8 @@ impl Connection {
             bytes: self.bytes.into(),
             ddr: function.map_or(0, |f| f.ddr).into(),
             hbm: function.map_or(0, |f| f.hbm).into(),
-            moved: function.map_or(0, Function::moved).into(),
+            h2c: h2c.into(),
+            c2h: c2h.into(),
             errors: self.errors.into(),
             in_flight: function.map_or(0, Function::in_flight).into(),
             iotlb_hits: host.as_ref().map_or(0, |host| host.iotlb_hits).into(),

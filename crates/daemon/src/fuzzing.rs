@@ -16,7 +16,7 @@ use crate::config::{Budget, ClientLimits, Config};
 use crate::connection::{Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
 use crate::peer::Peer;
-use crate::wire::{ClientRequest, FAILED, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader};
+use crate::wire::{ClientRequest, FAILED, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION};
 use crate::worker::RunQueue;
 use zerocopy::FromBytes;
 
@@ -78,7 +78,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
     let Fixed { state, memfds, wrong } = fixed;
     let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false });
     if input.u8() & 1 == 0 {
-        let hello = ClientRequest::Hello { min: 1, max: 2 }.encode(1);
+        let hello = ClientRequest::Hello { min: VERSION, max: VERSION }.encode(1);
         assert!(matches!(connection.handle(state, &hello, Vec::new()), Handled::Answer(_)));
         let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
         assert!(matches!(connection.handle(state, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));

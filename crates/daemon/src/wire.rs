@@ -4,7 +4,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Protocol version of this crate.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u32 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -448,8 +448,10 @@ pub struct ClientStatus<N32 = u32, N64 = u64, Flag = bool> {
     pub ddr: N64,
     /// HBM, in bytes.
     pub hbm: N64,
-    /// Bytes copied between host and card for this client.
-    pub moved: N64,
+    /// Bytes copied from the host to the card for this client.
+    pub h2c: N64,
+    /// Bytes copied from the card to the host for this client.
+    pub c2h: N64,
     /// Refused requests of this client.
     pub errors: N64,
     /// Descriptors that its queues were given and have not completed.
@@ -530,7 +532,7 @@ mod tests {
             )
             .is_err()
         );
-        assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 104, 48));
+        assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 112, 48));
         let status = size_of::<MessageHeader>() + size_of::<TotalsAnswer>() + MAX_ROWS * size_of::<RowAnswer>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }

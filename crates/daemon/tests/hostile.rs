@@ -12,11 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use daemon::{Daemon, memfd_mappings, open_files, settles_at};
+use daemon::{Daemon, memfd_mappings, one, open_files, settles_at};
 use dmalane_addr::Access;
 use dmalane_card::Card;
-use dmalane_daemon::wire::{ClientRequest, Code, FAILED, FailedAnswer, MAX_MESSAGE, MapSegment, MessageHeader};
-use dmalane_daemon::{Client, ClientLimits, Config};
+use dmalane_daemon::wire::{
+    ClientRequest, Code, FAILED, FailedAnswer, MAX_MESSAGE, MapSegment, MessageHeader, VERSION, failed,
+};
+use dmalane_daemon::{Client, ClientLimits, Config, status};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
@@ -243,7 +245,7 @@ fn malformed_messages() {
     message[0] = 0xff;
     raw.send(&message, &[]).unwrap();
     assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
-    let mut hello = ClientRequest::Hello { min: 1, max: 2 }.encode(1);
+    let mut hello = ClientRequest::Hello { min: 1, max: VERSION }.encode(1);
     hello[16] = b'X';
     raw.send(&hello, &[]).unwrap();
     assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
@@ -493,6 +495,34 @@ fn a_client_that_does_not_read_answers_is_disconnected() {
     end(daemon, bystander, before);
 }
 
+#[test]
+fn a_client_and_a_daemon_of_different_versions_say_which() {
+    let daemon = Daemon::start(Config::default());
+    let said = Raw::new(&daemon.path).ask(&ClientRequest::Hello { min: 1, max: 2 }, &[]);
+    assert_eq!(said.code(), Some(Code::Version));
+    let text = String::from_utf8_lossy(&said.body);
+    assert!(text.contains("the client speaks versions 1 to 2, the daemon 3"), "{text}");
+    daemon.end_empty();
+
+    // A daemon of version 2, and this client.
+    let _one = one();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let listener = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    let old = std::thread::spawn(move || {
+        let peer = Raw { socket: rustix::net::accept(&listener).unwrap(), seqno: 0 };
+        let asked = peer.receive().unwrap();
+        let versions = [4, 6].map(|at| u16::from_le_bytes([asked.body[at], asked.body[at + 1]]));
+        let text = format!("the client speaks versions {} to {}, the daemon 2", versions[0], versions[1]);
+        peer.send(&failed(asked.seqno, Code::Version, &text), &[]).unwrap();
+    });
+    let error = status(&path).unwrap_err().to_string();
+    assert!(error.contains("the client speaks versions 3 to 3, the daemon 2"), "{error}");
+    old.join().unwrap();
+}
+
 /// A function opened without the client library: its rings, with mapped and unmapped memory.
 struct Ringed {
     raw: Raw,
@@ -640,7 +670,7 @@ fn a_ring_that_faults_counts_no_bytes() {
     }
     assert_eq!([0x1030, 0x1034].map(|register| ringed.raw.read(register)), [0x3456_7000, 0x12]);
     let rows = daemon.status().clients;
-    let moved = rows.iter().filter(|c| c.client != bystander.client.number()).map(|c| c.moved);
+    let moved = rows.iter().filter(|c| c.client != bystander.client.number()).map(|c| c.h2c + c.c2h);
     assert_eq!(moved.max(), Some(0));
     let faults = |bystanders: bool| {
         let of = rows.iter().filter(|c| (c.client == bystander.client.number()) == bystanders);

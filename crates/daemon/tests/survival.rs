@@ -204,10 +204,11 @@ fn clients_are_killed_during_transfers() {
             let pid = child.id();
             // Most while they move bytes, the others whenever it happens.
             if i % 4 > 0 {
-                daemon.wait_for("a client moves bytes", |r| r.clients.iter().any(|c| c.pid == pid && c.moved > 0));
+                daemon
+                    .wait_for("a client moves bytes", |r| r.clients.iter().any(|c| c.pid == pid && c.h2c + c.c2h > 0));
             }
             std::thread::sleep(Duration::from_micros(random.below(4000)));
-            busy += u64::from(daemon.status().clients.iter().any(|c| c.pid == pid && c.moved > 0));
+            busy += u64::from(daemon.status().clients.iter().any(|c| c.pid == pid && c.h2c + c.c2h > 0));
             child.kill().unwrap();
             child.wait().unwrap();
             let what = "the resources of a killed client are released";
@@ -577,6 +578,20 @@ fn connecting_to_a_daemon_that_never_accepts_times_out() {
     let timeout = Duration::from_millis(200);
     let refused = Client::connect(ClientOptions { timeout, ..ClientOptions::new(&path) }).err();
     assert!(matches!(refused, Some(ClientError::Timeout { after, .. }) if after == timeout), "{refused:?}");
+}
+
+#[test]
+fn what_a_client_copies_is_counted_by_direction() {
+    let daemon = Daemon::start(Config::default());
+    let mut driven = Driven::new(daemon.connect(), MIB);
+    for direction in [Direction::FromHost, Direction::ToHost, Direction::FromHost] {
+        driven.copy(direction).unwrap();
+    }
+    let (client, mib) = (driven.client.number(), MIB as u64);
+    daemon
+        .wait_for("both counts", |r| r.clients.iter().any(|c| c.client == client && (c.h2c, c.c2h) == (2 * mib, mib)));
+    drop(driven);
+    daemon.end_empty();
 }
 
 #[test]

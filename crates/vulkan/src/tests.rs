@@ -287,14 +287,18 @@ impl Opened {
     }
 
     fn limited(options: &VulkanOptions, live: Arc<Live>) -> Option<Self> {
-        let (faults, messages) = (Arc::<Faults>::default(), Messages::new());
-        let sparse = options.sparse;
-        let options = VulkanOptions { direct: 0, validation: Some(messages.clone()), ..options.clone() };
-        let mut device = open(&options, &faults, &live)?.unwrap();
-        if sparse && device.sparse_pages().is_none() {
+        Self::as_given(&VulkanOptions { direct: 0, validation: Some(Messages::new()), ..options.clone() }, live)
+    }
+
+    /// With these options and no others.
+    fn as_given(options: &VulkanOptions, live: Arc<Live>) -> Option<Self> {
+        let faults = Arc::<Faults>::default();
+        let mut device = open(options, &faults, &live)?.unwrap();
+        if options.sparse && device.sparse_pages().is_none() {
             println!("SKIPPED: the driver cannot bind sparse buffers");
             return None;
         }
+        let messages = options.validation.clone().unwrap_or_default();
         let (registrar, memory, queues) = (device.registrar(), device.memory(), device.take_queues());
         Some(Self { queues, memory, registrar, device, faults, live, messages })
     }

@@ -294,8 +294,11 @@ impl Load {
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let mut outputs = outputs.excluding(&inputs, device.backing_files())?;
-        let files = inputs.iter().map(|input| (&*input.path, &input.file));
-        device::check_inputs(&self.device, device.backing_files(), files)?;
+        let mut read = output::named_files(&named);
+        for input in &inputs {
+            read.push((input.path.clone(), input.file.metadata()?));
+        }
+        device::check_inputs(&self.device, device.backing_files(), &read)?;
         self.select(&mut inputs, &mut outputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
-use dmalane::device::BackingFiles;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
@@ -222,8 +221,6 @@ struct Run {
     heap: Option<Arc<dyn dmalane::dma::Heap>>,
     /// How the device was driven.
     notes: Vec<String>,
-    /// The files behind the device.
-    backing: Option<BackingFiles>,
 }
 
 /// A file that was read.
@@ -236,12 +233,8 @@ struct ReadFile {
 
 impl Outcome {
     /// Writes the timeline and the page, if they were asked for.
-    fn write_timeline(&self, outputs: timeline::Files) -> Result<(), Failure> {
+    fn write_timeline(&self, outputs: &timeline::Files) -> Result<(), Failure> {
         let Some(timeline) = &self.run.report.timeline else { return Ok(()) };
-        let files = self.run.backing.iter().flat_map(|files| [&files.written, &files.read]);
-        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-        let outputs =
-            outputs.map(|to| metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta)));
         let device = self.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
         let page = Page {
             command: "dmalane read",
@@ -278,7 +271,7 @@ impl Read {
         for _ in 0..self.repeat {
             // Every run gets new memory, without that of the run before.
             buffers.clear();
-            let (mut run, filled) = self.once(&*picked.heap, &sources, &manifest)?;
+            let (mut run, filled) = self.once(&*picked.heap, &sources, &manifest, &mut outputs)?;
             if let Some(heap) = run.heap.take() {
                 picked = Picked { heap, passed_over: Vec::new() };
             }
@@ -295,7 +288,7 @@ impl Read {
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
         let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest, traced, reported };
-        outcome.write_timeline(outputs)?;
+        outcome.write_timeline(&outputs)?;
         let output::OutputFormat { verbose, json, csv, .. } = self.format;
         let text = match (json, csv) {
             (true, _) => output::json(&report::json(&outcome))?,
@@ -332,12 +325,13 @@ impl Read {
         files.iter().map(open).collect()
     }
 
-    /// Reads once, and checks what a device got. Gives the buffers too.
+    /// Reads once, and checks what a device got, whose files are excluded from the outputs. Gives the buffers too.
     fn once(
         &self,
         heap: &dyn dmalane::dma::Heap,
         sources: &[ReadSource],
         manifest: &Manifest,
+        outputs: &mut timeline::Files,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
         let bar = Progress::new("read", self.format.shows_progress());
         let differs = |e| model::differs("the read failed", &e).unwrap_or_else(|| e.into());
@@ -351,15 +345,15 @@ impl Read {
         let timeline = self.timeline.any().then(Instant::now);
         let options = ReadOptions { hash_regions: expected.hash_regions(), timeline, ..self.options() };
         let Done { read: ReadFiles { filled, methods }, mapped, target, heap } =
-            self.read(heap, sources, options, &bar)?;
+            self.read(heap, sources, options, &bar, outputs)?;
         bar.finish();
         expected.check(filled.buffers.iter().map(FilledBuf::digests)).map_err(differs)?;
-        let (mut notes, mut backing) = (Vec::new(), None);
+        let mut notes = Vec::new();
         if let Some(mut target) = target {
             if self.verify {
                 target.verify(&filled)?;
             }
-            (notes, backing) = (target.device.notes(), target.device.backing_files());
+            notes = target.device.notes();
         }
         let segments = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
         let files = sources.iter().zip(&filled.buffers).zip(methods);
@@ -377,7 +371,6 @@ impl Read {
             report: filled.report,
             heap,
             notes,
-            backing,
         };
         Ok((run, filled.buffers))
     }
@@ -449,6 +442,7 @@ impl Read {
         sources: &[ReadSource],
         options: ReadOptions,
         bar: &Progress,
+        outputs: &mut timeline::Files,
     ) -> Result<Done, Failure> {
         let range = self.range.unwrap_or_default();
         if let [only] = sources
@@ -488,8 +482,13 @@ impl Read {
         };
         let mut target = match &self.device {
             Some(spec) => {
-                let files = sources.iter().map(|source| (&*source.path, &source.file));
-                Some(ReadTarget::open(spec, self.open_options(), files, &job.buffers)?)
+                let mut read = output::named_files(self.files.iter().chain(&self.manifest));
+                for source in sources {
+                    read.push((source.path.clone(), source.file.metadata()?));
+                }
+                let target = ReadTarget::open(spec, self.open_options(), &read, &job.buffers)?;
+                *outputs = outputs.clone().excluding_device(target.device.backing_files())?;
+                Some(target)
             }
             None => None,
         };

@@ -4,10 +4,11 @@ mod machine;
 mod page;
 mod trace;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
+use dmalane::device::BackingFiles;
 use dmalane::load::{Output, StageTimeline};
 
 use crate::failure::Failure;
@@ -43,6 +44,7 @@ impl TimelineOptions {
 }
 
 /// The files that are written.
+#[derive(Clone)]
 pub struct Files {
     trace: Option<Output>,
     report: Option<Output>,
@@ -65,6 +67,14 @@ impl Files {
     /// Each of them changed by `f`.
     pub fn map(self, f: impl Fn(Output) -> Output) -> Self {
         Self { trace: self.trace.map(&f), report: self.report.map(&f) }
+    }
+
+    /// Never in place of the files behind a device; refuses what cannot be written.
+    pub fn excluding_device(self, device: Option<BackingFiles>) -> Result<Self, Failure> {
+        let files = device.iter().flat_map(|files| [&files.written, &files.read]);
+        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+        let files = self.map(|to| metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta)));
+        files.check().map(|()| files)
     }
 
     /// Writes them. `done` says what was done before, should that fail.

@@ -1,5 +1,8 @@
 //! Outputs never destroy inputs: ways to point the files that commands write at files that must stay.
 
+use std::any::TypeId;
+use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -262,6 +265,85 @@ fn a_file_is_not_read_onto_itself() {
     ] {
         let said = place.dmalane(line, 1);
         assert!(said.contains(" is the memory of file:"), "{said}");
+        place.stays(line);
+    }
+}
+
+/// Arguments that may name a file, of commands with a device: a line where it is the device's memory, and its refusal.
+/// `m` is a manifest, and `t` a trace, each large enough for a device.
+const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
+    ("load", "files", "load m -d file:m --overwrite", "m is the memory of file:m"),
+    ("load", "files", "load - -d file:m --overwrite < m", "stdin is the memory of file:m"),
+    ("load", "manifest", "load boot.json --manifest m -d file:m --overwrite", "m is the memory of file:m"),
+    ("load", "manifest", "load boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
+    ("load", "save", "load boot.json --save m -d file:m --overwrite --force", "it is the input device memory"),
+    ("load", "record", "load boot.json --record m -d file:m --overwrite --force", "it is the input device memory"),
+    ("load", "trace", "load boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
+    ("load", "report", "load boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
+    ("read", "files", "read m -d file:m --overwrite", "m is the memory of file:m"),
+    ("read", "files", "read - -d file:m --overwrite < m", "stdin is the memory of file:m"),
+    ("read", "manifest", "read boot.json --manifest m -d file:m --overwrite", "m is the memory of file:m"),
+    ("read", "manifest", "read boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
+    ("read", "trace", "read boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
+    ("read", "report", "read boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
+    ("read", "send_to", "read boot.json --send-to m -d file:m --overwrite", "cannot be used with"),
+    ("validate", "plot", "validate --plot m -d file:m --overwrite --force", "it is the input device memory"),
+    ("vm replay", "trace", "vm replay t -d file:t", "file:t binds nothing"),
+];
+
+/// Arguments that name no file, though their types would let them, and commands without such arguments: why none can be
+/// the device's memory.
+const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
+    ("read", "command", "a program with its words, for --export, which is refused with a device"),
+    ("validate", "emulate", "a link"),
+    ("bar-map", "", "its devices are those of VFIO"),
+    ("top", "", "its devices are daemons"),
+];
+
+/// The arguments that may name a file, by their types, of each command that takes a device; one without a name where
+/// there is none.
+fn files_of_commands_with_devices(command: &clap::Command, name: &str, found: &mut BTreeSet<(String, String)>) {
+    let of_type = |arg: &clap::Arg, types: &[TypeId]| types.iter().any(|id| arg.get_value_parser().type_id() == *id);
+    let is_device =
+        |arg: &&clap::Arg| of_type(arg, &[TypeId::of::<dmalane::DeviceSpec>()]) || arg.get_short() == Some('d');
+    if command.get_arguments().any(|arg| is_device(&arg)) {
+        let texts = [TypeId::of::<PathBuf>(), TypeId::of::<OsString>(), TypeId::of::<String>()];
+        let files = command.get_arguments().filter(|arg| of_type(arg, &texts));
+        let mut files: Vec<_> = files.map(|arg| arg.get_id().to_string()).collect();
+        if files.is_empty() {
+            files.push(String::new());
+        }
+        found.extend(files.into_iter().map(|file| (name.to_owned(), file)));
+    }
+    for below in command.get_subcommands() {
+        files_of_commands_with_devices(below, format!("{name} {}", below.get_name()).trim(), found);
+    }
+}
+
+#[test]
+fn a_file_that_is_device_memory_is_no_input_and_no_output() {
+    let mut place = Place::new("device-memory-apart");
+    place.dmalane("manifest -q boot.json -o m", 0);
+    place.dmalane("load -q boot.json --record t", 0);
+    for name in ["m", "t"] {
+        let mut bytes = fs::read(place.at(name)).unwrap();
+        bytes.resize(4 << 20, b'\n');
+        fs::write(place.at(name), &bytes).unwrap();
+        place.precious.push((place.at(name), bytes));
+    }
+    // Good as what they are.
+    place.dmalane("verify boot.json --manifest m", 0);
+    place.dmalane("vm replay t", 0);
+
+    let mut wanted = BTreeSet::new();
+    files_of_commands_with_devices(&dmalane_cli::definition(), "", &mut wanted);
+    let pair = |command: &str, argument: &str| (command.to_owned(), argument.to_owned());
+    let lines = DEVICE_MEMORY.iter().map(|(command, argument, ..)| pair(command, argument));
+    let never = NEVER_DEVICE_MEMORY.iter().map(|(command, argument, _)| pair(command, argument));
+    assert_eq!(wanted, lines.chain(never).collect(), "DEVICE_MEMORY and NEVER_DEVICE_MEMORY have one line each");
+    for (.., line, why) in DEVICE_MEMORY {
+        let said = place.dmalane(line, if why.contains("cannot be used") { 2 } else { 1 });
+        assert!(said.contains(why), "dmalane {line}\n{said}");
         place.stays(line);
     }
 }

@@ -151,7 +151,7 @@ fn reading_has_a_timeline_too() {
         assert!(output.status.code() == Some(1) && text.contains(refused), "{args:?}: {text}");
     }
     assert!(fs::read(folder.join("a.safetensors")).unwrap() == before);
-    assert_eq!(fs::read(folder.join("device")).unwrap()[..before.len()], before, "what was read is there");
+    assert!(fs::read(folder.join("device")).unwrap().iter().all(|b| *b == 0), "refused before anything is copied");
 }
 
 #[test]

@@ -409,7 +409,7 @@ fn a_daemon_is_watched_too() {
         let client = &view["daemons"][0]["clients"][0];
         // All at one moment: the load does not always wait for the card, and its first operation has moved nothing yet.
         let counts =
-            [&client["in_flight"], &client["moved_bytes"], &client["iommu"]["hits"], &client["iommu"]["misses"]];
+            [&client["in_flight"], &client["link"]["h2c_bytes"], &client["iommu"]["hits"], &client["iommu"]["misses"]];
         if client["pid"] == load.id() && counts.iter().all(|count| count.as_u64() > Some(0)) {
             break view;
         }
@@ -420,6 +420,10 @@ fn a_daemon_is_watched_too() {
     assert_eq!(daemon_view["socket"], socket.to_str().unwrap());
     assert!(daemon_view["ddr_total_bytes"].as_u64() > Some(0) && daemon_view["error"].is_null(), "{view}");
     assert_eq!(daemon_view["clients"][0]["iommu"]["faults"], 0, "{view}");
+    // It loads, and reads nothing back.
+    let (client, link) = (&daemon_view["clients"][0], &daemon_view["clients"][0]["link"]);
+    assert_eq!((&link["c2h_bytes"], &link["c2h_bytes_per_s"]), (&0.into(), &0.0.into()), "{view}");
+    assert_eq!(link["h2c_bytes_per_s"], client["bytes_per_s"], "{view}");
     let screen = Terminal::start(dmalane(runtime.path(), &["top", "--interval", "0.1", "-d", &device]), 40, 120);
     screen.until("a load and a daemon", |text| text.contains("1 command, 1 daemon") && text.contains("dmalaned at"));
     screen.key(b"\x1b[B");

@@ -4,7 +4,8 @@ use std::sync::{Arc, LazyLock};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_cuda::{Error, GpuName, gpus};
-use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy};
+use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy, MemoryError, Placement, SpaceError};
+use dmalane_dma::{AnonHeap, Heap};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
 use dmalane_vm::{BindRequest, Bo};
@@ -295,7 +296,7 @@ fn memory_of_a_broken_gpu_is_never_freed() {
         gpu.queues[0].poll(&mut done);
         if call != "cuStreamSynchronize" {
             let Some(StopReason::Lost(why)) = gpu.queues[0].halted() else { panic!("{call}: it has halted") };
-            let Some(Error::ContextLost(cause)) = why.downcast_ref() else { panic!("{why:?}") };
+            let Some(Error::Lost(cause)) = why.downcast_ref() else { panic!("{why:?}") };
             assert!(matches!(&**cause, Error::Call { name, .. } if name == "CUDA_ERROR_LAUNCH_FAILED"), "{why}");
         }
         assert!(gpu.queues[0].poll(&mut done) == 0 && done.is_empty(), "nothing says that it has ended");
@@ -304,6 +305,48 @@ fn memory_of_a_broken_gpu_is_never_freed() {
         assert!(violations.is_empty(), "{call}: {violations}");
         assert!(leaks.contains("registrations") && leaks.contains("mappings"), "{call}: {leaks}");
         assert!(shares.iter().any(|share| !share.is_last()), "{call}: the GPU may still write there");
+    }
+}
+
+#[test]
+fn whatever_meets_a_lost_context_says_so() {
+    // Illegal address, context destroyed, an uncorrectable error of the memory, unknown; and one that loses nothing.
+    for (code, lost) in [(700, true), (709, true), (214, true), (999, true), (205, false)] {
+        let fake = Fake::turn();
+        let mut gpu = Gpu::open(&named(&fake, ",vmm")).unwrap();
+        let (table, span) = gpu.allocate(4 << 20).unwrap();
+        let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+        let space = gpu.device.address_space();
+        let bound = space.reserve(&table, 4 << 20).unwrap();
+        let bind = Bind { va: bound.first(), bo: &bo, offset: 0, len: 4 << 20, access: Access::RW };
+        space.bind(&bind).unwrap();
+        let free = space.reserve(&table, 4 << 20).unwrap();
+        let host = gpu.host(&[1; 4096]).unwrap();
+        let buf = AnonHeap::new().allocate(4096).unwrap().share();
+        fake.fail_for_good("cuCtxPushCurrent_v2", 1, code);
+
+        let MemoryError::Driver { source: memory, .. } = gpu.memory.allocate(2 << 20, &Placement::Default).unwrap_err()
+        else {
+            panic!("{code}: memory")
+        };
+        let registered = Registered::new(&*gpu.registrar, &buf, Access::RW).map(drop).unwrap_err();
+        let dmalane_dma::Error::Backend(registered) = registered else { panic!("{code}: {registered:?}") };
+        let space = gpu.device.address_space();
+        let SpaceError::Driver(reserved) = space.reserve(&table, 4 << 20).unwrap_err() else { panic!("{code}: range") };
+        let bind = Bind { va: free.first(), ..bind };
+        let SpaceError::Driver(bind) = space.bind(&bind).unwrap_err() else { panic!("{code}: bind") };
+        let SpaceError::Invalidate(unbound) = space.unbind(bound).unwrap_err() else { panic!("{code}: unbind") };
+        for error in [memory, registered, reserved, bind, unbound] {
+            let says = error.to_string().contains("the GPU's context is lost");
+            assert!(matches!(error.downcast_ref(), Some(Error::Lost(_))) == lost && says == lost, "{code}: {error}");
+        }
+        let exported = gpu.device.export_dma_buf(span);
+        assert_eq!(matches!(exported, Err(Error::Lost(_))), lost, "{code}: {exported:?}");
+        // A stream cannot be asked any more after either.
+        let _ticket = gpu.queues[0].submit(Operation::write(host, DeviceAddr::Card(span.first()))).unwrap();
+        gpu.queues[0].flush();
+        let halted = gpu.queues[0].halted().unwrap();
+        assert!(matches!(halted, StopReason::Lost(_)) == lost && !gpu.queues[0].restart(), "{code}: {halted:?}");
     }
 }
 

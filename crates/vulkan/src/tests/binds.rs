@@ -1,10 +1,51 @@
 //! Binds of sparse buffers: what is seen, refused, counted, and kept when calls fail.
 
-use dmalane_device::SpaceError;
+use dmalane_addr::DeviceVa;
+use dmalane_device::{AddressSpace, SpaceError};
 use dmalane_vm::BindRequest;
 
 use super::*;
 use crate::sparse::Held;
+
+/// An address in a range.
+fn within(range: Span<DeviceVa>, offset: u64) -> DeviceVa {
+    DeviceVa::new(range.first().bits() + offset)
+}
+
+/// A bind of bytes `offset..offset + len` of a buffer.
+fn request(va: DeviceVa, bo: &Arc<Bo>, offset: u64, len: u64) -> BindRequest {
+    BindRequest::Bind { va, bo: bo.clone(), offset, len, access: Access::RW }
+}
+
+impl Opened {
+    fn page(&mut self) -> u64 {
+        self.device.address_space().page().bytes()
+    }
+
+    /// Fills the beginnings of pages of memory, each with its name.
+    fn name_pages(&mut self, at: DeviceAddr, numbers: impl IntoIterator<Item = u64>, name: impl Fn(u64) -> u64) {
+        let page = self.page();
+        let DeviceAddr::Card(first) = at else { panic!("a card address") };
+        let at = |n| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * page));
+        let fills = numbers.into_iter().map(|n| Operation::fill(at(n), 8, name(n)));
+        drop(run(&mut *self.queues[0], fills.collect()).unwrap());
+    }
+
+    /// The names at these addresses, which are read at once, or why one of them cannot be read.
+    fn names(&mut self, at: impl IntoIterator<Item = DeviceVa>) -> Result<Vec<u64>, String> {
+        let at: Vec<DeviceVa> = at.into_iter().collect();
+        let zeroes = vec![0; (at.len() * 8).next_multiple_of(4096)];
+        let (buf, via) = register(&*self.registrar, &*self.registrar.heap(None), &zeroes)?;
+        let mut rest = buf.into_slice();
+        let space = self.device.address_space();
+        let reads = at.into_iter().map(|at| {
+            let slice = rest.split_off_front(8).expect("8 bytes each");
+            Operation::read(HostSlice::from((slice, via.clone())), space.at(at))
+        });
+        let done = run(&mut *self.queues[0], reads.collect())?;
+        Ok(done.into_iter().map(|end| u64::from_le_bytes(bytes_of(end).try_into().expect("8 bytes"))).collect())
+    }
+}
 
 #[test]
 fn a_bind_stays_known_to_the_copies_that_wait_for_it() {
@@ -58,15 +99,9 @@ fn a_batch_that_is_refused_leaves_old_binds() {
     gpu.memory.free(gone_table.segments()).unwrap();
     let space = gpu.device.address_space();
     let range = space.reserve(&table, 1 << 20).unwrap();
-    let request = |bo: &Arc<Bo>| BindRequest::Bind {
-        va: range.first(),
-        bo: bo.clone(),
-        offset: 0,
-        len: 1 << 20,
-        access: Access::RW,
-    };
-    space.apply(&[request(&bo)]).unwrap();
-    let refused = space.apply(&[BindRequest::Unbind(range), request(&gone)]);
+    let bind = |bo| request(range.first(), bo, 0, 1 << 20);
+    space.apply(&[bind(&bo)]).unwrap();
+    let refused = space.apply(&[BindRequest::Unbind(range), bind(&gone)]);
     assert!(matches!(refused, Err(SpaceError::Refused(_))), "{refused:?}");
     let at = space.at(range.first());
     let read = Operation::read(gpu.host(&[0; 4096]), at);
@@ -113,13 +148,9 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
 fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     let live = Arc::<Live>::default();
     live.addresses.store(8 << 20, Ordering::Relaxed);
-    let Some(opened) = open(&VulkanOptions::default(), &Arc::default(), &live) else { return };
-    let mut device = opened.unwrap();
-    if device.sparse_pages().is_none() {
-        return println!("SKIPPED: the driver cannot bind sparse buffers");
-    }
-    let table = device.memory().allocate(1 << 20, &Placement::Default).unwrap();
-    let space = device.address_space();
+    let Some(mut gpu) = Opened::as_given(&VulkanOptions::default(), live) else { return };
+    let (_, _, table) = gpu.allocate(1 << 20);
+    let space = gpu.device.address_space();
     assert_eq!(space.longest(), 6 << 20);
     let error = space.reserve(&table, 8 << 20).unwrap_err().to_string();
     assert!(error.contains("room for 6291456") && error.contains(",flat"), "{error}");
@@ -129,37 +160,29 @@ fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     let error = space.apply(&[BindRequest::Null { va: range.first(), len: 65536 }]).unwrap_err().to_string();
     assert!(error.contains("no null pages"), "{error}");
     space.unbind(range).unwrap();
+    gpu.end();
 }
 
 #[test]
 fn binds_up_to_the_limit_are_all_seen() {
-    let (options, live) = (VulkanOptions::default(), Arc::<Live>::default());
+    let live = Arc::<Live>::default();
     // As many as the process may have, and a number of its own, so that tests beside it have some left.
     live.held.set(Held::new(crate::sparse::binds_left())).unwrap();
-    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
-    let mut device = opened.unwrap();
-    if device.sparse_pages().is_none() || device.gpu().kind != "software GPU" {
-        return println!("SKIPPED: no software GPU that binds sparse buffers");
+    let Some(mut gpu) = Opened::as_given(&VulkanOptions::default(), live) else { return };
+    if gpu.device.gpu().kind != "software GPU" {
+        return println!("SKIPPED: no software GPU");
     }
-    let page = device.address_space().page().bytes();
-    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let page = gpu.page();
     const PAGES: u64 = 60_000;
-    let table = memory.allocate(PAGES * page, &Placement::Default).unwrap();
-    let first = table.segments().next().unwrap().addr.bits();
-    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
-    let range = device.address_space().reserve(&table, PAGES * page).unwrap();
-    let fill = |n: u64| Operation::fill(DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page)), 8, n);
-    let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+    let (bo, at, table) = gpu.allocate(PAGES * page);
+    let range = gpu.device.address_space().reserve(&table, PAGES * page).unwrap();
     // Every second page, so that each bind is one of its own with a hole on each side.
     let (mut bound, mut refused) = (0u64, false);
     while !refused && bound < PAGES / 2 {
         let batch = bound..(bound + 500).min(PAGES / 2);
-        let request = |n: u64| {
-            let (offset, access) = (2 * n * page, Access::RW);
-            BindRequest::Bind { va: va(2 * n), bo: bo.clone(), offset, len: page, access }
-        };
-        let requests: Vec<_> = batch.clone().map(request).collect();
-        match device.address_space().apply(&requests) {
+        let offsets = batch.clone().map(|n| 2 * n * page);
+        let requests: Vec<_> = offsets.map(|offset| request(within(range, offset), &bo, offset, page)).collect();
+        match gpu.device.address_space().apply(&requests) {
             Ok(()) => bound = batch.end,
             Err(e) => {
                 assert!(e.to_string().contains("sparse bindings at most"), "{e}");
@@ -170,78 +193,51 @@ fn binds_up_to_the_limit_are_all_seen() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
     println!("{bound} binds, {maps} mappings");
     assert!(refused && bound > 1000, "{bound}");
-    let heap = registrar.heap(None);
-    for batch in (0..bound).collect::<Vec<_>>().chunks(500) {
-        drop(run(&mut *queues[0], batch.iter().map(|n| fill(2 * n)).collect()).unwrap());
-        let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
-        let mut rest = buf.into_slice();
-        let reads = batch.iter().map(|n| {
-            let slice = rest.split_off_front(8).unwrap();
-            Operation::read(HostSlice::from((slice, via.clone())), DeviceAddr::Va(va(2 * n)))
-        });
-        let done = run(&mut *queues[0], reads.collect()).unwrap();
-        for (n, end) in batch.iter().zip(done) {
-            assert_eq!(bytes_of(end), (2 * n).to_le_bytes(), "page {n}");
-        }
+    for batch in (0..bound).map(|n| 2 * n).collect::<Vec<_>>().chunks(500) {
+        gpu.name_pages(at, batch.iter().copied(), |n| n);
+        assert_eq!(gpu.names(batch.iter().map(|n| within(range, n * page))).unwrap(), batch);
     }
-    device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
 }
 
 #[test]
 fn unbinds_that_leave_too_many_pieces_are_refused() {
     const PAGES: u64 = 64;
-    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    let live = Arc::<Live>::default();
     live.held.set(Held::new(8)).unwrap();
-    let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
-    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
-    let mut device = opened.unwrap();
-    if device.sparse_pages().is_none() {
-        return println!("SKIPPED: the driver cannot bind sparse buffers");
-    }
-    let page = device.address_space().page().bytes();
-    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
-    let table = memory.allocate(PAGES * page, &Placement::Default).unwrap();
-    let first = table.segments().next().unwrap().addr.bits();
-    let fill = |n| Operation::fill(DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page)), 8, n);
-    drop(run(&mut *queues[0], (0..PAGES).map(fill).collect()).unwrap());
-    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
-    let range = device.address_space().reserve(&table, PAGES * page).unwrap();
-    let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
-    let bind = |at, offset: u64, pages: u64| {
-        let (offset, len) = (offset * page, pages * page);
-        BindRequest::Bind { va: va(at), bo: bo.clone(), offset, len, access: Access::RW }
-    };
+    let options = VulkanOptions { validation: Some(Messages::new()), ..VulkanOptions::default() };
+    let Some(mut gpu) = Opened::as_given(&options, live) else { return };
+    let page = gpu.page();
+    let (bo, at, table) = gpu.allocate(PAGES * page);
+    gpu.name_pages(at, 0..PAGES, |n| n);
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, PAGES * page).unwrap();
+    let va = |n: u64| within(range, n * page);
+    let bind = |at, offset: u64, pages: u64| request(va(at), &bo, offset * page, pages * page);
     let hole = |n| BindRequest::Unbind(Span::new(va(n), page).unwrap());
-    let too_many = |device: &mut VulkanDevice, requests: &[BindRequest], wanted: u32| {
-        let e = device.address_space().apply(requests).unwrap_err().to_string();
+    let too_many = |space: &mut dyn AddressSpace, requests: &[BindRequest], wanted: u32| {
+        let e = space.apply(requests).unwrap_err().to_string();
         assert!(e.contains(&format!("holds 8 sparse bindings at most, and there would be {wanted} ")), "{e}");
     };
-    device.address_space().apply(&[bind(0, 0, PAGES)]).unwrap();
+    space.apply(&[bind(0, 0, PAGES)]).unwrap();
     // A hole leaves one more, and so does a batch of them.
-    too_many(&mut device, &(0..8).map(|n| hole(2 * n + 1)).collect::<Vec<_>>(), 9);
+    too_many(space, &(0..8).map(|n| hole(2 * n + 1)).collect::<Vec<_>>(), 9);
     let mut holes: Vec<u64> = (0..7).map(|n| 2 * n + 1).collect();
-    holes.iter().for_each(|n| device.address_space().apply(&[hole(*n)]).unwrap());
-    too_many(&mut device, &[hole(31)], 9);
+    holes.iter().for_each(|n| space.apply(&[hole(*n)]).unwrap());
+    too_many(space, &[hole(31)], 9);
     // A bind in the middle of another leaves two more.
-    too_many(&mut device, &[bind(20, 0, 1)], 10);
+    too_many(space, &[bind(20, 0, 1)], 10);
     // What takes no more pieces is done: shorter ones, and one instead of others.
     holes.push(PAGES - 1);
-    device.address_space().apply(&[hole(PAGES - 1)]).unwrap();
-    device.address_space().apply(&[hole(0), bind(0, 0, 1)]).unwrap();
-    let heap = registrar.heap(None);
+    space.apply(&[hole(PAGES - 1)]).unwrap();
+    space.apply(&[hole(0), bind(0, 0, 1)]).unwrap();
     for n in 0..PAGES {
-        let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
-        let slice = buf.into_slice().split_at(8).unwrap().0;
-        let read = Operation::read(HostSlice::from((slice, via)), DeviceAddr::Va(va(n)));
-        match (run(&mut *queues[0], vec![read]), holes.contains(&n)) {
-            (Ok(mut done), false) => assert_eq!(bytes_of(done.remove(0)), n.to_le_bytes(), "page {n}"),
-            (read, hole) => assert!(read.is_err() && hole, "page {n}: {read:?}"),
-        }
+        let read = gpu.names([va(n)]).ok();
+        assert_eq!(read, Some(vec![n]).filter(|_| !holes.contains(&n)), "page {n}");
     }
-    device.address_space().unbind(range).unwrap();
-    drop((queues, memory, device, registrar));
-    assert_eq!(left(&live), [0; 6]);
-    checked(&messages);
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
 }
 
 #[test]
@@ -312,18 +308,12 @@ fn binds_that_failed_count_until_they_are_taken_away() {
         let (live, held) = (Arc::<Live>::default(), Held::new(8));
         live.held.set(held.clone()).unwrap();
         let Some(mut gpu) = Opened::limited(&VulkanOptions::default(), live) else { return };
-        let page = gpu.device.address_space().page().bytes();
+        let page = gpu.page();
         let [(old, _, table), (new, _, new_table)] = [(); 2].map(|()| gpu.allocate(PAGES * page));
         let memories = left(&gpu.live)[0];
         let space = gpu.device.address_space();
         let [one, other] = [(); 2].map(|()| space.reserve(&table, PAGES * page).unwrap());
-        let bind = |range: Span<dmalane_addr::DeviceVa>, bo: &Arc<Bo>, at: u64, pages: u64| BindRequest::Bind {
-            va: dmalane_addr::DeviceVa::new(range.first().bits() + at * page),
-            bo: bo.clone(),
-            offset: at * page,
-            len: pages * page,
-            access: Access::RW,
-        };
+        let bind = |range, bo, at: u64, pages| request(within(range, at * page), bo, at * page, pages * page);
         space.apply(&[bind(one, &old, 0, PAGES)]).unwrap();
         // Three pieces of it replaced, which leaves four others, however much of that the driver does; twice.
         let pieces = [2, 4, 6].map(|at| bind(one, &new, at, 1));
@@ -362,41 +352,35 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     assert!(one.device.shares_limit_with(&other.device), "without a number of their own");
     drop((one, other));
     let shared = Held::new(8);
-    let mut gpus = [(); 2].map(|()| {
+    let gpus = [(); 2].map(|()| {
         let live = Arc::<Live>::default();
         live.held.set(shared.clone()).unwrap();
-        open(&VulkanOptions::default(), &Arc::default(), &live).unwrap().unwrap()
+        let mut gpu = Opened::as_given(&VulkanOptions::default(), live).unwrap();
+        let page = gpu.page();
+        let (bo, _, table) = gpu.allocate(32 * page);
+        let range = gpu.device.address_space().reserve(&table, 32 * page).unwrap();
+        (gpu, bo, range)
     });
-    let page = gpus[0].address_space().page().bytes();
-    let mut parts = gpus.each_mut().map(|device| {
-        let mut memory = device.memory();
-        let table = memory.allocate(32 * page, &Placement::Default).unwrap();
-        let range = device.address_space().reserve(&table, 32 * page).unwrap();
-        (Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap())), range, memory)
-    });
+    let [(mut first, bo, range), (mut second, other_bo, other_range)] = gpus;
+    let (page, space, other_space) = (first.page(), first.device.address_space(), second.device.address_space());
     // Every second page, so that none continues another.
-    let bind = |(bo, range, _): &(Arc<Bo>, Span<dmalane_addr::DeviceVa>, _), n: u64| BindRequest::Bind {
-        va: dmalane_addr::DeviceVa::new(range.first().bits() + 2 * n * page),
-        bo: bo.clone(),
-        offset: 2 * n * page,
-        len: page,
-        access: Access::RW,
+    let binds = |range, bo| -> Vec<_> {
+        (0..8).map(|n| 2 * n * page).map(|offset| request(within(range, offset), bo, offset, page)).collect()
     };
-    let five: [Vec<_>; 2] = parts.each_ref().map(|part| (0..5).map(|n| bind(part, n)).collect());
-    gpus[0].address_space().apply(&five[0]).unwrap();
-    let e = gpus[1].address_space().apply(&five[1]).unwrap_err().to_string();
+    let (one, other) = (binds(range, &bo), binds(other_range, &other_bo));
+    space.apply(&one[..5]).unwrap();
+    let e = other_space.apply(&other[..5]).unwrap_err().to_string();
     assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
-    gpus[1].address_space().apply(&five[1][..3]).unwrap();
-    assert!(gpus[0].address_space().apply(&[bind(&parts[0], 6)]).is_err());
+    other_space.apply(&other[..3]).unwrap();
+    assert!(space.apply(&one[6..7]).is_err());
     // What one gives back the other may have, also when it goes.
-    gpus[0].address_space().unbind(parts[0].1).unwrap();
-    gpus[1].address_space().apply(&five[1]).unwrap();
-    let [mut first, second] = gpus;
+    space.unbind(range).unwrap();
+    other_space.apply(&other[..5]).unwrap();
     drop(second);
-    let table = parts[0].2.allocate(32 * page, &Placement::Default).unwrap();
-    parts[0].1 = first.address_space().reserve(&table, 32 * page).unwrap();
-    let all: Vec<_> = (0..8).map(|n| bind(&parts[0], n)).collect();
-    first.address_space().apply(&all).unwrap();
+    let (_, _, table) = first.allocate(32 * page);
+    let space = first.device.address_space();
+    let range = space.reserve(&table, 32 * page).unwrap();
+    space.apply(&binds(range, &bo)).unwrap();
 }
 
 #[test]
@@ -435,8 +419,7 @@ fn binds_are_made_in_order() {
     let [(first, _, table), (second, ..)] = [(); 2].map(|()| gpu.allocate(1 << 20));
     let range = gpu.device.address_space().reserve(&table, 1 << 20).unwrap();
     for (bo, ordered) in [(&first, 0), (&second, 1), (&first, 2)] {
-        let bind = BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 1 << 20, access: Access::RW };
-        gpu.device.address_space().apply(&[bind]).unwrap();
+        gpu.device.address_space().apply(&[request(range.first(), bo, 0, 1 << 20)]).unwrap();
         assert_eq!(gpu.live.ordered_binds.load(Ordering::Relaxed), ordered, "each waits for the one before");
     }
     gpu.device.address_space().unbind(range).unwrap();
@@ -449,13 +432,7 @@ fn a_buffer_stays_while_a_bind_to_it_may_be_under_way() {
     let [(first, _, table), (second, ..)] = [(); 2].map(|()| gpu.allocate(1 << 20));
     let space = gpu.device.address_space();
     let ranges = [(); 2].map(|()| space.reserve(&table, 1 << 20).unwrap());
-    let bind = |range: Span<dmalane_addr::DeviceVa>, bo: &Arc<Bo>| BindRequest::Bind {
-        va: range.first(),
-        bo: bo.clone(),
-        offset: 0,
-        len: 1 << 20,
-        access: Access::RW,
-    };
+    let bind = |range: Span<DeviceVa>, bo| request(range.first(), bo, 0, 1 << 20);
     space.apply(&[bind(ranges[0], &first)]).unwrap();
     gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
     let failed = space.apply(&[BindRequest::Unbind(ranges[0]), bind(ranges[1], &second)]);
@@ -499,45 +476,43 @@ impl Random {
     }
 }
 
+/// How many random binds are asked for.
+fn random_binds() -> Option<u64> {
+    std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok())
+}
+
+/// Three buffers of so many pages, of which each says which it is, and a table of the first.
+fn three_buffers(gpu: &mut Opened, pages: u64) -> ([Arc<Bo>; 3], SgTable<dmalane_addr::CardAddr>) {
+    let page = gpu.page();
+    let buffers = [0, 1, 2].map(|number| {
+        let (bo, at, table) = gpu.allocate(pages * page);
+        gpu.name_pages(at, 0..pages, |n| name(number, n));
+        (bo, table)
+    });
+    let [(first, table), (second, _), (third, _)] = buffers;
+    ([first, second, third], table)
+}
+
+/// The name of a page of a buffer.
+fn name(bo: u64, number: u64) -> u64 {
+    0x1000_0000_0000_0000 * (bo + 1) + number
+}
+
 #[test]
 fn random_binds_are_seen_as_a_model_says() {
     const RANGES: usize = 24;
     const PAGES: u64 = 16;
-    let (live, messages) = (Arc::<Live>::default(), Messages::new());
-    let options = VulkanOptions { sparse: true, validation: Some(messages.clone()), ..VulkanOptions::default() };
-    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
-    let mut device = opened.unwrap();
-    if device.sparse_pages().is_none() {
-        return println!("SKIPPED: the driver cannot bind sparse buffers");
-    }
-    let page = device.address_space().page().bytes();
-    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
-    let heap = registrar.heap(None);
-    // Every page of the buffers says which it is.
-    let tables = [(); 3].map(|()| memory.allocate(PAGES * page, &Placement::Default).unwrap());
-    let bos: Vec<_> = tables
-        .iter()
-        .map(|table| {
-            Arc::new(Bo::new(table.segments().next().unwrap().addr.bits(), SgIndex::from_table(table).unwrap()))
-        })
-        .collect();
-    let name = |bo: usize, number: u64| 0x1000_0000_0000_0000 * (bo as u64 + 1) + number;
-    for (i, table) in tables.iter().enumerate() {
-        let first = table.segments().next().unwrap().addr.bits();
-        let fill = |n| {
-            let at = DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page));
-            Operation::fill(at, page, name(i, n))
-        };
-        drop(run(&mut *queues[0], (0..PAGES).map(fill).collect()).unwrap());
-    }
+    let options = VulkanOptions { validation: Some(Messages::new()), ..VulkanOptions::default() };
+    let Some(mut gpu) = Opened::as_given(&options, Arc::default()) else { return };
+    let page = gpu.page();
+    let (bos, table) = three_buffers(&mut gpu, PAGES);
     let mut random = Random(1);
     // The reserved ranges, each with the name that its pages show; 0 where nothing is bound.
-    let mut ranges: Vec<(Span<dmalane_addr::DeviceVa>, Vec<u64>)> = Vec::new();
-    let rounds = std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok()).unwrap_or(2000);
-    for round in 0..rounds {
-        let space = device.address_space();
+    let mut ranges: Vec<(Span<DeviceVa>, Vec<u64>)> = Vec::new();
+    for round in 0..random_binds().unwrap_or(2000) {
+        let space = gpu.device.address_space();
         if ranges.len() < RANGES {
-            let range = space.reserve(&tables[0], PAGES * page).unwrap();
+            let range = space.reserve(&table, PAGES * page).unwrap();
             ranges.push((range, vec![0; PAGES as usize]));
         }
         let index = random.below(ranges.len() as u64) as usize;
@@ -547,10 +522,10 @@ fn random_binds_are_seen_as_a_model_says() {
             ranges.swap_remove(index);
             continue;
         }
-        let (bo, len) = (random.below(3) as usize, random.below(4) + 1);
+        let (bo, len) = (random.below(3), random.below(4) + 1);
         let (offset, at) = (random.below(PAGES - len + 1), random.below(PAGES - len + 1));
-        let va = dmalane_addr::DeviceVa::new(range.first().bits() + at * page);
-        let bind = Bind { va, bo: &bos[bo], offset: offset * page, len: len * page, access: Access::RW };
+        let (va, bytes) = (within(*range, at * page), len * page);
+        let bind = Bind { va, bo: &bos[bo as usize], offset: offset * page, len: bytes, access: Access::RW };
         let there = &mut shown[at as usize..][..len as usize];
         let bound = space.bind(&bind);
         assert_eq!(bound.is_ok(), there.iter().all(|name| *name == 0), "round {round}: {bound:?}");
@@ -561,63 +536,33 @@ fn random_binds_are_seen_as_a_model_says() {
             continue;
         }
         // Every page, through the GPU: what is bound shows its name, what is not is refused.
-        let space = device.address_space();
         for (range, shown) in &ranges {
-            for (n, name) in shown.iter().enumerate() {
-                let at = space.at(dmalane_addr::DeviceVa::new(range.first().bits() + n as u64 * page));
-                let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
-                let slice = buf.into_slice().split_at(8).unwrap().0;
-                let read = run(&mut *queues[0], vec![Operation::read(HostSlice::from((slice, via)), at)]);
-                assert_eq!(read.is_ok(), *name != 0, "round {round}, page {n} of {range}");
-                if let Ok(done) = read {
-                    let mut bytes = [0; 8];
-                    done.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
-                    assert_eq!(u64::from_le_bytes(bytes), *name, "round {round}, page {n} of {range}");
-                }
+            for (n, name) in (0..).zip(shown) {
+                let seen = gpu.names([within(*range, n * page)]).ok();
+                let shows = Some(vec![*name]).filter(|_| *name != 0);
+                assert_eq!(seen, shows, "round {round}, page {n} of {range}");
             }
         }
     }
     for (range, _) in ranges {
-        device.address_space().unbind(range).unwrap();
+        gpu.device.address_space().unbind(range).unwrap();
     }
-    drop((queues, memory, device, registrar));
-    assert_eq!(left(&live), [0; 6]);
-    checked(&messages);
+    gpu.end();
 }
 
 #[test]
 fn random_batches_are_seen_as_a_model_says() {
     const PAGES: u64 = 512;
-    let (live, messages) = (Arc::<Live>::default(), Messages::new());
     // Recording takes long under the layers.
-    let long = std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse::<u64>().ok());
-    let validation = Some(messages.clone()).filter(|_| long.is_none());
-    let options = VulkanOptions { sparse: true, validation, ..VulkanOptions::default() };
-    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
-    let mut device = opened.unwrap();
-    if device.sparse_pages().is_none() {
-        return println!("SKIPPED: the driver cannot bind sparse buffers");
-    }
-    let page = device.address_space().page().bytes();
-    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
-    let heap = registrar.heap(None);
-    let tables = [(); 3].map(|()| memory.allocate(PAGES / 4 * page, &Placement::Default).unwrap());
-    let bos: Vec<_> = tables
-        .iter()
-        .map(|t| Arc::new(Bo::new(t.segments().next().unwrap().addr.bits(), SgIndex::from_table(t).unwrap())))
-        .collect();
-    let name = |bo: u64, number: u64| 0x1000_0000_0000_0000 * (bo + 1) + number;
-    for (i, table) in tables.iter().enumerate() {
-        let first = table.segments().next().unwrap().addr.bits();
-        let fill = |n| {
-            let at = DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page));
-            Operation::fill(at, page, name(i as u64, n))
-        };
-        drop(run(&mut *queues[0], (0..PAGES / 4).map(fill).collect()).unwrap());
-    }
+    let long = random_binds();
+    let validation = Some(Messages::new()).filter(|_| long.is_none());
+    let options = VulkanOptions { validation, ..VulkanOptions::default() };
+    let Some(mut gpu) = Opened::as_given(&options, Arc::default()) else { return };
+    let page = gpu.page();
+    let (bos, table) = three_buffers(&mut gpu, PAGES / 4);
     let mut random = Random(2);
-    let range = device.address_space().reserve(&tables[0], PAGES * page).unwrap();
-    let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+    let range = gpu.device.address_space().reserve(&table, PAGES * page).unwrap();
+    let va = |n: u64| within(range, n * page);
     let mut shown = vec![0; PAGES as usize];
     let (mut done, mut batches) = (0, 0u64);
     while done < long.unwrap_or(3000) {
@@ -632,44 +577,26 @@ fn random_batches_are_seen_as_a_model_says() {
                 continue;
             }
             let (bo, offset) = (random.below(3), random.below(PAGES / 4 - len + 1));
-            requests.push(BindRequest::Bind {
-                va: va(at),
-                bo: bos[bo as usize].clone(),
-                offset: offset * page,
-                len: len * page,
-                access: Access::RW,
-            });
+            requests.push(request(va(at), &bos[bo as usize], offset * page, len * page));
             there.iter_mut().zip(offset..).for_each(|(shows, n)| *shows = name(bo, n));
         }
         done += requests.len() as u64;
-        device.address_space().apply(&requests).unwrap();
+        gpu.device.address_space().apply(&requests).unwrap();
         batches += 1;
         if batches % 16 != 1 && done < long.unwrap_or(3000) {
             continue;
         }
-        // The first bytes of all pages, at once; those of holes one by one, because they are refused.
-        let space = device.address_space();
-        let (buf, via) = register(&*registrar, &*heap, &vec![0; PAGES as usize * 8]).unwrap();
-        let mut rest = buf.into_slice();
-        let mut reads = Vec::new();
-        for (n, name) in (0..).zip(&shown) {
-            let slice = rest.split_off_front(8).unwrap();
-            let read = Operation::read(HostSlice::from((slice, via.clone())), space.at(va(n)));
-            match name {
-                0 => assert!(run(&mut *queues[0], vec![read]).is_err(), "page {n} is a hole after {done}"),
-                _ => reads.push((n, read)),
-            }
+        // All pages, at once; those of holes one by one, because they are refused.
+        let (holes, bound): (Vec<_>, Vec<_>) = (0..).zip(&shown).partition(|(_, name)| **name == 0);
+        for (n, _) in holes {
+            assert!(gpu.names([va(n)]).is_err(), "page {n} is a hole after {done}");
         }
-        let (numbers, reads): (Vec<u64>, Vec<_>) = reads.into_iter().unzip();
-        for (n, end) in numbers.into_iter().zip(run(&mut *queues[0], reads).unwrap()) {
-            let mut bytes = [0; 8];
-            end.operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
-            assert_eq!(u64::from_le_bytes(bytes), shown[n as usize], "page {n} after {done} requests");
+        let seen = gpu.names(bound.iter().map(|(n, _)| va(*n))).unwrap();
+        for ((n, name), seen) in bound.into_iter().zip(seen) {
+            assert_eq!(seen, *name, "page {n} after {done} requests");
         }
     }
     println!("{done} requests in {batches} batches");
-    device.address_space().unbind(range).unwrap();
-    drop((queues, memory, device, registrar));
-    assert_eq!(left(&live), [0; 6]);
-    checked(&messages);
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
 }

@@ -67,7 +67,7 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
             "mappings": c.mappings,
             "ddr_bytes": c.ddr,
             "hbm_bytes": c.hbm,
-            "moved_bytes": c.moved,
+            "link": { "h2c_bytes": c.h2c, "c2h_bytes": c.c2h },
             "errors": c.errors,
             "in_flight": c.in_flight,
             "iommu": { "hits": c.iotlb_hits, "misses": c.iotlb_misses, "faults": c.faults },
@@ -125,13 +125,13 @@ fn text(status: &DaemonStatus) -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         out,
-        "{:>6} {:>8} {:>6} {:>6} {:>7} {:>10} {:>8} {:>10} {:>10} {:>10} {:>6}",
-        "client", "pid", "uid", "queues", "buffers", "bytes", "mappings", "ddr", "hbm", "moved", "errors"
+        "{:>6} {:>7} {:>5} {:>6} {:>7} {:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>6}",
+        "client", "pid", "uid", "queues", "buffers", "bytes", "mappings", "ddr", "hbm", "H2C", "C2H", "errors"
     );
     for c in clients {
         let _ = writeln!(
             out,
-            "{:>6} {:>8} {:>6} {:>6} {:>7} {:>10} {:>8} {:>10} {:>10} {:>10} {:>6}{}",
+            "{:>6} {:>7} {:>5} {:>6} {:>7} {:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>6}{}",
             c.client,
             c.pid,
             c.uid,
@@ -141,7 +141,8 @@ fn text(status: &DaemonStatus) -> String {
             c.mappings,
             size(c.ddr),
             size(c.hbm),
-            size(c.moved),
+            size(c.h2c),
+            size(c.c2h),
             c.errors,
             if c.closing { " closing" } else { "" }
         );

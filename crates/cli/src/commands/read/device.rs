@@ -1,7 +1,7 @@
 //! The device that gets what `dmalane read --device` has read.
 
-use std::fs::File;
-use std::path::Path;
+use std::fs::Metadata;
+use std::path::PathBuf;
 
 use dmalane::device::MemoryError;
 use dmalane::load::fill::Filled;
@@ -31,7 +31,7 @@ impl ReadTarget {
     pub fn open<'a>(
         spec: &DeviceSpec,
         mut options: OpenOptions,
-        inputs: impl IntoIterator<Item = (&'a Path, &'a File)>,
+        inputs: impl IntoIterator<Item = &'a (PathBuf, Metadata)>,
         buffers: &[u64],
     ) -> Result<Self, Failure> {
         device::check(spec, &options)?;

@@ -78,8 +78,16 @@ pub struct DaemonView {
 /// The rates of a client since it was last seen.
 #[cfg_attr(test, derive(Clone))]
 pub struct ClientRates {
-    bytes_per_s: f64,
+    /// Bytes per second from the host to the card, and back.
+    link: (f64, f64),
     hit_ratio: Option<f64>,
+}
+
+impl ClientRates {
+    /// Bytes per second in both directions.
+    fn bytes_per_s(&self) -> f64 {
+        self.link.0 + self.link.1
+    }
 }
 
 impl Watcher {
@@ -123,9 +131,10 @@ impl Watcher {
         let rates = |c: &ClientStatus| {
             let old = before.iter().find(|old| old.client == c.client);
             let (hits, misses) = old.map_or((0, 0), |old| (old.iotlb_hits, old.iotlb_misses));
-            let bytes = old.filter(|_| time > 0.0).map(|old| c.moved.saturating_sub(old.moved) as f64 / time);
+            let per_s = |now: u64, old: u64| now.saturating_sub(old) as f64 / time;
+            let link = old.filter(|_| time > 0.0).map(|old| (per_s(c.h2c, old.h2c), per_s(c.c2h, old.c2h)));
             ClientRates {
-                bytes_per_s: bytes.unwrap_or(0.0),
+                link: link.unwrap_or((0.0, 0.0)),
                 hit_ratio: ratio(c.iotlb_hits.saturating_sub(hits), c.iotlb_misses.saturating_sub(misses)),
             }
         };
@@ -255,14 +264,14 @@ pub fn stage_row(s: &StageView) -> [String; 6] {
 }
 
 /// The names of the columns of [`client_rows`].
-pub const CLIENT_HEAD: [&str; 11] =
-    ["client", "pid", "uid", "queues", "in flight", "buffers", "card", "rate", "hits", "faults", "errors"];
+pub const CLIENT_HEAD: [&str; 12] =
+    ["client", "pid", "uid", "queues", "in flight", "buffers", "card", "H2C", "C2H", "hits", "faults", "errors"];
 /// How they are aligned.
-pub const CLIENT_ALIGN: &str = "rrrrrrrrrrr";
+pub const CLIENT_ALIGN: &str = "rrrrrrrrrrrr";
 
 impl DaemonView {
     /// The clients in lines.
-    pub fn client_rows(&self) -> Vec<[String; 11]> {
+    pub fn client_rows(&self) -> Vec<[String; 12]> {
         let clients = self.status.iter().flat_map(|status| &status.clients);
         let row = |(c, rates): (&ClientStatus, &ClientRates)| {
             let number = |n: u64| n.to_string();
@@ -274,7 +283,8 @@ impl DaemonView {
                 number(c.in_flight),
                 binary(c.bytes),
                 binary(c.ddr.saturating_add(c.hbm)),
-                per_second(rates.bytes_per_s),
+                per_second(rates.link.0),
+                per_second(rates.link.1),
                 rates.hit_ratio.map_or("-".to_owned(), |ratio| format!("{:.1} %", ratio * 100.0)),
                 number(c.faults),
                 number(c.errors),
@@ -283,10 +293,10 @@ impl DaemonView {
         clients.zip(&self.rates).map(row).collect()
     }
 
-    /// Bytes per second of all clients.
+    /// Bytes per second of all clients, in both directions.
     pub fn rate(&self) -> f64 {
         // The sum of no floating-point numbers is -0.0, and would be shown so.
-        self.rates.iter().fold(0.0, |sum, rates| sum + rates.bytes_per_s)
+        self.rates.iter().fold(0.0, |sum, rates| sum + rates.bytes_per_s())
     }
 
     /// The daemon in a line.
@@ -371,12 +381,16 @@ impl View {
         };
         let daemon = |daemon: &DaemonView| {
             let client = |(c, rates): (&ClientStatus, &ClientRates)| {
-                let ClientRates { bytes_per_s, hit_ratio } = rates;
+                let ClientRates { link: (h2c, c2h), hit_ratio } = rates;
                 let (hits, misses, faults) = (c.iotlb_hits, c.iotlb_misses, c.faults);
                 json!({
                     "client": c.client, "pid": c.pid, "uid": c.uid, "queues": c.queues, "buffers": c.buffers,
-                    "buffer_bytes": c.bytes, "ddr_bytes": c.ddr, "hbm_bytes": c.hbm, "moved_bytes": c.moved,
-                    "bytes_per_s": bytes_per_s, "in_flight": c.in_flight, "errors": c.errors, "closing": c.closing,
+                    "buffer_bytes": c.bytes, "ddr_bytes": c.ddr, "hbm_bytes": c.hbm,
+                    "bytes_per_s": rates.bytes_per_s(), "in_flight": c.in_flight, "errors": c.errors,
+                    "closing": c.closing,
+                    "link": {
+                        "h2c_bytes": c.h2c, "c2h_bytes": c.c2h, "h2c_bytes_per_s": h2c, "c2h_bytes_per_s": c2h,
+                    },
                     "iommu": { "hits": hits, "misses": misses, "faults": faults, "hit_ratio": hit_ratio },
                 })
             };
@@ -436,7 +450,8 @@ impl View {
             bytes: 5,
             ddr: 6,
             hbm: 7,
-            moved: 8,
+            h2c: 8,
+            c2h: 14,
             errors: 9,
             in_flight: 10,
             iotlb_hits: 11,
@@ -446,7 +461,7 @@ impl View {
         let (totals, memory) = (Totals::default(), (1 << 30, 4 << 30));
         let clients = vec![client; 3];
         let status = DaemonStatus { uptime: 7, totals, quarantined: 0, ddr: memory, hbm: memory, clients };
-        let rates = ClientRates { bytes_per_s: 1e9, hit_ratio: Some(0.9) };
+        let rates = ClientRates { link: (1e9, 5e8), hit_ratio: Some(0.9) };
         let daemon =
             |socket: &str, status| DaemonView { socket: socket.to_owned(), status, rates: vec![rates.clone(); 3] };
         let daemons = vec![daemon("/run/a", Ok(status)), daemon("/run/b", Err("cannot connect".into()))];
