@@ -464,6 +464,13 @@ pub struct ClientStatus<N32 = u32, N64 = u64, Flag = bool> {
     pub faults: N64,
 }
 
+impl ClientStatus {
+    /// Bytes copied for this client in both directions.
+    pub fn moved(&self) -> u64 {
+        self.h2c.saturating_add(self.c2h)
+    }
+}
+
 /// One client, in an answer to `Status`: little-endian, with 0 or 1 in `closing`.
 pub type RowAnswer = ClientStatus<U32, U64, U32>;
 

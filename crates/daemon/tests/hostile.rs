@@ -670,7 +670,7 @@ fn a_ring_that_faults_counts_no_bytes() {
     }
     assert_eq!([0x1030, 0x1034].map(|register| ringed.raw.read(register)), [0x3456_7000, 0x12]);
     let rows = daemon.status().clients;
-    let moved = rows.iter().filter(|c| c.client != bystander.client.number()).map(|c| c.h2c + c.c2h);
+    let moved = rows.iter().filter(|c| c.client != bystander.client.number()).map(|c| c.moved());
     assert_eq!(moved.max(), Some(0));
     let faults = |bystanders: bool| {
         let of = rows.iter().filter(|c| (c.client == bystander.client.number()) == bystanders);

@@ -204,11 +204,10 @@ fn clients_are_killed_during_transfers() {
             let pid = child.id();
             // Most while they move bytes, the others whenever it happens.
             if i % 4 > 0 {
-                daemon
-                    .wait_for("a client moves bytes", |r| r.clients.iter().any(|c| c.pid == pid && c.h2c + c.c2h > 0));
+                daemon.wait_for("a client moves bytes", |r| r.clients.iter().any(|c| c.pid == pid && c.moved() > 0));
             }
             std::thread::sleep(Duration::from_micros(random.below(4000)));
-            busy += u64::from(daemon.status().clients.iter().any(|c| c.pid == pid && c.h2c + c.c2h > 0));
+            busy += u64::from(daemon.status().clients.iter().any(|c| c.pid == pid && c.moved() > 0));
             child.kill().unwrap();
             child.wait().unwrap();
             let what = "the resources of a killed client are released";

@@ -585,7 +585,7 @@ fn users_share_the_worker_whatever_the_number_of_their_clients() {
     let moved = || {
         let rows = daemon.status().clients;
         let rows: Vec<_> = rows.iter().filter(|c| c.queues > 0).collect();
-        let of = |uid| rows.iter().filter(|c| c.uid == uid).map(|c| c.h2c + c.c2h).sum::<u64>();
+        let of = |uid| rows.iter().filter(|c| c.uid == uid).map(|c| c.moved()).sum::<u64>();
         rows.iter().all(|c| c.in_flight > 0).then(|| users.map(|(uid, _)| of(uid)))
     };
     let start = Instant::now();

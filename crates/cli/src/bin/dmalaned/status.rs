@@ -67,6 +67,7 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
             "mappings": c.mappings,
             "ddr_bytes": c.ddr,
             "hbm_bytes": c.hbm,
+            "moved_bytes": c.moved(),
             "link": { "h2c_bytes": c.h2c, "c2h_bytes": c.c2h },
             "errors": c.errors,
             "in_flight": c.in_flight,

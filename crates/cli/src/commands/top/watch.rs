@@ -385,7 +385,7 @@ impl View {
                 let (hits, misses, faults) = (c.iotlb_hits, c.iotlb_misses, c.faults);
                 json!({
                     "client": c.client, "pid": c.pid, "uid": c.uid, "queues": c.queues, "buffers": c.buffers,
-                    "buffer_bytes": c.bytes, "ddr_bytes": c.ddr, "hbm_bytes": c.hbm,
+                    "buffer_bytes": c.bytes, "ddr_bytes": c.ddr, "hbm_bytes": c.hbm, "moved_bytes": c.moved(),
                     "bytes_per_s": rates.bytes_per_s(), "in_flight": c.in_flight, "errors": c.errors,
                     "closing": c.closing,
                     "link": {
