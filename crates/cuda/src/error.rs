@@ -149,8 +149,9 @@ impl Error {
     pub(crate) fn of_call(call: &'static str, code: u32, name: String, text: String) -> Self {
         let error = Self::Call { call, code, name, text };
         // The driver shuts down; the context is invalid or destroyed; errors of memory, NVLink, kernels and the
-        // hardware, after which each call answers the same.
-        let lost = matches!(code, 4 | 201 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721);
+        // hardware, a client that MPS has ended, and an external device that failed, after which each call answers the
+        // same.
+        let lost = matches!(code, 4 | 201 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911);
         // An unknown error; of `cuInit`, there is no context yet.
         if lost || (code == 999 && call != "cuInit") { Self::Lost(Box::new(error)) } else { error }
     }

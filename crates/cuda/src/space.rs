@@ -31,7 +31,7 @@ impl MapSpace {
         window.filter(|w| span.last().bits() - w.at() < w.len())
     }
 
-    /// The memory of a bind, in whole pages: addresses and lengths.
+    /// The memory of a bind, in whole pages that are allocated: addresses and lengths.
     fn runs_of(&self, bind: &Bind<'_>) -> Result<Vec<(u64, u64)>, SpaceError> {
         let Bind { va, bo, offset, len, .. } = *bind;
         let end = offset.checked_add(len);
@@ -42,6 +42,7 @@ impl MapSpace {
         if short || odd || len == 0 {
             return Err(refused(crate::Error::NotPages { va, len, offset, page: self.page }));
         }
+        from.iter().try_for_each(|(at, len)| self.context.has_memory(*at, *len)).map_err(refused)?;
         Ok(from)
     }
 

@@ -215,13 +215,18 @@ impl Context {
 
     /// A dma-buf of device memory, whole pages of the host.
     pub(crate) fn dma_buf(&self, at: u64, len: u64) -> Result<OwnedFd, Error> {
-        self.check(at, len, RangeKind::Memory, false).map_err(Error::NotAllocated)?;
+        self.has_memory(at, len)?;
         let (driver, _current) = (self.driver, self.current()?);
         let mut fd: c_int = -1;
         // 1: CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.
         may_call!(driver.range_handle((&raw mut fd).cast(), at, len as usize, 1, 0))?;
         // SAFETY: the driver has stored a new descriptor, which is nobody else's.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// An error where no device memory is allocated.
+    pub(crate) fn has_memory(&self, at: u64, len: u64) -> Result<(), Error> {
+        self.check(at, len, RangeKind::Memory, false).map_err(Error::NotAllocated)
     }
 
     /// Checks that a range of device memory may be used; the error is the first address that may not.

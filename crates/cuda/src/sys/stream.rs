@@ -106,8 +106,7 @@ impl Stream {
         });
         if let Err(e) = waits {
             // Nothing may run that had to wait.
-            self.failed(e.clone());
-            self.broken.get_or_insert(e);
+            self.breaks(e);
         }
     }
 
@@ -142,10 +141,18 @@ impl Stream {
 
     fn failed(&mut self, error: Error) -> OpError {
         let status = error.code();
-        if error.is_fatal() && self.broken.is_none() {
-            self.broken = Some(error);
+        if error.is_fatal() {
+            self.breaks(error);
         }
         OpError::Device { status }
+    }
+
+    /// Nothing works any more, for the first reason, or since the context is lost.
+    fn breaks(&mut self, error: Error) {
+        let says_more = matches!(error, Error::Lost(_)) && !matches!(self.broken, Some(Error::Lost(_)));
+        if self.broken.is_none() || says_more {
+            self.broken = Some(error);
+        }
     }
 
     /// An error if nothing works any more.

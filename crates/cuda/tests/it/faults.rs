@@ -140,10 +140,17 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
     space.apply(&batch).map_err(|e| e.to_string())?;
     let third = Span::new(DeviceVa::new(range.first().bits() + (4 << 20)), 2 << 20).unwrap();
     let odd = Span::new(DeviceVa::new(range.first().bits() + 4096), 4096).unwrap();
-    for refused in
-        [BindRequest::Unbind(third), BindRequest::Unbind(odd), BindRequest::Null { va: range.first(), len: 1 }]
-    {
-        assert!(space.apply(&[swap(1), refused]).is_err());
+    let mut gone = SgTable::new();
+    gone.push(CardAddr::new(1 << 46), 2 << 20).unwrap();
+    let gone = Arc::new(Bo::new(2, SgIndex::from_table(&gone).unwrap()));
+    for refused in [
+        BindRequest::Unbind(third),
+        BindRequest::Unbind(odd),
+        BindRequest::Null { va: range.first(), len: 1 },
+        BindRequest::Bind { va: range.first(), bo: gone, offset: 0, len: 2 << 20, access: Access::READ },
+    ] {
+        let refused = space.apply(&[swap(1), refused]).unwrap_err();
+        assert!(matches!(refused, SpaceError::NotReserved(_) | SpaceError::Refused(_)), "{refused:?}");
     }
     gpu.read(0, at, 5000)?;
     let second = gpu.device.address_space().at(page(1).first());
@@ -311,7 +318,8 @@ fn memory_of_a_broken_gpu_is_never_freed() {
 #[test]
 fn whatever_meets_a_lost_context_says_so() {
     // Illegal address, context destroyed, an uncorrectable error of the memory, unknown; and one that loses nothing.
-    for (code, lost) in [(700, true), (709, true), (214, true), (999, true), (205, false)] {
+    // Also a client that MPS has ended, and an external device that failed.
+    for (code, lost) in [700, 709, 214, 999, 810, 911].map(|code| (code, true)).into_iter().chain([(205, false)]) {
         let fake = Fake::turn();
         let mut gpu = Gpu::open(&named(&fake, ",vmm")).unwrap();
         let (table, span) = gpu.allocate(4 << 20).unwrap();
