@@ -83,7 +83,7 @@ pub(crate) struct Load {
     #[arg(help = device::help("The device to load to"))]
     device: DeviceSpec,
 
-    /// List the tensors with dtype, shape, bytes and device addresses; --json always does
+    /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
     #[arg(long)]
     list: bool,
 

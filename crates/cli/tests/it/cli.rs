@@ -702,6 +702,11 @@ fn models_come_as_people_have_them() {
     let said = run("load none --verify --list", 0);
     assert!(said.contains("gguf, 2 tensors") && said.contains("Verified 2 tensors"), "{said}");
     assert!(said.lines().any(|l| l.starts_with("second") && l.contains("F32") && l.contains("[32]")), "{said}");
+    assert!(said.lines().any(|l| l == "general.name = tiny"), "{said}");
+    for line in ["load none --json", "load none --dry-run --json"] {
+        let report: serde_json::Value = serde_json::from_str(&run(line, 0)).unwrap();
+        assert_eq!(report["files"][0]["metadata"], serde_json::json!({ "general.name": "tiny" }));
+    }
     let said = run("load none --save copy", 1);
     assert!(said.contains("the device gets its tensors alone") && !at("copy").exists(), "{said}");
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";

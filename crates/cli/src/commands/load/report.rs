@@ -178,6 +178,7 @@ fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<imp
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
         "format": file.model.container.name(),
+        "metadata": metadata(file),
         "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
         "direct": how.direct,
         "io_uring": how.uring,
@@ -191,9 +192,16 @@ fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
         "format": file.model.container.name(),
+        "metadata": metadata(file),
         "device_bytes": file.device_bytes(),
     });
     File { head, tensors: json_tensors(file) }
+}
+
+/// The pairs in the header of a file.
+fn metadata(file: &LoadedFile) -> Option<serde_json::Map<String, Value>> {
+    let pairs = file.model.metadata.as_ref()?.iter();
+    Some(pairs.map(|(key, value)| (key.clone(), value.as_str().into())).collect())
 }
 
 fn json_tensors(file: &LoadedFile) -> impl Serialize {
@@ -245,7 +253,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     }
     for file in placed.files.iter().filter(|_| list) {
         out += &format!("\n{}\n", plain(&file.path.to_string_lossy()));
-        out += &tensor_table(file.tensors());
+        out += &listing(file);
     }
     out
 }
@@ -345,13 +353,23 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
             if o.run.loaded.files.len() > 1 {
                 out += &format!("{}\n", plain(&file.path.to_string_lossy()));
             }
-            out += &tensor_table(file.tensors());
+            out += &listing(file);
         }
     }
     if verbose {
         out += &details(o);
     }
     out
+}
+
+/// The pairs in the header of a file, and a line per tensor.
+fn listing(file: &LoadedFile) -> String {
+    let pair = |(key, value): &(String, String)| wrap(&plain(&format!("{key} = {value}")), 2);
+    let mut pairs: String = file.model.metadata.iter().flatten().map(pair).collect();
+    if !pairs.is_empty() {
+        pairs.push('\n');
+    }
+    pairs + &tensor_table(file.tensors())
 }
 
 /// A line per tensor, in columns.
