@@ -210,16 +210,12 @@ const PART: usize = if cfg!(test) { 16 } else { 512 };
 struct Parts<'a> {
     map: &'a SparseMap,
     windows: &'a BTreeMap<u64, Window>,
-    /// As before the batch.
-    bound: &'a Ranges<Behind>,
     /// The value of the last bind.
     last: &'a mut u64,
-    /// Of ranges that are apart from each other.
+    /// Those that wait are of ranges that are apart from each other: the driver may make them in any order.
     changes: Vec<Change>,
     /// Those that the driver was given, also by a call that failed.
     sent: usize,
-    /// One of these takes away what was bound.
-    takes_away: bool,
 }
 
 /// A range to bind, or to unbind where it goes nowhere.
@@ -433,7 +429,9 @@ pub(crate) fn binds_left() -> u64 {
     let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
     let most: u64 = most.and_then(|text| text.trim().parse().ok()).unwrap_or(65_530);
     let used = std::fs::read_to_string("/proc/self/maps").map_or(0, |maps| maps.lines().count() as u64);
-    // Each takes two mappings where it has holes on both sides; and the rest of the process needs some too.
+    // Mappings meet only where a bound range begins or ends, because an unbind covers its whole hole (`whole_holes`).
+    // So a bound range and the hole behind it take one mapping each at most: alternate pages take two for each bind. A
+    // quarter is left for the rest of the process and the first hole of each reserved range.
     most.saturating_sub(used) / 8 * 3
 }
 
@@ -533,9 +531,11 @@ impl AddressSpace for SparseSpace {
         }
         drop(areas);
         let touched = union(touched);
+        let mut tight = false;
         if let Some(held) = &self.map.held {
             let after = state.bound.len() as u64 + more;
             let added = held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|_| {
+                tight = true;
                 // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
                 let after = state.count_after(&touched, |each| count(&self.memory.areas(), &low, each));
                 held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|wanted| {
@@ -552,7 +552,7 @@ impl AddressSpace for SparseSpace {
         let committed = applied.map_err(|e| self.map.turn_error(e.error))?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
-        let mirrored = mirror(&self.map, &self.memory, &mut state, &touched);
+        let mirrored = mirror(&self.map, &self.memory, &mut state, &touched, tight);
         self.map.recount(&mut state);
         if let Err(e) = mirrored {
             // Nothing of it may be used, whatever the driver has done.
@@ -618,23 +618,79 @@ fn union(mut spans: Vec<Span<DeviceVa>>) -> Vec<Span<DeviceVa>> {
     joined
 }
 
-/// Makes the driver bind in these spans what the VM has there, and unbind the rest. Waits if it takes something away.
+/// The holes that the driver gets first where something was bound: where the VM has nothing now, or `all` of the spans,
+/// also what is bound anew afterwards. In order, and apart from each other.
+fn holes(vm: &dyn AnyVm, bound: &Ranges<Behind>, spans: &[Span<DeviceVa>], all: bool) -> Vec<(u64, u64)> {
+    let mut holes = Vec::new();
+    for span in spans {
+        let (mut next, end) = (span.first().bits(), span.last().bits() + 1);
+        if !is_bound(bound, next, end - next) {
+            continue;
+        }
+        if !all {
+            vm.mapping(*span, &mut |mapped| {
+                holes.push((next, mapped.span.first().bits()));
+                next = mapped.span.last().bits() + 1;
+                ControlFlow::Continue(())
+            });
+        }
+        holes.push((next, end));
+    }
+    holes.retain(|(first, end)| first < end && is_bound(bound, *first, end - first));
+    holes
+}
+
+/// Extends holes that are about to be made up to what stays bound on both sides, or to the ends of the reserved range.
+/// A driver that maps gives each unbind a mapping of its own, which it keeps until something else is mapped there.
+fn whole_holes(windows: &BTreeMap<u64, Window>, bound: &Ranges<Behind>, holes: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    let mut whole: Vec<(u64, u64)> = Vec::new();
+    for &(first, end) in holes {
+        let Some(window) = window_at(windows, first) else { continue }; // all were found in one
+        let (low, high) = (window.range.first().bits(), window.range.last().bits() + 1);
+        let before = bound.range(..first).next_back().map_or(low, |(at, (len, _))| (at + len).clamp(low, first));
+        let last = bound.range(..end).next_back().filter(|(at, (len, _))| *at + len > end);
+        let after = last.map_or_else(|| bound.range(end..).next().map_or(high, |(at, _)| high.min(*at)), |_| end);
+        match whole.last_mut() {
+            // Nothing between them stays.
+            Some(hole) if hole.1 >= before => hole.1 = after,
+            _ => whole.push((before, after)),
+        }
+    }
+    // Those that cut a range in two come last: there are never more ranges meanwhile than before or after all of them.
+    whole.sort_by_key(|(first, end)| bound.range(..first).next_back().is_some_and(|(at, (len, _))| at + len > *end));
+    whole
+}
+
+/// Makes the driver bind in these spans what the VM has there, and unbind the rest first. Waits if it takes something
+/// away. `tight`: the limit allows as many binds as there are before and after, and no more meanwhile.
 fn mirror(
     map: &SparseMap,
     memory: &GpuMemory,
     state: &mut State,
     touched: &[Span<DeviceVa>],
+    tight: bool,
 ) -> Result<(), SpaceError> {
     let State { vm, windows, bound, last, .. } = state;
-    let mut parts = Parts { map, windows, bound, last, changes: Vec::new(), sent: 0, takes_away: false };
+    let takes_away = touched.iter().any(|span| is_bound(bound, span.first().bits(), span.len()));
+    let mut parts = Parts { map, windows, last, changes: Vec::new(), sent: 0 };
     let done = (|| {
+        map.gpu.check()?;
+        if takes_away {
+            map.unused()?;
+            let holes = holes(&**vm, bound, touched, tight);
+            // Only where it is needed: other drivers take time for each page that they unbind.
+            let holes = if map.held.is_some() { whole_holes(windows, bound, &holes) } else { holes };
+            for (at, end) in holes {
+                parts.changes.push(Change { at, len: end - at, to: None });
+                parts.send_whole()?;
+            }
+            // Binds of the same ranges may follow, which a call of their own puts behind these.
+            parts.send()?;
+        }
         for span in touched {
-            let (mut next, end) = (span.first().bits(), span.last().bits() + 1);
             let mut failed = None;
             vm.mapping(*span, &mut |mapped| {
                 let (at, len) = (mapped.span.first().bits(), mapped.span.len());
-                parts.unbind(next, at);
-                next = at + len;
                 let found = memory.areas().resolve(mapped.to, len, |area, buffer, offset, address, len| {
                     let to = Some(To { area: area.clone(), buffer: buffer.clone(), offset });
                     parts.changes.push(Change { at: at + (address - mapped.to.bits()), len, to });
@@ -644,12 +700,11 @@ fn mirror(
                 if failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             });
             failed.map_or(Ok(()), Err)?;
-            parts.unbind(next, end);
         }
         parts.send()?;
-        if parts.takes_away { map.wait(*parts.last) } else { Ok(()) }
+        if takes_away { map.wait(*parts.last) } else { Ok(()) }
     })();
-    let Parts { mut changes, sent, takes_away, .. } = parts;
+    let Parts { mut changes, sent, .. } = parts;
     if let Err(e) = done {
         // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is
         // counted and kept until it is unbound or bound over, which is waited for.
@@ -673,13 +728,6 @@ fn mirror(
 }
 
 impl Parts<'_> {
-    /// Unbinds a range, which may be empty, if anything is bound there.
-    fn unbind(&mut self, first: u64, end: u64) {
-        if first < end && is_bound(self.bound, first, end - first) {
-            self.changes.push(Change { at: first, len: end - first, to: None });
-        }
-    }
-
     /// Gives the driver what is waiting, if it is a whole part.
     fn send_whole(&mut self) -> Result<(), Error> {
         if self.changes.len() - self.sent >= PART { self.send() } else { Ok(()) }
@@ -687,15 +735,11 @@ impl Parts<'_> {
 
     /// Gives the driver what is waiting.
     fn send(&mut self) -> Result<(), Error> {
-        let Self { map, windows, bound, .. } = *self;
+        let Self { map, windows, .. } = *self;
         map.gpu.check()?;
         let part = &self.changes[self.sent..];
         if part.is_empty() {
             return Ok(());
-        }
-        if part.iter().any(|change| is_bound(bound, change.at, change.len)) {
-            self.takes_away = true;
-            map.unused()?;
         }
         // By sparse buffer; most batches have one.
         let mut all: Vec<(Arc<Buffer>, Vec<SparseBind<'_>>)> = Vec::new();

@@ -400,7 +400,9 @@ fn memory_of_several_buffers_of_the_driver_is_one_to_queues_and_programs() {
 fn where_import_takes_more_than_a_page_the_driver_allocates_host_memory() {
     let live = Arc::<Live>::default();
     live.import_align.store(1 << 20, Ordering::Relaxed);
-    let Some(opened) = open(&VulkanOptions::default(), &Arc::default(), &live) else { return };
+    let messages = Messages::new();
+    let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
     let mut device = opened.unwrap();
     if device.gpu().host_import.is_none() {
         return println!("SKIPPED: the driver imports no host memory");
@@ -410,6 +412,7 @@ fn where_import_takes_more_than_a_page_the_driver_allocates_host_memory() {
     assert!(notes.contains("the driver refuses it (only at multiples of 1048576 bytes"), "{notes}");
     drop(device);
     assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
 }
 
 #[test]
@@ -426,7 +429,9 @@ fn a_gpu_without_memory_says_how_much_is_free() {
 fn where_import_is_refused_the_driver_allocates_host_memory() {
     let (faults, live) = (Arc::<Faults>::default(), Arc::<Live>::default());
     faults.fail_call("vkGetMemoryHostPointerPropertiesEXT", vk::Result::ERROR_INVALID_EXTERNAL_HANDLE);
-    let Some(opened) = open(&VulkanOptions::default(), &faults, &live) else { return };
+    let messages = Messages::new();
+    let options = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &faults, &live) else { return };
     let mut device = opened.unwrap();
     let notes = device.info().notes.join("\n");
     assert!(notes.contains("the driver refuses it (vkGetMemoryHostPointerPropertiesEXT failed"), "{notes}");
@@ -434,6 +439,7 @@ fn where_import_is_refused_the_driver_allocates_host_memory() {
     use_all(&mut device).unwrap();
     drop(device);
     assert_eq!(left(&live), [0; 6]);
+    checked(&messages);
 }
 
 #[test]

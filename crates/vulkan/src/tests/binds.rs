@@ -1,5 +1,7 @@
 //! Binds of sparse buffers: what is seen, refused, counted, and kept when calls fail.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use dmalane_addr::DeviceVa;
 use dmalane_device::{AddressSpace, SpaceError};
 use dmalane_vm::BindRequest;
@@ -148,7 +150,7 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
 fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     let live = Arc::<Live>::default();
     live.addresses.store(8 << 20, Ordering::Relaxed);
-    let Some(mut gpu) = Opened::as_given(&VulkanOptions::default(), live) else { return };
+    let Some(mut gpu) = Opened::limited(&VulkanOptions::default(), live) else { return };
     let (_, _, table) = gpu.allocate(1 << 20);
     let space = gpu.device.address_space();
     assert_eq!(space.longest(), 6 << 20);
@@ -163,15 +165,34 @@ fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     gpu.end();
 }
 
+/// A GPU in software that may bind as many ranges as the process may have, and how many these are; `None`, and why on
+/// stdout, where there is none. No other test of this process may do the same meanwhile.
+fn up_to_the_limit() -> Option<(MutexGuard<'static, ()>, Opened, u64)> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (live, limit) = (Arc::<Live>::default(), crate::sparse::binds_left());
+    // A number of its own, so that tests beside it have some left.
+    live.held.set(Held::new(limit)).unwrap();
+    // Not under the layers, which take minutes for so many binds. The GPU reads, not the processor, which does not see
+    // what the driver has bound.
+    let gpu = Opened::as_given(&VulkanOptions { direct: 0, ..VulkanOptions::default() }, live)?;
+    if gpu.device.gpu().kind != "software GPU" {
+        println!("SKIPPED: no software GPU");
+        return None;
+    }
+    Some((alone, gpu, limit))
+}
+
+/// Mappings of this process that begin in a range, of a GPU in software.
+fn mappings(range: Span<DeviceVa>) -> u64 {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let firsts = maps.lines().filter_map(|line| u64::from_str_radix(line.split('-').next()?, 16).ok());
+    firsts.filter(|first| (range.first().bits()..=range.last().bits()).contains(first)).count() as u64
+}
+
 #[test]
 fn binds_up_to_the_limit_are_all_seen() {
-    let live = Arc::<Live>::default();
-    // As many as the process may have, and a number of its own, so that tests beside it have some left.
-    live.held.set(Held::new(crate::sparse::binds_left())).unwrap();
-    let Some(mut gpu) = Opened::as_given(&VulkanOptions::default(), live) else { return };
-    if gpu.device.gpu().kind != "software GPU" {
-        return println!("SKIPPED: no software GPU");
-    }
+    let Some((_alone, mut gpu, _)) = up_to_the_limit() else { return };
     let page = gpu.page();
     const PAGES: u64 = 60_000;
     let (bo, at, table) = gpu.allocate(PAGES * page);
@@ -202,12 +223,132 @@ fn binds_up_to_the_limit_are_all_seen() {
 }
 
 #[test]
+fn binds_near_the_limit_are_seen_when_others_were_unbound_singly() {
+    for at_once in [false, true] {
+        let Some((_alone, mut gpu, limit)) = up_to_the_limit() else { return };
+        let page = gpu.page();
+        let (bo, at, table) = gpu.allocate(limit * page);
+        let numbers: Vec<u64> = (0..limit).collect();
+        numbers.chunks(500).for_each(|part| gpu.name_pages(at, part.iter().copied(), |n| n));
+        let space = gpu.device.address_space();
+        let range = space.reserve(&table, 4 * limit * page).unwrap();
+        // Every second page of the upper half, and then of the lower.
+        let (low, high) = (|n: u64| within(range, 2 * n * page), |n: u64| within(range, 2 * (limit + n) * page));
+        let binds = |to: &dyn Fn(u64) -> DeviceVa| (0..limit).map(|n| request(to(n), &bo, n * page, page)).collect();
+        let (mut bind_low, bind_high): (Vec<_>, Vec<_>) = (binds(&low), binds(&high));
+        let mut moves: Vec<_> = (0..limit).map(|n| BindRequest::Unbind(Span::new(high(n), page).unwrap())).collect();
+        space.apply(&bind_high).unwrap();
+        if at_once {
+            moves.append(&mut bind_low);
+            space.apply(&moves).unwrap();
+        } else {
+            moves.into_iter().for_each(|unbind| space.apply(&[unbind]).unwrap());
+            space.apply(&bind_low).unwrap();
+        }
+        for part in numbers.chunks(500) {
+            assert_eq!(gpu.names(part.iter().map(|n| low(*n))).unwrap(), part);
+        }
+        let mapped = mappings(range);
+        assert!((limit..=2 * limit + 1).contains(&mapped), "{mapped} mappings for {limit} binds");
+        gpu.device.address_space().unbind(range).unwrap();
+        gpu.end();
+    }
+}
+
+#[test]
+fn a_batch_at_the_limit_takes_away_before_it_cuts() {
+    let Some((_alone, mut gpu, limit)) = up_to_the_limit() else { return };
+    let page = gpu.page();
+    let half = limit / 2;
+    let (bo, at, table) = gpu.allocate(3 * page);
+    gpu.name_pages(at, 0..3, |n| n + 1);
+    let space = gpu.device.address_space();
+    // Three pages in four.
+    let range = space.reserve(&table, 8 * half * page).unwrap();
+    let va = |n: u64, page_in: u64| within(range, (4 * n + page_in) * page);
+    let binds: Vec<_> = (0..2 * half).map(|n| request(va(n, 0), &bo, 0, 3 * page)).collect();
+    space.apply(&binds).unwrap();
+    let unbind = |at, pages| BindRequest::Unbind(Span::new(at, pages * page).unwrap());
+    let cut = (0..half).map(|n| unbind(va(n, 1), 1));
+    let changes: Vec<_> = cut.chain((half..2 * half).map(|n| unbind(va(n, 0), 3))).collect();
+    space.apply(&changes).unwrap();
+    assert!((4 * half - 1..=4 * half + 1).contains(&mappings(range)), "{} of {half} with holes", mappings(range));
+    for n in (0..half).step_by(500) {
+        assert_eq!(gpu.names([va(n, 0), va(n, 2)]).unwrap(), [1, 3]);
+    }
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
+}
+
+#[test]
+fn a_batch_at_the_limit_takes_away_before_it_replaces() {
+    let Some((_alone, mut gpu, limit)) = up_to_the_limit() else { return };
+    let page = gpu.page();
+    let (bo, at, table) = gpu.allocate((2 * limit + 1) * page);
+    let numbers: Vec<u64> = (0..2 * limit).collect();
+    numbers.chunks(500).for_each(|part| gpu.name_pages(at, part.iter().copied(), |n| n));
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 4 * limit * page).unwrap();
+    // One range, which gets others in every second page, and many above it, which one takes the place of.
+    let whole = limit / 2 * 2 - 2;
+    let low = |n: u64, offset: u64, pages: u64| request(within(range, n * page), &bo, offset * page, pages * page);
+    let high = |n: u64, pages: u64| request(within(range, (2 * limit + n) * page), &bo, n * page, pages * page);
+    let mut binds = vec![low(0, 0, whole)];
+    binds.extend((0..limit - 1).map(|n| high(2 * n, 1)));
+    space.apply(&binds).unwrap();
+    let mut changes: Vec<_> = (0..whole / 2).map(|n| low(2 * n, 2 * n + 1, 1)).collect();
+    changes.push(high(0, 2 * limit));
+    space.apply(&changes).unwrap();
+    for part in numbers[..whole as usize].chunks(500) {
+        let names: Vec<u64> = part.iter().map(|n| n | 1).collect();
+        assert_eq!(gpu.names(part.iter().map(|n| within(range, n * page))).unwrap(), names);
+    }
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
+}
+
+#[test]
+fn mappings_of_holes_do_not_add_up() {
+    const PAGES: u64 = 2000;
+    let Some(mut gpu) = Opened::new(true) else { return };
+    if gpu.device.gpu().kind != "software GPU" {
+        return println!("SKIPPED: no software GPU");
+    }
+    let page = gpu.page();
+    let (bo, at, table) = gpu.allocate(page);
+    gpu.name_pages(at, [0], |_| 7);
+    let range = gpu.device.address_space().reserve(&table, PAGES * page).unwrap();
+    // One page at a time, at ever new addresses.
+    for n in 0..PAGES {
+        let (va, space) = (within(range, n * page), gpu.device.address_space());
+        space.apply(&[request(va, &bo, 0, page)]).unwrap();
+        if n % 500 == 0 {
+            assert_eq!(gpu.names([va]).unwrap(), [7]);
+        }
+        let space = gpu.device.address_space();
+        space.apply(&[BindRequest::Unbind(Span::new(va, page).unwrap())]).unwrap();
+    }
+    // Pages between others that stay: each leaves a hole, until those go too.
+    let numbers: Vec<u64> = (0..PAGES).collect();
+    let space = gpu.device.address_space();
+    space.apply(&numbers.iter().map(|n| request(within(range, n * page), &bo, 0, page)).collect::<Vec<_>>()).unwrap();
+    let unbind = |n: &u64| BindRequest::Unbind(Span::new(within(range, n * page), page).unwrap());
+    let (even, odd): (Vec<u64>, Vec<u64>) = numbers.iter().partition(|n| *n % 2 == 0);
+    space.apply(&even.iter().map(unbind).collect::<Vec<_>>()).unwrap();
+    let many = mappings(range);
+    odd.iter().for_each(|n| space.apply(&[unbind(n)]).unwrap());
+    let few = mappings(range);
+    assert!((PAGES - 1..=PAGES + 1).contains(&many) && few <= 3, "{many} mappings, and then {few}");
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
+}
+
+#[test]
 fn unbinds_that_leave_too_many_pieces_are_refused() {
     const PAGES: u64 = 64;
     let live = Arc::<Live>::default();
     live.held.set(Held::new(8)).unwrap();
-    let options = VulkanOptions { validation: Some(Messages::new()), ..VulkanOptions::default() };
-    let Some(mut gpu) = Opened::as_given(&options, live) else { return };
+    let Some(mut gpu) = Opened::limited(&VulkanOptions::default(), live) else { return };
     let page = gpu.page();
     let (bo, at, table) = gpu.allocate(PAGES * page);
     gpu.name_pages(at, 0..PAGES, |n| n);
@@ -243,8 +384,10 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
 #[test]
 fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
     const PAGES: u64 = 64;
-    // Each page by a bind of its own, of which the driver gets a part at a time; the second part fails.
-    for replaces in [false, true] {
+    // Each page by a bind of its own, of which the driver gets a part at a time. Some replace others, also only those
+    // of later parts than the one that fails.
+    for (replaced, fails) in [(0..0, 2), (0..PAGES, 2), (PAGES - 2..PAGES, 1)] {
+        let replaces = !replaced.is_empty();
         let Some(mut gpu) = Opened::new(true) else { return };
         let page = gpu.device.address_space().page().bytes();
         let [(old, _, table), (new, at, new_table)] = [(); 2].map(|()| gpu.allocate(PAGES * page));
@@ -261,9 +404,9 @@ fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
             (0..PAGES).map(bind).collect::<Vec<_>>()
         };
         if replaces {
-            space.apply(&backwards(&old)).unwrap();
+            space.apply(&backwards(&old)[replaced.start as usize..]).unwrap();
         }
-        gpu.faults.fail_later_call("vkQueueBindSparse", 2, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+        gpu.faults.fail_later_call("vkQueueBindSparse", fails, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
         let failed = space.apply(&backwards(&new));
         match replaces {
             true => assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}"),
@@ -293,6 +436,27 @@ fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
         gpu.device.address_space().unbind(range).unwrap();
         gpu.end();
     }
+}
+
+#[test]
+fn what_a_batch_takes_away_goes_before_it_binds() {
+    const LEN: u64 = 1 << 20;
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let [(old, _, table), (new, _, new_table)] = [(); 2].map(|()| gpu.allocate(LEN));
+    let memories = left(&gpu.live)[0];
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 2 * LEN).unwrap();
+    space.apply(&[request(within(range, LEN), &old, 0, LEN)]).unwrap();
+    gpu.faults.fail_call("vkQueueBindSparse", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+    let unbind = BindRequest::Unbind(Span::new(within(range, LEN), LEN).unwrap());
+    let failed = space.apply(&[request(range.first(), &new, 0, LEN), unbind]);
+    assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}");
+    gpu.faults.heal();
+    gpu.memory.free(table.segments()).unwrap();
+    gpu.memory.free(new_table.segments()).unwrap();
+    assert_eq!(left(&gpu.live)[0], memories - 1, "the driver was not given the bind at the lower address yet");
+    gpu.device.address_space().unbind(range).unwrap();
+    gpu.end();
 }
 
 #[test]
@@ -355,7 +519,7 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     let gpus = [(); 2].map(|()| {
         let live = Arc::<Live>::default();
         live.held.set(shared.clone()).unwrap();
-        let mut gpu = Opened::as_given(&VulkanOptions::default(), live).unwrap();
+        let mut gpu = Opened::limited(&VulkanOptions::default(), live).unwrap();
         let page = gpu.page();
         let (bo, _, table) = gpu.allocate(32 * page);
         let range = gpu.device.address_space().reserve(&table, 32 * page).unwrap();
@@ -376,11 +540,13 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     // What one gives back the other may have, also when it goes.
     space.unbind(range).unwrap();
     other_space.apply(&other[..5]).unwrap();
-    drop(second);
+    second.end();
     let (_, _, table) = first.allocate(32 * page);
     let space = first.device.address_space();
     let range = space.reserve(&table, 32 * page).unwrap();
     space.apply(&binds(range, &bo)).unwrap();
+    space.unbind(range).unwrap();
+    first.end();
 }
 
 #[test]
@@ -502,8 +668,7 @@ fn name(bo: u64, number: u64) -> u64 {
 fn random_binds_are_seen_as_a_model_says() {
     const RANGES: usize = 24;
     const PAGES: u64 = 16;
-    let options = VulkanOptions { validation: Some(Messages::new()), ..VulkanOptions::default() };
-    let Some(mut gpu) = Opened::as_given(&options, Arc::default()) else { return };
+    let Some(mut gpu) = Opened::new(true) else { return };
     let page = gpu.page();
     let (bos, table) = three_buffers(&mut gpu, PAGES);
     let mut random = Random(1);
@@ -556,7 +721,7 @@ fn random_batches_are_seen_as_a_model_says() {
     // Recording takes long under the layers.
     let long = random_binds();
     let validation = Some(Messages::new()).filter(|_| long.is_none());
-    let options = VulkanOptions { validation, ..VulkanOptions::default() };
+    let options = VulkanOptions { direct: 0, validation, ..VulkanOptions::default() };
     let Some(mut gpu) = Opened::as_given(&options, Arc::default()) else { return };
     let page = gpu.page();
     let (bos, table) = three_buffers(&mut gpu, PAGES / 4);
