@@ -768,6 +768,17 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         json("dmalane manifest m.safetensors | dmalane verify m.safetensors --manifest - --json")["verified"],
         true
     );
+    // Saved into a folder, it is named after its format.
+    for (name, saved) in [("m.safetensors", "stdin.safetensors"), ("raw", "stdin")] {
+        let out = folder.join(format!("of-{name}"));
+        std::fs::create_dir(&out).unwrap();
+        std::fs::write(folder.join("raw"), [7; 5000]).unwrap();
+        let output = shell(&format!("cat {name} | dmalane load - --save of-{name}"));
+        assert!(output.status.success(), "{}", stderr(&output));
+        let names: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, [saved]);
+        assert_eq!(std::fs::read(out.join(saved)).unwrap(), std::fs::read(folder.join(name)).unwrap());
+    }
     // A pipe with a name: read to its end, which is at once where nobody writes.
     let line = "bash -c 'dmalane load --json <(cat m.safetensors)'";
     if Command::new("bash").arg("--version").output().is_ok() {
