@@ -5,12 +5,13 @@ use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, makedev};
 use tempfile::TempDir;
 
 use crate::failure::Failure;
-use crate::size::binary;
+use crate::size::{binary, duration};
 
 /// The name of standard input on the command line.
 const STDIN: &str = "-";
@@ -33,11 +34,42 @@ pub fn check<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<(), Fai
     }
 }
 
+/// What was copied into temporary files before anything was measured.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Copied {
+    /// Of all files.
+    pub bytes: u64,
+    /// Of all files.
+    pub time: Duration,
+}
+
+impl Copied {
+    /// Adds the copy of another file.
+    pub fn add(&mut self, other: Self) {
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.time = self.time.saturating_add(other.time);
+    }
+
+    /// A line for people; nothing where nothing was copied.
+    pub fn text(&self) -> String {
+        match self.bytes {
+            0 => String::new(),
+            bytes => format!(
+                "Copied to a temporary file first: {} in {}, which the time above does not contain\n",
+                binary(bytes),
+                duration(self.time)
+            ),
+        }
+    }
+}
+
 /// A file that is open for reading.
 pub struct SourceFile {
     pub file: File,
     /// Its name in messages and results.
     pub path: PathBuf,
+    /// The copy that it is.
+    pub copied: Copied,
     stdin: bool,
 }
 
@@ -50,7 +82,8 @@ impl SourceFile {
             false => open(path),
         };
         let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
-        Ok(Self { file, path: if stdin { PathBuf::from("stdin") } else { path.to_owned() }, stdin })
+        let path = if stdin { PathBuf::from("stdin") } else { path.to_owned() };
+        Ok(Self { file, path, copied: Copied::default(), stdin })
     }
 
     /// Whether it is standard input.
@@ -139,13 +172,15 @@ impl SourceFile {
         }
         self.check_end()?;
         let path = self.path.display();
+        let start = Instant::now();
         let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
         let bytes = io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
         if bytes == 0 && self.is_unwritten_when_empty() {
             return Err(nobody_writes(&self.path));
         }
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
-        Ok(Self { file: copy, path, ..self })
+        let copied = Copied { bytes, time: start.elapsed() };
+        Ok(Self { file: copy, path, copied, ..self })
     }
 }
 

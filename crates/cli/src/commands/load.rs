@@ -26,7 +26,7 @@ use crate::output;
 use crate::progress::Progress;
 use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
-use crate::source;
+use crate::source::{self, Copied};
 use crate::timeline::{self, Page};
 use record::Recording;
 
@@ -214,6 +214,8 @@ impl Outputs {
 struct Outcome {
     device: DeviceSpec,
     inputs: Vec<Input<FileQueue>>,
+    /// What was copied before the first run.
+    copied: Copied,
     /// The run with the median time.
     run: Run,
     /// The times of all runs.
@@ -286,14 +288,14 @@ impl Load {
             false => None,
         };
         let names = match &before {
-            Some(files) => files.iter().map(|input| input.path.clone()).collect(),
+            Some((files, _)) => files.iter().map(|input| input.path.clone()).collect(),
             None => self.files.clone(),
         };
         let outputs = self.outputs(&names)?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let files = before.map_or_else(|| self.open_files(), Ok)?;
+        let (files, copied) = before.map_or_else(|| self.open_files(), Ok)?;
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
@@ -338,6 +340,7 @@ impl Load {
         let outcome = Outcome {
             device: self.device,
             inputs,
+            copied,
             run: runs.swap_remove(median),
             runs: times,
             verified: self.verify,
@@ -486,8 +489,11 @@ impl Load {
         Ok(vec![open_as(file, sample::NAME, self.mode.options()).map_err(cannot_open)?])
     }
 
-    fn open_files(&self) -> Result<Vec<Input<FileQueue>>, Failure> {
-        self.files.iter().map(|path| model::open(path, self.mode.options())).collect()
+    /// The files, and what had to be copied first.
+    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
+        let mut copied = Copied::default();
+        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
+        Ok((files.collect::<Result<_, _>>()?, copied))
     }
 
     fn saves_into_folder(&self) -> bool {

@@ -30,7 +30,7 @@ use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
 use crate::size::{self, Size, between, binary};
-use crate::source::{self, SourceFile};
+use crate::source::{self, Copied, SourceFile};
 use crate::timeline::{self, Page};
 use device::ReadTarget;
 use export::{Export, Exported};
@@ -194,6 +194,8 @@ enum Heap {
 /// The result of reading, for the report.
 struct Outcome {
     picked: Picked,
+    /// What was copied before the first run.
+    copied: Copied,
     /// The run with the median time.
     run: Run,
     /// The times of all runs.
@@ -258,7 +260,7 @@ impl Read {
             opening::check(spec, &self.open_options())?;
         }
         let mut picked = self.pick_heap()?;
-        let sources = self.sources(&files)?;
+        let (sources, copied) = self.sources(&files)?;
         for source in &sources {
             let meta = source.file.metadata()?;
             outputs = outputs.map(|to| to.excluding(&source.path, &meta));
@@ -287,7 +289,8 @@ impl Read {
         let (times, median) = output::WallTimes::of(&walls);
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
-        let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest, traced, reported };
+        let manifest = self.manifest;
+        let outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
         outcome.write_timeline(&outputs)?;
         let output::OutputFormat { verbose, json, csv, .. } = self.format;
         let text = match (json, csv) {
@@ -310,19 +313,23 @@ impl Read {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The files. A file without a size that is not read once from front to back is copied first.
-    fn sources(&self, files: &[PathBuf]) -> Result<Vec<ReadSource>, Failure> {
+    /// The files, and what was copied first: a file without a size that is not read once from front to back is.
+    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<ReadSource>, Copied), Failure> {
         let once = self.repeat == 1 && files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
+        let mut all = Copied::default();
         let open = |path: &PathBuf| {
             let source = SourceFile::open(path)?;
             if !source.is_stdin() {
                 model::refuse_lfs_pointer(path, &source.file)?;
             }
-            let SourceFile { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
+            let source = if once && source.is_stream() { source } else { source.with_size()? };
+            let SourceFile { file, path, copied, .. } = source;
+            all.add(copied);
             Ok(ReadSource { file, path })
         };
-        files.iter().map(open).collect()
+        let sources = files.iter().map(open).collect::<Result<_, Failure>>()?;
+        Ok((sources, all))
     }
 
     /// Reads once, and checks what a device got, whose files are excluded from the outputs. Gives the buffers too.

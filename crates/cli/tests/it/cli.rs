@@ -768,6 +768,26 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         json("dmalane manifest m.safetensors | dmalane verify m.safetensors --manifest - --json")["verified"],
         true
     );
+    // A copy that is not in the time is in the report.
+    let bytes = std::fs::metadata(&model).unwrap().len();
+    for (line, copied) in [
+        ("cat m.safetensors | dmalane load - --json", bytes),
+        ("cat m.safetensors | dmalane read - --json --map", bytes),
+        ("cat m.safetensors | dmalane read - --json", 0),
+        ("cat m.safetensors | dmalane manifest - -o made --json", bytes),
+        ("cat m.safetensors | dmalane verify - --manifest made --json", bytes),
+        ("dmalane load - --json < m.safetensors", 0),
+    ] {
+        let report = json(line);
+        assert_eq!(report["copied_first_bytes"], copied, "{line}");
+        assert_eq!(report["copied_first_s"].as_f64().unwrap() > 0.0, copied > 0, "{line}");
+    }
+    for line in ["load -", "read - --map", "manifest - -o made --force", "verify - --manifest made"] {
+        let said = shell(&format!("cat m.safetensors | dmalane {line}"));
+        assert!(stdout(&said).contains("Copied to a temporary file first: 3.00 MiB in "), "{line}: {}", stdout(&said));
+        let said = shell(&format!("dmalane {line} < m.safetensors"));
+        assert!(said.status.success() && !stdout(&said).contains("Copied"), "{line}: {}", stdout(&said));
+    }
     // Saved into a folder, it is named after its format.
     for (name, saved) in [("m.safetensors", "stdin.safetensors"), ("raw", "stdin")] {
         let out = folder.join(format!("of-{name}"));

@@ -146,6 +146,8 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "tensors": tensors(&o.run.loaded),
         "wall_s": wall,
         "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
+        "copied_first_bytes": o.copied.bytes,
+        "copied_first_s": o.copied.time.as_secs_f64(),
         "verified": o.verified,
         "manifest": path(o.manifest.as_ref()),
         "verify_s": verified.map(|v| v.wall.as_secs_f64()),
@@ -309,6 +311,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         (false, false) => "\n".to_owned(),
     };
     out += &o.runs.text();
+    out += &o.copied.text();
     out.push('\n');
     out += &stage_table(o);
     out.push('\n');

@@ -62,6 +62,8 @@ pub(super) fn json(o: &Outcome) -> Value {
         "bytes": r.bytes,
         "wall_s": wall,
         "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
+        "copied_first_bytes": o.copied.bytes,
+        "copied_first_s": o.copied.time.as_secs_f64(),
         "first_chunk_s": r.first_chunk.as_secs_f64(),
         "workers": r.workers,
         "bottleneck": slowest(o).map(|s| s.stage.to_string()),
@@ -136,6 +138,7 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
         },
     );
     out += &o.runs.text();
+    out += &o.copied.text();
     if !r.stages.is_empty() {
         out.push('\n');
         out += &stage_table(o);
