@@ -1073,6 +1073,17 @@ fn hints_about_memory_agree() {
     let load = run(&["load", "--sample", "1MiB", "-v"]);
     let text = stdout(&load).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(!text.contains("not hugetlb 2 MiB: too few") || text.contains(fix), "{fix}: {text}");
+    let said = format!("hugetlb 2 MiB: too few are free; more with: {fix}");
+    let path = folder("hints").join("f");
+    std::fs::write(&path, vec![7; 8 << 20]).unwrap();
+    let path = path.to_str().unwrap();
+    let loaded = json(&["load", path, "--json"])["host"]["page_backing_fallbacks"].to_string();
+    let read = json(&["read", path, "--json"])["memory"]["page_backing_fallbacks"].to_string();
+    let verbose = run(&["read", path, "-v"]);
+    let verbose = stdout(&verbose).split_whitespace().collect::<Vec<_>>().join(" ");
+    for text in [loaded, read, verbose] {
+        assert!(!text.contains("hugetlb 2 MiB") || text.contains(&said), "{said}: {text}");
+    }
     // Tables do not take from the memory that is too small: what is enough is not much more than the file.
     let text = complains(&["load", "--sample", "80MiB", "--card-ddr", "8MiB"], 1);
     assert!(text.contains("--card-ddr 88MiB is enough"), "{text}");

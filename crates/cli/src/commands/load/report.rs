@@ -12,9 +12,8 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::Outcome;
-use crate::commands::doctor::HOST_BUFFERS;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, wrap};
+use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
 use crate::output::{WallTimes, csv_line};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -115,12 +114,11 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
             "first_touch_bytes_per_s": rates.first_touch,
         })
     });
-    let fallbacks = backing.map_or(&[][..], |r| &r.passed_over);
     let host = json!({
         "staging_buffers": r.staging.0,
         "staging_bytes": r.staging.1,
         "page_backing": backing.map(|r| r.kind.to_string()),
-        "page_backing_fallbacks": fallbacks.iter().map(|(kind, why)| format!("{kind}: {why}")).collect::<Value>(),
+        "page_backing_fallbacks": backing.iter().flat_map(|r| &r.passed_over).map(|pages| why_not(pages, buffers(o), str::to_owned)).collect::<Value>(),
         "heap_peak_bytes": o.run.heap_peak,
         "resident_before_bytes": r.resident_before,
         "resident_peak_bytes": o.run.resident_peak,
@@ -168,6 +166,11 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "reported": path(o.reported.as_ref()),
     });
     Report { head, files: Each(|| o.run.loaded.files.iter().zip(&o.inputs).map(json_file)) }
+}
+
+/// Bytes of the staging buffers that a load has at most.
+fn buffers(o: &Outcome) -> u64 {
+    o.run.loaded.report.staging.1.saturating_mul(4)
 }
 
 fn path(path: Option<&PathBuf>) -> Option<Cow<'_, str>> {
@@ -454,10 +457,8 @@ fn details(o: &Outcome) -> String {
     line("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
     if let Some(backing) = &o.run.backing {
         line("pages", &backing.kind.to_string());
-        for (kind, why) in &backing.passed_over {
-            // As many as `doctor` counts: four buffers.
-            let bytes = HOST_BUFFERS.max(r.staging.1.saturating_mul(4));
-            line("", &format!("not {kind}: {}", why_not(why, bytes)));
+        for pages in &backing.passed_over {
+            line("", &format!("not {}", why_not(pages, buffers(o), unbroken)));
         }
     }
     let (before, peak) = (binary(r.resident_before), binary(o.run.resident_peak));

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, good, plain, wrap};
+use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
 use crate::output::{WallTimes, csv_line};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -31,14 +31,14 @@ pub(super) fn json(o: &Outcome) -> Value {
             "bytes_per_s": per_stage(s),
         })
     };
-    let why_not_pages = r.backing.iter().flat_map(|backing| &backing.passed_over);
+    let pages = r.backing.iter().flat_map(|backing| &backing.passed_over);
     let memory = json!({
         "heap": o.picked.heap.name(),
         "heap_fallbacks": o.picked.passed_over.iter().map(|(heap, why)| format!("{heap}: {why}")).collect::<Value>(),
         "shareable": can.shareable,
         "dma_buf": can.dma_buf,
         "page_backing": r.backing.as_ref().map(|backing| backing.kind.to_string()),
-        "page_backing_fallbacks": why_not_pages.map(|(kind, why)| format!("{kind}: {why}")).collect::<Value>(),
+        "page_backing_fallbacks": pages.map(|pages| why_not(pages, r.bytes, str::to_owned)).collect::<Value>(),
         "segments": o.run.segments,
         "mappings": o.run.mappings,
     });
@@ -217,8 +217,8 @@ fn details(o: &Outcome) -> String {
     if let Some(backing) = &r.backing {
         let recycled = if r.recycled { ", recycled" } else { "" };
         line("pages", &format!("{}{recycled}", backing.kind));
-        for (kind, why) in &backing.passed_over {
-            line("", &format!("not {kind}: {}", why_not(why, r.bytes)));
+        for pages in &backing.passed_over {
+            line("", &format!("not {}", why_not(pages, r.bytes, unbroken)));
         }
     }
     match o.run.segments {
