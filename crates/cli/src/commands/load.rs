@@ -520,6 +520,10 @@ impl Load {
         if files.len() == 1 && !into_folder {
             return Ok(vec![save.clone()]);
         }
+        if !into_folder && save.exists() {
+            let message = format!("--save {} is a file, and several files are saved into a folder", save.display());
+            return Err(Failure::usage(message).hint("name a folder"));
+        }
         if !into_folder {
             return Err(Failure::new(format!("--save {}: not a folder, and there are several files", save.display()))
                 .hint(format!("make it with: mkdir -p {}", save.display())));

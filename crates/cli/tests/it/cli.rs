@@ -315,6 +315,9 @@ fn what_cannot_be_saved_is_told_before_anything_is_loaded() {
     assert!(text.contains("\nhint: name a file, or ./- for a file of that name\n"), "{text}");
     let text = run(&["a", "b", "--save", "out"], 1);
     assert!(text.contains("\nhint: make it with: mkdir -p out\n"), "{text}");
+    let text = run(&["a", "b", "--save", "a", "--force"], 2);
+    assert!(text.starts_with("dmalane: --save a is a file, and several files are saved into a folder\n"), "{text}");
+    assert!(!text.contains("mkdir"), "{text}");
     std::fs::create_dir_all(folder.join("out/b")).unwrap();
     assert!(run(&["a", "b", "--save", "out"], 1).starts_with("dmalane: cannot save\n"));
     assert!(!folder.join("out/a").exists());
