@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, makedev};
+use rustix::pipe::{SpliceFlags, pipe, tee};
 use tempfile::TempDir;
 
 use crate::failure::Failure;
@@ -143,8 +144,22 @@ impl SourceFile {
         }
     }
 
+    /// Refuses a pipe by a name that nobody writes to, of which nothing is read yet, as [`reader`](Self::reader) does.
+    pub fn check_written(&self) -> Result<(), Failure> {
+        if !self.is_unwritten_when_empty() {
+            return Ok(());
+        }
+        // Copying a byte into another pipe consumes nothing. 0: there is none, and nobody who could write one.
+        let copied = pipe().and_then(|(_from, to)| tee(&self.file, to, 1, SpliceFlags::NONBLOCK));
+        match copied {
+            Ok(0) => Err(nobody_writes(&self.path)),
+            // It is not a pipe, or a writer is there.
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses what never ends.
-    fn check_end(&self) -> Result<(), Failure> {
+    pub fn check_end(&self) -> Result<(), Failure> {
         match self.is_endless() {
             true => Err(Failure::new(format!("{} is a character device, which has no end", self.path.display()))),
             false => Ok(()),

@@ -15,6 +15,7 @@ use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
+use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{
     AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
@@ -323,7 +324,16 @@ impl Read {
             if !source.is_stdin() {
                 model::refuse_lfs_pointer(path, &source.file)?;
             }
-            let source = if once && source.is_stream() { source } else { source.with_size()? };
+            let source = match once && source.is_stream() {
+                true => {
+                    source.check_written()?;
+                    if self.range.is_none_or(|range| range.end.is_none()) {
+                        source.check_end().map_err(|e| e.hint("--range 0..SIZE reads a part of it"))?;
+                    }
+                    source
+                }
+                false => source.with_size()?,
+            };
             let SourceFile { file, path, copied, .. } = source;
             all.add(copied);
             Ok(ReadSource { file, path })
@@ -457,7 +467,10 @@ impl Read {
         {
             let bounds = (Bound::Included(range.start), range.end.map_or(Bound::Unbounded, Bound::Excluded));
             let AllocRead { buffer, method, report } =
-                heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
+                heap.alloc_and_read(&only.file, bounds, &options).map_err(|e| match ended_at(&e) {
+                    Some(size) => beyond(&only.path, range, Some(size)),
+                    None => failure(e),
+                })?;
             if range.start > 0 && buffer.is_empty() {
                 return Err(beyond(&only.path, range, None));
             }
@@ -547,6 +560,14 @@ fn again(source: &ReadSource) -> Result<ReadSource, Failure> {
 fn beyond(path: &Path, range: Range, size: Option<u64>) -> Failure {
     let size = size.map_or(String::new(), |size| format!(", at {size}"));
     Failure::new(format!("--range {range} does not lie in {}: the file ends before{size}", path.display()))
+}
+
+/// Where a pipe ended that is shorter than the range.
+fn ended_at(error: &ReadError) -> Option<u64> {
+    match error {
+        ReadError::Read { error: OpError::EndOfFile { at, .. }, .. } => Some(at.bits()),
+        _ => None,
+    }
 }
 
 fn failure(error: ReadError) -> Failure {

@@ -807,9 +807,15 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
     if Command::new("bash").arg("--version").output().is_ok() {
         assert_eq!(json(line)["files"][0]["xxh3"], hash);
     }
-    let output = shell("mkfifo pipe && timeout 60 dmalane load pipe");
-    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));
+    assert!(shell("mkfifo pipe").status.success());
+    for command in ["load", "read", "read --range 0..9", "read --repeat 2", "manifest", "compare"] {
+        let output = shell(&format!("timeout 60 dmalane {command} pipe"));
+        assert_eq!(output.status.code(), Some(1), "{command}: {}", stderr(&output));
+        assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));
+    }
+    // A writer that is slow.
+    let line = "(sleep 0.2; cat m.safetensors) > pipe & exec 3<pipe; dmalane read --json pipe";
+    assert_eq!(json(line)["files"][0]["xxh3"], hash);
     let output = shell("dmalane inspect - < m.safetensors");
     assert!(output.status.success() || stderr(&output).contains("which part of stdin is cached"));
 }
@@ -824,7 +830,10 @@ fn sources_without_a_true_size_are_read_to_their_end() {
             assert_eq!(report["bytes"], bytes.len(), "{command} {path}");
         }
     }
-    assert!(complains(&["load", "/dev/zero"], 1).contains("has no end"));
+    for args in [&["load", "/dev/zero"][..], &["read", "/dev/zero"], &["read", "/dev/zero", "--range", "1.."]] {
+        assert!(complains(args, 1).contains("/dev/zero is a character device, which has no end"), "{args:?}");
+    }
+    assert_eq!(json(&["read", "/dev/zero", "--range", "0..5000", "--json"])["bytes"], 5000);
     // It ends at once.
     for args in [&["read", "/proc/version", "--manifest", "/dev/null"][..], &["vm", "replay", "/dev/null"]] {
         let text = complains(args, 1);
@@ -849,6 +858,21 @@ fn a_range_behind_the_end_is_an_error() {
         .output()
         .unwrap();
     assert_eq!(piped.status.code(), Some(1));
+    for (line, said) in [
+        ("head -c 10 f | dmalane read - --range 0..100", "0..100 does not lie in stdin: the file ends before, at 10\n"),
+        ("head -c 10 f | dmalane read - --range 5..100", "5..100 does not lie in stdin: the file ends before, at 10\n"),
+        ("head -c 10 f | dmalane read - --range 50..100", "50..100 does not lie in stdin: the file ends before"),
+        ("dmalane read - --range 0..6000 < f", "0..6000 does not lie in stdin: the file ends before, at 5000\n"),
+        (
+            "cat f | dmalane read - --range 0..3000000",
+            "0..3000000 does not lie in stdin: the file ends before, at 5000\n",
+        ),
+    ] {
+        let line = line.replace("dmalane", env!("CARGO_BIN_EXE_dmalane"));
+        let output = Command::new("sh").args(["-c", &line]).current_dir(&folder).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{line}");
+        assert!(stderr(&output).starts_with(&format!("dmalane: --range {said}")), "{line}: {}", stderr(&output));
+    }
 }
 
 #[test]
