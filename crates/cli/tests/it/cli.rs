@@ -56,6 +56,11 @@ fn every_help_has_an_example_and_the_exit_status() {
             assert!(stdout(&help).contains(&format!("Examples:\n  dmalane {name}")), "{}", stdout(&help));
             assert!(name == "completions" || stdout(&help).contains("Exit status: 0 "), "{}", stdout(&help));
             assert!(stdout(&help).lines().all(|l| l.chars().count() <= 100), "wrapped");
+            // A line that is too long for its line end leaves a word alone in the next one.
+            let lines: Vec<_> = stdout(&help).lines().collect();
+            let alone = |text: &&[&str]| !text[0].contains(' ') && !text[0].ends_with(':') && !text[0].is_empty();
+            let broken = lines.windows(2).find(|text| alone(text) && !text[1].is_empty());
+            assert_eq!(broken, None, "{name}");
             assert!(!stdout(&help).contains("[`"), "a link for rustdoc: {}", stdout(&help));
         }
     }
