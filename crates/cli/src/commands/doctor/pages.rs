@@ -49,8 +49,8 @@ pub fn reserved_2m(probe: &Probe) -> Check {
     )
 }
 
-/// The command that reserves as many more huge pages of so many KiB as buffers of so many bytes lack; `None` where there
-/// are enough.
+/// The command that reserves as many more huge pages of so many KiB as buffers of so many bytes lack; `None` where
+/// there are enough.
 fn reserve(probe: &Probe, kib: u64, bytes: u64) -> Option<String> {
     let Pool { total, usable, .. } = pool(probe, kib)?;
     let lacking = bytes.div_ceil(kib << 10).checked_sub(usable).filter(|lacking| *lacking > 0)?;

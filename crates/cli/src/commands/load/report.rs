@@ -114,11 +114,12 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
             "first_touch_bytes_per_s": rates.first_touch,
         })
     });
+    let passed_over = backing.iter().flat_map(|r| &r.passed_over);
     let host = json!({
         "staging_buffers": r.staging.0,
         "staging_bytes": r.staging.1,
         "page_backing": backing.map(|r| r.kind.to_string()),
-        "page_backing_fallbacks": backing.iter().flat_map(|r| &r.passed_over).map(|pages| why_not(pages, buffers(o), str::to_owned)).collect::<Value>(),
+        "page_backing_fallbacks": passed_over.map(|pages| why_not(pages, buffers(o), str::to_owned)).collect::<Value>(),
         "heap_peak_bytes": o.run.heap_peak,
         "resident_before_bytes": r.resident_before,
         "resident_peak_bytes": o.run.resident_peak,
