@@ -10,7 +10,7 @@ use dmalane::load::{Error, Input, Manifest};
 use dmalane::{FileOptions, open_as, open_file};
 
 use crate::failure::Failure;
-use crate::source::SourceFile;
+use crate::source::{Copied, SourceFile};
 
 /// How files are read.
 #[derive(Args, Clone, Copy)]
@@ -40,18 +40,28 @@ impl ReadMode {
         FileOptions::for_mode(self.mode())
     }
 
-    /// Opens the files of models: a directory or an index stands for its files. Also whether any did.
-    pub fn open(self, paths: &[PathBuf]) -> Result<(Vec<Input<FileQueue>>, bool), Failure> {
-        let (mut inputs, mut whole) = (Vec::new(), false);
+    /// Opens the files of models: a directory or an index stands for its files.
+    pub fn open(self, paths: &[PathBuf]) -> Result<Opened, Failure> {
+        let mut opened = Opened::default();
         for path in paths {
             let found = files(std::slice::from_ref(path))?;
-            whole |= found[..] != [path.clone()];
+            opened.whole |= found[..] != [path.clone()];
             for path in found {
-                inputs.push(open(&path, self.options())?);
+                opened.inputs.push(open(&path, self.options(), &mut opened.copied)?);
             }
         }
-        Ok((inputs, whole))
+        Ok(opened)
     }
+}
+
+/// Files of models.
+#[derive(Default)]
+pub struct Opened {
+    pub inputs: Vec<Input<FileQueue>>,
+    /// A directory or an index stands for some of them.
+    pub whole: bool,
+    /// What had to be copied first.
+    pub copied: Copied,
 }
 
 /// The files to read: a directory and an index stand for those of the model.
@@ -69,12 +79,13 @@ fn cannot_read(path: &Path, error: &Error) -> Failure {
     Failure::because(format!("cannot read {}", path.display()), error)
 }
 
-/// Opens a file, or `-`.
-pub fn open(path: &Path, options: FileOptions) -> Result<Input<FileQueue>, Failure> {
+/// Opens a file, or `-`, and adds what had to be copied first.
+pub fn open(path: &Path, options: FileOptions, all: &mut Copied) -> Result<Input<FileQueue>, Failure> {
     let source = SourceFile::open(path)?;
     let input = match source.is_stdin() || !source.has_size() {
         true => {
-            let SourceFile { file, path, .. } = source.with_size()?;
+            let SourceFile { file, path, copied, .. } = source.with_size()?;
+            all.add(copied);
             open_as(file, path, options)
         }
         false => open_file(path, options),

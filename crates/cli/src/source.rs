@@ -5,12 +5,16 @@ use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use dmalane::validate::left_backup;
 use rustix::fs::{OFlags, makedev};
+use rustix::pipe::{SpliceFlags, pipe, tee};
 use tempfile::TempDir;
 
+use crate::device;
 use crate::failure::Failure;
-use crate::size::binary;
+use crate::size::{binary, duration};
 
 /// The name of standard input on the command line.
 const STDIN: &str = "-";
@@ -33,11 +37,42 @@ pub fn check<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<(), Fai
     }
 }
 
+/// What was copied into temporary files before anything was measured.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Copied {
+    /// Of all files.
+    pub bytes: u64,
+    /// Of all files.
+    pub time: Duration,
+}
+
+impl Copied {
+    /// Adds the copy of another file.
+    pub fn add(&mut self, other: Self) {
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.time = self.time.saturating_add(other.time);
+    }
+
+    /// A line for people; nothing where nothing was copied.
+    pub fn text(&self) -> String {
+        match self.bytes {
+            0 => String::new(),
+            bytes => format!(
+                "Copied to a temporary file first: {} in {}, which the time above does not contain\n",
+                binary(bytes),
+                duration(self.time)
+            ),
+        }
+    }
+}
+
 /// A file that is open for reading.
 pub struct SourceFile {
     pub file: File,
     /// Its name in messages and results.
     pub path: PathBuf,
+    /// The copy that it is.
+    pub copied: Copied,
     stdin: bool,
 }
 
@@ -50,7 +85,31 @@ impl SourceFile {
             false => open(path),
         };
         let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
-        Ok(Self { file, path: if stdin { PathBuf::from("stdin") } else { path.to_owned() }, stdin })
+        let path = if stdin { PathBuf::from("stdin") } else { path.to_owned() };
+        let source = Self { file, path, copied: Copied::default(), stdin };
+        source.warn_of_backup();
+        Ok(source)
+    }
+
+    /// Tells who reads a file that a validation has left with its test data.
+    fn warn_of_backup(&self) {
+        let kind = self.file.metadata().map(|meta| meta.file_type());
+        if !kind.is_ok_and(|kind| kind.is_file() || kind.is_block_device()) {
+            return;
+        }
+        let Ok(Some(backup)) = left_backup(&self.file) else { return };
+        let message = format!(
+            "warning: {} holds test data of a `dmalane validate --restore` that did not end, until its backup is \
+             restored, {}",
+            self.path.display(),
+            backup.display()
+        );
+        let name = self.own_name().unwrap_or_else(|| self.path.clone());
+        let warning = match device::parse(&format!("file:{}", name.display())) {
+            Ok(spec) => device::with_backup(Failure::new(message), &spec, &backup, None),
+            Err(_) => Failure::new(message),
+        };
+        warning.report("dmalane");
     }
 
     /// Whether it is standard input.
@@ -110,8 +169,22 @@ impl SourceFile {
         }
     }
 
+    /// Refuses a pipe by a name that nobody writes to, of which nothing is read yet, as [`reader`](Self::reader) does.
+    pub fn check_written(&self) -> Result<(), Failure> {
+        if !self.is_unwritten_when_empty() {
+            return Ok(());
+        }
+        // Copying a byte into another pipe consumes nothing. 0: there is none, and nobody who could write one.
+        let copied = pipe().and_then(|(_from, to)| tee(&self.file, to, 1, SpliceFlags::NONBLOCK));
+        match copied {
+            Ok(0) => Err(nobody_writes(&self.path)),
+            // It is not a pipe, or a writer is there.
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses what never ends.
-    fn check_end(&self) -> Result<(), Failure> {
+    pub fn check_end(&self) -> Result<(), Failure> {
         match self.is_endless() {
             true => Err(Failure::new(format!("{} is a character device, which has no end", self.path.display()))),
             false => Ok(()),
@@ -139,13 +212,15 @@ impl SourceFile {
         }
         self.check_end()?;
         let path = self.path.display();
+        let start = Instant::now();
         let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
         let bytes = io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
         if bytes == 0 && self.is_unwritten_when_empty() {
             return Err(nobody_writes(&self.path));
         }
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
-        Ok(Self { file: copy, path, ..self })
+        let copied = Copied { bytes, time: start.elapsed() };
+        Ok(Self { file: copy, path, copied, ..self })
     }
 }
 

@@ -127,16 +127,22 @@ pub fn claim(files: &BackingFiles) -> Result<Option<PathBuf>, ValidateError> {
             Ok(()) => break,
         }
     }
-    let left = identify(file).and_then(|(_, place)| {
-        let path = place.path();
-        match path.symlink_metadata() {
-            Ok(_) => Ok(Some(path)),
-            // Under a name that is too long there is none either.
-            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
-            Err(e) => Err(named(e, &path)),
-        }
-    });
-    left.map_err(ValidateError::Claim)
+    left_backup(file).map_err(ValidateError::Claim)
+}
+
+/// The backup of a regular file or block device, if a run left one that was killed, or that is still under way: the
+/// file holds test data until it is restored. Takes no lock, so it is for those who only read the file.
+///
+/// # Errors
+/// Its place cannot be told or looked at.
+pub fn left_backup(file: &File) -> io::Result<Option<PathBuf>> {
+    let path = identify(file)?.1.path();
+    match path.symlink_metadata() {
+        Ok(_) => Ok(Some(path)),
+        // Under a name that is too long there is none either.
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
+        Err(e) => Err(named(e, &path)),
+    }
 }
 
 /// Whether [`recover`](crate::recover) can restore the backup that [`claim`] has found: it is whole, and this user's.

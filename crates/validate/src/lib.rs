@@ -29,7 +29,7 @@ use dmalane_dma::PageKind;
 use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
-pub use backup::{check_backup, claim};
+pub use backup::{check_backup, claim, left_backup};
 pub use channels::Channels;
 pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};

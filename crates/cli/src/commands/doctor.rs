@@ -8,7 +8,6 @@ mod pages;
 mod secrets;
 mod slash;
 
-pub use host::HOST_BUFFERS;
 pub use pages::why_not;
 
 use std::path::{Path, PathBuf};

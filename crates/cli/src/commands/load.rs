@@ -26,7 +26,7 @@ use crate::output;
 use crate::progress::Progress;
 use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
-use crate::source;
+use crate::source::{self, Copied};
 use crate::timeline::{self, Page};
 use record::Recording;
 
@@ -53,7 +53,7 @@ Examples:
     encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
 These files are parsed: FORMATS. Any other file is loaded as one run of bytes.
-To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export and --send-to
+To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export and --send-to \
 hand a file in host memory to another process.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
 Addresses are START..END, without END. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30).
@@ -214,6 +214,8 @@ impl Outputs {
 struct Outcome {
     device: DeviceSpec,
     inputs: Vec<Input<FileQueue>>,
+    /// What was copied before the first run.
+    copied: Copied,
     /// The run with the median time.
     run: Run,
     /// The times of all runs.
@@ -280,11 +282,20 @@ impl Load {
         source::check(&named)?;
         self.files = model::files(&self.files)?;
         // A file that is read is named as such before anybody is told to use --force.
-        let outputs = self.outputs()?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
+        // In a folder, standard input is saved under a name that its contents decide, so it is read before.
+        let before = match self.saves_into_folder() && self.files.iter().any(|path| source::is_stdin(path)) {
+            true => Some(self.open_files()?),
+            false => None,
+        };
+        let names = match &before {
+            Some((files, _)) => files.iter().map(|input| input.path.clone()).collect(),
+            None => self.files.clone(),
+        };
+        let outputs = self.outputs(&names)?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let files = self.files.iter().map(|path| model::open(path, self.mode.options())).collect::<Result<_, _>>()?;
+        let (files, copied) = before.map_or_else(|| self.open_files(), Ok)?;
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
@@ -329,6 +340,7 @@ impl Load {
         let outcome = Outcome {
             device: self.device,
             inputs,
+            copied,
             run: runs.swap_remove(median),
             runs: times,
             verified: self.verify,
@@ -477,10 +489,21 @@ impl Load {
         Ok(vec![open_as(file, sample::NAME, self.mode.options()).map_err(cannot_open)?])
     }
 
-    /// The files that are written.
-    fn outputs(&self) -> Result<Outputs, Failure> {
+    /// The files, and what had to be copied first.
+    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
+        let mut copied = Copied::default();
+        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
+        Ok((files.collect::<Result<_, _>>()?, copied))
+    }
+
+    fn saves_into_folder(&self) -> bool {
+        self.save.as_ref().is_some_and(|save| save.is_dir())
+    }
+
+    /// The files that are written, for files of these names.
+    fn outputs(&self, names: &[PathBuf]) -> Result<Outputs, Failure> {
         let output = |path: &PathBuf| self.replace.output(path);
-        let save: Vec<Output> = self.save_targets()?.iter().map(output).collect();
+        let save: Vec<Output> = self.save_targets(names)?.iter().map(output).collect();
         let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
         let saved = save.iter().map(|to| ("--save", to));
         output::check_apart(saved.chain(record.as_ref().map(|to| ("--record", to))).chain(timeline.each()))?;
@@ -489,14 +512,19 @@ impl Load {
 
     /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
     /// several.
-    fn save_targets(&self) -> Result<Vec<PathBuf>, Failure> {
+    fn save_targets(&self, names: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
         let Some(save) = &self.save else { return Ok(Vec::new()) };
         let sample = [PathBuf::from(sample::NAME)];
-        let files = if self.sample.is_some() { &sample[..] } else { &self.files };
-        if files.len() == 1 && !save.is_dir() {
+        let files = if self.sample.is_some() { &sample[..] } else { names };
+        let into_folder = self.saves_into_folder();
+        if files.len() == 1 && !into_folder {
             return Ok(vec![save.clone()]);
         }
-        if !save.is_dir() {
+        if !into_folder && save.exists() {
+            let message = format!("--save {} is a file, and several files are saved into a folder", save.display());
+            return Err(Failure::usage(message).hint("name a folder"));
+        }
+        if !into_folder {
             return Err(Failure::new(format!("--save {}: not a folder, and there are several files", save.display()))
                 .hint(format!("make it with: mkdir -p {}", save.display())));
         }

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::failure::Failure;
 use crate::layout::{count, plain};
-use crate::model::ReadMode;
+use crate::model::{Opened, ReadMode};
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{binary, duration, rate};
@@ -65,7 +65,7 @@ impl Manifest {
     /// Hashes the files, and writes the manifest.
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(&self.files)?;
-        let (mut inputs, _) = self.mode.open(&self.files)?;
+        let Opened { mut inputs, copied, .. } = self.mode.open(&self.files)?;
         let mut to = self.output.as_ref().map(|path| self.replace.output(path));
         for input in &inputs {
             let meta = input.file.metadata()?;
@@ -97,17 +97,20 @@ impl Manifest {
                 "tensors": tensors,
                 "bytes": bytes,
                 "wall_s": time.as_secs_f64(),
+                "copied_first_bytes": copied.bytes,
+                "copied_first_s": copied.time.as_secs_f64(),
             }))?;
             return Ok(ExitCode::SUCCESS);
         }
         output::print_text(&format!(
-            "Wrote {}: {} in {}, {} hashed in {} ({})\n",
+            "Wrote {}: {} in {}, {} hashed in {} ({})\n{}",
             plain(&to.path().display().to_string()),
             count(tensors, "tensor"),
             count(hashes.files.len(), "file"),
             binary(bytes),
             duration(time),
             rate(bytes, time),
+            copied.text(),
         ))?;
         Ok(ExitCode::SUCCESS)
     }

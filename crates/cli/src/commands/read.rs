@@ -15,6 +15,7 @@ use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
+use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{
     AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
@@ -30,7 +31,7 @@ use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
 use crate::size::{self, Size, between, binary};
-use crate::source::{self, SourceFile};
+use crate::source::{self, Copied, SourceFile};
 use crate::timeline::{self, Page};
 use device::ReadTarget;
 use export::{Export, Exported};
@@ -194,6 +195,8 @@ enum Heap {
 /// The result of reading, for the report.
 struct Outcome {
     picked: Picked,
+    /// What was copied before the first run.
+    copied: Copied,
     /// The run with the median time.
     run: Run,
     /// The times of all runs.
@@ -258,7 +261,7 @@ impl Read {
             opening::check(spec, &self.open_options())?;
         }
         let mut picked = self.pick_heap()?;
-        let sources = self.sources(&files)?;
+        let (sources, copied) = self.sources(&files)?;
         for source in &sources {
             let meta = source.file.metadata()?;
             outputs = outputs.map(|to| to.excluding(&source.path, &meta));
@@ -287,7 +290,8 @@ impl Read {
         let (times, median) = output::WallTimes::of(&walls);
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
-        let outcome = Outcome { picked, run, runs: times, device, verified, manifest: self.manifest, traced, reported };
+        let manifest = self.manifest;
+        let outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
         outcome.write_timeline(&outputs)?;
         let output::OutputFormat { verbose, json, csv, .. } = self.format;
         let text = match (json, csv) {
@@ -310,19 +314,32 @@ impl Read {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The files. A file without a size that is not read once from front to back is copied first.
-    fn sources(&self, files: &[PathBuf]) -> Result<Vec<ReadSource>, Failure> {
+    /// The files, and what was copied first: a file without a size that is not read once from front to back is.
+    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<ReadSource>, Copied), Failure> {
         let once = self.repeat == 1 && files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
+        let mut all = Copied::default();
         let open = |path: &PathBuf| {
             let source = SourceFile::open(path)?;
             if !source.is_stdin() {
                 model::refuse_lfs_pointer(path, &source.file)?;
             }
-            let SourceFile { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
+            let source = match once && source.is_stream() {
+                true => {
+                    source.check_written()?;
+                    if self.range.is_none_or(|range| range.end.is_none()) {
+                        source.check_end().map_err(|e| e.hint("--range 0..SIZE reads a part of it"))?;
+                    }
+                    source
+                }
+                false => source.with_size()?,
+            };
+            let SourceFile { file, path, copied, .. } = source;
+            all.add(copied);
             Ok(ReadSource { file, path })
         };
-        files.iter().map(open).collect()
+        let sources = files.iter().map(open).collect::<Result<_, Failure>>()?;
+        Ok((sources, all))
     }
 
     /// Reads once, and checks what a device got, whose files are excluded from the outputs. Gives the buffers too.
@@ -450,7 +467,10 @@ impl Read {
         {
             let bounds = (Bound::Included(range.start), range.end.map_or(Bound::Unbounded, Bound::Excluded));
             let AllocRead { buffer, method, report } =
-                heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
+                heap.alloc_and_read(&only.file, bounds, &options).map_err(|e| match ended_at(&e) {
+                    Some(size) => beyond(&only.path, range, Some(size)),
+                    None => failure(e),
+                })?;
             if range.start > 0 && buffer.is_empty() {
                 return Err(beyond(&only.path, range, None));
             }
@@ -540,6 +560,14 @@ fn again(source: &ReadSource) -> Result<ReadSource, Failure> {
 fn beyond(path: &Path, range: Range, size: Option<u64>) -> Failure {
     let size = size.map_or(String::new(), |size| format!(", at {size}"));
     Failure::new(format!("--range {range} does not lie in {}: the file ends before{size}", path.display()))
+}
+
+/// Where a pipe ended that is shorter than the range.
+fn ended_at(error: &ReadError) -> Option<u64> {
+    match error {
+        ReadError::Read { error: OpError::EndOfFile { at, .. }, .. } => Some(at.bits()),
+        _ => None,
+    }
 }
 
 fn failure(error: ReadError) -> Failure {

@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::layout::{count, good};
-use crate::model::{self, ReadMode};
+use crate::model::{self, Opened, ReadMode};
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{binary, duration, rate};
-use crate::source;
+use crate::source::{self, Copied};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -102,6 +102,8 @@ struct Outcome {
     runs: output::WallTimes,
     /// Files of the manifest that were not named.
     unchecked: usize,
+    /// What was copied before the first run.
+    copied: Copied,
 }
 
 impl Outcome {
@@ -121,6 +123,8 @@ impl Outcome {
             "median_s": self.runs.median_s,
             "fastest_s": self.runs.fastest_s,
             "slowest_s": self.runs.slowest_s,
+            "copied_first_bytes": self.copied.bytes,
+            "copied_first_s": self.copied.time.as_secs_f64(),
             "unchecked_files": self.unchecked,
             "differences": self.differences.iter().map(json).collect::<Value>(),
         })
@@ -148,13 +152,14 @@ impl Outcome {
 
     fn text(&self) -> String {
         let mut text = format!(
-            "{}: {}, {} in {} ({})\n{}",
+            "{}: {}, {} in {} ({})\n{}{}",
             good("Verified"),
             count(self.files, "file"),
             binary(self.bytes),
             duration(self.wall),
             rate(self.bytes, self.wall),
-            self.runs.text()
+            self.runs.text(),
+            self.copied.text(),
         );
         if self.unchecked > 0 {
             text.push_str(&format!("Not checked: {} of the manifest not named\n", count(self.unchecked, "file")));
@@ -168,7 +173,7 @@ impl Verify {
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
-        let (mut inputs, whole) = self.mode.open(&self.files)?;
+        let Opened { mut inputs, whole, copied } = self.mode.open(&self.files)?;
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         let (mut walls, mut differences) = (Vec::new(), Vec::new());
         for _ in 0..self.repeat {
@@ -186,7 +191,7 @@ impl Verify {
         let (runs, median) = output::WallTimes::of(&walls);
         let unchecked = if whole { 0 } else { manifest.files.len().saturating_sub(inputs.len()) };
         let (files, wall) = (inputs.len(), walls[median]);
-        let outcome = Outcome { differences, files, bytes, wall, runs, unchecked };
+        let outcome = Outcome { differences, files, bytes, wall, runs, unchecked, copied };
         let verified = outcome.differences.is_empty();
         match (self.json, self.csv) {
             (true, _) => output::print_json(&outcome.json())?,

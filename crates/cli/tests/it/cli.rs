@@ -56,6 +56,11 @@ fn every_help_has_an_example_and_the_exit_status() {
             assert!(stdout(&help).contains(&format!("Examples:\n  dmalane {name}")), "{}", stdout(&help));
             assert!(name == "completions" || stdout(&help).contains("Exit status: 0 "), "{}", stdout(&help));
             assert!(stdout(&help).lines().all(|l| l.chars().count() <= 100), "wrapped");
+            // A line that is too long for its line end leaves a word alone in the next one.
+            let lines: Vec<_> = stdout(&help).lines().collect();
+            let alone = |text: &&[&str]| !text[0].contains(' ') && !text[0].ends_with(':') && !text[0].is_empty();
+            let broken = lines.windows(2).find(|text| alone(text) && !text[1].is_empty());
+            assert_eq!(broken, None, "{name}");
             assert!(!stdout(&help).contains("[`"), "a link for rustdoc: {}", stdout(&help));
         }
     }
@@ -315,6 +320,9 @@ fn what_cannot_be_saved_is_told_before_anything_is_loaded() {
     assert!(text.contains("\nhint: name a file, or ./- for a file of that name\n"), "{text}");
     let text = run(&["a", "b", "--save", "out"], 1);
     assert!(text.contains("\nhint: make it with: mkdir -p out\n"), "{text}");
+    let text = run(&["a", "b", "--save", "a", "--force"], 2);
+    assert!(text.starts_with("dmalane: --save a is a file, and several files are saved into a folder\n"), "{text}");
+    assert!(!text.contains("mkdir"), "{text}");
     std::fs::create_dir_all(folder.join("out/b")).unwrap();
     assert!(run(&["a", "b", "--save", "out"], 1).starts_with("dmalane: cannot save\n"));
     assert!(!folder.join("out/a").exists());
@@ -773,14 +781,51 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         json("dmalane manifest m.safetensors | dmalane verify m.safetensors --manifest - --json")["verified"],
         true
     );
+    // A copy that is not in the time is in the report.
+    let bytes = std::fs::metadata(&model).unwrap().len();
+    for (line, copied) in [
+        ("cat m.safetensors | dmalane load - --json", bytes),
+        ("cat m.safetensors | dmalane read - --json --map", bytes),
+        ("cat m.safetensors | dmalane read - --json", 0),
+        ("cat m.safetensors | dmalane manifest - -o made --json", bytes),
+        ("cat m.safetensors | dmalane verify - --manifest made --json", bytes),
+        ("dmalane load - --json < m.safetensors", 0),
+    ] {
+        let report = json(line);
+        assert_eq!(report["copied_first_bytes"], copied, "{line}");
+        assert_eq!(report["copied_first_s"].as_f64().unwrap() > 0.0, copied > 0, "{line}");
+    }
+    for line in ["load -", "read - --map", "manifest - -o made --force", "verify - --manifest made"] {
+        let said = shell(&format!("cat m.safetensors | dmalane {line}"));
+        assert!(stdout(&said).contains("Copied to a temporary file first: 3.00 MiB in "), "{line}: {}", stdout(&said));
+        let said = shell(&format!("dmalane {line} < m.safetensors"));
+        assert!(said.status.success() && !stdout(&said).contains("Copied"), "{line}: {}", stdout(&said));
+    }
+    // Saved into a folder, it is named after its format.
+    for (name, saved) in [("m.safetensors", "stdin.safetensors"), ("raw", "stdin")] {
+        let out = folder.join(format!("of-{name}"));
+        std::fs::create_dir(&out).unwrap();
+        std::fs::write(folder.join("raw"), [7; 5000]).unwrap();
+        let output = shell(&format!("cat {name} | dmalane load - --save of-{name}"));
+        assert!(output.status.success(), "{}", stderr(&output));
+        let names: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, [saved]);
+        assert_eq!(std::fs::read(out.join(saved)).unwrap(), std::fs::read(folder.join(name)).unwrap());
+    }
     // A pipe with a name: read to its end, which is at once where nobody writes.
     let line = "bash -c 'dmalane load --json <(cat m.safetensors)'";
     if Command::new("bash").arg("--version").output().is_ok() {
         assert_eq!(json(line)["files"][0]["xxh3"], hash);
     }
-    let output = shell("mkfifo pipe && timeout 60 dmalane load pipe");
-    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));
+    assert!(shell("mkfifo pipe").status.success());
+    for command in ["load", "read", "read --range 0..9", "read --repeat 2", "manifest", "compare"] {
+        let output = shell(&format!("timeout 60 dmalane {command} pipe"));
+        assert_eq!(output.status.code(), Some(1), "{command}: {}", stderr(&output));
+        assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));
+    }
+    // A writer that is slow.
+    let line = "(sleep 0.2; cat m.safetensors) > pipe & exec 3<pipe; dmalane read --json pipe";
+    assert_eq!(json(line)["files"][0]["xxh3"], hash);
     let output = shell("dmalane inspect - < m.safetensors");
     assert!(output.status.success() || stderr(&output).contains("which part of stdin is cached"));
 }
@@ -795,7 +840,10 @@ fn sources_without_a_true_size_are_read_to_their_end() {
             assert_eq!(report["bytes"], bytes.len(), "{command} {path}");
         }
     }
-    assert!(complains(&["load", "/dev/zero"], 1).contains("has no end"));
+    for args in [&["load", "/dev/zero"][..], &["read", "/dev/zero"], &["read", "/dev/zero", "--range", "1.."]] {
+        assert!(complains(args, 1).contains("/dev/zero is a character device, which has no end"), "{args:?}");
+    }
+    assert_eq!(json(&["read", "/dev/zero", "--range", "0..5000", "--json"])["bytes"], 5000);
     // It ends at once.
     for args in [&["read", "/proc/version", "--manifest", "/dev/null"][..], &["vm", "replay", "/dev/null"]] {
         let text = complains(args, 1);
@@ -820,6 +868,21 @@ fn a_range_behind_the_end_is_an_error() {
         .output()
         .unwrap();
     assert_eq!(piped.status.code(), Some(1));
+    for (line, said) in [
+        ("head -c 10 f | dmalane read - --range 0..100", "0..100 does not lie in stdin: the file ends before, at 10\n"),
+        ("head -c 10 f | dmalane read - --range 5..100", "5..100 does not lie in stdin: the file ends before, at 10\n"),
+        ("head -c 10 f | dmalane read - --range 50..100", "50..100 does not lie in stdin: the file ends before"),
+        ("dmalane read - --range 0..6000 < f", "0..6000 does not lie in stdin: the file ends before, at 5000\n"),
+        (
+            "cat f | dmalane read - --range 0..3000000",
+            "0..3000000 does not lie in stdin: the file ends before, at 5000\n",
+        ),
+    ] {
+        let line = line.replace("dmalane", env!("CARGO_BIN_EXE_dmalane"));
+        let output = Command::new("sh").args(["-c", &line]).current_dir(&folder).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{line}");
+        assert!(stderr(&output).starts_with(&format!("dmalane: --range {said}")), "{line}: {}", stderr(&output));
+    }
 }
 
 #[test]
@@ -1047,6 +1110,17 @@ fn hints_about_memory_agree() {
     let load = run(&["load", "--sample", "1MiB", "-v"]);
     let text = stdout(&load).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(!text.contains("not hugetlb 2 MiB: too few") || text.contains(fix), "{fix}: {text}");
+    let said = format!("hugetlb 2 MiB: too few are free; more with: {fix}");
+    let path = folder("hints").join("f");
+    std::fs::write(&path, vec![7; 8 << 20]).unwrap();
+    let path = path.to_str().unwrap();
+    let loaded = json(&["load", path, "--json"])["host"]["page_backing_fallbacks"].to_string();
+    let read = json(&["read", path, "--json"])["memory"]["page_backing_fallbacks"].to_string();
+    let verbose = run(&["read", path, "-v"]);
+    let verbose = stdout(&verbose).split_whitespace().collect::<Vec<_>>().join(" ");
+    for text in [loaded, read, verbose] {
+        assert!(!text.contains("hugetlb 2 MiB") || text.contains(&said), "{said}: {text}");
+    }
     // Tables do not take from the memory that is too small: what is enough is not much more than the file.
     let text = complains(&["load", "--sample", "80MiB", "--card-ddr", "8MiB"], 1);
     assert!(text.contains("--card-ddr 88MiB is enough"), "{text}");

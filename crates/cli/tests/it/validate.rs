@@ -534,7 +534,21 @@ fn a_device_with_a_backup_is_left_alone() {
         assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
         assert_eq!(std::fs::read(&backup).unwrap(), b"not a backup");
     }
+    // It can be read, with a warning.
+    let name = path.to_str().unwrap();
+    let warned = format!("dmalane: warning: {name} holds test data of a `dmalane validate --restore` that did not end");
+    let warned = |words: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).envs(crate::WIDE).output().unwrap();
+        let said = text(&output.stderr).to_owned();
+        // `inspect` needs Linux 6.5.
+        assert!(output.status.success() || words[0] == "inspect", "{said}");
+        said.contains(&warned) && said.contains(&format!("validate -d '{device}' --recover\n"))
+    };
+    for words in [&["load", name][..], &["read", name], &["inspect", name], &["manifest", name]] {
+        assert!(warned(words), "{words:?}");
+    }
     std::fs::remove_file(&backup).unwrap();
+    assert!(!warned(&["read", name]));
     let output = run(&["-d", &device, "--recover"]);
     assert!(output.status.code() == Some(1), "there is none: {}", text(&output.stderr));
 }

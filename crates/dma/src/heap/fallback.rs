@@ -135,11 +135,11 @@ impl FallbackChain {
     }
 }
 
-/// Why a page kind was not used, and how to make it available.
+/// Why a page kind was not used, and which file makes it available.
 fn refusal(kind: PageKind, bytes: usize, error: &io::Error) -> NoPages {
     let error = error.to_string();
     let (page, file) = match kind {
-        PageKind::Hugetlb2M => (HUGE, "/proc/sys/vm/nr_hugepages"),
+        PageKind::Hugetlb2M => (HUGE, "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"),
         PageKind::Hugetlb1G => (1 << 30, "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"),
         PageKind::Transparent | PageKind::Base => return NoPages::Kernel(error),
     };

@@ -90,7 +90,7 @@ pub enum NoPages {
         enable: &'static str,
     },
     /// The kernel has fewer reserved huge pages left than the buffer needs.
-    #[error("{error}; reserve {pages} with: echo {pages} | sudo tee {}", file.display())]
+    #[error("{error}; the buffer takes {pages} free ones of those that {} reserves", file.display())]
     NotReserved {
         /// Pages that the buffer needs.
         pages: usize,

@@ -1,10 +1,9 @@
 //! Checks of huge pages.
 
-use dmalane::dma::NoPages;
+use dmalane::dma::{NoPages, PageKind};
 
 use super::host::HOST_BUFFERS;
 use super::{Check, Subject};
-use crate::layout::unbroken;
 use crate::probe::Probe;
 use crate::size::binary;
 
@@ -46,27 +45,29 @@ pub fn reserved_2m(probe: &Probe) -> Check {
     }
     subject.missing(
         format!("{found}; a load with the default --chunk takes {need}"),
-        reserve(probe, HOST_BUFFERS).unwrap_or_default(),
+        reserve(probe, 2048, HOST_BUFFERS).unwrap_or_default(),
     )
 }
 
-/// The command that reserves as many more huge pages of 2 MiB as buffers of so many bytes lack; `None` where there are
-/// enough.
-pub fn reserve(probe: &Probe, bytes: u64) -> Option<String> {
-    let Pool { total, usable, .. } = pool(probe, 2048)?;
-    let lacking = bytes.div_ceil(2 << 20).checked_sub(usable).filter(|lacking| *lacking > 0)?;
+/// The command that reserves as many more huge pages of so many KiB as buffers of so many bytes lack; `None` where
+/// there are enough.
+fn reserve(probe: &Probe, kib: u64, bytes: u64) -> Option<String> {
+    let Pool { total, usable, .. } = pool(probe, kib)?;
+    let lacking = bytes.div_ceil(kib << 10).checked_sub(usable).filter(|lacking| *lacking > 0)?;
     let wanted = total.saturating_add(lacking);
-    Some(format!("echo {wanted} | sudo tee {POOLS}/hugepages-2048kB/nr_hugepages"))
+    Some(format!("echo {wanted} | sudo tee {POOLS}/hugepages-{kib}kB/nr_hugepages"))
 }
 
-/// Why buffers of so many bytes in all have no better pages, with what [`reserve`] says where it helps, to be wrapped.
-pub fn why_not(why: &NoPages, bytes: u64) -> String {
+/// Why buffers of so many bytes in all do not have these pages, with what [`reserve`] says where it helps: for as many
+/// bytes as `doctor` counts at least. `command` writes it, for [`wrap`](crate::layout::wrap) as one word.
+pub fn why_not((kind, why): &(PageKind, NoPages), bytes: u64, command: fn(&str) -> String) -> String {
+    let kib = if *kind == PageKind::Hugetlb1G { 1 << 20 } else { 2048 };
     match why {
-        NoPages::NotReserved { .. } => match reserve(&Probe::machine(), bytes) {
-            Some(fix) => format!("too few are free; more with: {}", unbroken(&fix)),
-            None => "too few were free".to_owned(),
+        NoPages::NotReserved { .. } => match reserve(&Probe::machine(), kib, bytes.max(HOST_BUFFERS)) {
+            Some(fix) => format!("{kind}: too few are free; more with: {}", command(&fix)),
+            None => format!("{kind}: too few were free"),
         },
-        _ => why.to_string(),
+        _ => format!("{kind}: {why}"),
     }
 }
 

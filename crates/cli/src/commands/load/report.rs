@@ -12,9 +12,8 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::Outcome;
-use crate::commands::doctor::HOST_BUFFERS;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, wrap};
+use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
 use crate::output::{WallTimes, csv_line};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -115,12 +114,12 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
             "first_touch_bytes_per_s": rates.first_touch,
         })
     });
-    let fallbacks = backing.map_or(&[][..], |r| &r.passed_over);
+    let passed_over = backing.iter().flat_map(|r| &r.passed_over);
     let host = json!({
         "staging_buffers": r.staging.0,
         "staging_bytes": r.staging.1,
         "page_backing": backing.map(|r| r.kind.to_string()),
-        "page_backing_fallbacks": fallbacks.iter().map(|(kind, why)| format!("{kind}: {why}")).collect::<Value>(),
+        "page_backing_fallbacks": passed_over.map(|pages| why_not(pages, buffers(o), str::to_owned)).collect::<Value>(),
         "heap_peak_bytes": o.run.heap_peak,
         "resident_before_bytes": r.resident_before,
         "resident_peak_bytes": o.run.resident_peak,
@@ -146,6 +145,8 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "tensors": tensors(&o.run.loaded),
         "wall_s": wall,
         "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
+        "copied_first_bytes": o.copied.bytes,
+        "copied_first_s": o.copied.time.as_secs_f64(),
         "verified": o.verified,
         "manifest": path(o.manifest.as_ref()),
         "verify_s": verified.map(|v| v.wall.as_secs_f64()),
@@ -166,6 +167,11 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "reported": path(o.reported.as_ref()),
     });
     Report { head, files: Each(|| o.run.loaded.files.iter().zip(&o.inputs).map(json_file)) }
+}
+
+/// Bytes of the staging buffers that a load has at most.
+fn buffers(o: &Outcome) -> u64 {
+    o.run.loaded.report.staging.1.saturating_mul(4)
 }
 
 fn path(path: Option<&PathBuf>) -> Option<Cow<'_, str>> {
@@ -317,6 +323,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         (false, false) => "\n".to_owned(),
     };
     out += &o.runs.text();
+    out += &o.copied.text();
     out.push('\n');
     out += &stage_table(o);
     out.push('\n');
@@ -469,10 +476,8 @@ fn details(o: &Outcome) -> String {
     line("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
     if let Some(backing) = &o.run.backing {
         line("pages", &backing.kind.to_string());
-        for (kind, why) in &backing.passed_over {
-            // As many as `doctor` counts: four buffers.
-            let bytes = HOST_BUFFERS.max(r.staging.1.saturating_mul(4));
-            line("", &format!("not {kind}: {}", why_not(why, bytes)));
+        for pages in &backing.passed_over {
+            line("", &format!("not {}", why_not(pages, buffers(o), unbroken)));
         }
     }
     let (before, peak) = (binary(r.resident_before), binary(o.run.resident_peak));

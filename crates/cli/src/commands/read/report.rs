@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, good, plain, wrap};
+use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
 use crate::output::{WallTimes, csv_line};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -31,14 +31,14 @@ pub(super) fn json(o: &Outcome) -> Value {
             "bytes_per_s": per_stage(s),
         })
     };
-    let why_not_pages = r.backing.iter().flat_map(|backing| &backing.passed_over);
+    let pages = r.backing.iter().flat_map(|backing| &backing.passed_over);
     let memory = json!({
         "heap": o.picked.heap.name(),
         "heap_fallbacks": o.picked.passed_over.iter().map(|(heap, why)| format!("{heap}: {why}")).collect::<Value>(),
         "shareable": can.shareable,
         "dma_buf": can.dma_buf,
         "page_backing": r.backing.as_ref().map(|backing| backing.kind.to_string()),
-        "page_backing_fallbacks": why_not_pages.map(|(kind, why)| format!("{kind}: {why}")).collect::<Value>(),
+        "page_backing_fallbacks": pages.map(|pages| why_not(pages, r.bytes, str::to_owned)).collect::<Value>(),
         "segments": o.run.segments,
         "mappings": o.run.mappings,
     });
@@ -62,6 +62,8 @@ pub(super) fn json(o: &Outcome) -> Value {
         "bytes": r.bytes,
         "wall_s": wall,
         "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
+        "copied_first_bytes": o.copied.bytes,
+        "copied_first_s": o.copied.time.as_secs_f64(),
         "first_chunk_s": r.first_chunk.as_secs_f64(),
         "workers": r.workers,
         "bottleneck": slowest(o).map(|s| s.stage.to_string()),
@@ -136,6 +138,7 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
         },
     );
     out += &o.runs.text();
+    out += &o.copied.text();
     if !r.stages.is_empty() {
         out.push('\n');
         out += &stage_table(o);
@@ -214,8 +217,8 @@ fn details(o: &Outcome) -> String {
     if let Some(backing) = &r.backing {
         let recycled = if r.recycled { ", recycled" } else { "" };
         line("pages", &format!("{}{recycled}", backing.kind));
-        for (kind, why) in &backing.passed_over {
-            line("", &format!("not {kind}: {}", why_not(why, r.bytes)));
+        for pages in &backing.passed_over {
+            line("", &format!("not {}", why_not(pages, r.bytes, unbroken)));
         }
     }
     match o.run.segments {
