@@ -39,11 +39,12 @@ pub fn runs(line: &str, command: &str) -> bool {
     line.strip_prefix(command).is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
 }
 
-/// The names of all fields in an object, and in those within it.
+/// The names of all fields in an object, and in those within it, but for those that a file has named.
 pub fn keys(value: &Value) -> Vec<String> {
     match value {
         Value::Object(fields) => {
-            fields.iter().flat_map(|(key, value)| [vec![key.clone()], keys(value)].concat()).collect()
+            let within = |key: &str, value| if key == "metadata" { Vec::new() } else { keys(value) };
+            fields.iter().flat_map(|(key, value)| [vec![key.clone()], within(key, value)].concat()).collect()
         }
         Value::Array(items) => items.iter().flat_map(keys).collect(),
         _ => Vec::new(),
