@@ -60,7 +60,7 @@ pub struct Opened {
     pub inputs: Vec<Input<FileQueue>>,
     /// A directory or an index stands for some of them.
     pub whole: bool,
-    /// What had to be copied first.
+    /// The copies that had to be made first.
     pub copied: Copied,
 }
 

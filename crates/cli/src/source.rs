@@ -37,7 +37,7 @@ pub fn check<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<(), Fai
     }
 }
 
-/// What was copied into temporary files before anything was measured.
+/// Copies into temporary files, made before anything was measured.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Copied {
     /// Of all files.

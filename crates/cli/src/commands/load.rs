@@ -214,7 +214,7 @@ impl Outputs {
 struct Outcome {
     device: DeviceSpec,
     inputs: Vec<Input<FileQueue>>,
-    /// What was copied before the first run.
+    /// The copies that were made before the first run.
     copied: Copied,
     /// The run with the median time.
     run: Run,

@@ -195,7 +195,7 @@ enum Heap {
 /// The result of reading, for the report.
 struct Outcome {
     picked: Picked,
-    /// What was copied before the first run.
+    /// The copies that were made before the first run.
     copied: Copied,
     /// The run with the median time.
     run: Run,

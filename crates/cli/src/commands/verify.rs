@@ -102,7 +102,7 @@ struct Outcome {
     runs: output::WallTimes,
     /// Files of the manifest that were not named.
     unchecked: usize,
-    /// What was copied before the first run.
+    /// The copies that were made before the first run.
     copied: Copied,
 }
 

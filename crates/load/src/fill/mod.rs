@@ -56,7 +56,8 @@ pub struct FillOptions {
     /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer.
     pub hash_regions: Option<Arc<HashRegions>>,
     /// Hash on a thread of its own. By default jobs of 32 MiB and more have one, where the workers and the device leave
-    /// a processor; it takes what the workers do not get to while the disk works, and all of SHA-256.
+    /// a processor. A single worker that reads from the disk into memory hashes while it waits, unless SHA-256 is
+    /// wanted; the thread takes what it does not get to.
     pub hash_thread: Option<bool>,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,

@@ -47,6 +47,8 @@ pub(super) struct State<'a, 'w> {
     pub aside: bool,
     /// It leaves hashing to workers that have nothing else to do, unless more than this waits. 0: it hashes everything.
     behind: usize,
+    /// Reads are copies out of the page cache into memory that stays, and not the disk's work.
+    pub copies: bool,
     /// There is something to hash and the device has room for it, or nothing will come any more.
     hashable: Condvar,
     /// A fragment was hashed and handed on.
@@ -193,6 +195,7 @@ impl<'a, 'w> State<'a, 'w> {
         let pages = |bytes: u64| usize::try_from(bytes.clamp(1, 1 << 40)).unwrap_or(1 << 30).next_multiple_of(4096);
         let mut chunk = pages(options.chunk);
         let (mut register, mut cached, mut landing) = (None, None, None);
+        let copies = matches!(&memory, Memory::Buffers(stays) if !stays.direct);
         let pages_of_job = match memory {
             // A slot is free at once, so there is no point in taking one before there is room to read into it.
             Memory::Staging(staging) => {
@@ -245,10 +248,11 @@ impl<'a, 'w> State<'a, 'w> {
         let worth = || job.bytes() >= ASIDE_FROM && piece >= ASIDE_PIECE;
         let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > busy);
         let aside = Hasher::is_wanted(options) && options.hash_thread.unwrap_or_else(|| worth() && spare());
-        // SHA-256 takes more time than workers wait for the disk. A device waits for what is hashed.
-        let all =
-            options.hash_regions.as_ref().is_some_and(|regions| regions.sha256) || matches!(sink, Sink::Device { .. });
-        let behind = if options.hash_thread.is_some() || all { 0 } else { BEHIND };
+        // Only a worker that waits for the disk has time to hash: several copy, and SHA-256 takes longer than the disk.
+        // A device waits for what is hashed.
+        let sha256 = options.hash_regions.as_ref().is_some_and(|regions| regions.sha256);
+        let waits = workers == 1 && !copies && !sha256 && matches!(sink, Sink::Memory);
+        let behind = if waits && options.hash_thread.is_none() { BEHIND } else { 0 };
         let device = DeviceSink::new(sink, options);
         let state = Self {
             options,
@@ -279,6 +283,7 @@ impl<'a, 'w> State<'a, 'w> {
             }),
             aside,
             behind,
+            copies,
             hashable: Condvar::new(),
             handed_on: Condvar::new(),
             device,

@@ -48,9 +48,8 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         while !self.state.stopped() {
             let seen = self.state.handed_on();
             let mut busy = self.reap(&mut done, Duration::ZERO);
-            if self.capacity == 1 {
-                // A copy out of the page cache: hashed before pages are made for the next one, which would push it out
-                // of the processor's cache.
+            if self.state.copies {
+                // Before pages are made for the next chunk, which would push the bytes out of the processor's cache.
                 busy |= self.state.hash_in_worker(false, &mut self.clocks);
             }
             // Before anything is done with what has arrived, so that the disk always has as many reads as it takes.
