@@ -11,7 +11,6 @@ use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
 use crate::target::{Reference, TestedDevice};
-use crate::walk::pattern;
 use crate::workers::Worker;
 use crate::{Directions, Stop, ValidateError};
 
@@ -214,8 +213,7 @@ fn files(
         for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
             let mut buffer = heap.allocate(len).map_err(ValidateError::Memory)?;
             if up {
-                // As all that is written here, so that a later run knows that nobody else wrote it.
-                pattern(0, 0, &mut buffer[..len]);
+                buffer.fill(1);
             }
             work.push((up, at, buffer));
         }

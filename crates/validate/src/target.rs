@@ -1,18 +1,17 @@
 //! Devices that can be validated.
 
-use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, SgTable, Span};
-use dmalane_device::{BackingFiles, Device, DeviceMemory, DriverCopies, Placement, ReadCounters, Region, areas};
+use dmalane_device::{
+    BackingFiles, Device, DeviceMemory, DriverCopies, Placement, ReadCounters, Region, areas, contents,
+};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
-use crate::backup::{Backup, Original, claim};
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
@@ -30,11 +29,6 @@ pub enum Contents {
     Refuse,
     /// They are overwritten.
     Overwrite,
-    /// They are backed up on disk before anything is written, and restored at the end. A regular file's backup lies
-    /// beside it as `.NAME.dmalane-backup`, a block device's in `/var/lib/dmalane` (root's) or the user's
-    /// `~/.local/state/dmalane`; after SIGKILL the next [`TestedDevice::new`] with the same device finds and restores
-    /// it, unless the device was written since. Character devices cannot be restored, and are refused.
-    Restore,
 }
 
 /// A device with its queues, ready to be measured.
@@ -57,7 +51,8 @@ pub struct TestedDevice {
     /// It is to be left alone.
     pub(crate) cancelled: Arc<AtomicBool>,
     contents: Contents,
-    recovered: Option<PathBuf>,
+    /// The bytes of a file that held no data when this began to write them: first one and number.
+    held_none: Mutex<Option<(u64, u64)>>,
     /// The owner of the queues; dropped after them.
     device: Box<dyn Device>,
 }
@@ -180,42 +175,12 @@ fn slower(link: &Link) -> Link {
     Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
-/// A backup that was restored.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Recovered {
-    /// Its path.
-    pub backup: PathBuf,
-    /// It is still there, because it may be of another file or disk: who knows better removes it. Others are gone.
-    pub stays: bool,
-    /// The bytes of the device that were restored; others are as they were.
-    pub range: Range<u64>,
-    /// The path of a backup of the contents that were replaced, in the same form: renamed to `backup`, it can be
-    /// restored too.
-    pub replaced: PathBuf,
-}
-
-/// Restores the backup that a killed run left of a device which is made of files, although the device was written
-/// since or is another one.
-///
-/// # Errors
-/// [`ValidateError::NoBackup`], [`ValidateError::NeverBackedUp`], [`ValidateError::Recover`],
-/// [`ValidateError::Backup`]; those of [`claim`].
-pub fn recover(device: &dyn Device) -> Result<Recovered, ValidateError> {
-    let none = || ValidateError::NeverBackedUp(device.info().name);
-    let files = device.backing_files().ok_or_else(none)?;
-    claim(&files)?;
-    Original::of(&files.written)?.ok_or_else(none)?.recover_over()
-}
-
 impl TestedDevice {
-    /// Takes the queues of a device that nothing else uses: it is [claimed](claim). `contents` says what becomes of
-    /// what a device that is made of files holds; that of other devices is lost. A backup of a run that was killed is
-    /// restored first, whatever `contents` says, unless the device holds something that is neither in the backup nor
-    /// what a run writes.
+    /// Takes the queues of a device that nothing else uses: its file is [locked](contents::lock). `contents` is the
+    /// treatment of what that file holds; the contents of other devices are lost.
     ///
     /// # Errors
-    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], [`ValidateError::Left`],
-    /// [`ValidateError::DriverCopies`], those of [`claim`]; nothing was written.
+    /// [`ValidateError::Lost`], [`ValidateError::Lock`], [`ValidateError::DriverCopies`]; nothing was written.
     pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
         Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))
     }
@@ -258,7 +223,6 @@ impl TestedDevice {
         share: impl FnOnce(Vec<Box<DeviceQueue>>) -> Result<Vec<SharedQueue<Box<DeviceQueue>>>, ValidateError>,
     ) -> Result<Self, ValidateError> {
         let info = device.info();
-        let mut recovered = None;
         let reference = match device.backing_files() {
             None => match device.driver_copies().map_err(ValidateError::DriverCopies)? {
                 Some(copies) => Reference::Driver(Mutex::new(copies)),
@@ -269,11 +233,7 @@ impl TestedDevice {
                 if contents != Contents::Overwrite && (is_lost(&files.written) || is_lost(&files.read)) {
                     return Err(ValidateError::Lost(info.name));
                 }
-                if claim(&files)?.is_some()
-                    && let Some(original) = Original::of(&files.written)?
-                {
-                    recovered = original.recover()?;
-                }
+                contents::lock(&files.written)?;
                 Reference::Files(files)
             }
         };
@@ -291,7 +251,7 @@ impl TestedDevice {
             timeout: TIMEOUT,
             cancelled: Arc::default(),
             contents,
-            recovered,
+            held_none: Mutex::default(),
             device,
         })
     }
@@ -370,32 +330,25 @@ impl TestedDevice {
         self.areas.iter().map(|a| Area { span: a.span, route: route(a.route) }).collect()
     }
 
-    /// The backup of an earlier run that was restored, and is gone.
-    pub fn recovered(&self) -> Option<&Path> {
-        self.recovered.as_deref()
-    }
-
-    /// Backs up what the device holds there, if it is a file that holds something for good and is to be restored.
-    pub(crate) fn back_up(&self, offset: u64, len: u64) -> Result<Option<Backup>, ValidateError> {
-        let Reference::Files(files) = &self.reference else { return Ok(None) };
-        if self.contents == Contents::Overwrite {
-            return Ok(None);
+    /// Refuses to overwrite these bytes of a file where they hold data that [`Contents`] keeps.
+    pub(crate) fn may_overwrite(&self, offset: u64, len: u64) -> Result<(), ValidateError> {
+        let Reference::Files(files) = &self.reference else { return Ok(()) };
+        let mut held_none = self.held_none.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.contents == Contents::Overwrite || *held_none == Some((offset, len)) {
+            return Ok(());
         }
-        let Some(original) = Original::of(&files.written)? else { return Ok(None) };
-        match self.contents {
-            Contents::Restore => original.back_up(offset, len).map(Some),
-            _ if original.holds_data(offset, len)? => Err(ValidateError::HoldsData(self.name.clone())),
-            _ => Ok(None),
+        let holds_data = |file| contents::holds_data(&file, offset, len);
+        match contents::reopen(&files.written).and_then(|file| file.map_or(Ok(false), holds_data)) {
+            Ok(false) => {
+                *held_none = Some((offset, len));
+                Ok(())
+            }
+            Ok(true) => Err(ValidateError::HoldsData(self.name.clone())),
+            Err(e) => Err(ValidateError::Contents(e)),
         }
     }
 
-    /// True while the device still has what no thread waits for any more.
-    pub(crate) fn hangs(&self) -> bool {
-        self.queues.iter().any(|queue| queue.in_flight() > 0)
-    }
-
-    /// Ends the measurement, with [`ValidateError::Interrupted`], as soon as this is true. Operations under way end,
-    /// and content that is to be restored is restored.
+    /// Ends the measurement, with [`ValidateError::Interrupted`], as soon as this is true. Operations under way end.
     pub fn stop_when(&mut self, cancelled: Arc<AtomicBool>) {
         self.cancelled = cancelled;
     }

@@ -18,9 +18,8 @@ use dmalane::file::FileDeviceOptions;
 use dmalane::load::Output;
 use dmalane::slash::SlashOptions;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Recovered, Stop, Sweep,
-    TestedDevice, ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, recover,
-    run_into as measure,
+    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, TestedDevice,
+    ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -48,13 +47,10 @@ Examples:
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
 
-Writes to the device's memory from --starting-offset on and reads it back. The contents of a card are \
-lost. A file or a block device that holds data is measured only with --restore, which backs the data \
-up on disk and restores them at the end, or with --overwrite; a character device with
---starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run \
-restores the data, unless the device was written since: --recover does that. Rates are in GB/s (10^9 \
-bytes), sizes in GiB (2^30); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is reported only where the \
-data read back was equal.
+Overwrites the device's memory from --starting-offset on. A file or a block device that holds data is \
+measured only with --overwrite, a character device with --starting-offset or --overwrite. Rates are in \
+GB/s (10^9 bytes), sizes in GiB (2^30 bytes); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is \
+reported only where the data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error, \
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
@@ -190,16 +186,6 @@ pub(crate) struct Validate {
     #[command(flatten)]
     card: CardOptions,
 
-    /// Back up the data of a file or a block device on disk, and restore them at the end. After SIGKILL, the next
-    /// validate of the same device restores them
-    #[arg(long, conflicts_with = "overwrite")]
-    restore: bool,
-
-    /// Only restore the backup that a killed run left, although the device was written since; the data that it holds
-    /// now are kept in a second backup
-    #[arg(long, conflicts_with_all = ["overwrite", "restore", "probe_at", "json", "csv"])]
-    recover: bool,
-
     /// Measure N times, and report the median of each figure with its spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
@@ -270,17 +256,11 @@ impl Validate {
     /// Measures, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
         self.check_options()?;
-        if self.recover {
-            return self.recover_backup();
-        }
-        // Before anything is written: from here on a signal ends this after what was overwritten is put back.
+        // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
         let settings = self.settings();
         let mut plot = self.plot()?;
         let (mut target, mut fitted) = self.targets(&mut plot)?;
-        if let Some(backup) = target.recovered() {
-            eprintln!("dmalane: restored the data of an earlier run, which was killed, from {}", backup.display());
-        }
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
         let bar = Steps::new("validate", !self.format.quiet);
         let counters = target.counters();
@@ -344,26 +324,6 @@ impl Validate {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Restores the backup of a run that was killed.
-    fn recover_backup(&self) -> Result<ExitCode, Failure> {
-        let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
-        let Recovered { backup, range, replaced, stays } = recover(&*device).map_err(|e| self.failure(e))?;
-        let (backup, replaced) = (backup.display(), replaced.display());
-        let mut text = format!(
-            "Restored bytes {}..{} of {} from {backup}\nThe data that this replaced are in {replaced}\n",
-            range.start, range.end, self.device
-        );
-        text += &match stays {
-            true => {
-                format!("{backup} was kept, because it may be of another file or disk: remove it if it is of this\n")
-            }
-            false => format!("To undo this, give {replaced} the name {backup} and run --recover again\n"),
-        };
-        output::print_text(&text)?;
-        Ok(ExitCode::SUCCESS)
-    }
-
     /// Prints the figures, and draws them.
     fn print(&self, outcome: &Outcome, plot: Option<&Output>) -> Result<(), Failure> {
         let plot = plot.filter(|_| !outcome.report.figures.is_empty());
@@ -403,8 +363,6 @@ impl Validate {
             ("--probe-at", self.probe_at.is_some()),
             ("--direct", self.direct),
             ("--overwrite", self.card.memory.overwrite),
-            ("--restore", self.restore),
-            ("--recover", self.recover),
         ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         let takes = |option| self.device.kind().options.contains(&option);
@@ -533,12 +491,10 @@ impl Validate {
     fn contents(&self, files: &[Metadata]) -> Contents {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
-        match (self.card.memory.overwrite, self.restore) {
-            (_, true) => Contents::Restore,
-            (true, _) => Contents::Overwrite,
-            // Naming the first address of a character device permits overwriting it.
-            _ if named => Contents::Overwrite,
-            _ => Contents::Refuse,
+        // Naming the first address of a character device permits overwriting it.
+        match self.card.memory.overwrite || named {
+            true => Contents::Overwrite,
+            false => Contents::Refuse,
         }
     }
 
@@ -550,13 +506,7 @@ impl Validate {
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
         let failure = Failure::because(error.to_string(), &error).status(if usage { USAGE } else { 1 });
-        let failure = hint.into_iter().fold(failure, Failure::hint);
-        match &error {
-            ValidateError::Left { backup, .. } | ValidateError::Recover { backup, .. } => {
-                device::with_backup(failure, &self.device, backup, device::restoring(&error))
-            }
-            _ => failure,
-        }
+        hint.into_iter().fold(failure, Failure::hint)
     }
 
     fn hint(&self, error: &ValidateError) -> Option<String> {
@@ -596,10 +546,7 @@ impl Validate {
                 "name the first address that may be overwritten with --starting-offset SIZE, or --overwrite for all"
                     .to_owned()
             }
-            E::HoldsData(_) => {
-                "--restore backs the data up and restores them at the end, --overwrite loses them".to_owned()
-            }
-            E::Hung { .. } => "once the device works again, the next `dmalane validate` of it restores them".to_owned(),
+            E::HoldsData(_) => "--overwrite measures it all the same; the data are lost".to_owned(),
             E::Memory(_) | E::NoMemoryFor { .. } => {
                 "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
             }
