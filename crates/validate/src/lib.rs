@@ -1,15 +1,12 @@
 //! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
 //!
-//! A [`TestedDevice`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as
+//! A [`TestedDevice`] is a device whose queues nothing else uses; [`run`] measures it as
 //! [`ValidateSettings`] say and returns a [`ValidateReport`]. First every thread writes and reads back its buffers, all
 //! of them before any is compared, so that threads that share addresses show. Then each figure is measured for a while
-//! and the bytes that it moved last are compared; where they are not right, the report has no figure. [`fit_link`]
-//! measures what tells the limits of a card apart, and fits a model to it.
+//! and the bytes that it moved last are compared; where they are not right, the report has no figure.
 #![forbid(unsafe_code)]
 
 mod channels;
-mod fit;
-pub mod link;
 mod measure;
 mod place;
 mod reference;
@@ -28,11 +25,10 @@ use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
 pub use channels::Channels;
-pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
-pub use target::{Contents, SLOWER, TestedDevice, emulations};
+pub use target::{Contents, TestedDevice};
 
 /// The directions of the bytes that a figure or a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -270,22 +266,6 @@ pub enum ValidateError {
         /// Positions: two for each thread.
         positions: usize,
     },
-    /// More channels than the modelled link has.
-    #[error("the modelled link has {most} channels, not {wanted}")]
-    TooManyChannels {
-        /// Asked for.
-        wanted: usize,
-        /// There are.
-        most: usize,
-    },
-    /// A link that is not known.
-    #[error("no modelled link is called {name:?}; there are {}", known.join(", "))]
-    NoEmulation {
-        /// The number that was requested.
-        name: String,
-        /// The number that exists.
-        known: Vec<String>,
-    },
     /// A memory that the device does not have.
     #[error("the device has no {0}")]
     NoMemory(Phase),
@@ -299,9 +279,6 @@ pub enum ValidateError {
         /// Bytes that there are.
         have: u64,
     },
-    /// The device has no halves to fit limits to.
-    #[error("the device is not a card with DDR and HBM, so there are no limits to find")]
-    NothingToFit,
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_dma::Error),
@@ -384,15 +361,4 @@ pub enum ValidateError {
     /// Copies by the driver alone, which are the reference, failed.
     #[error("the reference could not be measured by the device's driver: {0}")]
     DriverCopies(Box<dyn std::error::Error + Send + Sync>),
-    /// The optimum of the link could not be found.
-    #[error(transparent)]
-    Optimum(#[from] crate::link::Unsolved),
-    /// A data mismatch while limits were measured.
-    #[error("{what}: data mismatch at byte {at}; limits cannot be determined")]
-    Wrong {
-        /// The measurement.
-        what: String,
-        /// Which byte of the buffer.
-        at: u64,
-    },
 }

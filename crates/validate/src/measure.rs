@@ -314,7 +314,7 @@ impl Case<'_> {
             if target.cancelled.load(Ordering::Relaxed) {
                 return Err(ValidateError::Interrupted);
             }
-            let reference = target.reference(workers, directions, buffer, settings.stop, self.channels)?;
+            let reference = target.reference(workers, directions, buffer, settings.stop)?;
             let reference = Some(reference).filter(|c| c.is_finite());
             report.figures.push(Figure { phase, buffer, pages, kind, directions, read, write, reference });
         }
@@ -423,7 +423,6 @@ impl Case<'_> {
             phase: self.phase,
             stop,
             registered: self.settings.registered,
-            after: None,
             timeout: self.target.timeout,
             cancelled: &self.target.cancelled,
         };

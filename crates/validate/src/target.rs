@@ -12,13 +12,8 @@ use dmalane_device::{
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
-use crate::link::{Half, Limit, Link, Slow, assumptions};
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
-
-/// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine
-/// copies.
-pub const SLOWER: f64 = 50.0;
 
 /// The treatment of the contents of a device that is made of files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -35,8 +30,6 @@ pub enum Contents {
 pub struct TestedDevice {
     /// A description for people.
     pub name: String,
-    /// The modelled link, for people.
-    link: Option<String>,
     pub(crate) registrar: Arc<dyn Registrar>,
     pub(crate) queues: Vec<SharedQueue<Box<DeviceQueue>>>,
     pub(crate) memories: Memories,
@@ -98,15 +91,6 @@ pub(crate) enum Reference {
     Files(BackingFiles),
     /// Copies by the device's driver.
     Driver(Mutex<Box<dyn DriverCopies>>),
-    /// The optimum of a modelled link.
-    Optimum { link: Link, halves: Halves },
-}
-
-/// The halves of a card's memories.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Halves {
-    ddr: Span<CardAddr>,
-    hbm: [Span<CardAddr>; 2],
 }
 
 impl Memories {
@@ -126,53 +110,6 @@ impl Memories {
             Self::Card { ddr, hbm } => ddr.len().min(hbm[0].len() + hbm[1].len()),
         }
     }
-
-    /// The halves of a card.
-    pub fn halves(self) -> Option<Halves> {
-        match self {
-            Self::Card { ddr, hbm } => Some(Halves { ddr, hbm }),
-            Self::One(_) => None,
-        }
-    }
-}
-
-impl Halves {
-    pub fn of(&self, at: CardAddr) -> Half {
-        let upper = |span: Span<CardAddr>| at.bits() - span.first().bits() >= span.len() / 2;
-        match () {
-            () if self.ddr.contains(at) && !upper(self.ddr) => Half::Ddr0,
-            () if self.ddr.contains(at) => Half::Ddr1,
-            () if self.hbm[1].contains(at) => Half::Hbm1,
-            () => Half::Hbm0,
-        }
-    }
-
-    /// The first address of a half, and its bytes.
-    pub fn span(&self, half: Half) -> (CardAddr, u64) {
-        let ddr = self.ddr.len() / 2;
-        match half {
-            Half::Ddr0 => (self.ddr.first(), ddr),
-            Half::Ddr1 => (CardAddr::new(self.ddr.first().bits() + ddr), ddr),
-            Half::Hbm0 => (self.hbm[0].first(), self.hbm[0].len()),
-            Half::Hbm1 => (self.hbm[1].first(), self.hbm[1].len()),
-        }
-    }
-}
-
-/// The links that can be emulated, by name: `half-egress-14` and so on.
-pub fn emulations() -> Vec<(String, Link)> {
-    assumptions::all()
-        .into_iter()
-        .chain(assumptions::v80())
-        .map(|a| (a.name.replace(' ', "-"), slower(&a.link)))
-        .collect()
-}
-
-/// The same link with each of its rates divided by [`SLOWER`].
-fn slower(link: &Link) -> Link {
-    let limit = |l: &Limit| Limit { capacity: l.capacity.iter().map(|(t, c)| (*t, c / SLOWER)).collect(), ..l.clone() };
-    let limits = link.limits().iter().map(limit).collect();
-    Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
 impl TestedDevice {
@@ -181,47 +118,7 @@ impl TestedDevice {
     ///
     /// # Errors
     /// [`ValidateError::Lost`], [`ValidateError::Lock`], [`ValidateError::DriverCopies`]; nothing was written.
-    pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
-        Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))
-    }
-
-    /// A card that seems to hang off the modelled link of this name, one of [`emulations`]. `catch_up`: with how much
-    /// the link catches up when its threads did not get to run, `None` for a millisecond. It moves as much more after
-    /// idle time. For [`fit_link`](crate::fit_link) on busy machines.
-    ///
-    /// # Errors
-    /// [`ValidateError::NoEmulation`], [`ValidateError::TooManyChannels`]; [`ValidateError::NothingToFit`] for a device
-    /// that is not a card with DDR and HBM.
-    pub fn emulated(device: Box<dyn Device>, name: &str, catch_up: Option<Duration>) -> Result<Self, ValidateError> {
-        let links = emulations();
-        let known = links.iter().map(|(name, _)| name.clone()).collect();
-        let found = links.into_iter().find(|(known, _)| known == name);
-        let (_, link) = found.ok_or_else(|| ValidateError::NoEmulation { name: name.to_owned(), known })?;
-        let halves = Memories::of(device.regions()).halves().ok_or(ValidateError::NothingToFit)?;
-        let half = move |at: DeviceAddr| match at {
-            DeviceAddr::Card(at) => halves.of(at),
-            DeviceAddr::Va(_) => Half::Ddr0,
-        };
-        let burst = catch_up.unwrap_or(Duration::from_millis(1));
-        let mut target = Self::with(device, Contents::Overwrite, |queues| {
-            let (wanted, most) = (queues.len(), link.channels());
-            match wanted > most {
-                true => Err(ValidateError::TooManyChannels { wanted, most }),
-                false => Ok(Slow::catching_up(queues, link.clone(), burst, half).into_iter().map(share).collect()),
-            }
-        })?;
-        target.name = format!("{} behind the modelled link {name}", target.name);
-        target.link = Some(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
-        target.reference = Reference::Optimum { link, halves };
-        target.concurrent = true;
-        Ok(target)
-    }
-
-    fn with(
-        mut device: Box<dyn Device>,
-        contents: Contents,
-        share: impl FnOnce(Vec<Box<DeviceQueue>>) -> Result<Vec<SharedQueue<Box<DeviceQueue>>>, ValidateError>,
-    ) -> Result<Self, ValidateError> {
+    pub fn new(mut device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
         let info = device.info();
         let reference = match device.backing_files() {
             None => match device.driver_copies().map_err(ValidateError::DriverCopies)? {
@@ -240,9 +137,8 @@ impl TestedDevice {
         let memory = device.memory();
         Ok(Self {
             name: info.name,
-            link: None,
             registrar: device.registrar(),
-            queues: share(device.take_queues())?,
+            queues: device.take_queues().into_iter().map(share).collect(),
             memories: Memories::of(device.regions()),
             driven: memory.is_driven().then(|| Mutex::new(memory)),
             areas: areas(device.regions()),
@@ -258,7 +154,7 @@ impl TestedDevice {
 
     /// How it is driven, as it is now, for people; a line each.
     pub fn notes(&self) -> Vec<String> {
-        self.device.info().notes.into_iter().chain(self.link.clone()).collect()
+        self.device.info().notes
     }
 
     /// Reads its counters, also on other threads and during measurements.
@@ -314,11 +210,6 @@ impl TestedDevice {
             }
         }
         Ok(Some(taken))
-    }
-
-    /// The halves of a card.
-    pub(crate) fn halves(&self) -> Option<Halves> {
-        self.memories.halves()
     }
 
     /// The areas as a policy over these channels sees them.

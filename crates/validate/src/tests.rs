@@ -1,4 +1,4 @@
-//! Validations of devices whose truth is known: right ones, wrong ones, and links with known limits.
+//! Validations of devices whose truth is known: right ones and wrong ones.
 
 use std::error::Error;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ use dmalane_queue::{
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use super::*;
-use crate::link::Half;
+use crate::place::Memories;
 use crate::target::share;
 
 const MIB: u64 = 1 << 20;
@@ -35,12 +35,9 @@ fn card(config: CardConfig, how: CardUse) -> Box<dyn Device> {
     Box::new(CardDevice::open(bus, CardUse { flat: true, ..how }).unwrap())
 }
 
-fn soft(config: CardConfig, emulate: Option<&str>) -> TestedDevice {
+fn soft(config: CardConfig) -> TestedDevice {
     let device = card(config, CardUse { concurrent: config.workers == Workers::PerChannel, ..CardUse::default() });
-    match emulate {
-        Some(link) => TestedDevice::emulated(device, link, None).unwrap(),
-        None => TestedDevice::new(device, Contents::Refuse).unwrap(),
-    }
+    TestedDevice::new(device, Contents::Refuse).unwrap()
 }
 
 fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<TestedDevice, FileDeviceError> {
@@ -75,14 +72,14 @@ fn check(target: &TestedDevice, settings: &ValidateSettings) -> ValidateReport {
 #[test]
 fn the_software_card_passes_in_every_way() {
     for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
-        let target = soft(CardConfig { workers, ..CardConfig::default() }, None);
+        let target = soft(CardConfig { workers, ..CardConfig::default() });
         let report = check(&target, &quick());
         let cases = report.integrity.len();
         assert!((3..=6).contains(&cases), "three phases, one or two kinds of pages");
         assert_eq!(report.figures.len(), 3 * cases);
         assert!(report.figures.iter().all(|f| f.read.iter().chain(&f.write).all(|r| r.buffers == 6)));
     }
-    let target = soft(CardConfig::default(), None);
+    let target = soft(CardConfig::default());
     for (raw, registered, allocation, channels, threads) in [
         (true, true, Allocation::Auto, "auto", 3),
         (false, false, Allocation::Paired, "auto", 5),
@@ -138,14 +135,12 @@ fn files_pass_and_are_written_nowhere_else() {
         ));
         let hbm = run(&target, &ValidateSettings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
         assert!(matches!(hbm, Err(ValidateError::NoMemory(Phase::Hbm))));
-        let fit = fit_link(&target, &FitSettings::default(), &mut |_| {});
-        assert!(matches!(fit, Err(ValidateError::NothingToFit)));
     }
 }
 
 #[test]
 fn settings_that_make_no_sense_are_refused() {
-    let target = soft(CardConfig::default(), None);
+    let target = soft(CardConfig::default());
     let refused = |settings: ValidateSettings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
     for (settings, why) in [
         (ValidateSettings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
@@ -170,11 +165,6 @@ fn settings_that_make_no_sense_are_refused() {
         let said = refused(settings);
         assert!(said.contains(why), "{said}");
     }
-    let error = TestedDevice::emulated(card(CardConfig::default(), CardUse::default()), "fast", None)
-        .err()
-        .unwrap()
-        .to_string();
-    assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
 }
 
 /// A queue with a fault.
@@ -254,7 +244,7 @@ impl Queue for Wrong {
 
 /// The software card with both channels wrong.
 fn wrong(fault: Fault) -> TestedDevice {
-    let mut target = soft(CardConfig::default(), None);
+    let mut target = soft(CardConfig::default());
     for queue in &mut target.queues {
         *queue = share(Wrong { inner: Box::new(queue.handle(Class::Normal)), fault, done: 0 });
     }
@@ -307,14 +297,14 @@ impl Queue for Notes {
 
 #[test]
 fn buffers_and_channels_are_those_of_v80_smi() {
-    let mut target = soft(CardConfig::default(), None);
+    let mut target = soft(CardConfig::default());
     let seen = Seen::default();
     for (channel, queue) in target.queues.iter_mut().enumerate() {
         let inner = Box::new(queue.handle(Class::Normal));
         *queue = share(Notes { inner, channel, seen: Arc::clone(&seen) });
     }
-    let halves = target.halves().unwrap();
-    let [ddr, hbm] = [Half::Ddr0, Half::Hbm0].map(|half| halves.span(half).0.bits());
+    let Memories::Card { ddr, hbm } = target.memories else { panic!("a card") };
+    let [ddr, hbm, upper] = [ddr, hbm[0], hbm[1]].map(|memory| memory.first().bits());
     let base = ValidateSettings {
         threads: 2,
         buffers: vec![64 << 10],
@@ -355,41 +345,13 @@ fn buffers_and_channels_are_those_of_v80_smi() {
     let second = 4096 + 8 * MIB;
     assert_eq!(copies(paired.clone()), of(&[(0, ddr + 4096), (1, ddr + second), (0, hbm + 4096), (1, hbm + second)]));
     let halved = ValidateSettings { region_stride: None, phases: vec![Phase::Hbm], ..paired };
-    assert_eq!(copies(halved), of(&[(0, hbm + 4096), (1, halves.span(Half::Hbm1).0.bits() + 4096)]));
-}
-
-#[test]
-fn both_directions_look_half_as_fast_where_each_has_one_channel() {
-    // As v80-smi's raw transfers have it: all reads on one channel, all writes on the other.
-    let target = soft(CardConfig::default(), Some("v80-placement"));
-    let settings = ValidateSettings {
-        threads: 2,
-        raw: true,
-        phases: vec![Phase::Ddr],
-        pages: vec![Pages::Small],
-        directions: vec![Directions::Both],
-        stop: Stop::For(Duration::from_millis(100)),
-        ..quick()
-    };
-    let share = |channels: &str| {
-        let report = check(&target, &ValidateSettings { channels: channels.parse().unwrap(), ..settings.clone() });
-        report.figures[0].total() / report.figures[0].reference.unwrap()
-    };
-    // A link never moves more than its limits, but for a millisecond of credit.
-    let auto = share("auto");
-    assert!(auto < 0.55, "{auto}");
-    // Threads that do not get to run move less: on a busy machine both channels may carry less than one could. In
-    // simulated time, `link_v80.rs` has the same without a doubt.
-    let both: Vec<f64> = (0..8).map(|_| share("0,0,1,1")).take_while(|share| *share < 0.6).collect();
-    if both.len() == 8 {
-        eprintln!("skipped: this machine is too busy to use both channels: {both:?} of the reference");
-    }
+    assert_eq!(copies(halved), of(&[(0, hbm + 4096), (1, upper + 4096)]));
 }
 
 #[test]
 fn reads_and_writes_at_once_read_at_even_positions() {
     // The last pass of a figure reads at even positions alone, and writes at odd ones, before it reads these back.
-    let mut target = soft(CardConfig::default(), None);
+    let mut target = soft(CardConfig::default());
     let inner = Box::new(target.queue(1));
     target.queues[1] = share(Wrong { inner, fault: Fault::Flip(0), done: 0 });
     let settings = ValidateSettings {
@@ -447,35 +409,6 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
 }
 
 #[test]
-fn a_modelled_link_is_the_ceiling() {
-    let settings = ValidateSettings {
-        threads: 2,
-        buffers: vec![MIB],
-        stop: Stop::For(Duration::from_millis(60)),
-        pages: vec![Pages::Small],
-        ..ValidateSettings::default()
-    };
-    let target = soft(CardConfig::default(), Some("shared-23"));
-    let report = check(&target, &settings);
-    assert_eq!(report.figures.len(), 9);
-    for figure in &report.figures {
-        let reference = figure.reference.unwrap();
-        // A millisecond's worth may be saved up; how close to it a figure comes depends on how busy this machine is.
-        assert!(figure.total() < 1.1 * reference, "{figure:?}");
-        let model = 23e9 / SLOWER;
-        assert!((reference / model - 1.0).abs() < 0.01, "{reference} {model}");
-    }
-    let three = TestedDevice::emulated(
-        card(CardConfig { channels: 3, ..CardConfig::default() }, CardUse::default()),
-        "12-and-9",
-        None,
-    );
-    assert!(matches!(three, Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
-    let ram = Box::new(dmalane_device::RamDevice::new(MIB).unwrap());
-    assert!(matches!(TestedDevice::emulated(ram, "12-and-9", None), Err(ValidateError::NothingToFit)));
-}
-
-#[test]
 fn direct_io_and_two_names_are_one_file() {
     let folder = tempfile::tempdir_in(".").unwrap();
     let (path, link) = (folder.path().join("memory"), folder.path().join("link"));
@@ -516,10 +449,6 @@ fn what_is_told_to_stop_stops() {
     });
     assert!(matches!(result, Err(ValidateError::Interrupted)), "{result:?}");
     assert!(written);
-    // The same for what limits a card.
-    let mut card = soft(CardConfig::default(), None);
-    card.stop_when(cancelled);
-    assert!(matches!(fit_link(&card, &FitSettings::default(), &mut |_| {}), Err(ValidateError::Interrupted)));
 }
 
 #[test]
@@ -714,7 +643,7 @@ fn any_device_can_be_measured() {
 #[test]
 fn a_device_that_is_gone_is_told_of_soon() {
     for (threads, raw) in [(1, true), (4, false)] {
-        let mut target = soft(CardConfig::default(), None);
+        let mut target = soft(CardConfig::default());
         for queue in &mut target.queues {
             let inner = Box::new(queue.handle(Class::Normal));
             *queue = share(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
@@ -729,7 +658,7 @@ fn a_device_that_is_gone_is_told_of_soon() {
 
 #[test]
 fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
-    let mut target = soft(CardConfig::default(), None);
+    let mut target = soft(CardConfig::default());
     target.timeout = Duration::from_secs(1);
     // Of the two transfers of a thread the first fails, and the second does not end.
     let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
@@ -742,7 +671,7 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
 
 #[test]
 fn handles_of_a_device_that_hangs_wait_together() {
-    let mut target = soft(CardConfig::default(), None);
+    let mut target = soft(CardConfig::default());
     target.timeout = Duration::from_millis(100);
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 0, false));

@@ -162,7 +162,7 @@ impl Walk {
         &mut self,
         ticket: Ticket,
         slice: BufferSlice,
-        (start, counts): (Instant, bool),
+        start: Instant,
         registered: bool,
     ) -> Result<(), BufferSlice> {
         let Some(i) = self.flying.iter().position(|(t, _)| *t == ticket) else { return Err(slice) };
@@ -171,9 +171,6 @@ impl Walk {
         if self.is_idle() {
             if !registered {
                 self.via = None;
-            }
-            if !counts {
-                return Ok(());
             }
             let now = Instant::now();
             self.moved.passes += 1;

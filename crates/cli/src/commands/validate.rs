@@ -18,8 +18,8 @@ use dmalane::file::FileDeviceOptions;
 use dmalane::load::Output;
 use dmalane::slash::SlashOptions;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, TestedDevice,
-    ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
+    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
+    ValidateReport, ValidateSettings, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -40,7 +40,6 @@ Examples:
   dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
   dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
   dmalane validate --unregistered --iterations 100 --csv
-  dmalane validate --emulate shared-23 --fit       find what limits a modelled card
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
@@ -166,14 +165,6 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
     sweep: Option<Sweep>,
 
-    /// Put the software card behind a modelled link with known limits
-    #[arg(long, value_name = "LINK", value_parser = emulate)]
-    emulate: Option<String>,
-
-    /// Find the limits of the link that explain the measured rates
-    #[arg(long)]
-    fit: bool,
-
     /// Try io_uring on a file device. A character device is probed first: 16KiB at this offset, 16KiB or more, are
     /// written, read back and restored; regular files and disks need no probe
     #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
@@ -217,7 +208,6 @@ struct Outcome {
     no_effect: Vec<String>,
     settings: ValidateSettings,
     report: ValidateReport,
-    fit: Option<(FitReport, FitSettings)>,
     /// For each figure of several measurements, the least and the greatest rate.
     spreads: Vec<Spread>,
     /// Everything that was asked for was measured.
@@ -260,8 +250,8 @@ impl Validate {
         let signals = Signals::catch()?;
         let settings = self.settings();
         let mut plot = self.plot()?;
-        let (mut target, mut fitted) = self.targets(&mut plot)?;
-        [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
+        let mut target = self.target(&mut plot)?;
+        target.stop_when(signals.stop.clone());
         let bar = Steps::new("validate", !self.format.quiet);
         let counters = target.counters();
         job::this().counted(&counters);
@@ -284,15 +274,6 @@ impl Validate {
             }
             (report, spreads) = repeat::median(reports);
         }
-        let mut fit = None;
-        if self.fit && result.is_ok() && report.passed() {
-            let target = fitted.as_ref().unwrap_or(&target);
-            let settings = FitSettings { offset: settings.starting_offset, ..FitSettings::default() };
-            match fit_link(target, &settings, &mut watch) {
-                Ok(found) => fit = Some((found, settings)),
-                Err(e) => result = Err(e),
-            }
-        }
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
         let (device, notes, no_effect) = (target.name.clone(), target.notes(), self.no_effect());
@@ -304,7 +285,7 @@ impl Validate {
             n => signals.mark(failure).cause(format!("the kernel still holds {n} bytes of buffers")),
         });
         let complete = failed.is_none();
-        let outcome = Outcome { device, notes, no_effect, settings, report, fit, spreads, complete };
+        let outcome = Outcome { device, notes, no_effect, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, plot.as_ref())?;
         }
@@ -352,8 +333,6 @@ impl Validate {
     /// Refuses options that do not fit the device.
     fn check_options(&self) -> Result<(), Failure> {
         let card = [
-            ("--emulate", self.emulate.is_some()),
-            ("--fit", self.fit),
             ("--ddr-only", self.ddr_only),
             ("--hbm-only", self.hbm_only),
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
@@ -382,9 +361,6 @@ impl Validate {
                 Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
                 None => failure,
             });
-        }
-        if self.emulate.is_some() && !takes("workers") {
-            return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
         }
         device::check(&self.device, &self.open_options())
     }
@@ -463,28 +439,18 @@ impl Validate {
         all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
-    /// The device to measure, and the device whose limits --fit finds. Their files are none that `plot` may overwrite.
-    fn targets(&self, plot: &mut Option<Output>) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
+    /// The device to measure. Its files are none that `plot` may overwrite.
+    fn target(&self, plot: &mut Option<Output>) -> Result<TestedDevice, Failure> {
         let options = self.open_options();
-        let mut target = |catch_up| {
-            let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
-            let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
-            let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-            if let Some(to) = plot.take() {
-                let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
-                to.check().map_err(|e| cannot_write(to.path(), &e))?;
-                *plot = Some(to);
-            }
-            let target = match &self.emulate {
-                Some(link) => TestedDevice::emulated(device, link, catch_up),
-                None => TestedDevice::new(device, self.contents(&metas)),
-            };
-            target.map_err(|e| self.failure(e))
-        };
-        // A busy machine's late threads shall not look like a limit.
-        let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));
-        let fitted = fitted.transpose()?;
-        Ok((target(None)?, fitted))
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
+        let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
+        let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+        if let Some(to) = plot.take() {
+            let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
+            to.check().map_err(|e| cannot_write(to.path(), &e))?;
+            *plot = Some(to);
+        }
+        TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))
     }
 
     /// The treatment of the contents of a device that is made of files.
@@ -583,14 +549,6 @@ fn ring_size(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(entries) if entries.is_power_of_two() && (2..=1 << 16).contains(&entries) => Ok(entries),
         _ => Err("not a power of two from 2 to 65536".to_owned()),
-    }
-}
-
-fn emulate(text: &str) -> Result<String, String> {
-    let known: Vec<String> = emulations().into_iter().map(|(name, _)| name).collect();
-    match known.iter().any(|name| name == text) {
-        true => Ok(text.to_owned()),
-        false => Err(format!("no such link\nhint: the links are {}", known.join(", "))),
     }
 }
 

@@ -347,18 +347,6 @@ fn a_character_device_needs_to_be_asked_for() {
 }
 
 #[test]
-fn limits_are_named() {
-    let found = json(&["--emulate", "half-egress-14", "--fit", "--read", "--ddr-only", "--pages", "4k"]);
-    assert_eq!(found["fit"]["points"].as_array().unwrap().len(), 36);
-    let answers = found["fit"]["answers"].as_array().unwrap();
-    let questions: Vec<&str> = answers.iter().map(|a| a["question"].as_str().unwrap()).collect();
-    // The answers are tested where a busy machine may have another try.
-    assert_eq!(questions, ["duplex_halves", "together_capped", "hbm_reads_slow"]);
-    assert!(found["reference"].as_str().unwrap().contains("optimum"));
-    assert!(found["notes"][1].as_str().unwrap().contains("divided by 50"));
-}
-
-#[test]
 fn a_bad_command_line_is_explained() {
     let (_file, file) = file(1 << 20);
     for (args, why) in [
@@ -393,11 +381,9 @@ fn a_bad_command_line_is_explained() {
         (&["--ddr-only", "--hbm-only"], "cannot be used with"),
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
-        (&["--emulate", "wire"], "the links are half-egress-14"),
         (&["-d", "gpu0"], "ram:SIZE"),
         (&["-d", "file:"], "a path is empty"),
         (&["-d", "file:x,c2h="], "a path is empty"),
-        (&["-d", "file:x", "--fit"], "--fit is for a card"),
         (&["-d", "file:x", "--ring-size", "16"], "--ring-size is for a card"),
         (&["-d", "file:x", "--hbm-only"], "--hbm-only is for a card"),
         (&["-d", "file:x", "--raw-transfer-test"], "--raw-transfer-test is for a card"),
