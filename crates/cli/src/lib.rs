@@ -15,6 +15,7 @@ mod probe;
 pub mod program;
 mod progress;
 mod range;
+mod report;
 mod room;
 mod source;
 mod timeline;

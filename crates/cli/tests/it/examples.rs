@@ -102,7 +102,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 7] = ["--save", "--record", "--trace", "--report", "--plot", "--bundle", "-o"];
+pub const WRITES: [&str; 6] = ["--save", "--record", "--trace", "--report", "--bundle", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]

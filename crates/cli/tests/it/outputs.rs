@@ -129,7 +129,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("config.toml: doctor --bundle config.toml --force", "it is the input config.toml"),
         // The memory of the device.
         (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
-        ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
+        ("validate -d file:card.img --overwrite --report card.img --force", "it is the input"),
         // Files that exist, without --force.
         // With --force it would be refused as well, so nobody is told to use that.
         ("load model.safetensors --save model.safetensors", "it is the input model.safetensors"),
@@ -143,7 +143,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load --sample 4KiB --report boot.json", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
-        ("validate --plot boot.json", "it exists already"),
+        ("validate --report boot.json", "it exists already"),
         ("compare model.safetensors --report boot.json", "it exists already"),
         ("manifest model.safetensors -o boot.json", "it exists already"),
         ("read model.safetensors --trace boot.json", "it exists already"),
@@ -158,7 +158,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
             "is a symbolic link in a directory that others can write",
         ),
         ("doctor --bundle open/planted --force", "is a symbolic link in a directory that others can write"),
-        ("validate --plot open/planted --force", "is a symbolic link in a directory that others can write"),
+        ("validate --report open/planted --force", "is a symbolic link in a directory that others can write"),
         // One name for two outputs.
         ("load boot.json --save sub/new --record sub/new", "both write sub/new"),
         ("load boot.json --trace sub/new --report sub/new", "both write sub/new"),
@@ -238,7 +238,7 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
     ("read", "trace", "read boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
     ("read", "report", "read boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
     ("read", "send_to", "read boot.json --send-to m -d file:m --overwrite", "cannot be used with"),
-    ("validate", "plot", "validate --plot m -d file:m --overwrite --force", "it is the input device memory"),
+    ("validate", "report", "validate --report m -d file:m --overwrite --force", "it is the input device memory"),
     ("vm replay", "trace", "vm replay t -d file:t", "file:t binds nothing"),
 ];
 
@@ -411,7 +411,7 @@ fn a_full_file_system_keeps_what_is_there() {
         "iopt build boot.json --format x86-64-4level -o disk/old --force",
         "compare model.safetensors --rounds 1 --only plain-read --report disk/old --force",
         "manifest model.safetensors -o disk/old --force",
-        "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --plot disk/old --force",
+        "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --report disk/old --force",
         "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1",
         "doctor --bundle disk/old --force",
         "load -q model.safetensors --save disk/new",
