@@ -205,7 +205,7 @@ fn every_field_is_documented() {
     reports.push(serde_json::from_slice(&different.stdout).unwrap());
     let compared = ["compare", &path, "--rounds", "1", "--only", "plain-read", "--only", "kvikio", "--json"];
     reports.push(json(&compared));
-    let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
+    let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--placement", "ddr"];
     reports.push(json(&quick));
     match run(&["inspect", &path, "--json"]) {
         output if output.status.success() => reports.push(serde_json::from_slice(&output.stdout).unwrap()),

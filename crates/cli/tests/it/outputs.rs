@@ -246,7 +246,6 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
 /// the device's memory.
 const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
     ("read", "command", "a program with its words, for --export, which is refused with a device"),
-    ("validate", "emulate", "a link"),
     ("bar-map", "", "its devices are those of VFIO"),
     ("top", "", "its devices are daemons"),
 ];
@@ -412,7 +411,6 @@ fn a_full_file_system_keeps_what_is_there() {
         "compare model.safetensors --rounds 1 --only plain-read --report disk/old --force",
         "manifest model.safetensors -o disk/old --force",
         "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --report disk/old --force",
-        "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1",
         "doctor --bundle disk/old --force",
         "load -q model.safetensors --save disk/new",
     ] {

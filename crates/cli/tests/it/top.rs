@@ -361,7 +361,7 @@ fn text_and_json_say_what_jobs_do() {
     assert_eq!((&job["phase"], &job["unit"], &job["total"]), (&"read".into(), &"bytes".into(), &Value::Null));
     assert_eq!((&job["stages"][0]["stage"], &job["iommu"]), (&"read".into(), &Value::Null));
     assert!(job["command"].as_str().unwrap().ends_with("dmalane read -") && job["elapsed_s"].as_f64().unwrap() > 0.0);
-    let validate = ["validate", "--duration", "600", "-j", "1", "--ddr-only", "-q"];
+    let validate = ["validate", "--duration", "600", "-j", "1", "--placement", "ddr", "-q"];
     let validate = Background::start(&mut dmalane(runtime.path(), &validate));
     let both = jobs(runtime.path(), 2, |job| job["unit"] == "bytes" || job["done"].as_u64() > Some(0));
     let steps = both.iter().find(|job| job["unit"] == "steps").unwrap();
