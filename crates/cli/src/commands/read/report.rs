@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use dmalane::load::StageReport;
+use dmalane::load::{Stage, StageReport};
 use serde_json::{Value, json};
 
 use super::Outcome;
@@ -177,7 +177,8 @@ pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
     let bar = |s: &StageReport| {
         Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
     };
-    Section::Bars(o.run.report.stages.iter().filter_map(bar).collect(), String::new())
+    let moves = |s: &&StageReport| matches!(s.stage, Stage::Read | Stage::Checksum | Stage::Transfer);
+    Section::Bars(o.run.report.stages.iter().filter(moves).filter_map(bar).collect(), String::new())
 }
 
 /// The stages for a page.

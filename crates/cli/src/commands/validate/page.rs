@@ -53,7 +53,7 @@ pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
             charts(true, &latency),
             "Moving one buffer: the median, and dashed the 99th percentile; of both directions at once the slower one's.",
         ),
-        Section::Table("Figures", table(figures), "GB/s of all threads together; us for one buffer, to 1 %."),
+        Section::Table("Figures", table(figures), "Rates are of all threads together, times of one buffer, to 1 %."),
         Section::Table("Integrity", integrity(outcome), ""),
     ]
 }
