@@ -285,9 +285,9 @@ def load_into(
     written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
     have been when `IntegrityError` is raised.
     """
-    from ._frameworks import describe, raw_bytes
+    from ._frameworks import describe
 
-    files = Files(_paths(path), None, direct)
+    files = Files(_paths(path), None, direct, _manifest(verify))
     names = files.keys()
     if strict and (unknown := set(tensors).symmetric_difference(names)):
         name = min(unknown)
@@ -302,18 +302,17 @@ def load_into(
         elif describe(name, target) != (dtype, list(shape)):
             raise ValueError(f"tensor {name!r} is {dtype} {list(shape)} in {file}, not {describe(name, target)}")
     largest = max((files.describe(name)[2] for name in names), default=0)
-    files.close()
-    limit = max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20))
-    with safe_open(path, "bytes", memory_limit=limit, direct=direct, verify=verify) as f:
-        for name, tensor in f.tensors(set(tensors) & set(names)):
-            target = tensors[name]
-            if tensor.nbytes:
-                _copy(target, tensor, raw_bytes)
-            del tensor
-        _last.report = f.report
+    files = files.within(max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20)))
+    stream = files.stream(set(tensors) & set(names))
+    while (tensor := next(stream, None)) is not None:
+        if tensor.nbytes:
+            _copy(tensors[tensor.name], tensor)
+        # The next one may need its memory.
+        del tensor
+    _last.report = files.report
 
 
-def _copy(target: Any, tensor: Tensor, raw_bytes: Callable[[Any], memoryview]) -> None:
+def _copy(target: Any, tensor: Tensor) -> None:
     import sys
 
     torch = sys.modules.get("torch")

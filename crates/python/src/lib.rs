@@ -4,14 +4,12 @@
 //! needs the engine: `memory.rs` is the only file with `unsafe`.
 
 mod device;
-mod expected;
 mod failure;
 mod interrupt;
 mod memory;
 mod open;
 mod report;
 mod save;
-mod stream;
 
 use pyo3::prelude::*;
 
@@ -25,7 +23,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(open::alloc_and_read, module)?)?;
     module.add_function(wrap_pyfunction!(save::save_file, module)?)?;
     module.add_function(wrap_pyfunction!(command_line, module)?)?;
-    module.add_class::<stream::Stream>()?;
+    module.add_class::<open::Stream>()?;
     module.add_class::<device::Device>()?;
     module.add_class::<device::DeviceTensor>()?;
     module.add_class::<device::Registration>()?;
