@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::{Stage, StageReport};
 
 /// Time and bytes of each stage so far, of every job that was given this
-/// ([`DriveOptions::live`](crate::DriveOptions::live), [`FillOptions::live`](crate::fill::FillOptions::live)).
+/// ([`FillOptions::live`](crate::fill::FillOptions::live)).
 ///
 /// Jobs add to it about forty times a second, not with each operation.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use std::io::Read;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_device::NoIommu;
@@ -499,8 +499,15 @@ fn digest<S: Queue<Addr = FileOffset>>(
         ControlFlow::Continue(())
     };
     let job = Job::whole(lens);
-    let result =
-        fill::run(Memory::Staging(&mut staging), Sink::Memory, &job, &mut workers(inputs), &options, &mut watch);
+    let result = fill::run(
+        Instant::now(),
+        Memory::Staging(&mut staging),
+        Sink::Memory,
+        &job,
+        &mut workers(inputs),
+        &options,
+        &mut watch,
+    );
     let done = result.map_err(|error| describe(error, |file| (inputs[file].path.clone(), None)))?;
     Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
 }

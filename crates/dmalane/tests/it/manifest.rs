@@ -157,7 +157,8 @@ fn loads_and_reads_are_checked_as_the_bytes_arrive() {
     for mode in [Mode::Auto, Mode::Buffered] {
         let read = |manifest: &Manifest| {
             let expected = manifest.expect(paths.iter().map(|path| (&**path, 9_000_000)))?;
-            let options = ReadOptions { mode, hash_regions: expected.hash_regions(), ..ReadOptions::default() };
+            let mut options = ReadOptions { mode, ..ReadOptions::default() };
+            options.fill.hash_regions = expected.hash_regions();
             let read = dmalane::Read::files(&paths).options(options).into_memory(&AnonHeap::new()).unwrap();
             expected.check(read.filled.buffers.iter().map(|buffer| buffer.digests()))
         };
