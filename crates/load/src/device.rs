@@ -409,7 +409,7 @@ impl OpenDevice {
     }
 
     /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during
-    /// loads, verifications and saves, in bytes.
+    /// loads and verifications, in bytes.
     pub fn resident_peak(&self) -> u64 {
         self.resident.peak
     }

@@ -11,7 +11,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 
 /// Commands that print text, in this order, and their exit statuses.
 pub const COMMANDS: &[(&str, i32)] = &[
-    ("load --sample 8MiB -v --verify --save m.safetensors --list", 0),
+    ("load --sample 8MiB -v --verify --list", 0),
     ("load m.safetensors -v --repeat 2 --trace t --report r --record b -d soft", 0),
     ("load m.safetensors -v -d ram:64MiB", 0),
     ("load m.safetensors --dry-run --list", 0),
@@ -34,7 +34,7 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("iopt dump image -f x86-64-4level --root 0x1a3000", 0),
     ("card --help", 0),
     ("load m.safetensors -d ram:1MiB", 1),
-    ("load m.safetensors --save m.safetensors", 1),
+    ("load m.safetensors --record m.safetensors", 1),
     ("load m.safetensors -d daemon:/nowhere", 1),
     ("load m.safetensors -d file:/dev/shm/no/such/memory", 1),
     ("load m.safetensors -d /dev/xdma0_h2c_0", 2),
@@ -48,6 +48,7 @@ fn folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
+    crate::sample(folder.join("m.safetensors"), 8 << 20, 1);
     let mapping = r#"{"va": "0x40000000", "pa": 0, "len": 65536, "access": "rw"}"#;
     std::fs::write(folder.join("spec.json"), format!(r#"{{"schema": 1, "mappings": [{mapping}]}}"#)).unwrap();
     folder

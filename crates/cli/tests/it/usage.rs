@@ -61,12 +61,10 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --dry-run --csv", "--csv"),
             ("m --dry-run --verify", "cannot be used with"),
             ("m --dry-run --trace t", "cannot be used with"),
-            ("m --save -", "stdout is for the report"),
+            ("m --record -", "stdout is for the report"),
             ("m --trace - ", "stdout is for the report"),
             ("m --trace t --report t", "--trace and --report both write t"),
             ("m --record t --report t", "--record and --report both write t"),
-            ("m --save t --record t", "--save and --record both write t"),
-            ("m folder/m --save folder", "two files would be saved as folder/m"),
         ],
     ),
     (
@@ -209,8 +207,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
 const FAILS: &[&str] = &[
     "load missing",
     "load m missing",
-    "load m --save missing/m",
-    "load m folder/m --save missing",
+    "load m --record missing/m",
     "load m --manifest missing",
     "load m --tensors nothing",
     "load m -d vfio:ffff:1f:1f.7",
