@@ -19,10 +19,10 @@ use std::time::{Duration, Instant};
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, PageKind, Registrar};
 use dmalane_file::{Fallback, How, Mode, Moved, Residency};
+use dmalane_load::OpenDevice;
 use dmalane_load::fill::{
     BufferMemory, Event, FillCached, FillError, FillOptions, Filled, HashRegions, Job, Sink, Watch, fill,
 };
-use dmalane_load::{Live, OpenDevice};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
@@ -76,8 +76,6 @@ pub struct ReadOptions {
     /// ([`FillReport::timeline`](dmalane_load::fill::FillReport::timeline)); with the channels of a device that was
     /// opened with [`DriveOptions::timeline`](dmalane_load::DriveOptions::timeline). Short files and streams have none.
     pub timeline: Option<Instant>,
-    /// Updated with the state of each stage meanwhile.
-    pub live: Option<Arc<Live>>,
 }
 
 impl Default for ReadOptions {
@@ -95,7 +93,6 @@ impl Default for ReadOptions {
             timeout: None,
             limit: None,
             timeline: None,
-            live: None,
         }
     }
 }
@@ -382,7 +379,6 @@ fn read<'a>(
         hash_regions: options.hash_regions.clone(),
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         timeline: options.timeline,
-        live: options.live.clone(),
         ..FillOptions::default()
     };
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read

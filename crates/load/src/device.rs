@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
-    MemoryError, Placement, ReadCounters, Region, areas,
+    MemoryError, Placement, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
@@ -18,7 +18,7 @@ use dmalane_vm::Bo;
 use crate::channels::Channels;
 use crate::fill::Staging;
 use crate::layout::{ALIGN, PAGE, VaRange};
-use crate::{Error, Layout, Live, Model, Report, Tensor, Track};
+use crate::{Error, Layout, Model, Report, Tensor, Track};
 
 /// Settings for driving a device.
 #[derive(Clone)]
@@ -38,16 +38,14 @@ pub struct DriveOptions {
     pub hash_thread: Option<bool>,
     /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker and each channel.
     pub timeline: bool,
-    /// Updated with the state of each stage of a load meanwhile.
-    pub live: Option<Arc<Live>>,
 }
 
 impl Default for DriveOptions {
     /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing, no timeline.
     fn default() -> Self {
         let (queues, timeout) = (QueueChoice::Auto, Duration::from_secs(30));
-        let (heap, hash_thread, live) = (None, None, None);
-        Self { chunk: 16 << 20, queues, timeout, heap, checksum: true, hash_thread, timeline: false, live }
+        let (heap, hash_thread) = (None, None);
+        Self { chunk: 16 << 20, queues, timeout, heap, checksum: true, hash_thread, timeline: false }
     }
 }
 
@@ -340,11 +338,6 @@ impl OpenDevice {
 
     /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
-        self.read_counters()()
-    }
-
-    /// Reads its counters, also on other threads and during loads.
-    pub fn read_counters(&self) -> ReadCounters {
         self.device.counters()
     }
 

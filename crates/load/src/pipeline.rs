@@ -47,7 +47,7 @@ impl OpenDevice {
         let resident_before = self.resident.see();
         let start = Instant::now();
         let epoch = self.options.timeline.then_some(start);
-        let mut parse = Clocks::observed("start", epoch, self.options.live.as_ref());
+        let mut parse = Clocks::recording("start", epoch);
         epoch.into_iter().for_each(|epoch| self.record_channels(epoch));
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
@@ -131,8 +131,7 @@ impl OpenDevice {
         let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
-        let (mut binds, mut transfers, mut failed) =
-            (Clocks::observed("binds", epoch, self.options.live.as_ref()), 0, None);
+        let (mut binds, mut transfers, mut failed) = (Clocks::recording("binds", epoch), 0, None);
         let whole_files = self.binds_whole_files();
         let Self { queue, device, info, staging, options, resident, stop, .. } = self;
         let stop = stop.clone();
@@ -169,7 +168,6 @@ impl OpenDevice {
             hash_thread: options.hash_thread,
             timeout: options.timeout,
             timeline: epoch,
-            live: options.live.clone(),
             ..FillOptions::default()
         };
         let targets = &PartTargets { files: placed, parts: &parts };

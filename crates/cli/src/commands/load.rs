@@ -19,7 +19,6 @@ use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
 
 use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
-use crate::job;
 use crate::model::{self, ReadMode, cannot_open};
 use crate::number::{within, yes_or_no};
 use crate::output;
@@ -381,7 +380,6 @@ impl Load {
                 checksum: !self.no_checksum,
                 hash_thread: self.hash_thread,
                 timeline: self.timeline.any(),
-                live: Some(job::this().live()),
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,
@@ -407,8 +405,6 @@ impl Load {
         let record = outputs.and_then(|outputs| outputs.record.as_ref());
         let recording = record.map(|to| Recording::of(device, to)).transpose()?;
         let before = device.counters().touched;
-        let counters = device.read_counters();
-        job::this().counted(&counters);
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.

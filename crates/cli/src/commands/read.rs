@@ -23,7 +23,6 @@ use dmalane::{
 
 use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
 use crate::failure::Failure;
-use crate::job;
 use crate::layout::fit;
 use crate::model::{self, ReadMode};
 use crate::number::{within, yes_or_no};
@@ -412,7 +411,6 @@ impl Read {
             hash_thread: self.hash_thread,
             timeout: self.timeout,
             limit: self.limit.map(Size::bytes),
-            live: Some(job::this().live()),
             ..ReadOptions::default()
         }
     }
@@ -520,8 +518,6 @@ impl Read {
             .job(job)
             .options(options)
             .watch(watch);
-        let counters = target.as_ref().map(|target| target.device.read_counters());
-        counters.iter().for_each(|counters| job::this().counted(counters));
         if let Some(ReadTarget { device, to }) = &mut target {
             read = read.copy_to_device(device, to);
         } else if self.map {

@@ -213,8 +213,8 @@ fn every_field_is_documented() {
     }
     reports.push(json(&["inspect", "--json", "--least", "1", &std::process::id().to_string()]));
     for name in crate::lists::with("--json") {
-        // Those of `iopt`, `top` and `vm` are in tests of their own; `bar-map` needs a PCI device.
-        let elsewhere = ["iopt", "top", "vm", "bar-map"].iter().any(|other| crate::lists::runs(&name, other));
+        // Those of `iopt` and `vm` are in tests of their own; `bar-map` needs a PCI device.
+        let elsewhere = ["iopt", "vm", "bar-map"].iter().any(|other| crate::lists::runs(&name, other));
         let here = reports.iter().any(|report| report["command"] == *name);
         assert!(here || elsewhere, "{name} is not in this test");
         assert!(!here || !elsewhere, "{name} is in this test, so it is no exception");
@@ -1026,8 +1026,7 @@ fn options_come_from_a_file_and_from_the_environment() {
     };
     let trace = folder.join("trace");
     std::fs::write(&trace, "{\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}\n").unwrap();
-    for args in [&["top", "--once"][..], &["vm", "replay", trace.to_str().unwrap()], &["read", trace.to_str().unwrap()]]
-    {
+    for args in [&["vm", "replay", trace.to_str().unwrap()][..], &["read", trace.to_str().unwrap()]] {
         let output = alone(args);
         assert!(output.status.code() != Some(2) && !stdout(&output).contains("ram:64MiB"), "{args:?}: {output:?}");
     }

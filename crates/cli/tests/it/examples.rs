@@ -14,7 +14,6 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("card serve", "serves until it is stopped; tests/it/card.rs"),
     ("daemon:", "needs a daemon; tests/it/dmalaned.rs"),
     ("systemctl", "needs systemd"),
-    ("dmalane top", "needs a terminal, or does not end; tests/it/top.rs"),
     ("dmalaned status", "needs a daemon; tests/it/dmalaned.rs"),
     ("dmalaned", "serves until it is stopped; tests/it/dmalaned.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),

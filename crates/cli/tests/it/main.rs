@@ -17,7 +17,6 @@ mod refused;
 mod slash;
 mod supervisor;
 mod timeline;
-mod top;
 mod usage;
 mod validate;
 mod vm;

@@ -155,7 +155,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         // One name for two outputs.
         ("load boot.json --record sub/new --trace sub/new", "both write sub/new"),
         ("load boot.json --trace sub/new --report sub/new", "both write sub/new"),
-        ("load boot.json --report sub/new --record ./sub/new", "both write ./sub/new"),
+        ("load boot.json --record sub/new --report ./sub/new", "both write ./sub/new"),
         ("load boot.json --record sub/../new --report new", "both write new"),
         ("load boot.json --record alias/new --trace sub/new --force", "both write sub/new"),
         ("read boot.json --trace alias/new --report sub/new", "both write sub/new"),
@@ -290,7 +290,6 @@ const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
     ("read", "command", "a program with its words, for --export, which is refused with a device"),
     ("validate", "emulate", "a link"),
     ("bar-map", "", "its devices are those of VFIO"),
-    ("top", "", "its devices are daemons"),
 ];
 
 /// The arguments that may name a file, by their types, of each command that takes a device; one without a name where

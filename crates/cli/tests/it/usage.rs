@@ -153,7 +153,6 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("--mb --json", "cannot be used with"),
         ],
     ),
-    ("top", &[("m", "m"), ("-d soft", "top watches daemons"), ("--interval 0", "not a number of seconds")]),
     (
         "doctor",
         &[("a b", "b"), ("--json --bundle x", "cannot be used with"), ("--bundle -", "stdout is for the report")],
@@ -262,7 +261,6 @@ const FAILS: &[&str] = &[
     "load map.safetensors.index.json",
     "load name.safetensors.index.json",
     "load object.safetensors.index.json",
-    "top",
 ];
 
 /// Words of programmers.

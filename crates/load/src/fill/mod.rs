@@ -40,7 +40,7 @@ pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
 
 use crate::clock::Clocks;
-use crate::{Live, StageReport, StageTimeline};
+use crate::{StageReport, StageTimeline};
 use state::State;
 use worker::Worker;
 
@@ -67,8 +67,6 @@ pub struct FillOptions {
     pub timeout: Duration,
     /// The beginning of a timeline that is recorded ([`FillReport::timeline`]), in at most about 1 MiB for each worker.
     pub timeline: Option<Instant>,
-    /// Updated with the state of each stage meanwhile.
-    pub live: Option<Arc<Live>>,
 }
 
 impl Default for FillOptions {
@@ -83,7 +81,6 @@ impl Default for FillOptions {
             deadline: None,
             timeout: Duration::from_secs(30),
             timeline: None,
-            live: None,
         }
     }
 }
@@ -382,7 +379,7 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
     let state = State::new(memory, sink, job, (workers.len(), sources), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
-    let clocks = |name: String| Clocks::observed(&name, options.timeline, options.live.as_ref());
+    let clocks = |name: String| Clocks::recording(&name, options.timeline);
     let clocks = if others.is_empty() && !state.aside {
         let clocks = Worker::new(&state, first, clocks("worker 0".to_owned())).run();
         state.drain(clocks)
