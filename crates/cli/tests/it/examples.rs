@@ -102,7 +102,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 6] = ["--record", "--trace", "--report", "--plot", "--bundle", "-o"];
+pub const WRITES: [&str; 5] = ["--record", "--trace", "--report", "--plot", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]

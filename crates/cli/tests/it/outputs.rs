@@ -121,7 +121,6 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load - --record model.safetensors --force < model.safetensors", "it is the input stdin"),
         ("manifest - -o model.safetensors --force < hard", "it is the input stdin"),
         ("config.toml: load boot.json --record config.toml --force", "it is the input config.toml"),
-        ("config.toml: doctor --bundle config.toml --force", "it is the input config.toml"),
         // The memory of the device.
         (&format!("load boot.json {card} --record card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
@@ -142,15 +141,12 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("manifest model.safetensors -o boot.json", "it exists already"),
         ("read model.safetensors --trace boot.json", "it exists already"),
         ("read model.safetensors --report boot.json", "it exists already"),
-        ("doctor --bundle boot.json", "it exists already"),
-        ("doctor --bundle sub", "it is a folder"),
         // Links that others may have planted.
         ("load boot.json --record open/planted --force", "is a symbolic link in a directory that others can write"),
         (
             "iopt build boot.json --format x86-64-4level -o open/planted --force",
             "is a symbolic link in a directory that others can write",
         ),
-        ("doctor --bundle open/planted --force", "is a symbolic link in a directory that others can write"),
         ("validate --plot open/planted --force", "is a symbolic link in a directory that others can write"),
         // One name for two outputs.
         ("load boot.json --record sub/new --trace sub/new", "both write sub/new"),
@@ -451,7 +447,6 @@ fn a_full_file_system_keeps_what_is_there() {
         "manifest model.safetensors -o disk/old --force",
         "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --plot disk/old --force",
         "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1 --restore",
-        "doctor --bundle disk/old --force",
         "load -q model.safetensors --record disk/new",
     ] {
         let mut command = Command::new("unshare");
