@@ -87,7 +87,7 @@ mod ram;
 mod space;
 
 pub use bounce::{Bounce, IoError};
-pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, ReadCounters, Region, areas};
+pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, Region, areas};
 pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};

@@ -9,7 +9,7 @@ use std::time::Instant;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
-    MemoryError, Placement, ReadCounters, Region, areas,
+    MemoryError, Placement, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
@@ -328,11 +328,6 @@ impl OpenDevice {
 
     /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
-        self.read_counters()()
-    }
-
-    /// Reads its counters, also on other threads and during loads.
-    pub fn read_counters(&self) -> ReadCounters {
         self.device.counters()
     }
 
@@ -397,7 +392,7 @@ impl OpenDevice {
     }
 
     /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during
-    /// loads, verifications and saves, in bytes.
+    /// loads and verifications, in bytes.
     pub fn resident_peak(&self) -> u64 {
         self.resident.peak
     }

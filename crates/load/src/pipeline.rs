@@ -47,7 +47,7 @@ impl OpenDevice {
         let resident_before = self.resident.see();
         let start = Instant::now();
         let epoch = self.options.fill.epoch(start);
-        let mut parse = Clocks::observed("start", epoch, self.options.fill.live.as_ref());
+        let mut parse = Clocks::recording("start", epoch);
         epoch.into_iter().for_each(|epoch| self.record_channels(epoch));
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
@@ -162,7 +162,7 @@ impl OpenDevice {
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
         let (mut binds, mut transfers, mut failed) =
-            (Clocks::observed("binds", self.options.fill.epoch(start), self.options.fill.live.as_ref()), 0, None);
+            (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
         let Self { queue, device, info, staging, options, resident, stop, .. } = self;
         let stop = stop.clone();

@@ -10,7 +10,6 @@ mod iopt;
 mod load;
 mod manifest;
 mod read;
-mod top;
 mod validate;
 mod verify;
 mod vm;
@@ -50,7 +49,6 @@ commands! {
     verify::Verify,
     compare::Compare,
     validate::Validate,
-    top::Top,
     doctor::Doctor,
     devices::Devices,
     bar_map::BarMap,

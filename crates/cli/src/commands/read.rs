@@ -23,7 +23,6 @@ use dmalane::{
 
 use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
 use crate::failure::Failure;
-use crate::job;
 use crate::layout::fit;
 use crate::model::{self, ReadMode};
 use crate::number::{within, yes_or_no};
@@ -417,7 +416,6 @@ impl Read {
                 hash_thread: self.hash_thread,
                 time_limit: self.timeout,
                 timeline: self.timeline.any(),
-                live: Some(job::this().live()),
                 ..FillOptions::default()
             },
         }
@@ -526,8 +524,6 @@ impl Read {
             .job(job)
             .options(options)
             .watch(watch);
-        let counters = target.as_ref().map(|target| target.device.read_counters());
-        counters.iter().for_each(|counters| job::this().counted(counters));
         if let Some(ReadTarget { device, to }) = &mut target {
             read = read.copy_to_device(device, to);
         } else if self.map {

@@ -28,7 +28,6 @@ use signal_hook::flag;
 
 use crate::device::{self, CardOptions};
 use crate::failure::{Failure, USAGE};
-use crate::job;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
@@ -283,8 +282,6 @@ impl Validate {
         }
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
         let bar = Steps::new("validate", !self.format.quiet);
-        let counters = target.counters();
-        job::this().counted(&counters);
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more(n),
             ValidateEvent::Step(what) => bar.step(what),

@@ -11,8 +11,7 @@ fn folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).unwrap();
-    let made = dmalane(&folder, "load -q --sample 3MiB --save model.safetensors");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    crate::sample(folder.join("model.safetensors"), 3 << 20, 1);
     folder
 }
 

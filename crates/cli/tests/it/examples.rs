@@ -14,7 +14,6 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("card serve", "serves until it is stopped; tests/it/card.rs"),
     ("daemon:", "needs a daemon; tests/it/dmalaned.rs"),
     ("systemctl", "needs systemd"),
-    ("dmalane top", "needs a terminal, or does not end; tests/it/top.rs"),
     ("dmalaned status", "needs a daemon; tests/it/dmalaned.rs"),
     ("dmalaned", "serves until it is stopped; tests/it/dmalaned.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),
@@ -83,8 +82,9 @@ fn shell(line: &str, folder: &Path) -> std::process::Output {
 /// A folder with the files that the examples name.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    crate::sample(folder.path().join("model.safetensors"), 4 << 20, 1);
     let make = "\
-        dmalane load -q --sample 4MiB --save model.safetensors --record binds.jsonl
+        dmalane load -q model.safetensors --record binds.jsonl
         cp model.safetensors shard-1.safetensors; cp model.safetensors shard-2.safetensors
         cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
         gzip -k model.bin model.safetensors
@@ -102,7 +102,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 7] = ["--save", "--record", "--trace", "--report", "--plot", "--bundle", "-o"];
+pub const WRITES: [&str; 5] = ["--record", "--trace", "--report", "--plot", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]

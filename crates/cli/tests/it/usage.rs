@@ -61,12 +61,10 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --dry-run --csv", "--csv"),
             ("m --dry-run --verify", "cannot be used with"),
             ("m --dry-run --trace t", "cannot be used with"),
-            ("m --save -", "stdout is for the report"),
+            ("m --record -", "stdout is for the report"),
             ("m --trace - ", "stdout is for the report"),
             ("m --trace t --report t", "--trace and --report both write t"),
             ("m --record t --report t", "--record and --report both write t"),
-            ("m --save t --record t", "--save and --record both write t"),
-            ("m folder/m --save folder", "two files would be saved as folder/m"),
         ],
     ),
     (
@@ -155,11 +153,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("--mb --json", "cannot be used with"),
         ],
     ),
-    ("top", &[("m", "m"), ("-d soft", "top watches daemons"), ("--interval 0", "not a number of seconds")]),
-    (
-        "doctor",
-        &[("a b", "b"), ("--json --bundle x", "cannot be used with"), ("--bundle -", "stdout is for the report")],
-    ),
+    ("doctor", &[("a b", "b")]),
     ("devices", &[("m", "m")]),
     (
         "bar-map",
@@ -209,8 +203,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
 const FAILS: &[&str] = &[
     "load missing",
     "load m missing",
-    "load m --save missing/m",
-    "load m folder/m --save missing",
+    "load m --record missing/m",
     "load m --manifest missing",
     "load m --tensors nothing",
     "load m -d vfio:ffff:1f:1f.7",
@@ -265,7 +258,6 @@ const FAILS: &[&str] = &[
     "load map.safetensors.index.json",
     "load name.safetensors.index.json",
     "load object.safetensors.index.json",
-    "top",
 ];
 
 /// Words of programmers.

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
-use dmalane_load::Stage;
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
 use dmalane_queue::{OpError, Operation, Refusal, Refused, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
@@ -56,9 +55,6 @@ pub(super) fn to_end(
             .into_slice()
             .ok_or_else(|| failed(OpError::Stopped(StopReason::Protocol("a buffer is lost".into()))))?;
         len += n;
-        if let Some(live) = &options.fill.live {
-            live.add(Stage::Read, n as u64);
-        }
         chunks.push_back((slice, n));
         if let Some(limit) = options.limit.filter(|limit| len as u64 > *limit) {
             return Err(ReadError::Limit { wanted: len as u64, limit });

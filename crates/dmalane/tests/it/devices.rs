@@ -5,7 +5,6 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use dmalane::daemon::{Config, Listener, Server};
@@ -133,11 +132,10 @@ fn every_kind_takes_the_suite() {
 }
 
 #[test]
-fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
+fn every_kind_is_loaded_to_verified_and_unloaded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     write_sample(&mut File::create(&path).unwrap(), 5 * MIB + 123, 1).unwrap();
-    let names = AtomicUsize::new(0);
     each_kind(|name, options| {
         println!("{name}");
         let mut device = options.open(&name.parse().unwrap()).unwrap();
@@ -145,10 +143,6 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
         device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
-        let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
-        device.save(&loaded.files[0], &dmalane::load::Output::new(&copy)).unwrap();
-        let saved = std::fs::metadata(&copy).unwrap().len();
-        assert!(saved.abs_diff(5 * MIB) < 16 << 10, "all but spaces of the header: {saved}");
         // A tensor by its name, and its bytes at its address.
         let file = &loaded.files[0];
         let largest = file.tensors().max_by_key(|t| t.tensor.len).unwrap();

@@ -40,7 +40,7 @@ pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
 
 use crate::clock::Clocks;
-use crate::{Live, StageReport, StageTimeline};
+use crate::{StageReport, StageTimeline};
 use state::State;
 use worker::Worker;
 
@@ -70,8 +70,6 @@ pub struct FillOptions {
     /// Record a timeline ([`FillReport::timeline`]), in at most about 1 MiB for each worker, and for each channel of a
     /// device that was opened with this set.
     pub timeline: bool,
-    /// Updated with the state of each stage meanwhile.
-    pub live: Option<Arc<Live>>,
 }
 
 impl Default for FillOptions {
@@ -86,7 +84,6 @@ impl Default for FillOptions {
             time_limit: None,
             timeout: Duration::from_secs(30),
             timeline: false,
-            live: None,
         }
     }
 }
@@ -405,7 +402,7 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
     let state = State::new(start, memory, sink, job, (workers.len(), sources), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
-    let clocks = |name: String| Clocks::observed(&name, options.epoch(start), options.live.as_ref());
+    let clocks = |name: String| Clocks::recording(&name, options.epoch(start));
     let clocks = if others.is_empty() && !state.aside {
         let clocks = Worker::new(&state, first, clocks("worker 0".to_owned())).run();
         state.drain(clocks)

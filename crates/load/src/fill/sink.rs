@@ -122,7 +122,7 @@ impl<'a> DeviceSink<'a> {
             halt: HaltWatch::default(),
             stall: StallWatch::default(),
             timeout: options.timeout,
-            clocks: Clocks::observed("device", options.epoch(start), options.live.as_ref()),
+            clocks: Clocks::recording("device", options.epoch(start)),
         };
         Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
     }
@@ -202,10 +202,8 @@ impl End<'_> {
 
     /// Counts what is in flight.
     fn count(&mut self) {
-        let n = self.flying.len();
-        match self.polled {
-            true => self.clocks.depth(Stage::Transfer, n),
-            false => self.clocks.in_flight(Stage::Transfer, n),
+        if !self.polled {
+            self.clocks.in_flight(Stage::Transfer, self.flying.len());
         }
     }
 
