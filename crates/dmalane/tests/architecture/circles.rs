@@ -33,13 +33,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ),
     ("daemon", "listener.rs server.rs", "to be dissolved"),
     ("device", "device.rs memory.rs", "to be dissolved"),
-    (
-        "dma",
-        "buf.rs error.rs heap/dma_heap.rs heap/driver.rs heap/fallback.rs heap/mod.rs heap/needs.rs heap/pool.rs \
-         heap/reserved.rs slice.rs sys.rs",
-        "to be dissolved",
-    ),
-    ("dma", "processor.rs volatile.rs", "to be dissolved"),
     ("dmalane", "open.rs registry.rs spec.rs", "to be dissolved"),
     ("dmalane", "read.rs read/alloc.rs read/plan.rs read/short.rs read/source.rs read/stream.rs", "to be dissolved"),
     ("file", "cache.rs error.rs ring.rs", "to be dissolved"),
