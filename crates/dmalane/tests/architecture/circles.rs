@@ -10,8 +10,6 @@ use super::{CRATES, code_only, files, read, report, root};
 
 /// The circles that may stay: a crate, its files, and why a reader would draw them as one thing.
 const ALLOWED: &[(&str, &str, &str)] = &[
-    ("addr", "sg.rs sg/buckets.rs sg/index.rs sg/table.rs", "to be dissolved"),
-    ("card", "card_device.rs driver.rs queue.rs", "to be dissolved"),
     ("cli", "commands/compare.rs commands/compare/report.rs", "to be dissolved"),
     ("cli", "commands/compare/loaders.rs commands/compare/worker.rs", "to be dissolved"),
     (
@@ -32,7 +30,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
         "to be dissolved",
     ),
     ("daemon", "listener.rs server.rs", "to be dissolved"),
-    ("device", "device.rs memory.rs", "to be dissolved"),
     ("dmalane", "open.rs registry.rs spec.rs", "to be dissolved"),
     ("dmalane", "read.rs read/alloc.rs read/plan.rs read/short.rs read/source.rs read/stream.rs", "to be dissolved"),
     ("file", "cache.rs error.rs ring.rs", "to be dissolved"),
@@ -47,7 +44,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ),
     ("load", "fill/hash.rs fill/landing.rs fill/mod.rs fill/sink.rs fill/state.rs fill/worker.rs", "to be dissolved"),
     ("python", "device.rs expected.rs memory.rs open.rs stream.rs", "to be dissolved"),
-    ("queue", "error.rs operation.rs queue.rs state.rs", "to be dissolved"),
     ("sim", "host/directory.rs host/iotlb.rs host/mod.rs", "to be dissolved"),
     ("slash", "buffers.rs sys.rs", "to be dissolved"),
     ("slash", "device.rs queue.rs vrtd.rs worker.rs", "to be dissolved"),
