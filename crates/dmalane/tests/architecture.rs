@@ -1,5 +1,5 @@
-//! Checks the structure of the workspace: which crate may use which, which files may say `unsafe`, how every file
-//! opens.
+//! Checks the structure of the workspace: which crate may use which, which files may say `unsafe`, that modules read
+//! one way, how every file opens.
 //!
 //! All checks read the manifests and sources on disk. A broken rule is reported with every place that breaks it.
 
@@ -10,6 +10,9 @@ use std::process::Command;
 
 use dmalane::load::Container;
 use toml::{Table, Value};
+
+#[path = "architecture/circles.rs"]
+mod circles;
 
 /// One crate of the workspace.
 struct Crate {

@@ -1,14 +1,4 @@
-//! A model of the driver and of the card behind it, for tests: answers the ioctls with the driver's checks, and fails
-//! on command.
-//!
-//! [`DriverModel::kernel`] is the kernel for this process. A supervisor of another process calls
-//! [`DriverModel::answer`] with the bytes of that process. Buffers are memfds; the card's memory is a sparse one.
-//!
-//! The checks and error numbers are those of `driver/slash_qdma.c` of SLASH. Where a transfer fails or ends short, the
-//! card goes on with it until its queue pair is stopped, as hardware may: a buffer that is closed before that is a
-//! [violation](DriverModel::violations).
-
-mod daemon;
+//! The driver's checks and answers, and the card behind them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,10 +12,9 @@ use libc::{EBADF, EBUSY, EFAULT, EINVAL, ENODEV, ENOENT, ENOTTY};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::abi::{self, halves};
-use crate::device::{DDR, HBM};
-use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
 
-pub use daemon::{Tamper, Vrtd};
+use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
+use crate::regions::{DDR, HBM};
 
 /// Queue pairs that the driver has at most.
 const PAIRS: u32 = 256;
