@@ -95,7 +95,6 @@ pub struct BackingFiles {
     pub read: Arc<File>,
 }
 
-
 /// Counters of a device; `None` where it cannot tell.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
