@@ -7,12 +7,10 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, symli
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use dmalane::validate::left_backup;
 use rustix::fs::{OFlags, makedev};
 use rustix::pipe::{SpliceFlags, pipe, tee};
 use tempfile::TempDir;
 
-use crate::device;
 use crate::failure::Failure;
 use crate::size::{binary, duration};
 
@@ -86,30 +84,7 @@ impl SourceFile {
         };
         let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
         let path = if stdin { PathBuf::from("stdin") } else { path.to_owned() };
-        let source = Self { file, path, copied: Copied::default(), stdin };
-        source.warn_of_backup();
-        Ok(source)
-    }
-
-    /// Tells who reads a file that a validation has left with its test data.
-    fn warn_of_backup(&self) {
-        let kind = self.file.metadata().map(|meta| meta.file_type());
-        if !kind.is_ok_and(|kind| kind.is_file() || kind.is_block_device()) {
-            return;
-        }
-        let Ok(Some(backup)) = left_backup(&self.file) else { return };
-        let message = format!(
-            "warning: {} holds test data of a `dmalane validate --restore` that did not end, until its backup is \
-             restored, {}",
-            self.path.display(),
-            backup.display()
-        );
-        let name = self.own_name().unwrap_or_else(|| self.path.clone());
-        let warning = match device::parse(&format!("file:{}", name.display())) {
-            Ok(spec) => device::with_backup(Failure::new(message), &spec, &backup, None),
-            Err(_) => Failure::new(message),
-        };
-        warning.report("dmalane");
+        Ok(Self { file, path, copied: Copied::default(), stdin })
     }
 
     /// Whether it is standard input.

@@ -71,7 +71,6 @@
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod backup_name;
 mod bounce;
 #[cfg(feature = "conformance")]
 pub mod conformance;

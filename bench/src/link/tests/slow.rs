@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_addr::Access;
-use dmalane_card::Card;
-use dmalane_dma::{AnonHeap, Heap};
-use dmalane_queue::{BalancePolicy, DeviceAddr, Direction, Operation, Queue, Registered, Split, run};
-use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
-use dmalane_validate::link::{Half, Limit, Link, Slow, Streams};
+use dmalane::addr::Access;
+use dmalane::card::Card;
+use dmalane::dma::{AnonHeap, Heap};
+use dmalane::queue::{BalancePolicy, DeviceAddr, Direction, Operation, Queue, Registered, Split, run};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
+
+use crate::link::{Half, Limit, Link, Slow, Streams};
 
 const MIB: usize = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -24,7 +25,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
     let channel = |c, rate| Limit::constant(format!("channel {c}"), Streams { channel: Some(c), ..Streams::ALL }, rate);
     // Far below what this machine copies, so that the link is what limits.
     let link = Link::new(2, vec![channel(0, 400e6), channel(1, 100e6)], Duration::ZERO).unwrap();
-    let slow = Slow::new(channels, link, |_| Half::Ddr0);
+    let slow = Slow::new(channels, link, Duration::from_millis(1), |_| Half::Ddr0);
     let mut split = Split::new(slow, BalancePolicy::new(card.areas()));
     let len = 16 * MIB;
     let mut bytes: Vec<u8> = (0..len).map(|i| (i / 7 + i / 4096) as u8).collect();

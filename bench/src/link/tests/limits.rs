@@ -1,28 +1,23 @@
-//! Limits named from measurements of cards behind modelled links, where the truth is known. Alone in its process, since
-//! it takes time.
+//! Limits named from measurements of cards behind modelled links, where the truth is known.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_card::{CardDevice, CardUse};
-use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
-use dmalane_validate::link::Limit;
-use dmalane_validate::link::fit::{Cause, FitAnswer, Memory, Question};
-use dmalane_validate::{Directions as Side, FitSettings, TestedDevice, emulations, fit_link};
+use dmalane::validate::Directions as Side;
+
+use crate::link::fit::{Cause, FitAnswer, Question};
+use crate::link::measure::{FitSettings, SlowCard, emulations, fit_link};
+use crate::link::{Limit, Link, Memory};
 
 /// The answers that the fit must give for the assumptions of the policy study. A busy machine may need several tries.
 fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
     for (name, causes) in cases {
-        let card = CardConfig { ddr: 64 << 20, hbm: 64 << 20, ..CardConfig::default() };
-        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
-        let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card).unwrap());
-        let card = CardDevice::open(bus, CardUse { flat: true, ..CardUse::default() }).unwrap();
-        let target = TestedDevice::emulated(Box::new(card), name, Some(Duration::from_millis(20))).unwrap();
+        let (_, link) = emulations().into_iter().find(|(known, _)| *known == name).unwrap();
         let (mut said, mut noisy) = (String::new(), false);
         let right = (0..4).any(|attempt| {
             let time = Duration::from_millis(50 << attempt);
-            let settings = FitSettings { time, runs: 3 + 2 * attempt, ..FitSettings::default() };
-            let found = fit_link(&target, &settings, &mut |_| {}).unwrap();
+            let settings = FitSettings { time, runs: 3 + 2 * attempt, noise: 0.05 };
+            let card = SlowCard::new(super::card(), link.clone(), Duration::from_millis(20)).unwrap();
+            let found = fit_link(Box::new(card), &settings).unwrap();
             said = format!("{name}, {time:?}: {:?} {:?}", found.fit.answers, found.fit.explanations);
             // No limits explain the rates: threads did not get to run.
             noisy = found.fit.explanations.is_empty();
@@ -37,7 +32,7 @@ fn limits_are_named<const N: usize>(cases: [(&str, [Vec<Cause>; 3]); N]) {
                 }
             });
             println!("{said}");
-            expected && capacities_are_right(name, &found.fit.limits)
+            expected && capacities_are_right(name, &link, &found.fit.limits)
         });
         match (noisy || is_busy()) && !right {
             true => println!("SKIPPED: this machine is too busy to measure {name}: {said}"),
@@ -55,8 +50,7 @@ fn is_busy() -> bool {
 
 /// Limits that were planted and found have their capacity, to 10 %: 5 % for rates that count as equal, and what a
 /// throttle that lets late threads catch up adds.
-fn capacities_are_right(name: &str, found: &[Limit]) -> bool {
-    let Some((_, link)) = emulations().into_iter().find(|(known, _)| known == name) else { return true };
+fn capacities_are_right(name: &str, link: &Link, found: &[Limit]) -> bool {
     found.iter().all(|limit| {
         let planted = link.limits().iter().find(|planted| planted.streams == limit.streams);
         let error = planted.map_or(0.0, |planted| limit.capacity[0].1 / planted.capacity[0].1 - 1.0);

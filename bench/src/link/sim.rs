@@ -7,9 +7,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dmalane_addr::{Address, CardAddr};
-use dmalane_dma::SharedBuf;
-use dmalane_queue::{
+use dmalane::addr::{Address, CardAddr};
+use dmalane::dma::SharedBuf;
+use dmalane::queue::{
     Capabilities, Clock, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr,
     Refusal, Refused, Split, Ticket, Work,
 };
@@ -279,11 +279,6 @@ impl<P: Policy> Rig<P> {
         Self { split: Split::with_clock(sim.queues(), policy, sim.clone()), sim }
     }
 
-    /// The policy, with what it has learned.
-    pub fn policy(&self) -> &P {
-        self.split.policy()
-    }
-
     /// Submits all copies at once, as far as there is room, and waits for all of them.
     ///
     /// # Errors
@@ -324,11 +319,5 @@ impl<P: Policy> Rig<P> {
         let seconds = (self.sim.now() - began).as_secs_f64();
         let bytes: u64 = copies.iter().map(|c| c.bytes).sum();
         Ok(RigRun { began, seconds, rate: bytes as f64 / seconds })
-    }
-
-    /// Lets virtual time pass with nothing under way.
-    pub fn idle(&mut self, time: Duration) {
-        let until = self.sim.now() + time;
-        self.sim.advance(Some(until));
     }
 }

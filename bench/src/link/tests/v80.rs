@@ -1,10 +1,11 @@
 //! The V80's reported rates on the links that may be behind them, and the measurements that tell these links apart.
 
-use dmalane_queue::Direction;
-use dmalane_validate::Directions;
-use dmalane_validate::link::assumptions::{Assumption, v80};
-use dmalane_validate::link::fit::{Cause, FitAnswer, Measured, Question, emulate, fit, plan};
-use dmalane_validate::link::{Half, Memory, Stream};
+use dmalane::queue::Direction;
+use dmalane::validate::Directions;
+
+use crate::link::assumptions::{Assumption, v80};
+use crate::link::fit::{Cause, Fit, FitAnswer, Measured, Question, emulate, fit, plan};
+use crate::link::{Half, Memory, Stream};
 
 const READ: Direction = Direction::ToHost;
 const WRITE: Direction = Direction::FromHost;
@@ -82,9 +83,7 @@ fn the_asymmetry_is_found_again() {
         points.iter_mut().flat_map(|p| &mut p.flows).for_each(|flow| flow.1 = disturb(flow.1));
         fit(2, &points, noise.max(0.005))
     };
-    let slow_hbm = |found: &dmalane_validate::link::fit::Fit| {
-        found.answers.iter().find(|a| a.0 == Question::HbmReadsSlow).unwrap().1.clone()
-    };
+    let slow_hbm = |found: &Fit| found.answers.iter().find(|a| a.0 == Question::HbmReadsSlow).unwrap().1.clone();
     for noise in [0.0, 0.01] {
         for (link, cause) in v80().iter().zip([
             Some(Cause::Half(Memory::Hbm, Directions::Read)),

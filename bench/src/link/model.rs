@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use dmalane_addr::{CardAddr, Span};
-use dmalane_queue::{Area, Direction, Route};
+use dmalane::addr::{CardAddr, Span};
+use dmalane::queue::{Area, Direction, Route};
 use thiserror::Error;
 
 /// A half of one of the card's memories.

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use dmalane_queue::{AddressPolicy, Direction};
-use dmalane_validate::link::{Demand, Half, Limit, Link, LinkCopy, Rig, Stream, Streams, best_rate, shortest};
+use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
 use proptest::prelude::*;
+
+use crate::link::{Demand, Half, Limit, Link, LinkCopy, Rig, Stream, Streams, best_rate, shortest};
 
 const GB: f64 = 1e9;
 const MIB: u64 = 1 << 20;
@@ -147,4 +148,15 @@ fn memory_that_is_not_there_fails_the_copy() {
     let past = Half::Ddr1.span().last();
     assert!(rig.run(&[copy(past, MIB)]).is_err());
     assert!(rig.run(&[copy(Half::Ddr1.at(0), MIB)]).is_ok());
+}
+
+/// Two channels of which one is slower.
+#[test]
+fn a_balanced_copy_comes_close_to_the_optimum() {
+    let link = Link::new(2, vec![channel(0, 12.0 * GB), channel(1, 6.0 * GB)], Duration::from_micros(2)).unwrap();
+    let mut rig = Rig::new(link.clone(), BalancePolicy::new(Half::areas()));
+    let got = rig.run(&[LinkCopy { at: Half::Ddr0.at(0), direction: Direction::FromHost, bytes: 64 * MIB }]).unwrap();
+    let demand = Demand { half: Half::Ddr0, direction: Direction::FromHost, bytes: 64 * MIB };
+    let best = best_rate(&link, &[demand], &[]).unwrap();
+    assert!((best - 18.0 * GB).abs() < 1.0 && got.rate > 0.97 * best, "{} {best}", got.rate);
 }

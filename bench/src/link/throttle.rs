@@ -61,7 +61,7 @@ mod tests {
     use super::super::assumptions::all;
     use super::super::{Half, Limit, Streams};
     use super::*;
-    use dmalane_queue::Direction;
+    use dmalane::queue::Direction;
 
     const SLICE: u64 = 64 << 10;
     const BURST: Duration = Duration::from_micros(20);

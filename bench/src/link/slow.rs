@@ -4,15 +4,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_queue::{
+use dmalane::queue::{
     Capabilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, StopReason, Ticket, Work,
     wait_with,
 };
 
 use super::{Half, Link, Stream, Throttle};
-
-/// The credit that late polls may use up.
-const BURST: Duration = Duration::from_millis(1);
 
 /// A queue whose operations end no sooner than on a modelled link. Copies only.
 ///
@@ -47,22 +44,12 @@ struct Shared<A> {
 }
 
 impl<Q: Queue> Slow<Q> {
-    /// Slows `queues` down to `link`. `half` returns the half of the memory that an address lies in.
-    ///
-    /// Late polls may catch up with a millisecond.
+    /// Slows `queues` down to `link`. `half` returns the half of the memory that an address lies in. Late polls may
+    /// catch up with `burst`; after idle time as much more moves at once.
     ///
     /// # Panics
     /// When there are more queues than the link has channels, or one of them has operations in flight.
-    pub fn new(queues: Vec<Q>, link: Link, half: impl Fn(Q::Addr) -> Half + Send + Sync + 'static) -> Vec<Self> {
-        Self::catching_up(queues, link, BURST, half)
-    }
-
-    /// The same where polls may be later than that, because threads do not get to run. After idle time as much more
-    /// moves at once.
-    ///
-    /// # Panics
-    /// As [`Slow::new`].
-    pub fn catching_up(
+    pub fn new(
         queues: Vec<Q>,
         link: Link,
         burst: Duration,

@@ -1,8 +1,9 @@
 //! Policies over modelled links, beside what no policy can exceed.
 
-use dmalane_queue::{AddressPolicy, BalancePolicy};
-use dmalane_validate::link::assumptions::{all, demands, loads};
-use dmalane_validate::link::{Half, Rig, best_rate};
+use dmalane::queue::{AddressPolicy, BalancePolicy};
+
+use crate::link::assumptions::{all, demands, loads};
+use crate::link::{Half, Rig, best_rate};
 
 #[test]
 fn balancing_comes_close_to_the_optimum() {

@@ -7,13 +7,14 @@
 //! apart.
 
 use std::fmt;
-use std::time::Duration;
 
-use dmalane_queue::Direction;
+use dmalane::queue::Direction;
+use dmalane::validate::Directions;
 
 pub use super::Memory;
-use super::{Half, Limit, Link, ModelError, Stream, Streams};
-use crate::Directions;
+use super::{Half, Limit, Stream, Streams};
+#[cfg(test)]
+use super::{Link, model::ModelError};
 
 /// Streams that ran at once, each with its rate (bytes per second).
 #[derive(Clone, PartialEq, Debug)]
@@ -35,16 +36,14 @@ pub enum Cause {
     Shared(Directions),
 }
 
-impl Directions {
-    const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Both];
+const ALL_DIRECTIONS: [Directions; 3] = [Directions::Read, Directions::Write, Directions::Both];
 
-    /// The direction of the bytes that a limit counts; `None` for a limit on both together (half duplex).
-    fn direction(self) -> Option<Direction> {
-        match self {
-            Self::Read => Some(Direction::ToHost),
-            Self::Write => Some(Direction::FromHost),
-            Self::Both => None,
-        }
+/// The direction of the bytes that a limit counts; `None` for a limit on both together (half duplex).
+fn direction(of: Directions) -> Option<Direction> {
+    match of {
+        Directions::Read => Some(Direction::ToHost),
+        Directions::Write => Some(Direction::FromHost),
+        Directions::Both => None,
     }
 }
 
@@ -56,24 +55,24 @@ impl Cause {
             let of_memory = memories.flat_map(move |m| [Self::Half(m, directions), Self::Memory(m, directions)]);
             [Self::Channel(directions), Self::Shared(directions)].into_iter().chain(of_memory)
         };
-        Directions::ALL.into_iter().flat_map(per_directions).collect()
+        ALL_DIRECTIONS.into_iter().flat_map(per_directions).collect()
     }
 
     /// The sets of streams that have such a limit each.
     fn members(self, channels: usize) -> Vec<Streams> {
         match self {
             Self::Channel(directions) => (0..channels)
-                .map(|c| Streams { channel: Some(c), direction: directions.direction(), ..Streams::ALL })
+                .map(|c| Streams { channel: Some(c), direction: direction(directions), ..Streams::ALL })
                 .collect(),
             Self::Half(memory, directions) => memory
                 .halves()
                 .into_iter()
-                .map(|h| Streams { half: Some(h), direction: directions.direction(), ..Streams::ALL })
+                .map(|h| Streams { half: Some(h), direction: direction(directions), ..Streams::ALL })
                 .collect(),
             Self::Memory(memory, directions) => {
-                vec![Streams { memory: Some(memory), direction: directions.direction(), ..Streams::ALL }]
+                vec![Streams { memory: Some(memory), direction: direction(directions), ..Streams::ALL }]
             }
-            Self::Shared(directions) => vec![Streams { direction: directions.direction(), ..Streams::ALL }],
+            Self::Shared(directions) => vec![Streams { direction: direction(directions), ..Streams::ALL }],
         }
     }
 }
@@ -151,12 +150,13 @@ pub struct Fit {
     pub answers: [(Question, FitAnswer); 3],
 }
 
+#[cfg(test)]
 impl Fit {
     /// The first explanation as a link, where every stream was seen to be limited.
     ///
     /// # Errors
     /// [`ModelError::Unlimited`] for a stream about which nothing was measured.
-    pub fn link(&self, latency: Duration) -> Result<Link, ModelError> {
+    pub fn link(&self, latency: std::time::Duration) -> Result<Link, ModelError> {
         Link::new(self.channels, self.limits.clone(), latency)
     }
 }
@@ -214,7 +214,7 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
             )
         };
         let masks =
-            |set: &usize| Directions::ALL.into_iter().flat_map(|directions| by_directions(*set, directions)).collect();
+            |set: &usize| ALL_DIRECTIONS.into_iter().flat_map(|directions| by_directions(*set, directions)).collect();
         let masks: Vec<Vec<usize>> = sets.iter().map(masks).collect();
         let union = |masks: &Vec<usize>| masks.iter().fold(0, |any, m| any | m);
         let any = masks.iter().fold(0, |any, m| any | union(m));
@@ -383,7 +383,8 @@ pub fn plan(channels: usize) -> Vec<Vec<Stream>> {
 }
 
 /// The rates of these streams on a modelled link, without noise.
+#[cfg(test)]
 pub fn emulate(link: &Link, streams: &[Stream]) -> Measured {
-    let rates = link.fair_shares(streams, Duration::ZERO);
+    let rates = link.fair_shares(streams, std::time::Duration::ZERO);
     Measured { flows: streams.iter().copied().zip(rates).collect() }
 }

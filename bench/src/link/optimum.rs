@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use dmalane_queue::Direction;
+use dmalane::queue::Direction;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use thiserror::Error;
 
@@ -52,6 +52,7 @@ pub fn shortest(link: &Link, demands: &[Demand], channels: &[usize]) -> Result<f
 ///
 /// # Errors
 /// As [`shortest`].
+#[cfg(test)]
 pub fn best_rate(link: &Link, demands: &[Demand], channels: &[usize]) -> Result<f64, Unsolved> {
     let bytes: u64 = demands.iter().map(|d| d.bytes).sum();
     Ok(bytes as f64 / shortest(link, demands, channels)?)

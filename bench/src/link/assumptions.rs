@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use dmalane_addr::CardAddr;
-use dmalane_queue::Direction;
+use dmalane::addr::CardAddr;
+use dmalane::queue::Direction;
 
 use super::{Demand, Half, Limit, Link, LinkCopy, Memory, Streams};
 

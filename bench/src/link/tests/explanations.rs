@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use dmalane_queue::Direction;
-use dmalane_validate::Directions;
-use dmalane_validate::link::fit::{Cause, FitAnswer, Measured, Memory, Question, emulate, fit, plan};
-use dmalane_validate::link::{Half, Limit, Link, Stream, Streams};
+use dmalane::queue::Direction;
+use dmalane::validate::Directions;
+
+use crate::link::fit::{Cause, FitAnswer, Measured, Memory, Question, emulate, fit, plan};
+use crate::link::{Half, Limit, Link, Stream, Streams};
 
 const GB: f64 = 1e9;
 
