@@ -125,6 +125,16 @@ impl From<ReadError> for Failure {
     }
 }
 
+impl From<dmalane::file::Error> for Failure {
+    fn from(error: dmalane::file::Error) -> Self {
+        let failure = Self::new("FileError", error.to_string());
+        match &error {
+            dmalane::file::Error::Open { path, source } => failure.path(path).io(source),
+            _ => failure,
+        }
+    }
+}
+
 impl From<LoadError> for Failure {
     fn from(error: LoadError) -> Self {
         let message = error.to_string();
