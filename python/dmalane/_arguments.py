@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
@@ -14,14 +15,23 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def paths_of(path: Paths) -> list[str]:
-    if isinstance(path, (str, os.PathLike)):
-        return [os.fspath(path)]
-    return [os.fspath(one) for one in path]
+    """The paths of files: of one, or of several."""
+    several = [path] if isinstance(path, (str, os.PathLike)) else path
+    if isinstance(several, (bytes, Mapping)) or not isinstance(several, Iterable):
+        raise TypeError(f"a path is a str or an os.PathLike, or several of these, not {path!r}")
+    paths = [os.fspath(one) for one in several]
+    if wrong := [one for one in paths if not isinstance(one, str)]:
+        raise TypeError(f"a path is a str or an os.PathLike, not {wrong[0]!r}")
+    return paths
 
 
 def parse_size(size: int | str | None) -> int | None:
     """Bytes of a size such as 4096, "256MiB" or "4GB"."""
-    if size is None or isinstance(size, int):
+    if size is None:
+        return None
+    if not isinstance(size, str):
+        if (size := operator.index(size)) < 0:
+            raise ValueError(f"{size} is negative")
         return size
     text = size.strip().replace(" ", "")
     for suffix, unit in _UNITS:

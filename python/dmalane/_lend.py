@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ._arguments import Manifest, Paths, manifest_of, parse_size, paths_of
-from ._frameworks import converter
+from ._frameworks import TORCH, Framework, converter
 from ._native import Files
+from .errors import UnknownTensorError
+
+_T = TypeVar("_T")
 
 
 class Slice:
@@ -15,7 +20,7 @@ class Slice:
 
     def __init__(self, owner: safe_open, name: str) -> None:
         self._owner, self._name = owner, name
-        self._dtype, self._shape, *_ = owner._files.describe(name)
+        self._dtype, self._shape, *_ = owner._of(name, owner._files.describe)
 
     def get_shape(self) -> list[int]:
         """The shape of the whole tensor."""
@@ -24,6 +29,9 @@ class Slice:
     def get_dtype(self) -> str:
         """The type, as the file spells it."""
         return self._dtype
+
+    def __repr__(self) -> str:
+        return f"<Slice of {self._name!r}: {self._dtype} {self.get_shape()}>"
 
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)
@@ -45,11 +53,20 @@ class Slice:
                 ranges.append((start, stop))
                 shape.append(stop - start)
             else:
-                n = one.__index__()
+                n = _integer(one)
                 if not -dim <= n < dim:
                     raise IndexError(f"index {n} is not within a dimension of {dim}")
                 ranges.append((n % dim, n % dim + 1))
         return self._owner._convert(self._owner._files.slice(self._name, ranges, shape))
+
+
+def _integer(index: Any) -> int:
+    try:
+        if not isinstance(index, bool):
+            return operator.index(index)
+    except TypeError:
+        pass
+    raise TypeError(f"an index is an integer, a slice or an ellipsis, not {index!r}")
 
 
 class safe_open:
@@ -66,8 +83,8 @@ class safe_open:
 
     def __init__(
         self,
-        paths: Paths,
-        framework: str = "numpy",
+        path: Paths,
+        framework: Framework = "numpy",
         device: str = "cpu",
         *,
         memory_limit: int | str | None = None,
@@ -80,7 +97,19 @@ class safe_open:
             to_device = None
         convert = converter(framework)
         self._convert = (lambda tensor: to_device(convert(tensor))) if to_device else convert
-        self._files = Files(paths_of(paths), parse_size(memory_limit), direct, manifest_of(verify))
+        self._files = Files(paths_of(path), parse_size(memory_limit), direct, manifest_of(verify))
+
+    def __repr__(self) -> str:
+        return f"<safe_open of {', '.join(self._files.paths())}>"
+
+    def _of(self, name: str, read: Callable[[str], _T]) -> _T:
+        """What `read` gives for a name; if there is no such tensor, the error names one that is called almost so."""
+        try:
+            return read(name)
+        except UnknownTensorError as error:
+            near = difflib.get_close_matches(name, self._files.keys(), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UnknownTensorError(f"{error}{hint}", tensor=name) from None
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +142,7 @@ class safe_open:
 
     def get_tensor(self, name: str) -> Any:
         """Reads one tensor."""
-        return self._convert(self._files.get(name))
+        return self._convert(self._of(name, self._files.get))
 
     def get_slice(self, name: str) -> Slice:
         """A tensor to read a part of."""
@@ -122,7 +151,12 @@ class safe_open:
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
         """The tensors with their names, in the order in which their bytes arrive, read ahead on a thread; all of them,
         or those of `names`."""
-        stream = self._files.stream(None if names is None else set(names))
+        if isinstance(names, str):
+            raise TypeError(f"names are several: tensors([{names!r}])")
+        return self._tensors(None if names is None else set(names))
+
+    def _tensors(self, names: set[str] | None) -> Iterator[tuple[str, Any]]:
+        stream = self._files.stream(names)
         while (tensor := next(stream, None)) is not None:
             item = tensor.name, self._convert(tensor)
             # Nothing here keeps the memory while the next one is waited for.
@@ -142,8 +176,8 @@ class safe_open:
         return report
 
 
-def _to_device(framework: str, device: str) -> Callable[[Any], Any]:
-    if framework not in ("pt", "torch", "pytorch"):
+def _to_device(framework: Framework, device: str) -> Callable[[Any], Any]:
+    if framework not in TORCH:
         raise ValueError('safe_open lends host memory; device= takes a device of PyTorch with framework="pt"')
     import torch
 

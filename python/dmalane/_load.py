@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ._arguments import Manifest, Paths, Progress, manifest_of, parse_size, paths_of, watched
-from ._frameworks import converter, describe, raw_bytes
+from ._frameworks import Framework, converter, describe, raw_bytes
 from ._last import remember
 from ._lend import safe_open
 from ._native import Buffer, Device, Files, Tensor
@@ -19,7 +19,7 @@ from .errors import UnknownTensorError
 def load_file(
     path: Paths,
     device: str | Device = "cpu",
-    framework: str = "numpy",
+    framework: Framework = "numpy",
     *,
     align: int | None = None,
     memory_limit: int | str | None = None,
@@ -47,6 +47,8 @@ def load_file(
             raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
         if framework != "numpy":
             raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors (dmalane.torch: tensors)")
+        if device in get_args(Framework):
+            raise ValueError(f"device={device!r} is no device, but a framework: load_file(path, framework={device!r})")
         on = Device(device) if isinstance(device, str) else device
         on_device, report = on.load(paths_of(path), manifest=manifest_of(verify), progress=watch)
         remember(report.copy)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from .._arguments import Paths, paths_of
 from .._native import Files, cached_share, room
 from .loaders import LOADERS
 
@@ -120,7 +121,7 @@ class Comparison:
 
     def __init__(
         self,
-        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        path: Paths,
         *,
         only: Sequence[str] = (),
         extra: Sequence[Loader] = (),
@@ -136,8 +137,7 @@ class Comparison:
         if unknown := [name for name in only if name not in there]:
             raise ValueError(f"no loader is called {', '.join(unknown)}; there are {', '.join(there)}")
         self.loaders = [loader for loader in loaders if not only or loader.name in only]
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        self.files = Files([os.fspath(path) for path in given]).paths()
+        self.files = Files(paths_of(path)).paths()
         self.bytes = sum(os.path.getsize(path) for path in self.files)
         self.rounds, self.timeout, self.finished = rounds, timeout, False
 
