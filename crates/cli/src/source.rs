@@ -3,13 +3,12 @@
 use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, symlink};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, makedev};
 use rustix::pipe::{SpliceFlags, pipe, tee};
-use tempfile::TempDir;
 
 use crate::failure::Failure;
 use crate::size::{binary, duration};
@@ -196,41 +195,6 @@ impl SourceFile {
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
         let copied = Copied { bytes, time: start.elapsed() };
         Ok(Self { file: copy, path, copied, ..self })
-    }
-}
-
-/// Files by names that other processes can open, as long as this is kept: what has none gets one.
-#[derive(Default)]
-pub struct NamedFiles {
-    pub paths: Vec<PathBuf>,
-    /// Behind the names in the folder.
-    kept: Vec<SourceFile>,
-    folder: Option<TempDir>,
-}
-
-impl NamedFiles {
-    /// Adds a file with a size.
-    pub fn add(&mut self, source: SourceFile) -> Result<(), Failure> {
-        let path = match source.own_name() {
-            Some(path) => path,
-            None => self.name(source)?,
-        };
-        self.paths.push(path);
-        Ok(())
-    }
-
-    /// Gives a file a name whose extension is its own, as that may tell its kind.
-    fn name(&mut self, source: SourceFile) -> Result<PathBuf, Failure> {
-        let failed = |e| trouble("name", &source.path.display().to_string(), &e);
-        let folder = match &mut self.folder {
-            Some(folder) => folder,
-            none => none.insert(TempDir::with_prefix("dmalane-compare-").map_err(failed)?),
-        };
-        let name = source.path.file_name().unwrap_or_default().to_string_lossy();
-        let path = folder.path().join(format!("{}-{name}", self.kept.len()));
-        symlink(format!("/proc/{}/fd/{}", std::process::id(), source.file.as_raw_fd()), &path).map_err(failed)?;
-        self.kept.push(source);
-        Ok(path)
     }
 }
 
