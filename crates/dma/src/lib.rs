@@ -41,6 +41,7 @@ mod heap;
 mod interrupts;
 mod mmio;
 mod pagemap;
+mod peer;
 mod processor;
 mod registrar;
 mod room;
@@ -59,6 +60,7 @@ pub use heap::{
 pub use interrupts::InterruptEvents;
 pub use mmio::Mmio;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
+pub use peer::{PeerError, check_peer, trusted_users};
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;
