@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use dmalane::dma::{Needs, Picked, pick};
 use dmalane::file::{Error, Mode};
-use dmalane::load::fill::{Extent, FillError, FilledBuf, Job};
-use dmalane::{AllocAndRead, ModelError, Read, ReadError, ReadOptions, OpenFile, error_chain};
+use dmalane::load::fill::{Extent, FillError, FillOptions, FilledBuf, Job};
+use dmalane::queue::OpError;
+use dmalane::{AllocAndRead, ModelError, OpenFile, Read, ReadError, ReadOptions, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
@@ -73,11 +74,14 @@ fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
     let default = ReadOptions::default();
     let options = ReadOptions {
         mode,
-        checksum: has(CHECKSUM),
         threads: some(request.threads.into()).map(|n| n as usize),
-        chunk: some(request.chunk).unwrap_or(default.chunk),
         limit: some(request.limit),
-        timeout: some(request.timeout_ms).map(Duration::from_millis),
+        fill: FillOptions {
+            chunk: some(request.chunk).unwrap_or(default.fill.chunk),
+            checksum: has(CHECKSUM),
+            time_limit: some(request.timeout_ms).map(Duration::from_millis),
+            ..default.fill
+        },
         ..default
     };
     let picked = pick(Needs { shareable: has(SHAREABLE), ..Needs::default() });
@@ -215,19 +219,17 @@ pub(crate) fn number_of_file(error: &Error) -> Number {
 /// The number of an error of a read into memory.
 pub(crate) fn number_of_read(error: &ReadError) -> Number {
     match error {
-            ReadError::Open { source, .. } => os(source),
-            ReadError::File(error) => number_of_file(error),
-            ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => {
-                Number::Kernel(ENODATA)
-            }
-            ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
-            ReadError::Changed { .. } => Number::Kernel(ESTALE),
-            ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
-                Errno::NoMem.into()
-            }
-            ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
-            ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
-            _ => Number::Kernel(EIO),
+        ReadError::Open { source, .. } => os(source),
+        ReadError::File(error) => number_of_file(error),
+        ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => Number::Kernel(ENODATA),
+        ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
+        ReadError::Changed { .. } => Number::Kernel(ESTALE),
+        ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
+            Errno::NoMem.into()
+        }
+        ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
+        ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
+        _ => Number::Kernel(EIO),
     }
 }
 

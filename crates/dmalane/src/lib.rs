@@ -18,7 +18,7 @@
 //! Other devices have other names ([`registry::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
 //! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
 //!
-//! [`validate`] measures a device beside a reference, and fits a model of its link.
+//! [`validate`] measures a device beside a reference.
 //! [`Read`] is the first half of the path alone: files into buffers. [`AllocAndRead`] is its shortest form: an open
 //! file in, a filled buffer out.
 
@@ -53,8 +53,8 @@ pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
 pub use causes::error_chain;
 pub use dmalane_file::FileOptions;
 pub use dmalane_load::{
-    AllocAndRead, AllocRead, HostModel, Input, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenFile, Placement, Read,
-    ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme, open_file,
+    AllocAndRead, AllocRead, HostModel, Input, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenFile, Placement,
+    Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme, open_file,
 };
 pub use open::{OpenError, OpenOptions, open};
 pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};

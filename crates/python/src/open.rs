@@ -141,7 +141,8 @@ impl Files {
     fn read(&self, py: Python<'_>, parts: Vec<(String, u64, u64, u64)>, len: u64) -> PyResult<Buffer> {
         let part = |(name, start, stop, to)| Part { name, bytes: start..stop, to };
         let parts: Vec<Part> = parts.into_iter().map(part).collect();
-        let total = parts.iter().fold(0u64, |n, part| n.saturating_add(part.bytes.end.saturating_sub(part.bytes.start)));
+        let total =
+            parts.iter().fold(0u64, |n, part| n.saturating_add(part.bytes.end.saturating_sub(part.bytes.start)));
         let buf = run(py, total, None, |watch| self.model.read_parts(&parts, len, watch))?;
         Ok(Buffer::from_shared(buf, len.max(1) as usize))
     }

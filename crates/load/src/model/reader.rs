@@ -82,8 +82,8 @@ impl Reader {
             true => ControlFlow::Break(()),
             false => watch(event),
         };
-        let options =
-            ReadOptions { mode: self.mode, hash_regions: expected::hash_regions(tensors), ..ReadOptions::default() };
+        let mut options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
+        options.fill.hash_regions = expected::hash_regions(tensors);
         Ok(Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)?)
     }
 

@@ -3,11 +3,11 @@
 use std::fs::File;
 use std::ops::{Bound, ControlFlow, RangeBounds};
 
-use crate::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job, Sink};
+use crate::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 
-use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, is_stream, read, short, size_of, stream};
+use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, is_stream, read, short, stream};
 use crate::open_file::{OpenFile, name};
 
 /// A buffer with the bytes of a file.
@@ -92,19 +92,12 @@ fn one(
     }
     let len = match end {
         Some(end) => end.saturating_sub(start),
-        None => size_of(&source)?.saturating_sub(start),
+        None => source.size()?.saturating_sub(start),
     };
     let extent = Extent { source: 0, at: FileOffset::new(start), len, buffer: 0, to: 0 };
     let (job, whole) = (Job { buffers: vec![len], extents: vec![extent] }, end.is_none());
-    let ReadFiles { mut filled, mut methods } = read(
-        BufferMemory::of(heap),
-        Sink::Memory,
-        &[source],
-        &job,
-        options,
-        &mut |_| ControlFlow::Continue(()),
-        whole,
-    )?;
+    let ReadFiles { mut filled, mut methods } =
+        read(BufferMemory::of(heap), None, &[source], &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
     match (filled.buffers.pop(), methods.pop()) {
         (Some(buffer), Some(method)) => Ok(AllocRead { buffer, method, report: filled.report }),
         _ => unreachable!("one buffer of one source was asked for"),
