@@ -14,9 +14,9 @@ use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
+use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates, Select};
 use dmalane::queue::QueueChoice;
-use dmalane::{DeviceSpec, OpenDevice, OpenFile, OpenOptions, Placement};
+use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
 use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
@@ -272,14 +272,18 @@ impl Load {
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let (files, copied) = self.open_files()?;
+        let mut copied = Copied::default();
+        let files = match self.sample {
+            None => Some(self.open_files(&mut copied)?),
+            Some(_) => None,
+        };
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
-        let mut inputs = self.with_sample(files, &room)?;
+        let mut inputs = files.map_or_else(|| self.make_sample(&room), Ok)?;
         // Again, now that it is known which files are read.
         let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
@@ -287,7 +291,6 @@ impl Load {
             read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
-        self.select(&mut inputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
         }
@@ -331,26 +334,6 @@ impl Load {
             _ => output::print_text(&report::text(&outcome, verbose, self.list))?,
         }
         Ok(ExitCode::SUCCESS)
-    }
-
-    /// Leaves out what `--tensors` does not name, and files without any of it.
-    fn select(&self, inputs: &mut Vec<Input<FileQueue>>) -> Result<(), Failure> {
-        if self.tensors.is_empty() {
-            return Ok(());
-        }
-        for mut input in std::mem::take(inputs) {
-            let patterns = self.tensors.clone();
-            input.source.select(Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)))));
-            if !input.source.model()?.tensors.is_empty() {
-                inputs.push(input);
-            }
-        }
-        if inputs.is_empty() {
-            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
-            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
-            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
-        }
-        Ok(())
     }
 
     /// Prints what a load would do.
@@ -445,19 +428,28 @@ impl Load {
         })
     }
 
-    /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
-        let Some(size) = self.sample else { return Ok(files) };
-        room.check_sample(size.bytes())?;
-        let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
-        Ok(vec![OpenFile::new(sample::NAME, file).into_input(self.mode.options()).map_err(cannot_open)?])
+    /// The files, without the tensors that `--tensors` does not name.
+    fn open_files(&self, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let files = self.files.iter().map(|path| model::open(path, copied)).collect::<Result<Vec<_>, _>>()?;
+        let patterns = self.tensors.clone();
+        let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
+        let select = (!self.tensors.is_empty()).then_some(select);
+        let options = ModelOptions { mode: self.mode.mode(), select, ..ModelOptions::default() };
+        let model = HostModel::of_files(files, options).map_err(model::cannot_use)?;
+        if model.files().is_empty() {
+            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
+            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
+            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+        }
+        model.inputs(self.mode.options()).map_err(model::cannot_use)
     }
 
-    /// The files, and what had to be copied first.
-    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
-        let mut copied = Copied::default();
-        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
-        Ok((files.collect::<Result<_, _>>()?, copied))
+    /// The sample that was asked for, if it fits the card.
+    fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let size = self.sample.map_or(0, Size::bytes);
+        room.check_sample(size)?;
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.seed, self.format.shows_progress())?);
+        Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
     /// The files that are written.
