@@ -9,9 +9,10 @@ use dmalane_addr::{Access, FileOffset};
 use dmalane_device::Placement;
 use dmalane_queue::{DeviceAddr, OpError, Queue};
 
-use crate::clock::{Clocks, Stage};
+use crate::clock::Clocks;
 use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Watch};
 use crate::parts::{PartTargets, Parts};
+use crate::stage::Stage;
 use crate::{Error, Expected, Input, Loaded, LoadedFile, Manifest, Model, OpenDevice, Report};
 
 impl OpenDevice {
