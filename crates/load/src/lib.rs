@@ -17,6 +17,7 @@ pub mod container;
 
 mod device;
 mod direct;
+mod engine;
 mod error;
 pub mod fill;
 mod input;
