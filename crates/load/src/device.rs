@@ -16,9 +16,12 @@ use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Polic
 use dmalane_vm::Bo;
 
 use crate::channels::Channels;
+use crate::container::{Model, Tensor};
+use crate::error::Error;
 use crate::fill::{FillOptions, Staging};
-use crate::layout::{ALIGN, PAGE, VaRange};
-use crate::{Error, Layout, Model, Report, Tensor, Track};
+use crate::layout::{ALIGN, Layout, PAGE, VaRange};
+use crate::report::Report;
+use crate::timeline::Track;
 
 /// Settings for driving a device.
 #[derive(Clone)]
