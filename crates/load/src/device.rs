@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
-    MemoryError, Placement, ReadCounters, Region, areas,
+    AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory,
+    IoError, MemoryError, Placement, ReadCounters, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::channels::Channels;
 use crate::fill::Staging;
@@ -205,8 +205,8 @@ impl LoadedFile {
     pub(crate) fn bind(&self, index: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
         let place = &self.layout.places[index];
         let (Some(bo), Some(va)) = (&self.bo, self.tensors[index].va) else { return Ok(()) };
-        let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
-        space.bind(&bind).map_err(|source| Error::Bind {
+        let (va, bo, offset, len) = (va.first(), bo.clone(), place.bo_offset, place.bound);
+        space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(|source| Error::Bind {
             path: self.path.clone(),
             tensor: Some(self.model.tensors[index].name.clone()),
             source,
@@ -481,8 +481,8 @@ impl OpenDevice {
             if whole {
                 // Up to the end of the memory, which is allocated in pages.
                 let len = (*len).min(bo.len() - bo_offset);
-                let bind = Bind { va: range.first(), bo, offset: *bo_offset, len, access: Access::READ };
-                space.bind(&bind).map_err(failed)?;
+                let (va, bo, offset) = (range.first(), bo.clone(), *bo_offset);
+                space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(failed)?;
             }
         }
         Ok(())
@@ -540,7 +540,7 @@ impl OpenDevice {
         memory: impl Iterator<Item = Segment<CardAddr>>,
     ) -> Result<(), Error> {
         let space = self.device.address_space();
-        let unbound: Vec<_> = ranges.into_iter().map(|range| space.unbind(range)).collect();
+        let unbound: Vec<_> = ranges.into_iter().map(|range| space.release(range)).collect();
         let unbound = unbound.into_iter().collect::<Result<(), _>>();
         unbound.map_err(|source| Error::Bind { path, tensor: None, source })?;
         self.memory.free(memory).map_err(Error::Free)
