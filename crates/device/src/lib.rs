@@ -88,7 +88,7 @@ mod region;
 mod space;
 
 pub use bounce::{Bounce, IoError};
-pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, ReadCounters};
+pub use device::{BackingFiles, Counters, Device, DeviceInfo, DlpackDevice, IommuCounters, ReadCounters};
 pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};

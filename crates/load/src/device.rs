@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory,
+    AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory, DlpackDevice,
     IoError, MemoryError, Placement, ReadCounters, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
@@ -327,10 +327,9 @@ impl OpenDevice {
         self.device.address_space()
     }
 
-    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are
-    /// ([`Device::cuda_number`]).
-    pub fn cuda_number(&self) -> Option<u32> {
-        self.device.cuda_number()
+    /// The device in the words of DLPack ([`Device::dlpack`]).
+    pub fn dlpack(&self) -> Option<DlpackDevice> {
+        self.device.dlpack()
     }
 
     /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
