@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use dmalane_addr::{DeviceVa, PageSize, Span};
-use dmalane_device::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, PageTableSpace, ReadCounters, Region};
+use dmalane_device::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, PageTableSpace, Region};
 use dmalane_dma::{Mmio, Registrar};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_queue::DeviceQueue;
@@ -20,7 +20,7 @@ pub struct CardDevice<B: Mmio> {
     regions: Vec<Region>,
     queues: Vec<Box<DeviceQueue>>,
     space: Box<dyn AddressSpace>,
-    counters: ReadCounters,
+    counters: Arc<dyn Fn() -> Counters + Send + Sync>,
 }
 
 /// How a card is driven.
@@ -112,8 +112,8 @@ impl<B: Mmio + 'static> Device for CardDevice<B> {
         &mut *self.space
     }
 
-    fn counters(&self) -> ReadCounters {
-        self.counters.clone()
+    fn counters(&self) -> Counters {
+        (self.counters)()
     }
 }
 

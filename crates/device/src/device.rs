@@ -50,9 +50,9 @@ pub trait Device: Send {
         None
     }
 
-    /// Reads counters of what can be observed of it, also on other threads and while it works.
-    fn counters(&self) -> ReadCounters {
-        Arc::new(Counters::default)
+    /// Counters of what can be observed of it, as they are now.
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     /// Copies by its driver alone, for a reference beside its queues; `None` where queues are all that moves bytes.
@@ -112,9 +112,6 @@ pub struct BackingFiles {
     pub read: Arc<File>,
 }
 
-/// Reads the counters of a device.
-pub type ReadCounters = Arc<dyn Fn() -> Counters + Send + Sync>;
-
 /// Counters of a device; `None` where it cannot tell.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
@@ -122,11 +119,6 @@ pub struct Counters {
     pub iommu: Option<IommuCounters>,
     /// Bytes of the device's memory that were ever used.
     pub touched: Option<u64>,
-    /// Bytes of host memory that it has read (H2C) and written (C2H), descriptors included, where these are not the
-    /// job's own.
-    pub moved: Option<(u64, u64)>,
-    /// Operations that were given to it and have not ended, where the job's stages do not count them.
-    pub in_flight: Option<u64>,
 }
 
 /// Counters of an IOMMU.

@@ -71,7 +71,6 @@
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod backup_name;
 mod bounce;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -88,7 +87,7 @@ mod region;
 mod space;
 
 pub use bounce::{Bounce, IoError};
-pub use device::{BackingFiles, Counters, Device, DeviceInfo, DlpackDevice, IommuCounters, ReadCounters};
+pub use device::{BackingFiles, Counters, Device, DeviceInfo, DlpackDevice, IommuCounters};
 pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};
