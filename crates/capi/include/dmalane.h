@@ -310,8 +310,8 @@ int32_t dml_target_free(dml_target target, uint32_t handle);
 int32_t dml_target_reserve(dml_target target, uint32_t handle, uint64_t len, uint64_t *va, uint64_t *reserved);
 /* Unbinds all in the range that begins at `va`, and gives it back. -EBUSY while completions have not been polled. */
 int32_t dml_target_release(dml_target target, uint64_t va);
-/* Applies `count` operations, as dml_vm_bind() does, within reserved ranges, all or none. A device without batches
- * (-EOPNOTSUPP) takes a single DML_BIND where nothing is bound. After -EIO nothing is bound there. */
+/* Applies `count` operations, as dml_vm_bind() does, within reserved ranges, all or none. After -EIO nothing is bound
+ * there. */
 int32_t dml_target_bind(dml_target target, const void *operations, size_t stride, size_t count);
 
 /* Kinds of operations: */

@@ -288,7 +288,7 @@ pub(crate) fn release(target: u64, va: u64) -> Result<(), Refused> {
     let mut opened = target.lock_idle()?;
     let missing = || Refused::new(Errno::NoEnt, format_args!("no range was reserved at {va:#x}"));
     let (range, _) = *opened.ranges.get(&va).ok_or_else(missing)?;
-    opened.device.address_space().unbind(range)?;
+    opened.device.address_space().release(range)?;
     opened.ranges.remove(&va);
     Ok(())
 }
@@ -314,14 +314,7 @@ pub(crate) fn bind(target: u64, bytes: &[u8], stride: usize, count: usize) -> Re
             return Err(Refused::new(Errno::NoEnt, format_args!("{va} is not in a range that was reserved")));
         }
     }
-    match (space.apply(&requests), &requests[..]) {
-        (Err(SpaceError::NoBatches), [BindRequest::Bind { va, bo, offset, len, access }]) => {
-            let bind = dmalane::device::Bind { va: *va, bo, offset: *offset, len: *len, access: *access };
-            Ok(space.bind(&bind)?)
-        }
-        (Err(SpaceError::NoBatches), []) => Ok(()),
-        (done, _) => Ok(done?),
-    }
+    Ok(space.apply(&requests)?)
 }
 
 const TO_DEVICE: u32 = 0;
@@ -689,7 +682,7 @@ fn number_of_host(error: &dmalane::dma::Error) -> Number {
 fn number_of_space(error: &SpaceError) -> Number {
     match error {
         SpaceError::Exhausted(_) => Errno::NoMem.into(),
-        SpaceError::Fragmented(_) | SpaceError::NoBatches => Errno::NotSup.into(),
+        SpaceError::Fragmented(_) => Errno::NotSup.into(),
         SpaceError::TooShort { .. } => Errno::Range.into(),
         SpaceError::Elsewhere(_) => Errno::Inval.into(),
         SpaceError::NotReserved(_) => Errno::NoEnt.into(),
