@@ -41,7 +41,7 @@ impl Account {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes so much for a user.
+    /// Takes an amount for a user.
     ///
     /// # Errors
     /// Why the user cannot have it; then nothing is taken.

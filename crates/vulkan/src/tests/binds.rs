@@ -173,7 +173,7 @@ fn up_to_the_limit() -> Option<(MutexGuard<'static, ()>, Opened, u64)> {
     let (live, limit) = (Arc::<Live>::default(), crate::sparse::binds_left());
     // A number of its own, so that tests beside it have some left.
     live.held.set(Held::new(limit)).unwrap();
-    // Not under the layers, which take minutes for so many binds. The GPU reads, not the processor, which does not see
+    // Not under the layers, which take minutes for these binds. The GPU reads, not the processor, which does not see
     // what the driver has bound.
     let gpu = Opened::as_given(&VulkanOptions { direct: 0, ..VulkanOptions::default() }, live)?;
     if gpu.device.gpu().kind != "software GPU" {
@@ -647,7 +647,7 @@ fn random_binds() -> Option<u64> {
     std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok())
 }
 
-/// Three buffers of so many pages, of which each says which it is, and a table of the first.
+/// Three buffers of `pages` pages, of which each says which it is, and a table of the first.
 fn three_buffers(gpu: &mut Opened, pages: u64) -> ([Arc<Bo>; 3], SgTable<dmalane_addr::CardAddr>) {
     let page = gpu.page();
     let buffers = [0, 1, 2].map(|number| {
