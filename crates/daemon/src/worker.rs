@@ -149,7 +149,7 @@ struct Usage {
     waits: i64,
 }
 
-/// What was done in a round, of a user or of a function.
+/// Work done in a round, of a user or of a function.
 #[derive(Clone, Copy, Default)]
 struct Served {
     cost: i64,

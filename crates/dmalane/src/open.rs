@@ -174,7 +174,7 @@ pub enum OpenError {
     Drive(dmalane_load::Error),
 }
 
-/// What to do about a backup.
+/// How to deal with a backup.
 fn way_out(spec: &DeviceSpec, unusable: Option<&ValidateError>) -> String {
     match unusable {
         None => format!("restore it with `dmalane validate -d {spec} --recover`, or remove it"),

@@ -369,7 +369,7 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
     too_many(space, &[hole(31)], 9);
     // A bind in the middle of another leaves two more.
     too_many(space, &[bind(20, 0, 1)], 10);
-    // What takes no more pieces is done: shorter ones, and one instead of others.
+    // Changes that need no more pieces are made: shorter ones, and one instead of others.
     holes.push(PAGES - 1);
     space.apply(&[hole(PAGES - 1)]).unwrap();
     space.apply(&[hole(0), bind(0, 0, 1)]).unwrap();
@@ -537,7 +537,7 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
     other_space.apply(&other[..3]).unwrap();
     assert!(space.apply(&one[6..7]).is_err());
-    // What one gives back the other may have, also when it goes.
+    // One may have the pieces that the other gives back, also when it goes.
     space.unbind(range).unwrap();
     other_space.apply(&other[..5]).unwrap();
     second.end();
