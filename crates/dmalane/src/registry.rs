@@ -226,7 +226,7 @@ pub(crate) fn soft_counters(bus: &SoftBus) -> Counters {
         misses: host.iotlb_misses,
         faults: host.faults,
     };
-    Counters { iommu: Some(iommu), touched: Some(ddr + hbm), ..Counters::default() }
+    Counters { iommu: Some(iommu), touched: Some(ddr + hbm) }
 }
 
 fn list_soft(_: &Path) -> Vec<Listed> {

@@ -4,7 +4,7 @@
 //! registered once. [`OpenDevice::load`] takes [`Input`]s (a file, and a queue that reads it), cuts them into chunks,
 //! and moves chunk after chunk through the staging buffers while every tensor of which the last byte has arrived is
 //! bound at its own device virtual address. [`OpenDevice::verify`] reads every tensor back through the device's address
-//! space and compares it with the file; [`OpenDevice::save`] writes what the device holds as a safetensors file.
+//! space and compares it with the file.
 //!
 //! [`fill`] is the path's first half alone: files into buffers that stay, read while they are still being allocated.
 //!
@@ -21,7 +21,6 @@ mod error;
 pub mod fill;
 mod input;
 mod layout;
-mod live;
 mod manifest;
 mod parts;
 mod pipeline;
@@ -40,7 +39,6 @@ pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, Select};
 pub use layout::{Layout, Place, VaRange};
-pub use live::{Live, LiveStage};
 pub use manifest::{Difference, Expected, Manifest, ManifestFile, ManifestRegion, RegionKind};
 pub use reference::ReferenceRates;
 pub use report::{Report, StageReport, Verified};

@@ -13,13 +13,13 @@ use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
+use dmalane::load::fill::FillOptions;
 use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
 
 use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
-use crate::job;
 use crate::model::{self, ReadMode, cannot_open};
 use crate::number::{within, yes_or_no};
 use crate::output;
@@ -38,12 +38,11 @@ Examples:
   dmalane load model.safetensors --repeat 5 --csv
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
-  dmalane load model.safetensors --tensors '*.bias' --save biases.safetensors
+  dmalane load model.safetensors --tensors '*.bias' --verify
   dmalane load model.safetensors --dry-run --list
   dmalane load model.safetensors --manifest model.manifest     check while loading
   zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
-  dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane load model.safetensors --trace out.json --report out.html    what was done when
   dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
@@ -87,14 +86,14 @@ pub(crate) struct Load {
     #[arg(long)]
     list: bool,
 
-    /// Load (and save) only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
+    /// Load only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
     /// `[ab]` for one of these. May be given several times. With --no-checksum and without --manifest, only these
     /// tensors are read of the files, else all bytes, to hash them
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 
     /// Print what would be loaded where, and load nothing
-    #[arg(long, conflicts_with_all = ["verify", "save", "record", "trace", "report", "repeat"])]
+    #[arg(long, conflicts_with_all = ["verify", "record", "trace", "report", "repeat"])]
     dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
@@ -136,11 +135,6 @@ pub(crate) struct Load {
     #[arg(long, value_name = "F", value_parser = fraction)]
     fragmentation: Option<f64>,
 
-    /// Read the data back through the device's MMU and write it to this file, or into this directory for several files:
-    /// raw and safetensors files only, in the format that was loaded
-    #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    save: Option<PathBuf>,
-
     /// Write a trace of the binds to this file, for `dmalane vm replay`
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     record: Option<PathBuf>,
@@ -173,8 +167,6 @@ pub(crate) struct Load {
 
 /// The files that a load writes.
 struct Outputs {
-    /// One for each input, or none.
-    save: Vec<Output>,
     record: Option<Output>,
     timeline: timeline::Files,
 }
@@ -182,7 +174,6 @@ struct Outputs {
 impl Outputs {
     /// Refuses what cannot be written.
     fn check(&self) -> Result<(), Failure> {
-        self.save.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot save", &e)))?;
         self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))?;
         self.timeline.check()
     }
@@ -202,11 +193,7 @@ impl Outputs {
     }
 
     fn map(self, f: impl Fn(Output) -> Output) -> Self {
-        Self {
-            save: self.save.into_iter().map(&f).collect(),
-            record: self.record.map(&f),
-            timeline: self.timeline.map(&f),
-        }
+        Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
     }
 }
 
@@ -224,7 +211,6 @@ struct Outcome {
     /// The manifest that the files were compared with.
     manifest: Option<PathBuf>,
     /// The files that were written.
-    saved: Vec<PathBuf>,
     recorded: Option<PathBuf>,
     traced: Option<PathBuf>,
     reported: Option<PathBuf>,
@@ -282,20 +268,11 @@ impl Load {
         source::check(&named)?;
         self.files = model::files(&self.files)?;
         // A file that is read is named as such before anybody is told to use --force.
-        // In a folder, standard input is saved under a name that its contents decide, so it is read before.
-        let before = match self.saves_into_folder() && self.files.iter().any(|path| source::is_stdin(path)) {
-            true => Some(self.open_files()?),
-            false => None,
-        };
-        let names = match &before {
-            Some((files, _)) => files.iter().map(|input| input.path.clone()).collect(),
-            None => self.files.clone(),
-        };
-        let outputs = self.outputs(&names)?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
+        let outputs = self.outputs()?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let (files, copied) = before.map_or_else(|| self.open_files(), Ok)?;
+        let (files, copied) = self.open_files()?;
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
@@ -304,18 +281,15 @@ impl Load {
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
-        let mut outputs = outputs.excluding(&inputs, device.backing_files())?;
+        let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
         for input in &inputs {
             read.push((input.path.clone(), input.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
-        self.select(&mut inputs, &mut outputs)?;
+        self.select(&mut inputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
-        }
-        if !outputs.save.is_empty() {
-            inputs.iter().try_for_each(can_be_saved)?;
         }
         let manifest = model::manifest(self.manifest.as_deref())?;
         let mut runs = Vec::new();
@@ -336,7 +310,6 @@ impl Load {
         };
         let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
         let (times, median) = output::WallTimes::of(&walls);
-        let paths = |outputs: &[Output]| outputs.iter().map(|to| to.path().to_owned()).collect();
         let outcome = Outcome {
             device: self.device,
             inputs,
@@ -345,7 +318,6 @@ impl Load {
             runs: times,
             verified: self.verify,
             manifest: self.manifest,
-            saved: paths(&outputs.save),
             recorded: self.record.clone(),
             traced: self.timeline.trace.clone(),
             reported: self.timeline.report.clone(),
@@ -362,26 +334,22 @@ impl Load {
     }
 
     /// Leaves out what `--tensors` does not name, and files without any of it.
-    fn select(&self, inputs: &mut Vec<Input<FileQueue>>, outputs: &mut Outputs) -> Result<(), Failure> {
+    fn select(&self, inputs: &mut Vec<Input<FileQueue>>) -> Result<(), Failure> {
         if self.tensors.is_empty() {
             return Ok(());
         }
-        let mut left = Vec::new();
-        for (i, mut input) in inputs.drain(..).enumerate() {
+        for mut input in std::mem::take(inputs) {
             let patterns = self.tensors.clone();
             input.select = Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name))));
             if !input.model()?.tensors.is_empty() {
-                left.push((input, outputs.save.get(i).cloned()));
+                inputs.push(input);
             }
         }
-        if left.is_empty() {
+        if inputs.is_empty() {
             let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
             let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
             return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
         }
-        let save: Vec<Option<Output>>;
-        (*inputs, save) = left.into_iter().unzip();
-        outputs.save = save.into_iter().flatten().collect();
         Ok(())
     }
 
@@ -408,12 +376,14 @@ impl Load {
         let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
-                chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
-                checksum: !self.no_checksum,
-                hash_thread: self.hash_thread,
-                timeline: self.timeline.any(),
-                live: Some(job::this().live()),
+                fill: FillOptions {
+                    chunk: self.chunk.bytes(),
+                    checksum: !self.no_checksum,
+                    hash_thread: self.hash_thread,
+                    timeline: self.timeline.any(),
+                    ..DriveOptions::default().fill
+                },
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,
@@ -439,8 +409,6 @@ impl Load {
         let record = outputs.and_then(|outputs| outputs.record.as_ref());
         let recording = record.map(|to| Recording::of(device, to)).transpose()?;
         let before = device.counters().touched;
-        let counters = device.read_counters();
-        job::this().counted(&counters);
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
@@ -463,10 +431,6 @@ impl Load {
             let result = device.verify(&loaded, inputs, &mut |n| bar.advance(n));
             loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
             bar.finish();
-        }
-        let save = outputs.map_or(&[][..], |outputs| &outputs.save);
-        for (saved, (file, to)) in loaded.files.iter().zip(save).enumerate() {
-            device.save(file, to).map_err(|e| save_failure(&e, saved, save.len()))?;
         }
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         Ok(Run {
@@ -496,48 +460,12 @@ impl Load {
         Ok((files.collect::<Result<_, _>>()?, copied))
     }
 
-    fn saves_into_folder(&self) -> bool {
-        self.save.as_ref().is_some_and(|save| save.is_dir())
-    }
-
-    /// The files that are written, for files of these names.
-    fn outputs(&self, names: &[PathBuf]) -> Result<Outputs, Failure> {
+    /// The files that are written.
+    fn outputs(&self) -> Result<Outputs, Failure> {
         let output = |path: &PathBuf| self.replace.output(path);
-        let save: Vec<Output> = self.save_targets(names)?.iter().map(output).collect();
         let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
-        let saved = save.iter().map(|to| ("--save", to));
-        output::check_apart(saved.chain(record.as_ref().map(|to| ("--record", to))).chain(timeline.each()))?;
-        Ok(Outputs { save, record, timeline })
-    }
-
-    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
-    /// several.
-    fn save_targets(&self, names: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
-        let Some(save) = &self.save else { return Ok(Vec::new()) };
-        let sample = [PathBuf::from(sample::NAME)];
-        let files = if self.sample.is_some() { &sample[..] } else { names };
-        let into_folder = self.saves_into_folder();
-        if files.len() == 1 && !into_folder {
-            return Ok(vec![save.clone()]);
-        }
-        if !into_folder && save.exists() {
-            let message = format!("--save {} is a file, and several files are saved into a folder", save.display());
-            return Err(Failure::usage(message).hint("name a folder"));
-        }
-        if !into_folder {
-            return Err(Failure::new(format!("--save {}: not a folder, and there are several files", save.display()))
-                .hint(format!("make it with: mkdir -p {}", save.display())));
-        }
-        let mut targets: Vec<PathBuf> = Vec::new();
-        for file in files {
-            let name = file.file_name().ok_or_else(|| Failure::new(format!("{}: not a file name", file.display())))?;
-            let target = save.join(name);
-            if targets.contains(&target) {
-                return Err(Failure::usage(format!("two files would be saved as {}", target.display())));
-            }
-            targets.push(target);
-        }
-        Ok(targets)
+        output::check_apart(record.as_ref().map(|to| ("--record", to)).into_iter().chain(timeline.each()))?;
+        Ok(Outputs { record, timeline })
     }
 }
 
@@ -552,15 +480,6 @@ fn fraction(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Refuses files of which the device gets too little to write them again.
-fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
-    if input.container().map_err(|e| Failure::because("cannot save", &e))?.can_be_saved() {
-        return Ok(());
-    }
-    let why = format!("--save cannot write {} again: the device gets its tensors alone", input.path.display());
-    Err(Failure::new(why).hint(format!("{} files can be saved", titles(Container::can_be_saved).join(" and "))))
-}
-
 /// The names of these kinds of files.
 fn titles(of: impl Fn(Container) -> bool) -> Vec<&'static str> {
     Container::ALL.iter().filter(|kind| of(**kind)).map(|kind| kind.title()).collect()
@@ -572,11 +491,6 @@ fn verify_failure(error: &Error) -> Failure {
         Error::Mismatch { .. } => failure.hint("was the file changed meanwhile? If not, please report it"),
         _ => failure,
     }
-}
-
-fn save_failure(error: &Error, saved: usize, of: usize) -> Failure {
-    let before = if of > 1 { format!(", {saved} of {of} saved before") } else { String::new() };
-    output::refused(format!("cannot save (the files are loaded{before})"), error)
 }
 
 #[cfg(test)]
@@ -598,7 +512,7 @@ mod tests {
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
         assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
+        assert_eq!((load.fragmentation, load.seed, &load.record), (None, 1, &None));
         assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
         let format = load.format;
         assert!(!(format.verbose || format.json || format.csv || format.quiet));
@@ -608,7 +522,7 @@ mod tests {
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
+             --fragmentation 1 --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
              --list",
         )
         .unwrap();
@@ -617,7 +531,7 @@ mod tests {
         assert_eq!(load.placement, Placement::HBM);
         let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
+        assert_eq!((load.fragmentation, load.seed), (Some(1.0), 7));
         assert_eq!(load.record, Some("trace".into()));
         assert!(load.verify && load.card.workers && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
@@ -645,7 +559,6 @@ mod tests {
             "a --seed -1",
             "--sample 0",
             "--sample 4095",
-            "a --save -",
             "a --record -",
             "a --card-ddr 257GiB",
             "a --card-hbm 274877906945",

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
-use dmalane_load::Stage;
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
 use dmalane_queue::{OpError, Operation, Refusal, Refused, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
@@ -27,7 +26,7 @@ pub(super) fn to_end(
 ) -> Result<AllocRead, ReadError> {
     let start = Instant::now();
     let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
-    let deadline = options.timeout.and_then(|timeout| start.checked_add(timeout));
+    let deadline = options.fill.time_limit.and_then(|limit| start.checked_add(limit));
     let late = |done: usize| ReadError::Fill(FillError::Deadline { done: done as u64, of: None });
     let mut queue = StreamQueue::new(source.file, 1);
     let (mut chunks, mut len) = (VecDeque::new(), 0);
@@ -56,9 +55,6 @@ pub(super) fn to_end(
             .into_slice()
             .ok_or_else(|| failed(OpError::Stopped(StopReason::Protocol("a buffer is lost".into()))))?;
         len += n;
-        if let Some(live) = &options.live {
-            live.add(Stage::Read, n as u64);
-        }
         chunks.push_back((slice, n));
         if let Some(limit) = options.limit.filter(|limit| len as u64 > *limit) {
             return Err(ReadError::Limit { wanted: len as u64, limit });
@@ -71,7 +67,7 @@ pub(super) fn to_end(
             break;
         }
     }
-    let mut hash = options.checksum.then(|| XxHash3_64::with_seed(0));
+    let mut hash = options.fill.checksum.then(|| XxHash3_64::with_seed(0));
     let mut reserved = heap.reserve(len.max(1)).map_err(memory)?;
     let (fresh, backing) = (reserved.is_fresh(), reserved.backing().clone());
     let mut whole: Option<BufferSlice> = None;

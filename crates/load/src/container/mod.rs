@@ -86,11 +86,6 @@ impl Container {
     pub fn title(self) -> &'static str {
         self.kind().title
     }
-
-    /// Whether [`OpenDevice::save`](crate::OpenDevice::save) can write such a file again.
-    pub fn can_be_saved(self) -> bool {
-        !matches!(self.kind().again, Again::Never)
-    }
 }
 
 /// Properties of a kind of file.
@@ -104,8 +99,6 @@ pub(crate) struct Kind {
     magic: &'static [&'static [u8]],
     /// Whether a directory may stand for its files with these extensions.
     in_folders: bool,
-    /// What [`OpenDevice::save`](crate::OpenDevice::save) writes.
-    pub(crate) again: Again,
 }
 
 impl Kind {
@@ -118,16 +111,6 @@ impl Kind {
     fn is_name(&self, path: &Path) -> bool {
         path.extension().is_some_and(|found| self.extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
     }
-}
-
-/// What is written for a file of which the device has the tensors' bytes.
-pub(crate) enum Again {
-    /// Nothing: the tensors are not all of the file.
-    Never,
-    /// The tensors' bytes.
-    Bytes,
-    /// The tensors' bytes behind a header of these.
-    Behind(fn(&Model) -> io::Result<Vec<u8>>),
 }
 
 /// Bytes by which a kind may be recognized.
@@ -370,13 +353,8 @@ mod tests {
 
     #[test]
     fn a_kind_is_known_by_any_of_its_extensions_and_first_bytes() {
-        const KIND: Kind = Kind {
-            title: "",
-            extensions: &["one", "two"],
-            magic: &[b"MAGIC", b"magic"],
-            in_folders: true,
-            again: Again::Never,
-        };
+        const KIND: Kind =
+            Kind { title: "", extensions: &["one", "two"], magic: &[b"MAGIC", b"magic"], in_folders: true };
         for (name, head, claimed) in [
             ("a.one", "", true),
             ("a.TWO", "other", true),
