@@ -154,18 +154,6 @@ pub enum OpenError {
     Drive(dmalane_load::Error),
 }
 
-<<<<<<< HEAD
-/// How to deal with a backup.
-fn way_out(spec: &DeviceSpec, unusable: Option<&ValidateError>) -> String {
-    match unusable {
-        None => format!("restore it with `dmalane validate -d {spec} --recover`, or remove it"),
-        Some(ValidateError::Recover { source, .. }) => format!("{source}, so it cannot be restored; remove it"),
-        Some(other) => other.to_string(),
-    }
-}
-
-=======
->>>>>>> main
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
