@@ -165,19 +165,6 @@ impl SourceFile {
         }
     }
 
-    /// The name by which this very file can be opened, if it has one. Of standard input it tells the kind, too.
-    fn own_name(&self) -> Option<PathBuf> {
-        let path = match self.stdin {
-            true => std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?,
-            false => self.path.clone(),
-        };
-        if self.path.extension().is_some_and(|kind| path.extension() != Some(kind)) {
-            return None;
-        }
-        let (there, own) = (std::fs::metadata(&path).ok()?, self.file.metadata().ok()?);
-        ((there.dev(), there.ino()) == (own.dev(), own.ino())).then_some(path)
-    }
-
     /// The same bytes in a file with a size: what has none is read to its end, into a temporary file without a name.
     pub fn with_size(self) -> Result<Self, Failure> {
         if self.has_size() {

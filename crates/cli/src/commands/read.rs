@@ -18,7 +18,7 @@ use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
+    AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme,
 };
 
 use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
@@ -314,7 +314,7 @@ impl Read {
     }
 
     /// The files, and what was copied first: a file without a size that is not read once from front to back is.
-    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<ReadSource>, Copied), Failure> {
+    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<OpenFile>, Copied), Failure> {
         let once = self.repeat == 1 && files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
         let mut all = Copied::default();
@@ -335,7 +335,7 @@ impl Read {
             };
             let SourceFile { file, path, copied, .. } = source;
             all.add(copied);
-            Ok(ReadSource { file, path })
+            Ok(OpenFile::new(path, file))
         };
         let sources = files.iter().map(open).collect::<Result<_, Failure>>()?;
         Ok((sources, all))
@@ -345,7 +345,7 @@ impl Read {
     fn once(
         &self,
         heap: &dyn dmalane::dma::Heap,
-        sources: &[ReadSource],
+        sources: &[OpenFile],
         manifest: &Manifest,
         outputs: &mut timeline::Files,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
@@ -354,7 +354,8 @@ impl Read {
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
-                let sizes = sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>().map_err(failure)?;
+                let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>();
+                let sizes = sizes.map_err(|e| failure(e.into()))?;
                 manifest.expect(sources.iter().map(|source| &*source.path).zip(sizes)).map_err(differs)?
             }
         };
@@ -460,7 +461,7 @@ impl Read {
     fn read(
         &self,
         heap: &dyn dmalane::dma::Heap,
-        sources: &[ReadSource],
+        sources: &[OpenFile],
         options: ReadOptions,
         bar: &Progress,
         outputs: &mut timeline::Files,
@@ -488,7 +489,7 @@ impl Read {
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
-            let size = file.size().map_err(failure)?;
+            let size = file.size().map_err(|e| failure(e.into()))?;
             let end = range.end.unwrap_or(size);
             if end > size || range.start > 0 && range.start >= size {
                 return Err(beyond(&file.path, range, Some(size)));
@@ -553,9 +554,9 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// The same open file.
-fn again(source: &ReadSource) -> Result<ReadSource, Failure> {
+fn again(source: &OpenFile) -> Result<OpenFile, Failure> {
     let file = source.file.try_clone()?;
-    Ok(ReadSource { file, path: source.path.clone() })
+    Ok(OpenFile::new(source.path.clone(), file))
 }
 
 /// The error of a range that ends behind the end of a file.
