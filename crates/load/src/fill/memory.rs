@@ -85,7 +85,7 @@ impl Staging {
         Self { heap, registrar, slots: Vec::new(), buffers: 0, limit, len: limit }
     }
 
-    /// Prepares for files of which the largest has so many bytes.
+    /// Prepares for files of which the largest has `largest` bytes.
     pub(crate) fn prepare(&mut self, largest: u64) {
         // Small files take small buffers, but whole huge pages where that is no more than was asked for.
         let largest = largest.min(self.limit);
