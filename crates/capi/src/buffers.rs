@@ -111,7 +111,7 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
     add(read.buffer)
 }
 
-/// Reads ranges into so many buffers.
+/// Reads ranges into a buffer each.
 pub(crate) fn read_ranges(
     ranges: &[Range<'_>],
     request: &Request,

@@ -35,7 +35,7 @@ pub struct DeviceKind {
     pub served_by: Option<&'static str>,
     /// True where a driver of this machine must have found it; what is missing then is what `dmalane doctor` says.
     pub needs_driver: bool,
-    /// The option or the name of a device that has so many bytes in a group of its regions, in words of the command
+    /// Hint: which option or device name gives this much memory in a group of regions, in words of the command
     /// line; `None` where there is none.
     pub more: fn(&str, u64) -> Option<String>,
     /// Checks what follows `KIND:`, empty when nothing does.

@@ -379,7 +379,7 @@ impl OpenDevice {
         bounce.copy(queue, from.into(), to.into(), len)
     }
 
-    /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
+    /// A buffer for blocking calls, of at least `len` bytes or a chunk, and the queue that it goes through.
     pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
         let wanted = usize::try_from(len.clamp(1, self.staging.limit)).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {

@@ -20,8 +20,7 @@ const GAP: u64 = 64 << 10;
 pub(crate) struct Parts(Vec<Vec<Extent>>);
 
 impl Parts {
-    /// The parts of files, each given by its length and tensors: those in which the tensors lie, or all of a file without
-    /// any.
+    /// The parts of files, each with its length: those in which these tensors lie, or all of a file without any.
     pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
         let of = |(i, (len, tensors)): (usize, (u64, Option<&[_]>))| match tensors {
             Some(tensors) => parts(i, tensors.iter().map(|t: &Arc<Tensor>| t.at.bits()..t.at.bits() + t.len), len),

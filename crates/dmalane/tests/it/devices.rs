@@ -157,28 +157,6 @@ fn every_kind_is_loaded_to_verified_and_unloaded() {
 }
 
 #[test]
-fn the_pages_name_every_kind() {
-    let page = |path: &str| {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..").join(path);
-        std::fs::read_to_string(path).unwrap()
-    };
-    let names = |text: &str, kind: &str| text.contains(&format!("`{kind}`")) || text.contains(&format!("`{kind}:"));
-    for path in ["README.md", "docs/reference/cli.md"] {
-        let rows: String = page(path).lines().filter(|line| line.starts_with("| `")).collect();
-        let missing: Vec<_> = KINDS.iter().map(|kind| kind.name).filter(|kind| !names(&rows, kind)).collect();
-        assert!(missing.is_empty(), "{path} has no row of {missing:?}");
-    }
-    for path in ["docs/how-to/load.md", "docs/how-to/replay-binds.md"] {
-        // Lines may be wrapped anywhere.
-        let text = page(path).split_whitespace().collect::<Vec<_>>().join(" ");
-        let list = text.split_once("flat addresses (").unwrap().1.split_once("GPUs without").unwrap().0;
-        let flat = KINDS.iter().filter(|kind| names(list, kind.name)).map(|kind| kind.name);
-        let expected = KINDS.iter().filter(|kind| kind.always_flat).map(|kind| kind.name);
-        assert_eq!(flat.collect::<Vec<_>>(), expected.collect::<Vec<_>>(), "{path}");
-    }
-}
-
-#[test]
 fn sizes_of_the_software_card_are_rounded_up_to_what_the_help_says() {
     let options = OpenOptions { card_ddr: Some(1), card_hbm: Some(1), flat: true, ..OpenOptions::default() };
     let card = options.device(&"soft".parse().unwrap()).unwrap();

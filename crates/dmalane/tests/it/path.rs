@@ -397,7 +397,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
 /// The fault of a [`Faulty`] device.
 #[derive(Default)]
 struct Faults {
-    /// It keeps so many completions for itself,
+    /// The number of completions that it keeps for itself,
     keeps: usize,
     kept: Vec<Completion>,
     /// and gives them up when it is stopped, or at once.

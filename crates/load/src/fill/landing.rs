@@ -72,8 +72,8 @@ pub(super) struct Full {
 }
 
 impl Landing {
-    /// Landing places for chunks of `chunk` bytes, if the memory of any buffer is better copied to, and there is room
-    /// for the places besides the buffers: `room` is asked with their bytes.
+    /// Landing places for chunks of `chunk` bytes, if the memory of any buffer is better copied to, and `room` says
+    /// that there is memory for them besides the buffers.
     pub fn new(reserved: &[Reserved], chunk: usize, room: impl FnOnce(usize) -> bool) -> Option<Self> {
         let wanted = chunk <= BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to) && room(BYTES);
         let len = chunk.next_multiple_of(HUGE);
