@@ -24,10 +24,11 @@ use crate::model::{self, ReadMode, cannot_open};
 use crate::number::{within, yes_or_no};
 use crate::output;
 use crate::progress::Progress;
+use crate::report::{Page, Section};
 use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
 use crate::source::{self, Copied};
-use crate::timeline::{self, Page};
+use crate::timeline;
 use record::Recording;
 
 const EXAMPLES: &str = "\
@@ -251,9 +252,12 @@ impl Outcome {
             command: "dmalane load",
             device: &self.device.to_string(),
             answer: report::answer(self),
-            wall: self.run.loaded.report.wall,
-            stages: report::page_stages(self),
-            files: std::iter::once(head).chain(files).collect(),
+            sections: vec![
+                Section::Timeline(timeline, self.run.loaded.report.wall),
+                report::page_rates(self),
+                report::page_stages(self),
+                Section::Table("Files", std::iter::once(head).chain(files).collect(), ""),
+            ],
         };
         outputs.timeline.write(timeline, &page, "the files are loaded")
     }

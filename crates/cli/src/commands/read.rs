@@ -29,9 +29,10 @@ use crate::number::{within, yes_or_no};
 use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
+use crate::report::{Page, Section};
 use crate::size::{self, Size, between, binary};
 use crate::source::{self, Copied, SourceFile};
-use crate::timeline::{self, Page};
+use crate::timeline;
 use device::ReadTarget;
 use export::{Export, Exported};
 
@@ -242,9 +243,12 @@ impl Outcome {
             command: "dmalane read",
             device: &device,
             answer: report::answer(self),
-            wall: self.run.report.wall,
-            stages: report::page_stages(self),
-            files: report::page_files(self),
+            sections: vec![
+                Section::Timeline(timeline, self.run.report.wall),
+                report::page_rates(self),
+                report::page_stages(self),
+                report::page_files(self),
+            ],
         };
         outputs.write(timeline, &page, "the files are read")
     }
