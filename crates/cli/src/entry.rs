@@ -19,9 +19,6 @@ Examples:
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
 Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.
 
-Options can also be set in ~/.config/dmalane.toml, in a table for each command ([load]), and in environment \
-variables (DMALANE_LOAD_CHUNK for `load --chunk`, DMALANE_CHUNK for every command with --chunk).
-
 Exit status:
   0  success
   1  the job failed: a bad file, a mismatch, a machine that cannot do it
@@ -47,7 +44,7 @@ enum Command {
 
 /// Runs the program `dmalane` with these words, of which the first is its name.
 pub fn run(words: Vec<OsString>) -> ExitCode {
-    program::start(true, words, |dmalane: Dmalane| match dmalane.command {
+    program::start(words, |dmalane: Dmalane| match dmalane.command {
         Command::Work(command) => command.run(),
         Command::Completions(completions) => completions.run::<Dmalane>(),
         Command::Man(man) => man.run::<Dmalane>(),

@@ -10,7 +10,6 @@ use dmalane::load::container::is_index;
 use dmalane::load::{Error, Output};
 use serde::Serialize;
 
-use crate::config;
 use crate::failure::Failure;
 use crate::layout::{fit, spaced};
 use crate::source::{is_stdin, stdin_metadata};
@@ -153,10 +152,9 @@ pub struct Replace {
 }
 
 impl Replace {
-    /// The file at `path`, which replaces one that exists only by `--force`, and never the configuration file.
+    /// The file at `path`, which replaces one that exists only by `--force`.
     pub fn output(self, path: &Path) -> Output {
-        let to = Output::new(path).replace(self.force);
-        excluding(to, &config::path(&|name| std::env::var_os(name)))
+        Output::new(path).replace(self.force)
     }
 }
 

@@ -78,7 +78,7 @@ pub(crate) struct Load {
     sample: Option<Size>,
 
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
-    #[arg(help = device::help("The device to load to"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
     /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does

@@ -64,6 +64,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction

@@ -583,7 +583,7 @@ fn of_a_part_of_a_model_only_that_part_is_read() {
     assert!(wanted + (1 << 20) < whole["bytes"].as_u64().unwrap(), "{wanted} is not all");
     // All is hashed, so all is read, and said to be.
     let text = stdout(&load(&format!("m.safetensors {names} --verify"))).to_owned();
-    assert!(text.contains("8.00 MiB read for "), "{text}");
+    assert!(text.contains("8 MiB read for "), "{text}");
     for device in ["ram:64MiB", "soft"] {
         let direct = json(&format!("m.safetensors {names} --no-checksum --verify --json --chunk 64KiB -d {device}"));
         assert_eq!((&direct["read_bytes"], &direct["verified"]), (&part["read_bytes"], &true.into()), "{device}");
@@ -747,7 +747,7 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
     }
     for line in ["load -", "read - --map", "manifest - -o made --force", "verify - --manifest made"] {
         let said = shell(&format!("cat m.safetensors | dmalane {line}"));
-        assert!(stdout(&said).contains("Copied to a temporary file first: 3.00 MiB in "), "{line}: {}", stdout(&said));
+        assert!(stdout(&said).contains("Copied to a temporary file first: 3 MiB in "), "{line}: {}", stdout(&said));
         let said = shell(&format!("dmalane {line} < m.safetensors"));
         assert!(said.status.success() && !stdout(&said).contains("Copied"), "{line}: {}", stdout(&said));
     }
@@ -961,55 +961,27 @@ fn sixty_thousand_tensors_take_little_time_and_memory() {
 }
 
 #[test]
-fn options_come_from_a_file_and_from_the_environment() {
-    let folder = folder("config");
-    std::fs::create_dir_all(folder.join("home/.config")).unwrap();
-    let file = folder.join("home/.config/dmalane.toml");
-    let load = |text: &str, environment: &[(&str, &str)], args: &[&str]| {
-        std::fs::write(&file, text).unwrap();
-        let mut command = command(&[&["load", "--sample", "1MiB"], args].concat());
-        command.env("HOME", folder.join("home")).env_remove("XDG_CONFIG_HOME").envs(environment.iter().copied());
-        command.output().unwrap()
-    };
-    let device = |output: Output| -> String {
-        assert!(output.status.success(), "{}", stderr(&output));
-        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        report["device"].as_str().unwrap().to_owned()
-    };
-    let text = "device = \"ram:8MiB\"\n[load]\njson = true\nchunk = \"1MiB\"\n[validate]\npages = [\"4k\", \"2m\"]\n";
-    assert_eq!(device(load(text, &[], &[])), "ram:8MiB");
-    assert_eq!(device(load(text, &[("DMALANE_DEVICE", "ram:9MiB")], &[])), "ram:9MiB");
-    assert_eq!(device(load(text, &[("DMALANE_DEVICE", "ram:9MiB")], &["-d", "ram:7MiB"])), "ram:7MiB");
-    // What it means to other commands is said for each.
-    let alone = |args: &[&str]| {
-        let mut command = command(args);
-        command.env("HOME", folder.join("home")).env_remove("XDG_CONFIG_HOME").env("DMALANE_DEVICE", "ram:64MiB");
-        command.output().unwrap()
-    };
-    let trace = folder.join("trace");
+fn the_device_may_come_from_the_environment() {
+    let with = |variable: &str, args: &[&str]| command(args).env(variable, "ram:9MiB").output().unwrap();
+    let device = |output: Output| serde_json::from_slice::<Value>(&output.stdout).unwrap()["device"].clone();
+    let sample = ["load", "--sample", "1MiB", "--json"];
+    assert_eq!(device(with("DMALANE_DEVICE", &sample)), "ram:9MiB");
+    assert_eq!(device(with("DMALANE_DEVICE", &[&sample[..], &["-d", "ram:7MiB"]].concat())), "ram:7MiB");
+    // To other commands, the option means something else.
+    let trace = folder("environment").join("trace");
     std::fs::write(&trace, "{\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}\n").unwrap();
     for args in [&["vm", "replay", trace.to_str().unwrap()][..], &["read", trace.to_str().unwrap()]] {
-        let output = alone(args);
-        assert!(output.status.code() != Some(2) && !stdout(&output).contains("ram:64MiB"), "{args:?}: {output:?}");
+        let output = with("DMALANE_DEVICE", args);
+        assert!(output.status.code() != Some(2) && !stdout(&output).contains("ram:9MiB"), "{args:?}: {output:?}");
     }
-    // A shell that starts asks for completions.
-    std::fs::write(&file, "nonsense").unwrap();
-    assert!(alone(&["completions", "bash"]).status.success());
-    assert_eq!(alone(&["devices"]).status.code(), Some(2));
-    let failed = load("[load]\nchunk = \"1MB\"\nchnk = 1\n", &[], &[]);
-    assert_eq!(failed.status.code(), Some(2));
-    let said = stderr(&failed);
-    assert!(said.contains("dmalane.toml:3:1: chnk is no option of `load`"), "{said}");
-    let failed = load("", &[("DMALANE_CONFIG", "/no/such/file")], &[]);
-    assert!(stderr(&failed).contains("cannot read /no/such/file"), "{}", stderr(&failed));
-    assert!(load("x", &[("DMALANE_CONFIG", "")], &[]).status.success(), "no file is read");
-    let named = [("DMALANE_CONFIG", file.to_str().unwrap())];
-    let long = "#".repeat((1 << 20) + 1);
-    assert!(stderr(&load(&long, &[], &[])).contains("at most 1048576 bytes"));
-    // A file of another user counts only where it is named, and only root can make one.
-    if std::os::unix::fs::chown(&file, Some(65534), None).is_ok() && rustix::process::geteuid().is_root() {
-        assert!(load("x", &[], &[]).status.success(), "it is another user's");
-        assert_eq!(load("x", &named, &[]).status.code(), Some(2));
+    let wrong = command(&sample).env("DMALANE_DEVICE", "gpu0").output().unwrap();
+    assert!(wrong.status.code() == Some(2) && stderr(&wrong).contains("--device"), "{}", stderr(&wrong));
+    for (variable, said) in [
+        ("DMALANE_DEVCE", "dmalane: warning: DMALANE_DEVCE has no effect; did you mean DMALANE_DEVICE?\n"),
+        ("DMALANE_NEED_GPU", ""),
+    ] {
+        let output = with(variable, &sample);
+        assert_eq!((stderr(&output), device(output.clone())), (said, "soft".into()));
     }
 }
 

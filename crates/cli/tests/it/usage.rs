@@ -318,7 +318,6 @@ fn run(folder: &Path, line: &str) -> Result<(i32, String), String> {
     let output = Command::new(env!("CARGO_BIN_EXE_dmalane"))
         .args(line.split_whitespace())
         .current_dir(folder)
-        .env("DMALANE_CONFIG", "")
         .envs(crate::WIDE)
         .output()
         .unwrap();
