@@ -111,11 +111,10 @@ struct Bench {
 
 impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
-        let how = OpenOptions {
-            drive: DriveOptions { chunk: options.chunk, ..DriveOptions::default() },
-            workers: options.workers.then_some(Workers::PerChannel),
-            ..OpenOptions::default()
-        };
+        let mut drive = DriveOptions::default();
+        drive.fill.chunk = options.chunk;
+        let how =
+            OpenOptions { drive, workers: options.workers.then_some(Workers::PerChannel), ..OpenOptions::default() };
         let heap = AnonHeap::new();
         let chunk = usize::try_from(options.chunk)?;
         let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(chunk)?.share().into_slice())).collect::<Result<_>>()?;

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use dmalane::dma::{Needs, Picked, pick};
 use dmalane::file::{Error, Mode};
-use dmalane::load::fill::{Extent, FillError, FilledBuf, Job};
+use dmalane::load::fill::{Extent, FillError, FillOptions, FilledBuf, Job};
 use dmalane::{AllocAndRead, Read, ReadError, ReadOptions, ReadSource, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
@@ -73,11 +73,14 @@ fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
     let default = ReadOptions::default();
     let options = ReadOptions {
         mode,
-        checksum: has(CHECKSUM),
         threads: some(request.threads.into()).map(|n| n as usize),
-        chunk: some(request.chunk).unwrap_or(default.chunk),
         limit: some(request.limit),
-        timeout: some(request.timeout_ms).map(Duration::from_millis),
+        fill: FillOptions {
+            chunk: some(request.chunk).unwrap_or(default.fill.chunk),
+            checksum: has(CHECKSUM),
+            time_limit: some(request.timeout_ms).map(Duration::from_millis),
+            ..default.fill
+        },
         ..default
     };
     let picked = pick(Needs { shareable: has(SHAREABLE), ..Needs::default() });

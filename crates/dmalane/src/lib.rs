@@ -16,7 +16,7 @@
 //! Other devices have other names ([`registry::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
 //! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
 //!
-//! [`validate`] measures a device beside a reference, and fits a model of its link.
+//! [`validate`] measures a device beside a reference.
 //! [`Read`] is the first half of the path alone: files into buffers. [`AllocAndRead`] is its shortest form: an open
 //! file in, a filled buffer out.
 

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use dmalane_dma::trusted_users;
 use dmalane_vfio::{Bdf, VfioBus, VfioContainer};
 use dmalane_vfio_user::UserBus;
 use thiserror::Error;
@@ -54,7 +55,7 @@ pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, PciCardError> {
 /// # Errors
 /// Those of [`UserBus::connect`]; [`PciCardError::NotAServedCard`] for another device.
 pub fn connect_pci_card(socket: &Path) -> Result<UserBus, PciCardError> {
-    let bus = UserBus::connect(socket)?;
+    let bus = UserBus::connect(socket, &trusted_users())?;
     match bus.id()? {
         CARD_PCI_ID => Ok(bus),
         found => Err(PciCardError::NotAServedCard { path: socket.to_owned(), found }),

@@ -12,17 +12,13 @@ use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, PageKind, Registrar};
 use dmalane_file::{Fallback, How, Mode, Moved, Residency};
 use dmalane_load::OpenDevice;
-use dmalane_load::fill::{
-    BufferMemory, Event, FillCached, FillError, FillOptions, Filled, HashRegions, Job, Sink, Watch, fill,
-};
+use dmalane_load::fill::{BufferMemory, Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Watch, fill};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
@@ -52,30 +48,16 @@ pub struct ReadOptions {
     pub mode: Mode,
     /// Order of allocation and reading.
     pub scheme: Scheme,
-    /// Bytes of a chunk: allocated together before reading into them starts.
-    pub chunk: u64,
     /// Reads in flight, where there is a ring.
     pub depth: usize,
-    /// Bytes per read.
-    pub block: usize,
     /// Workers that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many
     /// as there are processors, 4 at most, where 32 MiB or more are copied out of the page cache.
     pub threads: Option<usize>,
-    /// Hash each buffer (XXH3-64) while its bytes are in the processor's cache.
-    pub checksum: bool,
-    /// Hash on a thread of its own: see [`FillOptions::hash_thread`].
-    pub hash_thread: Option<bool>,
-    /// Hash the regions of each buffer too, as a [manifest](dmalane_load::Manifest::expect) has them. Only in
-    /// [`Read`].
-    pub hash_regions: Option<Arc<HashRegions>>,
-    /// Give up after this time.
-    pub timeout: Option<Duration>,
     /// Refuse to allocate more bytes of memory than this.
     pub limit: Option<u64>,
-    /// The beginning of a timeline that is recorded
-    /// ([`FillReport::timeline`](dmalane_load::fill::FillReport::timeline)); with the channels of a device that was
-    /// opened with [`DriveOptions::timeline`](dmalane_load::DriveOptions::timeline). Short files and streams have none.
-    pub timeline: Option<Instant>,
+    /// Chunks, blocks, hashes and times. Regions are hashed, as a [manifest](dmalane_load::Manifest::expect) has them,
+    /// in [`Read`] alone. Short files and streams have no timeline.
+    pub fill: FillOptions,
 }
 
 impl Default for ReadOptions {
@@ -83,16 +65,10 @@ impl Default for ReadOptions {
         Self {
             mode: Mode::Auto,
             scheme: Scheme::Overlap,
-            chunk: 2 << 20,
             depth: 16,
-            block: 2 << 20,
             threads: None,
-            checksum: false,
-            hash_thread: None,
-            hash_regions: None,
-            timeout: None,
             limit: None,
-            timeline: None,
+            fill: FillOptions::default(),
         }
     }
 }
@@ -237,7 +213,7 @@ pub struct Read<'a> {
     job: Option<Job>,
     options: ReadOptions,
     register: Option<(&'a dyn Registrar, Access)>,
-    device: Option<(&'a mut OpenDevice, &'a [DeviceAddr])>,
+    device: Option<Onto<'a>>,
     watch: Box<Watch<'a>>,
 }
 
@@ -265,15 +241,15 @@ impl<'a> Read<'a> {
         self
     }
 
-    /// Sets the bytes of a chunk, [`ReadOptions::chunk`].
+    /// Sets the bytes of a chunk, [`FillOptions::chunk`].
     pub fn chunk(mut self, bytes: u64) -> Self {
-        self.options.chunk = bytes;
+        self.options.fill.chunk = bytes;
         self
     }
 
-    /// Sets whether buffers are hashed, [`ReadOptions::checksum`].
+    /// Sets whether buffers are hashed, [`FillOptions::checksum`].
     pub fn checksum(mut self, checksum: bool) -> Self {
-        self.options.checksum = checksum;
+        self.options.fill.checksum = checksum;
         self
     }
 
@@ -319,33 +295,25 @@ impl<'a> Read<'a> {
     /// [`FillError::Refused`] where the device fails, or ends nothing for half a minute: then its queue is stopped.
     /// Reads and transfers in flight have ended by then, and nothing is left mapped or pinned; a transfer that the
     /// device does not let go of stays in flight, and keeps its memory and its mapping.
-    pub fn into_memory(mut self, heap: &dyn Heap) -> Result<ReadFiles, ReadError> {
+    pub fn into_memory(self, heap: &dyn Heap) -> Result<ReadFiles, ReadError> {
         let sources = self.sources?;
         let job = match self.job {
             Some(job) => job,
             None => Job::whole(&sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>()?),
         };
-        let Some((device, places)) = self.device else {
-            let memory = BufferMemory { register: self.register, ..BufferMemory::of(heap) };
-            return read(memory, Sink::Memory, &sources, &job, &self.options, &mut *self.watch, true);
-        };
-        let registrar = device.registrar().clone();
-        let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(heap) };
-        self.options.timeline.into_iter().for_each(|epoch| device.record_channels(epoch));
-        let (polled, processors) = (device.info().polled, device.info().processors);
-        let sink = Sink::Device { polled, processors, queue: device.queue_mut(), targets: &places };
-        let mut files = read(memory, sink, &sources, &job, &self.options, &mut *self.watch, true)?;
-        if let Some(timeline) = &mut files.filled.report.timeline {
-            timeline.tracks.extend(device.channel_tracks());
-        }
-        Ok(files)
+        let memory = BufferMemory { register: self.register, ..BufferMemory::of(heap) };
+        let Self { mut watch, options, .. } = self;
+        read(memory, self.device, &sources, &job, &options, &mut *watch, true)
     }
 }
+
+/// A device, and the place on it for each buffer.
+type Onto<'a> = (&'a mut OpenDevice, &'a [DeviceAddr]);
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
 fn read<'a>(
     memory: BufferMemory<'_>,
-    sink: Sink<'_>,
+    onto: Option<Onto<'_>>,
     sources: &'a [ReadSource],
     job: &Job,
     options: &ReadOptions,
@@ -368,18 +336,13 @@ fn read<'a>(
         let open = |(source, plan): (&ReadSource, &Plan)| Source::open(source, plan);
         workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
     }
-    let fill_options = FillOptions {
-        chunk: match options.scheme {
-            Scheme::Overlap => options.chunk,
-            Scheme::Sequential | Scheme::Plain => u64::MAX,
-        },
-        block: options.block as u64,
-        checksum: options.checksum,
-        hash_thread: options.hash_thread,
-        hash_regions: options.hash_regions.clone(),
-        deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
-        timeline: options.timeline,
-        ..FillOptions::default()
+    let one_chunk;
+    let fill_options = match options.scheme {
+        Scheme::Overlap => &options.fill,
+        Scheme::Sequential | Scheme::Plain => {
+            one_chunk = FillOptions { chunk: u64::MAX, ..options.fill.clone() };
+            &one_chunk
+        }
     };
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
@@ -397,7 +360,11 @@ fn read<'a>(
     let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
     let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
-    let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;
+    let filled = match onto {
+        None => fill(memory, Sink::Memory, job, &mut queues, fill_options, watch),
+        Some((device, places)) => device.fill(memory, places, job, &mut queues, fill_options, watch),
+    };
+    let filled = filled.map_err(|e| named(e, sources))?;
     for (source, plan) in sources.iter().zip(&plans).filter(|_| unchanged) {
         if let Some(before) = plan.size.filter(|size| plan.end == *size) {
             let now = source.size()?;

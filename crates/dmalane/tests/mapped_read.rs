@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Pinned, Registrar};
 use dmalane::load::Stage;
-use dmalane::load::fill::{Event, Extent, FillError, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{Read, ReadError, ReadFiles, ReadOptions, ReadSource};
 use tempfile::NamedTempFile;
@@ -24,14 +24,8 @@ fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
 }
 
 fn options(threads: usize) -> ReadOptions {
-    ReadOptions {
-        chunk: CHUNK,
-        block: 64 << 10,
-        depth: 4,
-        checksum: true,
-        threads: Some(threads),
-        ..ReadOptions::default()
-    }
+    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, checksum: true, ..FillOptions::default() };
+    ReadOptions { depth: 4, threads: Some(threads), fill, ..ReadOptions::default() }
 }
 
 /// A host that refuses its n-th call of `pin_range` and `map_list`, counted together.

@@ -86,7 +86,7 @@ impl OpenDevice {
         for (file, input) in loaded.files.iter().zip(inputs) {
             self.check(file)?;
             let (model, queue) = (&file.model, &mut input.queue);
-            let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.timeout)?;
+            let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.fill.timeout)?;
             let result = self.compare(program.as_deref_mut(), file, &mut again, progress);
             again.finish(&mut self.staging);
             result?;

@@ -2,13 +2,12 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Permissions};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Component, Path, PathBuf};
 
-use dmalane_device::backup_name::is_backup_name;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
@@ -118,18 +117,13 @@ impl Output {
     }
 
     /// Refuses to replace the file of this name.
-    fn may_replace(&self, folder: &OwnedFd, name: &OsStr, stat: &Stat) -> io::Result<()> {
+    fn may_replace(&self, stat: &Stat) -> io::Result<()> {
         if let Some((_, input)) = self.inputs.iter().find(|(id, _)| *id == (stat.st_dev, stat.st_ino)) {
             return Err(io::Error::other(format!("it is the input {}", input.display())));
         }
         let mode = stat.st_mode;
         if mode & FORMAT != FORMAT_REGULAR {
             return Err(io::Error::other(format!("it is {}, not a file", kind(mode))));
-        }
-        if is_backup(folder, name) {
-            return Err(io::Error::other(
-                "it is a backup of `dmalane validate`, perhaps the only copy of a device's data",
-            ));
         }
         match self.replace {
             true => Ok(()),
@@ -149,18 +143,6 @@ const FORMAT: u32 = 0o170_000;
 const FORMAT_REGULAR: u32 = 0o100_000;
 /// The most symbolic links in a path, as in the kernel.
 const LINKS: usize = 40;
-
-/// How backups of `dmalane validate` begin.
-const BACKUP_HEADER: &[u8] = br#"{"dmalane_backup":"#;
-
-/// Whether a regular file is a backup of `dmalane validate`: by its contents, whatever its name is now, or by its name,
-/// as a damaged one is kept too.
-fn is_backup(folder: &OwnedFd, name: &OsStr) -> bool {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut head = [0; BACKUP_HEADER.len()];
-    let mut read = || File::from(rustix::fs::openat(folder, name, flags, Mode::empty())?).read_exact(&mut head);
-    is_backup_name(name) || read().is_ok() && head == BACKUP_HEADER
-}
 
 fn kind(mode: u32) -> &'static str {
     match mode & FORMAT {
@@ -198,7 +180,7 @@ impl Target {
             Err(Errno::NOENT) => None,
             Err(e) => return Err(e.into()),
         };
-        old.as_ref().map_or(Ok(()), |stat| output.may_replace(&folder, &name, stat))?;
+        old.as_ref().map_or(Ok(()), |stat| output.may_replace(stat))?;
         Ok(Self { folder, name, old })
     }
 
@@ -338,7 +320,7 @@ impl<'a> Saving<'a> {
         let (folder, name) = (self.target.folder.as_fd(), &self.target.name);
         // A file may have come there meanwhile.
         match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => self.output.may_replace(&self.target.folder, name, &stat)?,
+            Ok(stat) => self.output.may_replace(&stat)?,
             Err(Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }

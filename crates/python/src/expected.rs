@@ -76,10 +76,8 @@ fn check_outside(file: &ManifestFile, source: &Source) -> Result<(), Failure> {
         return Ok(());
     }
     let sha256 = outside.iter().any(|region| region.digest.sha256.is_some());
-    let options = ReadOptions {
-        hash_regions: Some(Arc::new(HashRegions { ends: vec![ends], sha256 })),
-        ..ReadOptions::default()
-    };
+    let mut options = ReadOptions::default();
+    options.fill.hash_regions = Some(Arc::new(HashRegions { ends: vec![ends], sha256 }));
     let job = Job { buffers: vec![to], extents };
     let read = Read::sources(vec![source.open()?]).options(options).job(job).into_memory(&AnonHeap::new())?;
     let digests = read.filled.buffers.iter().flat_map(|buffer| buffer.digests());

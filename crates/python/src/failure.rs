@@ -10,6 +10,9 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+/// Of an error that we have made without asking the kernel.
+const EEXIST: i32 = 17;
+
 /// An error that becomes a Python exception when it reaches the interpreter.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -45,7 +48,8 @@ impl Failure {
     }
 
     pub(crate) fn io(self, source: &std::io::Error) -> Self {
-        match source.raw_os_error() {
+        let exists = source.kind() == std::io::ErrorKind::AlreadyExists;
+        match source.raw_os_error().or(exists.then_some(EEXIST)) {
             Some(errno) => self.number("errno", u64::from(errno.unsigned_abs())),
             None => self,
         }
@@ -121,6 +125,16 @@ impl From<ReadError> for Failure {
             }
             ReadError::File(_) => Self::new("FileError", message),
             _ => Self::new("Error", message),
+        }
+    }
+}
+
+impl From<dmalane::file::Error> for Failure {
+    fn from(error: dmalane::file::Error) -> Self {
+        let failure = Self::new("FileError", error.to_string());
+        match &error {
+            dmalane::file::Error::Open { path, source } => failure.path(path).io(source),
+            _ => failure,
         }
     }
 }

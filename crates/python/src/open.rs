@@ -202,8 +202,8 @@ impl Inner {
             }
             progress.watch(&event)
         };
-        let options =
-            ReadOptions { mode: self.mode, hash_regions: expected::hash_regions(tensors), ..ReadOptions::default() };
+        let mut options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
+        options.fill.hash_regions = expected::hash_regions(tensors);
         let read = Read::sources(sources).options(options).job(job).watch(watch);
         Ok(read.into_memory(heap)?)
     }

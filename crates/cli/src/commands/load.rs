@@ -13,6 +13,7 @@ use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
+use dmalane::load::fill::FillOptions;
 use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
@@ -375,11 +376,14 @@ impl Load {
         let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
-                chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
-                checksum: !self.no_checksum,
-                hash_thread: self.hash_thread,
-                timeline: self.timeline.any(),
+                fill: FillOptions {
+                    chunk: self.chunk.bytes(),
+                    checksum: !self.no_checksum,
+                    hash_thread: self.hash_thread,
+                    timeline: self.timeline.any(),
+                    ..DriveOptions::default().fill
+                },
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,

@@ -1,5 +1,6 @@
 //! `dmalane manifest`: hashes of every tensor of a model.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -77,7 +78,10 @@ impl Manifest {
         let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         bar.set_length(bytes);
         let start = Instant::now();
-        let hashes = Hashes::of(&mut inputs, self.sha256, &mut |n| bar.advance(n));
+        let hashes = Hashes::of(&mut inputs, self.sha256, &mut |n| {
+            bar.advance(n);
+            ControlFlow::Continue(())
+        });
         let hashes = hashes.map_err(|e| Failure::because("cannot make a manifest", &e))?;
         let time = start.elapsed();
         bar.finish();

@@ -2,7 +2,6 @@
 
 mod bar_map;
 mod card;
-mod compare;
 mod devices;
 mod doctor;
 mod inspect;
@@ -47,7 +46,6 @@ commands! {
     inspect::Inspect,
     manifest::Manifest,
     verify::Verify,
-    compare::Compare,
     validate::Validate,
     doctor::Doctor,
     devices::Devices,

@@ -8,12 +8,12 @@ use std::ops::{Bound, ControlFlow};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
@@ -358,8 +358,8 @@ impl Read {
                 manifest.expect(sources.iter().map(|source| &*source.path).zip(sizes)).map_err(differs)?
             }
         };
-        let timeline = self.timeline.any().then(Instant::now);
-        let options = ReadOptions { hash_regions: expected.hash_regions(), timeline, ..self.options() };
+        let mut options = self.options();
+        options.fill.hash_regions = expected.hash_regions();
         let Done { read: ReadFiles { filled, methods }, mapped, target, heap } =
             self.read(heap, sources, options, &bar, outputs)?;
         bar.finish();
@@ -394,7 +394,10 @@ impl Read {
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
         OpenOptions {
-            drive: DriveOptions { timeline: self.timeline.any(), ..DriveOptions::default() },
+            drive: DriveOptions {
+                fill: FillOptions { timeline: self.timeline.any(), ..DriveOptions::default().fill },
+                ..DriveOptions::default()
+            },
             ..self.memory.open_options()
         }
     }
@@ -403,15 +406,18 @@ impl Read {
         ReadOptions {
             mode: self.mode.mode(),
             scheme: self.scheme,
-            chunk: self.chunk.bytes(),
             depth: self.iodepth.into(),
-            block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
-            checksum: !self.no_checksum,
-            hash_thread: self.hash_thread,
-            timeout: self.timeout,
             limit: self.limit.map(Size::bytes),
-            ..ReadOptions::default()
+            fill: FillOptions {
+                chunk: self.chunk.bytes(),
+                block: self.block_size.bytes(),
+                checksum: !self.no_checksum,
+                hash_thread: self.hash_thread,
+                time_limit: self.timeout,
+                timeline: self.timeline.any(),
+                ..FillOptions::default()
+            },
         }
     }
 

@@ -1,5 +1,6 @@
 //! `dmalane verify`: files against their manifest.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -180,7 +181,10 @@ impl Verify {
             let bar = Progress::new("verify", !(self.quiet || self.json || self.csv));
             bar.set_length(bytes);
             let start = Instant::now();
-            let found = manifest.verify(&mut inputs, whole, &mut |n| bar.advance(n));
+            let found = manifest.verify(&mut inputs, whole, &mut |n| {
+                bar.advance(n);
+                ControlFlow::Continue(())
+            });
             differences = found.map_err(|e| Failure::because("the verification failed", &e))?;
             walls.push(start.elapsed());
             bar.finish();

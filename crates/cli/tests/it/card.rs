@@ -19,7 +19,7 @@ fn a_card_is_served_to_one_client() {
         .unwrap();
     let began = Instant::now();
     let bus = loop {
-        match UserBus::connect(&path) {
+        match UserBus::connect(&path, &[]) {
             Ok(bus) => break bus,
             Err(_) if began.elapsed() < Duration::from_secs(60) => std::thread::sleep(Duration::from_millis(10)),
             Err(e) => panic!("{e}"),

@@ -203,8 +203,6 @@ fn every_field_is_documented() {
     std::fs::write(folder.join("f"), vec![8; 3 << 20]).unwrap();
     let different = run(&["verify", &path, "--manifest", &manifest, "--json"]);
     reports.push(serde_json::from_slice(&different.stdout).unwrap());
-    let compared = ["compare", &path, "--rounds", "1", "--only", "plain-read", "--only", "kvikio", "--json"];
-    reports.push(json(&compared));
     let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
     reports.push(json(&quick));
     match run(&["inspect", &path, "--json"]) {
@@ -640,8 +638,6 @@ fn models_come_as_people_have_them() {
             true => assert_eq!(said.matches("in the page cache").count(), 3, "{said}"),
             false => println!("SKIPPED: {}", stderr(&inspected)),
         }
-        let said = run(&format!("compare {named} --only plain-read --rounds 1 --csv"), 0);
-        assert!(said.contains("plain-read"), "{said}");
     }
     std::fs::create_dir_all(at("none")).unwrap();
     // Those that take a model by its directory, with what they need beside it.
@@ -757,7 +753,7 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         assert_eq!(json(line)["files"][0]["xxh3"], hash);
     }
     assert!(shell("mkfifo pipe").status.success());
-    for command in ["load", "read", "read --range 0..9", "read --repeat 2", "manifest", "compare"] {
+    for command in ["load", "read", "read --range 0..9", "read --repeat 2", "manifest"] {
         let output = shell(&format!("timeout 60 dmalane {command} pipe"));
         assert_eq!(output.status.code(), Some(1), "{command}: {}", stderr(&output));
         assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));

@@ -21,7 +21,6 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("inspect m.safetensors", 0),
     ("manifest m.safetensors -o manifest", 0),
     ("verify m.safetensors --manifest manifest", 0),
-    ("compare m.safetensors --rounds 1 --only plain-read", 0),
     ("vm replay b --times", 0),
     ("vm replay b -d soft", 0),
     ("validate -j 1 --ddr-only --buffer-size 64KiB --iterations 1 -v --mb", 0),

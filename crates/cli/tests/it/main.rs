@@ -3,7 +3,6 @@
 mod card;
 mod cli;
 mod columns;
-mod compare;
 mod dmalaned;
 mod examples;
 mod export;

@@ -101,12 +101,10 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load model.safetensors --trace link --force", "it is the input"),
         ("load model.safetensors --report hard --force", "it is the input"),
         ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
-        ("compare model.safetensors --report hard --force", "it is the input"),
         ("manifest model.safetensors -o link --force", "it is the input"),
         // The index of a model, and a manifest.
         (&format!("load {INDEX} --record {INDEX} --force"), "it is the input"),
         (&format!("load indexed --trace {INDEX} --force"), "it is the input"),
-        (&format!("compare indexed --report {INDEX} --force"), "it is the input"),
         (&format!("manifest {INDEX} -o {INDEX} --force"), "it is the input"),
         ("load model.safetensors --manifest weights --report weights --force", "it is the input"),
         ("read model.safetensors --manifest weights --trace weights --force", "it is the input"),
@@ -131,7 +129,6 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
         ("validate --plot boot.json", "it exists already"),
-        ("compare model.safetensors --report boot.json", "it exists already"),
         ("manifest model.safetensors -o boot.json", "it exists already"),
         ("read model.safetensors --trace boot.json", "it exists already"),
         ("read model.safetensors --report boot.json", "it exists already"),
@@ -164,57 +161,6 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         writers.retain(|(name, option)| !(why.contains("exists") && is(name, option)));
     }
     assert!(writers.is_empty(), "of {writers:?} no output exists already");
-}
-
-/// Of a validation that was killed; it is the only copy of what was on the device.
-#[test]
-fn a_backup_is_not_replaced_under_any_name() {
-    let mut place = Place::new("outputs-backup");
-    fs::copy(place.at("card.img"), place.at("sub/card.img")).unwrap();
-    let (backup, renamed) = (place.at("sub/.card.img.dmalane-backup"), place.at("backup-of-device-700"));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-    command.args("validate -d file:sub/card.img --restore -j 1 --buffer-size 64KiB --duration 600".split(' '));
-    let mut child = command.current_dir(&place.folder).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let begun = Instant::now();
-    while !backup.exists() {
-        assert!(begun.elapsed().as_secs() < 60, "it makes a backup");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    child.kill().unwrap();
-    child.wait().unwrap();
-    fs::copy(&backup, &renamed).unwrap();
-    let damaged = place.at("sub/.other.dmalane-backup");
-    fs::write(&damaged, b"damaged").unwrap();
-    for path in [backup, renamed, damaged] {
-        let bytes = fs::read(&path).unwrap();
-        place.precious.push((path, bytes));
-    }
-    for line in [
-        "load model.safetensors --record sub/.card.img.dmalane-backup --force",
-        "load model.safetensors --record sub/.other.dmalane-backup --force",
-        "load model.safetensors --record backup-of-device-700 --force",
-        "iopt build boot.json --format x86-64-4level -o backup-of-device-700 --force",
-    ] {
-        let said = place.dmalane(line, 1);
-        assert!(said.contains("it is a backup of `dmalane validate`"), "{line}: {said}");
-        place.stays(line);
-    }
-    // It can be restored, as whoever finds it says.
-    let said = place.dmalane("load boot.json -d file:sub/card.img --overwrite", 1);
-    assert!(said.contains(": dmalane validate -d file:sub/card.img --recover\n"), "{said}");
-    place.dmalane("validate -d file:sub/card.img --recover", 0);
-    assert!(fs::read(place.at("sub/card.img")).unwrap() == fs::read(place.at("card.img")).unwrap());
-    // That of what was restored over, when it is damaged. A name that has the word in it is no backup's.
-    let replaced = "sub/.card.img.dmalane-backup-replaced-1";
-    assert!(place.at(replaced).exists());
-    fs::write(place.at(replaced), b"damaged").unwrap();
-    let other = "sub/.card.img.dmalane-backup-notes.safetensors";
-    fs::write(place.at(other), b"notes").unwrap();
-    assert!(
-        place.dmalane(&format!("load model.safetensors --record {replaced} --force"), 1).contains("it is a backup")
-    );
-    place.dmalane(&format!("load model.safetensors --record {other} --force"), 0);
-    assert!(fs::read(place.at(replaced)).unwrap() == b"damaged" && fs::read(place.at(other)).unwrap() != b"notes");
 }
 
 #[test]
@@ -437,10 +383,9 @@ fn a_full_file_system_keeps_what_is_there() {
         "read model.safetensors --trace disk/old --force",
         "read model.safetensors --report disk/old --force",
         "iopt build boot.json --format x86-64-4level -o disk/old --force",
-        "compare model.safetensors --rounds 1 --only plain-read --report disk/old --force",
         "manifest model.safetensors -o disk/old --force",
         "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --plot disk/old --force",
-        "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1 --restore",
+        "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1",
         "load -q model.safetensors --record disk/new",
     ] {
         let mut command = Command::new("unshare");

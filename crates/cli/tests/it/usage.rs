@@ -116,17 +116,6 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "compare",
-        &[
-            ("", "<FILE>"),
-            ("m --rounds 0", "not a whole number from 1 to 1000"),
-            ("- -", "can be read once"),
-            ("m --only nobody", "no loader is called nobody"),
-            ("m --with x", "NAME=COMMAND"),
-            ("m --json --csv", "cannot be used with"),
-        ],
-    ),
-    (
         "validate",
         &[
             ("-d gpu0", "`dmalane devices`"),
@@ -224,7 +213,6 @@ const FAILS: &[&str] = &[
     "inspect folder",
     "manifest missing",
     "verify m --manifest missing",
-    "compare missing",
     "validate -d file:missing",
     "validate --plot missing/p",
     "doctor missing",
@@ -253,7 +241,6 @@ const FAILS: &[&str] = &[
     "load offsets.safetensors",
     "load negative.safetensors",
     "load list.safetensors",
-    "compare list.safetensors.index.json",
     "load list.safetensors.index.json",
     "load map.safetensors.index.json",
     "load name.safetensors.index.json",
@@ -371,7 +358,7 @@ fn wrong_usage_is_2_and_everything_else_is_1() {
 #[test]
 fn errors_are_as_wide_as_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
-    for line in ["load --chunk x", "load m -d gpu0", "compare --only nobody m", "validate --emulate nothing", "load"] {
+    for line in ["load --chunk x", "load m -d gpu0", "validate --emulate nothing", "load"] {
         std::fs::write(folder.path().join("m"), "x").unwrap();
         let shell = format!("stty rows 24 cols 60; {} {line}", env!("CARGO_BIN_EXE_dmalane"));
         let mut command = Command::new("script");

@@ -5,7 +5,7 @@ use std::ops::{Bound, ControlFlow, RangeBounds};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
-use dmalane_load::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job, Sink};
+use dmalane_load::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job};
 
 use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, is_stream, read, short, source, stream};
 
@@ -95,15 +95,8 @@ fn one(
     };
     let extent = Extent { source: 0, at: FileOffset::new(start), len, buffer: 0, to: 0 };
     let (job, whole) = (Job { buffers: vec![len], extents: vec![extent] }, end.is_none());
-    let ReadFiles { mut filled, mut methods } = read(
-        BufferMemory::of(heap),
-        Sink::Memory,
-        &[source],
-        &job,
-        options,
-        &mut |_| ControlFlow::Continue(()),
-        whole,
-    )?;
+    let ReadFiles { mut filled, mut methods } =
+        read(BufferMemory::of(heap), None, &[source], &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
     match (filled.buffers.pop(), methods.pop()) {
         (Some(buffer), Some(method)) => Ok(AllocRead { buffer, method, report: filled.report }),
         _ => unreachable!("one buffer of one source was asked for"),

@@ -42,7 +42,8 @@ pub(super) fn plan(
         (first, end) = (first.min(e.at.bits()), end.max(e.at.bits().saturating_add(e.len)));
         bytes = bytes.saturating_add(e.len);
     }
-    let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block: options.block };
+    let block = usize::try_from(options.fill.block).unwrap_or(usize::MAX);
+    let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block };
     if is_stream(&kind) {
         let reason = "a pipe, socket or character device: plain reads in order".to_owned();
         let options = of_queue(Mode::Buffered, Io::Pread, options.depth);

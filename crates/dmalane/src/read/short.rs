@@ -27,7 +27,7 @@ pub(super) fn try_short(
     end: Option<u64>,
     options: &ReadOptions,
 ) -> Result<Option<AllocRead>, ReadError> {
-    if options.mode == Mode::Direct || options.scheme != Scheme::Overlap || options.timeout.is_some() {
+    if options.mode == Mode::Direct || options.scheme != Scheme::Overlap || options.fill.time_limit.is_some() {
         return Ok(None);
     }
     let begin = Instant::now();
@@ -58,7 +58,7 @@ pub(super) fn try_short(
     let mut rest = whole.into_slice();
     let mut front = rest.split_off_front(len as usize).ok_or_else(lost)?;
     read_now(file, &mut front, FileOffset::new(start)).map_err(failed)?;
-    let checksum = options.checksum.then(|| front.with_bytes(XxHash3_64::oneshot)).flatten();
+    let checksum = options.fill.checksum.then(|| front.with_bytes(XxHash3_64::oneshot)).flatten();
     if recycled {
         rest.as_volatile_slice().fill(0);
     }

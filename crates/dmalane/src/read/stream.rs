@@ -26,7 +26,7 @@ pub(super) fn to_end(
 ) -> Result<AllocRead, ReadError> {
     let start = Instant::now();
     let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
-    let deadline = options.timeout.and_then(|timeout| start.checked_add(timeout));
+    let deadline = options.fill.time_limit.and_then(|limit| start.checked_add(limit));
     let late = |done: usize| ReadError::Fill(FillError::Deadline { done: done as u64, of: None });
     let mut queue = StreamQueue::new(source.file, 1);
     let (mut chunks, mut len) = (VecDeque::new(), 0);
@@ -67,7 +67,7 @@ pub(super) fn to_end(
             break;
         }
     }
-    let mut hash = options.checksum.then(|| XxHash3_64::with_seed(0));
+    let mut hash = options.fill.checksum.then(|| XxHash3_64::with_seed(0));
     let mut reserved = heap.reserve(len.max(1)).map_err(memory)?;
     let (fresh, backing) = (reserved.is_fresh(), reserved.backing().clone());
     let mut whole: Option<BufferSlice> = None;

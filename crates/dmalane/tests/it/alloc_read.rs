@@ -10,7 +10,7 @@ use std::time::Duration;
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use dmalane::file::{Mode, Moved};
-use dmalane::load::fill::{Event, Extent, FillError, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::queue::OpError;
 use dmalane::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadOptions, ReadSource, Scheme};
 use proptest::prelude::*;
@@ -40,7 +40,8 @@ fn bytes(read: &AllocRead) -> Vec<u8> {
 }
 
 fn small() -> ReadOptions {
-    ReadOptions { chunk: 256 << 10, block: 64 << 10, depth: 4, checksum: true, ..ReadOptions::default() }
+    let fill = FillOptions { chunk: 256 << 10, block: 64 << 10, checksum: true, ..FillOptions::default() };
+    ReadOptions { depth: 4, fill, ..ReadOptions::default() }
 }
 
 #[test]
@@ -238,7 +239,8 @@ proptest! {
         }
         let mode = if direct { Mode::Auto } else { Mode::Buffered };
         if direct { files.iter().for_each(forget) }
-        let options = ReadOptions { mode, chunk, threads: Some(threads), ..small() };
+        let mut options = ReadOptions { mode, threads: Some(threads), ..small() };
+        options.fill.chunk = chunk;
         let mut complete = Vec::new();
         let heap = MemfdHeap::starting_at(PageKind::Base);
         let mut watch = |event| {
@@ -391,7 +393,8 @@ fn pipes_and_sockets() {
         let held = (writes == 0).then(|| to.try_clone().unwrap());
         let writer = feed(to, data[..writes].to_vec());
         let from = File::from(from);
-        let options = ReadOptions { limit, timeout: timeout.map(Duration::from_millis), ..small() };
+        let mut options = ReadOptions { limit, ..small() };
+        options.fill.time_limit = timeout.map(Duration::from_millis);
         let result = match range {
             0 => heap.alloc_and_read(&from, .., &options),
             n => heap.alloc_and_read(&from, ..n, &options),
@@ -413,7 +416,8 @@ fn pipes_and_sockets() {
     let read = heap.alloc_and_read(&File::open("/dev/null").unwrap(), .., &small()).unwrap();
     assert!(read.buffer.is_empty());
     // No end, and never a wait for more.
-    let options = ReadOptions { timeout: Some(Duration::from_millis(20)), ..small() };
+    let mut options = small();
+    options.fill.time_limit = Some(Duration::from_millis(20));
     let endless = heap.alloc_and_read(&File::open("/dev/zero").unwrap(), .., &options);
     assert!(matches!(endless, Err(ReadError::Fill(FillError::Deadline { of: None, .. }))));
 }

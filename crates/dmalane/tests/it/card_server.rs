@@ -39,7 +39,7 @@ impl Server {
     }
 
     fn connect(&self) -> Arc<UserBus> {
-        Arc::new(UserBus::connect(&self.path).unwrap())
+        Arc::new(UserBus::connect(&self.path, &[]).unwrap())
     }
 
     /// Whether each client was served without an error.

@@ -85,7 +85,7 @@ fn served(socket: PathBuf) -> String {
 }
 
 #[test]
-fn a_file_is_open_once_and_never_while_it_has_a_backup() {
+fn a_file_is_open_once() {
     let folder = tempfile::tempdir().unwrap();
     let memory = folder.path().join("memory");
     File::create(&memory).unwrap().set_len(MIB).unwrap();
@@ -94,18 +94,6 @@ fn a_file_is_open_once_and_never_while_it_has_a_backup() {
     let first = dmalane::open(&name).unwrap();
     assert!(refused().contains("another open device of this process, has locked it"), "{}", refused());
     drop(first);
-    let backup = folder.path().join(".memory.dmalane-backup");
-    // One of another file, and one that is damaged.
-    let header = r#"{"dmalane_backup":3,"file":{"File":{"dev":0,"ino":0,"born":""}},"boot":"","len":0,"extents":[]}"#;
-    let mut whole = format!("{header}\n").into_bytes();
-    whole.extend(twox_hash::XxHash3_64::oneshot(&whole).to_le_bytes());
-    let restore = format!("{}: restore it with `dmalane validate -d {name} --recover`", backup.display());
-    let remove = format!("{}: it is damaged, so it cannot be restored; remove it", backup.display());
-    for (bytes, how) in [(&whole[..], restore), (b"", remove)] {
-        std::fs::write(&backup, bytes).unwrap();
-        assert!(refused().contains(&how), "{}", refused());
-    }
-    std::fs::remove_file(&backup).unwrap();
     dmalane::open(&name).unwrap();
 }
 
