@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
 use crate::program::{self, Completions, Man};
 use crate::{commands, completion_examples};
@@ -27,6 +27,7 @@ Exit status:
 /// Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
 #[derive(Parser)]
 #[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100)]
+#[command(help_template = commands::help_template())]
 struct Dmalane {
     #[command(subcommand)]
     command: Command,
@@ -53,7 +54,7 @@ pub fn run(words: Vec<OsString>) -> ExitCode {
 
 /// The commands of the program `dmalane`, with their arguments.
 pub fn definition() -> clap::Command {
-    Dmalane::command()
+    program::command::<Dmalane>()
 }
 
 #[cfg(test)]

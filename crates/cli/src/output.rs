@@ -65,12 +65,8 @@ pub struct OutputFormat {
     pub verbose: bool,
 
     /// Print the result as JSON
-    #[arg(long, conflicts_with = "csv")]
-    pub json: bool,
-
-    /// Print the result as CSV
     #[arg(long)]
-    pub csv: bool,
+    pub json: bool,
 
     /// Show no progress bar
     #[arg(short, long)]
@@ -80,7 +76,7 @@ pub struct OutputFormat {
 impl OutputFormat {
     /// Whether progress is shown.
     pub fn shows_progress(self) -> bool {
-        !(self.quiet || self.json || self.csv)
+        !(self.quiet || self.json)
     }
 }
 
@@ -113,14 +109,6 @@ impl WallTimes {
         (runs, median)
     }
 
-    /// The names of the cells of a CSV.
-    pub const CSV_HEAD: [&str; 3] = ["median_s", "fastest_s", "slowest_s"];
-
-    /// The cells of a CSV.
-    pub fn csv(&self) -> [String; 3] {
-        [self.median_s, self.fastest_s, self.slowest_s].map(|seconds| seconds.to_string())
-    }
-
     /// A line for people; nothing for a single run.
     pub fn text(&self) -> String {
         match self.runs_s.len() {
@@ -145,6 +133,7 @@ pub fn csv_line(cells: impl IntoIterator<Item = String>) -> String {
 
 /// The option of every command that writes files.
 #[derive(Args, Clone, Copy)]
+#[command(next_help_heading = "Outputs")]
 pub struct Replace {
     /// Replace output files that exist; without it they are an error
     #[arg(long)]

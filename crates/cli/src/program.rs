@@ -46,14 +46,25 @@ fn warn_of_typos(program: &clap::Command) {
     }
 }
 
-/// The command line of `P`, in which a negative number is a wrong value and not an option.
-fn command<P: Parser>() -> clap::Command {
-    fn numbers(command: clap::Command) -> clap::Command {
+/// The command line of `P`. A negative number is a wrong value and not an option; `-h` shows the first examples, and
+/// `--help` all that there is to say.
+pub fn command<P: CommandFactory>() -> clap::Command {
+    fn shaped(mut command: clap::Command) -> clap::Command {
+        if let Some(long) = command.get_after_help().map(ToString::to_string) {
+            command = command.after_help(first_examples(&long)).after_long_help(long);
+        }
         let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
         let command = command.mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg });
-        command.mut_subcommands(numbers)
+        command.mut_subcommands(shaped)
     }
-    numbers(P::command())
+    P::command().mut_subcommands(shaped)
+}
+
+/// The first examples of a help.
+fn first_examples(help: &str) -> String {
+    let lines = help.lines().take_while(|line| !line.is_empty());
+    let first: Vec<&str> = lines.filter(|line| !line.starts_with("   ")).take(4).collect();
+    format!("{}\n\nMore with --help.", first.join("\n"))
 }
 
 /// Prints the help or version that was asked for, or reports the usage error in the form of a [`Failure`].
@@ -88,7 +99,7 @@ impl Completions {
     pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
         // Into memory first: the generator panics when a pipe breaks.
         let mut script = Vec::new();
-        let mut program = P::command();
+        let mut program = command::<P>();
         let name = program.get_name().to_owned();
         clap_complete::generate(self.shell, &mut program, name, &mut script);
         output::print(&String::from_utf8_lossy(&script))?;
@@ -131,7 +142,7 @@ impl Man {
     /// # Errors
     /// The directory cannot be written.
     pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
-        clap_mangen::generate_to(P::command(), self.directory)?;
+        clap_mangen::generate_to(command::<P>(), self.directory)?;
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -192,6 +192,10 @@ pub(crate) struct Validate {
     #[command(flatten)]
     format: output::OutputFormat,
 
+    /// Print the result as CSV
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+
     /// Draw the results into this file, as SVG
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     plot: Option<PathBuf>,
@@ -311,7 +315,7 @@ impl Validate {
             to.write(svg.as_bytes()).map_err(|e| cannot_write(to.path(), &e))
         });
         let path = plot.map(Output::path).filter(|_| matches!(drawn, Some(Ok(()))));
-        match (self.format.json, self.format.csv) {
+        match (self.format.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,
