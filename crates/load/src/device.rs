@@ -140,7 +140,7 @@ pub struct LoadedFile {
     /// Where it came from.
     pub path: PathBuf,
     /// Its tensors.
-    pub model: Model,
+    pub model: Arc<Model>,
     /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it, if it was hashed
     /// ([`FillOptions::checksum`]).
     pub checksum: Option<u64>,
@@ -167,7 +167,7 @@ pub struct LoadedTensor {
 }
 
 impl LoadedFile {
-    pub(crate) fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
+    pub(crate) fn new(path: PathBuf, model: Arc<Model>, layout: Layout, device: u64) -> Self {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
         let (bo, tensors) = (None, Vec::new());
@@ -408,7 +408,12 @@ impl OpenDevice {
     }
 
     /// Takes device memory and device virtual addresses for a file.
-    pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
+    pub(crate) fn place(
+        &mut self,
+        path: PathBuf,
+        model: Arc<Model>,
+        placement: &Placement,
+    ) -> Result<LoadedFile, Error> {
         let whole = self.binds_whole_files();
         let space = self.device.address_space();
         let layout = match space.kind() {

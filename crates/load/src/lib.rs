@@ -12,6 +12,7 @@
 
 mod again;
 mod channels;
+mod choose;
 mod clock;
 pub mod container;
 
@@ -22,8 +23,11 @@ pub mod fill;
 mod input;
 mod layout;
 mod manifest;
+mod model;
+mod open_file;
 mod parts;
 mod pipeline;
+mod read;
 mod readback;
 mod reference;
 mod report;
@@ -37,9 +41,15 @@ pub use container::{Container, Defect, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use dmalane_device::Placement;
 pub use error::Error;
-pub use input::{Input, Select};
+pub use input::{Input, open_file};
 pub use layout::{Layout, Place, VaRange};
 pub use manifest::{Difference, Expected, Manifest, ManifestFile, ManifestRegion, RegionKind};
+pub use model::{
+    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelError, ModelFile, ModelOptions, Next, Part,
+    Reads, TensorStream, model_heap,
+};
+pub use open_file::{OpenFile, Select};
+pub use read::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme};
 pub use reference::ReferenceRates;
 pub use report::{Report, StageReport, Verified};
 pub use sample::write_sample;

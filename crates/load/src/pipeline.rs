@@ -52,8 +52,8 @@ impl OpenDevice {
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
-                let lens = inputs.iter().map(Input::len).collect::<Result<Vec<u64>, _>>()?;
-                manifest.expect(inputs.iter().map(|input| &*input.path).zip(lens))?
+                let lens = inputs.iter().map(|input| input.source.size()).collect::<Result<Vec<u64>, _>>()?;
+                manifest.expect(inputs.iter().map(|input| &*input.source.path).zip(lens))?
             }
         };
         let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
@@ -133,7 +133,8 @@ impl OpenDevice {
     pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
         for input in inputs {
-            match input.model().and_then(|model| self.place(input.path.clone(), model, placement)) {
+            match input.source.model().and_then(|model| self.place(input.source.path.clone(), model.clone(), placement))
+            {
                 Ok(file) => files.push(file),
                 Err(e) => {
                     // The reason for the failure matters more than a second one while cleaning up.
@@ -206,10 +207,10 @@ impl OpenDevice {
             }
             other => other,
         };
-        let about = |file: usize| (files[file].path.clone(), Some(&files[file].model));
+        let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
         let mut done = result.map_err(|error| describe(in_file(error), about))?;
         for (input, file) in inputs.iter().zip(&*files) {
-            let (before, now) = (file.model.len, input.len()?);
+            let (before, now) = (file.model.len, input.source.size()?);
             if before != now {
                 return Err(Error::Changed { path: file.path.clone(), before, now });
             }

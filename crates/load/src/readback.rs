@@ -73,10 +73,10 @@ impl OpenDevice {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Verified, Error> {
         let start = Instant::now();
-        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.path)) {
+        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.source.path)) {
             return Err(Error::OtherInputs {
                 loaded: loaded.files.iter().map(|f| f.path.clone()).collect(),
-                inputs: inputs.iter().map(|i| i.path.clone()).collect(),
+                inputs: inputs.iter().map(|i| i.source.path.clone()).collect(),
             });
         }
         let (mut program, by_copies) = match self.device.program_queue() {

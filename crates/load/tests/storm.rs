@@ -23,7 +23,7 @@ use dmalane_dma::{
     Registrar, Reserved, footprint,
 };
 use dmalane_load::fill::FillOptions;
-use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, Placement};
+use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, OpenFile, Placement};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use script::{Fault, HELD, Random, Script, noise};
 
@@ -328,7 +328,7 @@ fn load(
         .map(|(source, faults)| {
             let queue = Script::new(source.bytes.clone(), 1 + random.below(5) as usize, random.0, faults.clone());
             let (path, file) = (source.path.clone(), File::open(&source.path).unwrap());
-            Input { path, file, queue, more: Vec::new(), select: None }
+            Input::new(OpenFile::new(path, file), queue)
         })
         .collect();
     let placement = [Placement::DDR, Placement::HBM][random.below(2) as usize].clone();

@@ -16,7 +16,7 @@ use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
 use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
-use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
+use dmalane::{DeviceSpec, OpenDevice, OpenFile, OpenOptions, Placement};
 
 use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
@@ -175,7 +175,7 @@ impl Outputs {
     fn excluding(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
         let mut read = Vec::new();
         for input in inputs {
-            read.push((&*input.path, input.file.metadata()?));
+            read.push((&*input.source.path, input.source.file.metadata()?));
         }
         for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
             read.push((Path::new("device memory"), file.metadata()?));
@@ -277,7 +277,7 @@ impl Load {
         let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
         for input in &inputs {
-            read.push((input.path.clone(), input.file.metadata()?));
+            read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
         self.select(&mut inputs)?;
@@ -331,8 +331,8 @@ impl Load {
         }
         for mut input in std::mem::take(inputs) {
             let patterns = self.tensors.clone();
-            input.select = Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name))));
-            if !input.model()?.tensors.is_empty() {
+            input.source.select(Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)))));
+            if !input.source.model()?.tensors.is_empty() {
                 inputs.push(input);
             }
         }
@@ -389,7 +389,7 @@ impl Load {
         outputs: Option<&Outputs>,
     ) -> Result<Run, Failure> {
         let bytes = |inputs: &[Input<FileQueue>]| {
-            inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
+            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
         let record = outputs.and_then(|outputs| outputs.record.as_ref());
         let recording = record.map(|to| Recording::of(device, to)).transpose()?;
@@ -397,7 +397,7 @@ impl Load {
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
-            true => inputs.iter().filter_map(|i| i.model().ok()).flat_map(|m| m.tensors).map(|t| t.len).sum(),
+            true => inputs.iter().filter_map(|i| i.source.model().ok()).flat_map(|m| &m.tensors).map(|t| t.len).sum(),
             false => bytes(inputs),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
@@ -435,7 +435,7 @@ impl Load {
         let Some(size) = self.sample else { return Ok(files) };
         room.check_sample(size.bytes())?;
         let file = sample::make(size.bytes(), self.format.shows_progress())?;
-        Ok(vec![open_as(file, sample::NAME, self.mode.options()).map_err(cannot_open)?])
+        Ok(vec![OpenFile::new(sample::NAME, file).into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
     /// The files, and what had to be copied first.

@@ -17,7 +17,7 @@ use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource,
+    AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions,
 };
 
 use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
@@ -271,7 +271,7 @@ impl Read {
     }
 
     /// The files, and what was copied first: a file without a size that is not read once from front to back is.
-    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<ReadSource>, Copied), Failure> {
+    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<OpenFile>, Copied), Failure> {
         let once = self.repeat == 1 && files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
         let mut all = Copied::default();
@@ -292,7 +292,7 @@ impl Read {
             };
             let SourceFile { file, path, copied, .. } = source;
             all.add(copied);
-            Ok(ReadSource { file, path })
+            Ok(OpenFile::new(path, file))
         };
         let sources = files.iter().map(open).collect::<Result<_, Failure>>()?;
         Ok((sources, all))
@@ -302,7 +302,7 @@ impl Read {
     fn once(
         &self,
         heap: &dyn dmalane::dma::Heap,
-        sources: &[ReadSource],
+        sources: &[OpenFile],
         manifest: &Manifest,
         outputs: &mut timeline::Files,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
@@ -311,7 +311,8 @@ impl Read {
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
-                let sizes = sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>().map_err(failure)?;
+                let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>();
+                let sizes = sizes.map_err(|e| failure(e.into()))?;
                 manifest.expect(sources.iter().map(|source| &*source.path).zip(sizes)).map_err(differs)?
             }
         };
@@ -410,7 +411,7 @@ impl Read {
     fn read(
         &self,
         heap: &dyn dmalane::dma::Heap,
-        sources: &[ReadSource],
+        sources: &[OpenFile],
         options: ReadOptions,
         bar: &Progress,
         outputs: &mut timeline::Files,
@@ -438,7 +439,7 @@ impl Read {
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
-            let size = file.size().map_err(failure)?;
+            let size = file.size().map_err(|e| failure(e.into()))?;
             let end = range.end.unwrap_or(size);
             if end > size || range.start > 0 && range.start >= size {
                 return Err(beyond(&file.path, range, Some(size)));
@@ -498,9 +499,9 @@ struct Done {
 }
 
 /// The same open file.
-fn again(source: &ReadSource) -> Result<ReadSource, Failure> {
+fn again(source: &OpenFile) -> Result<OpenFile, Failure> {
     let file = source.file.try_clone()?;
-    Ok(ReadSource { file, path: source.path.clone() })
+    Ok(OpenFile::new(source.path.clone(), file))
 }
 
 /// The error of a range that ends behind the end of a file.

@@ -106,7 +106,8 @@ impl Verify {
         source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
         let Opened { mut inputs, whole, copied } = self.mode.open(&self.files)?;
-        let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
+        let bytes =
+            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         let bar = Progress::new("verify", !(self.quiet || self.json));
         bar.set_length(bytes);
         let start = Instant::now();

@@ -115,8 +115,6 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("--overwrite", "--overwrite is for a file"),
             ("--probe-at 1MiB", "--probe-at is for a file"),
             ("-d ram:64MiB --ddr-only", "--ddr-only is for a card"),
-            ("-d ram:64MiB --emulate shared-23", "--emulate is for"),
-            ("--emulate nothing", "no such link"),
             ("-d ram:64MiB --card-ddr 1GiB", "--card-ddr is for soft and daemon"),
             ("--pages 3m", "--pages"),
             ("--plot -", "stdout is for the report"),
@@ -338,7 +336,7 @@ fn wrong_usage_is_2_and_everything_else_is_1() {
 #[test]
 fn errors_are_as_wide_as_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
-    for line in ["load --chunk x", "load m -d gpu0", "validate --emulate nothing", "load"] {
+    for line in ["load --chunk x", "load m -d gpu0", "validate --sweep 4KiB", "load"] {
         std::fs::write(folder.path().join("m"), "x").unwrap();
         let shell = format!("stty rows 24 cols 60; {} {line}", env!("CARGO_BIN_EXE_dmalane"));
         let mut command = Command::new("script");

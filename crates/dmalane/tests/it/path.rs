@@ -329,8 +329,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, queue, select, .. } = open(path);
-    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, more: Vec::new(), select }]
+    let Input { source, queue, .. } = open(path);
+    [Input::new(source, Meddling { inner: queue, count: 0, meddle })]
 }
 
 #[test]
@@ -719,8 +719,8 @@ fn the_reference_of_a_part_reads_what_the_load_reads() {
         drive.fill.checksum = checksum;
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
-        let first = inputs[0].model().unwrap().tensors[0].name.clone();
-        inputs[0].select = Some(Arc::new(move |name| name == first));
+        let first = inputs[0].source.model().unwrap().tensors[0].name.clone();
+        inputs[0].source.select(Some(Arc::new(move |name| name == first)));
         let read = |inputs: &[Input<FileQueue>]| -> u64 {
             let moved = inputs[0].more.iter().chain([&inputs[0].queue]).map(FileQueue::moved);
             moved.map(|moved| moved.buffered + moved.direct).sum()

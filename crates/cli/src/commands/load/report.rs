@@ -269,7 +269,7 @@ pub(super) fn answer(o: &Outcome) -> (String, String) {
     let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());
     let bytes = match binary(r.bytes) {
         // Headers and blocks around the tensors are not worth a word.
-        read if read != wanted && o.inputs.iter().any(|input| input.select.is_some()) => {
+        read if read != wanted && o.inputs.iter().any(|input| input.source.is_selected()) => {
             format!("{read} read for {wanted}")
         }
         read => read,

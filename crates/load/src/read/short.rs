@@ -3,17 +3,18 @@
 use std::fs::File;
 use std::time::Instant;
 
+use crate::fill::{FillError, FillReport, FilledBuf};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 use dmalane_file::{How, Mode, Moved, read_now};
-use dmalane_load::fill::{FillError, FillReport, FilledBuf};
 use dmalane_queue::{OpError, StopReason};
 use rustix::fs::{FileType, OFlags};
 use twox_hash::XxHash3_64;
 
 use super::plan::SHORT;
-use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme, source};
+use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme};
 use crate::choose::Choice;
+use crate::open_file::name;
 
 /// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the
 /// engine.
@@ -53,7 +54,7 @@ pub(super) fn try_short(
     let (recycled, backing) = (!reserved.is_fresh(), reserved.backing().clone());
     let whole = reserved.populate().map_err(memory)?;
     let first_chunk = begin.elapsed();
-    let failed = |error| ReadError::Read { path: source::name(file), error };
+    let failed = |error| ReadError::Read { path: name(file), error };
     let lost = || failed(OpError::Stopped(StopReason::Protocol("a buffer came apart".into())));
     let mut rest = whole.into_slice();
     let mut front = rest.split_off_front(len as usize).ok_or_else(lost)?;
@@ -67,7 +68,7 @@ pub(super) fn try_short(
     if end.is_none() {
         let now = rustix::fs::fstat(file).map_or(size, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         if now != size {
-            return Err(ReadError::Changed { path: source::name(file), before: size, now });
+            return Err(ReadError::Changed { path: name(file), before: size, now });
         }
     }
     let report = FillReport {

@@ -1,35 +1,12 @@
 //! A file or a stream as one kind of queue.
 
-use std::fs::File;
-use std::io::{self, Seek, SeekFrom};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
-
 use dmalane_addr::FileOffset;
 use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
 use dmalane_queue::Queue;
 
+use super::ReadError;
 use super::plan::Plan;
-use super::{ReadError, ReadSource};
-
-/// Bytes of a file or block device.
-pub(crate) fn size(mut file: &File) -> io::Result<u64> {
-    let meta = file.metadata()?;
-    if !meta.file_type().is_block_device() {
-        return Ok(meta.len());
-    }
-    // A block device has no length of its own. The position may be someone else's too.
-    let position = file.stream_position()?;
-    let size = file.seek(SeekFrom::End(0))?;
-    file.seek(SeekFrom::Start(position)).map(|_| size)
-}
-
-/// The kernel's name of an open file.
-pub(super) fn name(file: &File) -> PathBuf {
-    let fd = file.as_raw_fd();
-    std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_else(|_| PathBuf::from(format!("file descriptor {fd}")))
-}
+use crate::open_file::OpenFile;
 
 pub(super) enum Source {
     File(Box<FileQueue>),
@@ -37,7 +14,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub fn open(source: &ReadSource, plan: &Plan) -> Result<Self, ReadError> {
+    pub fn open(source: &OpenFile, plan: &Plan) -> Result<Self, ReadError> {
         let file = source.file.try_clone().map_err(|e| ReadError::Open { path: source.path.clone(), source: e })?;
         if plan.stream {
             return Ok(Self::Stream(Box::new(StreamQueue::new(file, plan.options.depth))));

@@ -3,10 +3,10 @@
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::fill::FillCached;
 use dmalane_addr::FileOffset;
 use dmalane_dma::{Absent, BufferSlice, FileMapping};
 use dmalane_file::residency;
-use dmalane_load::fill::FillCached;
 
 /// The kernel's count of cached pages is in these.
 const PAGE: u64 = 4096;

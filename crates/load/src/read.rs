@@ -7,18 +7,19 @@ mod short;
 mod source;
 mod stream;
 
-use std::fs::File;
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::device::OpenDevice;
+use crate::error::Error;
+use crate::fill::{BufferMemory, Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Watch, fill};
+use crate::open_file::OpenFile;
 use dmalane_addr::Access;
 use dmalane_dma::{FileMapping, Heap, PageKind, Registrar};
 use dmalane_file::{Fallback, How, Mode, Moved, Residency};
-use dmalane_load::OpenDevice;
-use dmalane_load::fill::{BufferMemory, Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Watch, fill};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
@@ -26,7 +27,6 @@ pub use alloc::{AllocAndRead, AllocRead};
 use cached::FromCache;
 use plan::{Plan, plan};
 use source::Source;
-pub(crate) use source::size;
 
 /// The order of allocating and reading, to compare by.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -55,7 +55,7 @@ pub struct ReadOptions {
     pub threads: Option<usize>,
     /// Refuse to allocate more bytes of memory than this.
     pub limit: Option<u64>,
-    /// Chunks, blocks, hashes and times. Regions are hashed, as a [manifest](dmalane_load::Manifest::expect) has them,
+    /// Chunks, blocks, hashes and times. Regions are hashed, as a [manifest](crate::Manifest::expect) has them,
     /// in [`Read`] alone. Short files and streams have no timeline.
     pub fill: FillOptions,
 }
@@ -70,35 +70,6 @@ impl Default for ReadOptions {
             limit: None,
             fill: FillOptions::default(),
         }
-    }
-}
-
-/// A file to read from.
-#[derive(Debug)]
-pub struct ReadSource {
-    /// The file, open for reading: a regular file or a block device.
-    pub file: File,
-    /// Its name in messages.
-    pub path: PathBuf,
-}
-
-impl ReadSource {
-    /// Opens a file by name.
-    ///
-    /// # Errors
-    /// [`ReadError::Open`].
-    pub fn open(path: impl AsRef<Path>) -> Result<Self, ReadError> {
-        let path = path.as_ref().to_owned();
-        let file = File::open(&path).map_err(|source| ReadError::Open { path: path.clone(), source })?;
-        Ok(Self { file, path })
-    }
-
-    /// Bytes in it now.
-    ///
-    /// # Errors
-    /// [`ReadError::Open`] when the kernel does not tell; pipes and sockets have no size.
-    pub fn size(&self) -> Result<u64, ReadError> {
-        size(&self.file).map_err(|source| ReadError::Open { path: self.path.clone(), source })
     }
 }
 
@@ -191,9 +162,10 @@ pub enum ReadError {
 /// Reading starts as soon as the first chunk is allocated: T(first chunk) + max(T(rest of the allocation), T(I/O)).
 ///
 /// ```
-/// use dmalane::dma::AnonHeap;
-/// use dmalane::queue::DeviceAddr;
-/// use dmalane::Read;
+/// use dmalane_device::RamDevice;
+/// use dmalane_dma::AnonHeap;
+/// use dmalane_load::{OpenDevice, Read};
+/// use dmalane_queue::DeviceAddr;
 ///
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.bin");
@@ -202,14 +174,14 @@ pub enum ReadError {
 /// println!("{:x?}; {}", read.filled.buffers[0].checksum(), read.filled.report);
 ///
 /// // Into memory, and from there to a device:
-/// let mut device = dmalane::open("soft")?;
+/// let mut device = OpenDevice::new(Box::new(RamDevice::new(8 << 20)?), Default::default())?;
 /// let places = [DeviceAddr::Card(device.memory_mut().reserve(5_000_000)?.first())];
 /// let read = Read::files([&path]).copy_to_device(&mut device, &places).into_memory(&AnonHeap::new())?;
 /// assert!(read.filled.mappings[0].len() >= 3, "registered chunk by chunk");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Read<'a> {
-    sources: Result<Vec<ReadSource>, ReadError>,
+    sources: Result<Vec<OpenFile>, ReadError>,
     job: Option<Job>,
     options: ReadOptions,
     register: Option<(&'a dyn Registrar, Access)>,
@@ -220,11 +192,11 @@ pub struct Read<'a> {
 impl<'a> Read<'a> {
     /// Files by name. They are opened here; errors are returned by [`Read::into_memory`].
     pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
-        Self { sources: paths.into_iter().map(ReadSource::open).collect(), ..Self::sources(Vec::new()) }
+        Self { sources: paths.into_iter().map(|path| Ok(OpenFile::open(path)?)).collect(), ..Self::sources(Vec::new()) }
     }
 
     /// Files that are open already.
-    pub fn sources(sources: Vec<ReadSource>) -> Self {
+    pub fn sources(sources: Vec<OpenFile>) -> Self {
         Self {
             sources: Ok(sources),
             job: None,
@@ -299,7 +271,7 @@ impl<'a> Read<'a> {
         let sources = self.sources?;
         let job = match self.job {
             Some(job) => job,
-            None => Job::whole(&sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>()?),
+            None => Job::whole(&sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>()?),
         };
         let memory = BufferMemory { register: self.register, ..BufferMemory::of(heap) };
         let Self { mut watch, options, .. } = self;
@@ -314,7 +286,7 @@ type Onto<'a> = (&'a mut OpenDevice, &'a [DeviceAddr]);
 fn read<'a>(
     memory: BufferMemory<'_>,
     onto: Option<Onto<'_>>,
-    sources: &'a [ReadSource],
+    sources: &'a [OpenFile],
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
@@ -333,7 +305,7 @@ fn read<'a>(
     let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
-        let open = |(source, plan): (&ReadSource, &Plan)| Source::open(source, plan);
+        let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan);
         workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
     }
     let one_chunk;
@@ -347,7 +319,7 @@ fn read<'a>(
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
     let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
-    let map = |(source, plan): (&'a ReadSource, &Plan)| {
+    let map = |(source, plan): (&'a OpenFile, &Plan)| {
         let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
         let some = some && (writable || plan.options.mode == Mode::Auto);
         let mapping = some.then(|| FileMapping::new(source.file.as_fd(), plan.first..plan.end).ok()).flatten();
@@ -391,8 +363,18 @@ fn read<'a>(
     Ok(ReadFiles { filled, methods: plans.into_iter().enumerate().map(method).collect() })
 }
 
+/// The failure to open a file, or to learn its size.
+impl From<Error> for ReadError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::File { path, source, .. } => Self::Open { path, source },
+            other => Self::Open { path: PathBuf::new(), source: std::io::Error::other(other) },
+        }
+    }
+}
+
 /// An error of the engine with the name of the file that it is about.
-fn named(error: FillError, sources: &[ReadSource]) -> ReadError {
+fn named(error: FillError, sources: &[OpenFile]) -> ReadError {
     match error {
         FillError::Read { source_index, error, .. } if source_index < sources.len() => {
             ReadError::Read { path: sources[source_index].path.clone(), error }

@@ -1,10 +1,11 @@
 //! The method for each file, with its reason: direct or buffered, in a ring or not, by how many workers.
 
+use crate::fill::Job;
 use dmalane_file::{FileOptions, Io, Mode, Residency, residency};
-use dmalane_load::fill::Job;
 
-use super::{ReadError, ReadOptions, ReadSource, Scheme, is_stream, size};
+use super::{ReadError, ReadOptions, Scheme, is_stream};
 use crate::choose::{Choice, workers};
+use crate::open_file::{OpenFile, size};
 
 /// At most this many bytes take the fast path: a ring costs as much as copying half a megabyte, a thread as much as a
 /// megabyte.
@@ -28,7 +29,7 @@ pub(super) struct Plan {
 
 /// Plans for a source of a job. `copied_to` says that direct reads land elsewhere and are copied to the buffers.
 pub(super) fn plan(
-    source: &ReadSource,
+    source: &OpenFile,
     index: usize,
     job: &Job,
     options: &ReadOptions,

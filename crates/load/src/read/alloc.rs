@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::ops::{Bound, ControlFlow, RangeBounds};
 
+use crate::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
-use dmalane_load::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job};
 
-use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, is_stream, read, short, source, stream};
+use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, is_stream, read, short, stream};
+use crate::open_file::{OpenFile, name};
 
 /// A buffer with the bytes of a file.
 #[derive(Debug)]
@@ -30,8 +31,8 @@ pub trait AllocAndRead: Heap {
     /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
     ///
     /// ```
-    /// use dmalane::dma::MemfdHeap;
-    /// use dmalane::{AllocAndRead, ReadOptions};
+    /// use dmalane_dma::MemfdHeap;
+    /// use dmalane_load::{AllocAndRead, ReadOptions};
     ///
     /// # let folder = tempfile::tempdir()?;
     /// # let path = folder.path().join("model.bin");
@@ -82,10 +83,10 @@ fn one(
     if let Some(read) = short::try_short(heap, file, start, end, options)? {
         return Ok(read);
     }
-    let path = source::name(file);
+    let path = name(file);
     let open = |source| ReadError::Open { path: path.clone(), source };
     let kind = file.metadata().map_err(open)?.file_type();
-    let source = ReadSource { file: file.try_clone().map_err(open)?, path };
+    let source = OpenFile::new(path.clone(), file.try_clone().map_err(open)?);
     if end.is_none() && is_stream(&kind) {
         return stream::to_end(heap, source, start, options);
     }

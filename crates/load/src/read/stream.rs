@@ -4,14 +4,15 @@ use std::collections::VecDeque;
 use std::hash::Hasher;
 use std::time::{Duration, Instant};
 
+use crate::fill::{FillError, FillReport, FilledBuf};
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
-use dmalane_load::fill::{FillError, FillReport, FilledBuf};
 use dmalane_queue::{OpError, Operation, Refusal, Refused, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
 
-use super::{AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource};
+use super::{AllocRead, ReadError, ReadMethod, ReadOptions};
+use crate::open_file::OpenFile;
 
 /// Bytes of an intermediate buffer: few, since the last one is used in part.
 const CHUNK: usize = 4 << 20;
@@ -20,7 +21,7 @@ const CHUNK: usize = 4 << 20;
 /// are copied.
 pub(super) fn to_end(
     heap: &dyn Heap,
-    source: ReadSource,
+    source: OpenFile,
     skip: u64,
     options: &ReadOptions,
 ) -> Result<AllocRead, ReadError> {
