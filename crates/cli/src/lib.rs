@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 mod commands;
-pub mod config;
 mod device;
 mod entry;
 pub mod failure;

@@ -14,6 +14,7 @@ use crate::source::{Copied, SourceFile};
 
 /// How files are read.
 #[derive(Args, Clone, Copy)]
+#[command(next_help_heading = "Reading")]
 pub struct ReadMode {
     /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
     /// file system supports it]

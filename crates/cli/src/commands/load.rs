@@ -21,7 +21,7 @@ use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOpt
 use crate::device::{self, CHUNK, CardOptions};
 use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
-use crate::number::{within, yes_or_no};
+use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::report::{Page, Section};
@@ -36,7 +36,7 @@ Examples:
   dmalane load --sample 1GiB --verify -v
   dmalane load model.safetensors --verify --json
   dmalane load shard-*.safetensors --placement hbm -v
-  dmalane load model.safetensors --repeat 5 --csv
+  dmalane load model.safetensors --repeat 5 --json
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
   dmalane load model.safetensors --tensors '*.bias' --verify
@@ -80,7 +80,7 @@ pub(crate) struct Load {
     sample: Option<Size>,
 
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
-    #[arg(help = device::help("The device to load to"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
     /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
@@ -106,64 +106,57 @@ pub(crate) struct Load {
     manifest: Option<PathBuf>,
 
     #[command(flatten)]
-    mode: ReadMode,
-
-    /// Do not hash the data
-    #[arg(long)]
-    no_checksum: bool,
-
-    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
-    #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
-    hash_thread: Option<bool>,
-
-    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
-    /// in host memory
-    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
-    #[arg(allow_hyphen_values = true)]
-    chunk: Size,
-
-    /// DMA channels to use: auto, one, or several like 0,1
-    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: QueueChoice,
-
-    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
-    /// regions; or hbm-half for one region of a group [default: the first region]
-    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
-    placement: Placement,
-
-    /// Fragmentation of the software host's physical memory, from 0 to 1
-    /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction)]
-    fragmentation: Option<f64>,
-
-    /// Write a trace of the binds to this file, for `dmalane vm replay`
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    record: Option<PathBuf>,
-
-    #[command(flatten)]
-    timeline: timeline::TimelineOptions,
-
-    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
-    /// addresses [default: 47]
-    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
-    va_bits: Option<u8>,
-
-    #[command(flatten)]
-    replace: output::Replace,
-
-    #[command(flatten)]
-    card: CardOptions,
-
-    /// Seed of the physical memory layout and of the sample
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
-    seed: u64,
+    format: output::OutputFormat,
 
     /// Load N times, onto the device opened anew, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
     #[command(flatten)]
-    format: output::OutputFormat,
+    mode: ReadMode,
+
+    /// Do not hash the data
+    #[arg(long, help_heading = "Reading")]
+    no_checksum: bool,
+
+    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
+    /// in host memory
+    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true, help_heading = "Reading")]
+    chunk: Size,
+
+    /// DMA channels to use: auto, one, or several like 0,1
+    #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
+    mm_channel: QueueChoice,
+
+    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
+    /// regions; or hbm-half for one region of a group [default: the first region]
+    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
+    placement: Placement,
+
+    /// Fragmentation of the software host's physical memory, from 0 to 1
+    /// [default: 0.5]
+    #[arg(long, value_name = "F", value_parser = fraction, help_heading = "Device")]
+    fragmentation: Option<f64>,
+
+    /// Write a trace of the binds to this file, for `dmalane vm replay`
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    #[arg(help_heading = "Outputs")]
+    record: Option<PathBuf>,
+
+    #[command(flatten, next_help_heading = "Outputs")]
+    timeline: timeline::TimelineOptions,
+
+    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
+    /// addresses [default: 47]
+    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47), help_heading = "Device")]
+    va_bits: Option<u8>,
+
+    #[command(flatten)]
+    replace: output::Replace,
+
+    #[command(flatten, next_help_heading = "Device")]
+    card: CardOptions,
 }
 
 /// The files that a load writes.
@@ -331,11 +324,9 @@ impl Load {
             references,
         };
         outcome.write_timeline(&outputs)?;
-        let output::OutputFormat { verbose, json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::json(&outcome))?,
-            (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print_text(&report::text(&outcome, verbose, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::json(&outcome))?,
+            false => output::print_text(&report::text(&outcome, self.format.verbose, self.list))?,
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -348,11 +339,9 @@ impl Load {
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        let output::OutputFormat { json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
-            (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
-            _ => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
+            false => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
         }
         device.unload(placed)?;
         Ok(ExitCode::SUCCESS)
@@ -360,14 +349,12 @@ impl Load {
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
                 queues: self.mm_channel.clone(),
                 fill: FillOptions {
                     chunk: self.chunk.bytes(),
                     checksum: !self.no_checksum,
-                    hash_thread: self.hash_thread,
                     timeline: self.timeline.any(),
                     ..DriveOptions::default().fill
                 },
@@ -375,8 +362,6 @@ impl Load {
             },
             va_bits: self.va_bits,
             fragmentation: self.fragmentation,
-            // The seed is also that of the sample.
-            seed: takes_seed.then_some(self.seed),
             ..self.card.open_options()
         }
     }
@@ -452,7 +437,7 @@ impl Load {
     fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let size = self.sample.map_or(0, Size::bytes);
         room.check_sample(size)?;
-        let file = OpenFile::new(sample::NAME, sample::make(size, self.seed, self.format.shows_progress())?);
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
         Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
@@ -508,17 +493,17 @@ mod tests {
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
         assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, load.seed, &load.record), (None, 1, &None));
+        assert_eq!((load.fragmentation, &load.record), (None, &None));
         assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
         let format = load.format;
-        assert!(!(format.verbose || format.json || format.csv || format.quiet));
+        assert!(!(format.verbose || format.json || format.quiet));
     }
 
     #[test]
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
+             --fragmentation 1 --record trace --card-ddr 1GB --card-hbm 4096 --workers --json -q \
              --list",
         )
         .unwrap();
@@ -527,7 +512,7 @@ mod tests {
         assert_eq!(load.placement, Placement::HBM);
         let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!((load.fragmentation, load.seed), (Some(1.0), 7));
+        assert_eq!(load.fragmentation, Some(1.0));
         assert_eq!(load.record, Some("trace".into()));
         assert!(load.verify && load.card.workers && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
@@ -552,14 +537,12 @@ mod tests {
             "a --placement -half",
             "a -d gpu0",
             "a -d file:",
-            "a --seed -1",
             "--sample 0",
             "--sample 4095",
             "a --record -",
             "a --card-ddr 257GiB",
             "a --card-hbm 274877906945",
             "a --repeat 0",
-            "a --json --csv",
         ] {
             assert!(load(line).is_err(), "{line}");
         }

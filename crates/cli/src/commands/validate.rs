@@ -60,6 +60,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction
@@ -192,6 +193,10 @@ pub(crate) struct Validate {
     #[command(flatten)]
     format: output::OutputFormat,
 
+    /// Print the result as CSV
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+
     /// Write a page (HTML) with the figures beside their references, bandwidth and latency over buffer sizes, the
     /// machine and the command
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
@@ -313,7 +318,7 @@ impl Validate {
         };
         let written = files.write_report(&page, "the device was measured");
         let path = self.report.as_deref().filter(|_| written.is_ok());
-        match (self.format.json, self.format.csv) {
+        match (self.format.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,

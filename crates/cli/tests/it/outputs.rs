@@ -41,10 +41,7 @@ impl Place {
         fs::copy(place.at("model.safetensors"), place.at("indexed/a.safetensors")).unwrap();
         fs::write(place.at(INDEX), r#"{"weight_map": {"tensor": "a.safetensors"}}"#).unwrap();
         place.dmalane("manifest -q model.safetensors -o weights", 0);
-        fs::write(place.at("config.toml"), "[load]\nchunk = \"1MiB\"\n").unwrap();
-        for name in
-            ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights", "config.toml"]
-        {
+        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights"] {
             let path = place.at(name);
             let bytes = fs::read(&path).unwrap();
             place.precious.push((path, bytes));
@@ -56,14 +53,12 @@ impl Place {
         self.folder.join(name)
     }
 
-    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input, and before
-    /// `: ` the configuration file.
+    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input.
     fn dmalane(&self, line: &str, status: i32) -> String {
-        let (config, words) = line.split_once(": ").unwrap_or(("", line));
-        let (words, stdin) = words.split_once(" < ").unwrap_or((words, "/dev/null"));
+        let (words, stdin) = line.split_once(" < ").unwrap_or((line, "/dev/null"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
         command.args(words.split_whitespace()).current_dir(&self.folder).envs(crate::WIDE);
-        command.env("DMALANE_CONFIG", config).stdin(fs::File::open(self.at(stdin)).unwrap());
+        command.stdin(fs::File::open(self.at(stdin)).unwrap());
         let output = command.output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
@@ -113,12 +108,11 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         (&format!("manifest {INDEX} -o {INDEX} --force"), "it is the input"),
         ("load model.safetensors --manifest weights --report weights --force", "it is the input"),
         ("read model.safetensors --manifest weights --trace weights --force", "it is the input"),
-        // The manifest on standard input, and the configuration file.
+        // The manifest on standard input.
         ("load model.safetensors --manifest - --record weights --force < weights", "it is the input stdin"),
         ("read model.safetensors --manifest - --trace weights --force < weights", "it is the input stdin"),
         ("load - --record model.safetensors --force < model.safetensors", "it is the input stdin"),
         ("manifest - -o model.safetensors --force < hard", "it is the input stdin"),
-        ("config.toml: load boot.json --record config.toml --force", "it is the input config.toml"),
         // The memory of the device.
         (&format!("load boot.json {card} --record card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --report card.img --force", "it is the input"),
