@@ -113,7 +113,6 @@ impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
         let how = OpenOptions {
             drive: DriveOptions { chunk: options.chunk, ..DriveOptions::default() },
-            workers: options.workers.then_some(Workers::PerChannel),
             ..OpenOptions::default()
         };
         let heap = AnonHeap::new();
@@ -125,7 +124,7 @@ impl Bench {
         let mut bench = Self {
             path,
             size: options.size,
-            device: how.open(&"soft".parse()?)?,
+            device: how.open(&if options.workers { "soft,workers=each" } else { "soft" }.parse()?)?,
             checksum: None,
             parts,
             whole: heap.allocate(size)?.share(),

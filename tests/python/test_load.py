@@ -76,12 +76,12 @@ def load_shards(dmalane, files, out, *options):
 
 @pytest.mark.parametrize(("placement", "fragmentation"), pairs(PLACEMENTS, FRAGMENTATIONS))
 def test_the_real_file(dmalane, minilm, whole, out, placement, fragmentation):
-    load_whole(dmalane, minilm, whole, out, "--placement", placement, "--fragmentation", fragmentation)
+    load_whole(dmalane, minilm, whole, out, "--placement", placement, "-d", f"soft,fragmentation={fragmentation}")
 
 
 @pytest.mark.parametrize(("placement", "fragmentation"), pairs(PLACEMENTS, FRAGMENTATIONS, 1))
 def test_the_real_file_in_seven_shards(dmalane, shards, out, placement, fragmentation):
-    load_shards(dmalane, shards, out, "--placement", placement, "--fragmentation", fragmentation)
+    load_shards(dmalane, shards, out, "--placement", placement, "-d", f"soft,fragmentation={fragmentation}")
 
 
 @pytest.mark.parametrize(("placement", "channel"), pairs(PLACEMENTS, CHANNELS, 1))
@@ -109,7 +109,7 @@ def test_the_real_file_read_both_ways(dmalane, minilm, whole, shards, out, how):
 
 
 def test_the_real_file_in_small_chunks(dmalane, minilm, whole, shards, out):
-    load_whole(dmalane, minilm, whole, out, "--chunk", "1MiB", "--fragmentation", "1")
+    load_whole(dmalane, minilm, whole, out, "--chunk", "1MiB", "-d", "soft,fragmentation=1")
     (out / "saved.safetensors").unlink()
     load_shards(dmalane, shards, out, "--chunk", "1MiB")
 

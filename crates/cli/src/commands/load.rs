@@ -17,7 +17,7 @@ use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Out
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
 
-use crate::device::{self, CHUNK, CardOptions};
+use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
 use crate::job;
 use crate::model::{self, ReadMode, cannot_open};
@@ -131,11 +131,6 @@ pub(crate) struct Load {
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
     placement: Placement,
 
-    /// Fragmentation of the software host's physical memory, from 0 to 1
-    /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction)]
-    fragmentation: Option<f64>,
-
     /// Read the data back through the device's MMU and write it to this file, or into this directory for several files:
     /// raw and safetensors files only, in the format that was loaded
     #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
@@ -148,18 +143,13 @@ pub(crate) struct Load {
     #[command(flatten)]
     timeline: timeline::TimelineOptions,
 
-    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
-    /// addresses [default: 47]
-    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
-    va_bits: Option<u8>,
-
     #[command(flatten)]
     replace: output::Replace,
 
     #[command(flatten)]
-    card: CardOptions,
+    consent: Consent,
 
-    /// Seed of the physical memory layout and of the sample
+    /// Seed of the sample
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
     seed: u64,
 
@@ -277,7 +267,7 @@ impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        device::check(&self.device, &options)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
@@ -405,7 +395,6 @@ impl Load {
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
                 chunk: self.chunk.bytes(),
@@ -416,11 +405,7 @@ impl Load {
                 live: Some(job::this().live()),
                 ..DriveOptions::default()
             },
-            va_bits: self.va_bits,
-            fragmentation: self.fragmentation,
-            // The seed is also that of the sample.
-            seed: takes_seed.then_some(self.seed),
-            ..self.card.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -545,13 +530,6 @@ fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
 }
 
-fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
-        _ => Err("not a number from 0 to 1".to_owned()),
-    }
-}
-
 /// Refuses files of which the device gets too little to write them again.
 fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
     if input.container().map_err(|e| Failure::because("cannot save", &e))?.can_be_saved() {
@@ -597,9 +575,8 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
-        assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
+        assert_eq!((load.chunk.bytes(), load.seed, &load.save, &load.record), (16 << 20, 1, &None, &None));
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
         let format = load.format;
         assert!(!(format.verbose || format.json || format.csv || format.quiet));
     }
@@ -608,18 +585,15 @@ mod tests {
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
-             --list",
+             --save out --record trace --seed 7 --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
-        assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
+        assert_eq!((load.chunk.bytes(), load.seed, load.save), (2 << 20, 7, Some("out".into())));
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.verify && load.card.workers && load.list);
+        assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
@@ -635,9 +609,6 @@ mod tests {
             "a --sample 1MB",
             "a --direct --buffered",
             "a --chunk 0",
-            "a --fragmentation 1.1",
-            "a --fragmentation -0.5",
-            "a --fragmentation NaN",
             "a --mm-channel both",
             "a --placement -half",
             "a -d gpu0",
@@ -647,8 +618,8 @@ mod tests {
             "--sample 4095",
             "a --save -",
             "a --record -",
-            "a --card-ddr 257GiB",
-            "a --card-hbm 274877906945",
+            "a -d soft,ddr=257GiB",
+            "a -d soft,hbm=274877906945",
             "a --repeat 0",
             "a --json --csv",
         ] {

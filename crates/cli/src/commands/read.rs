@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
+use dmalane::devices::soft;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
@@ -21,7 +22,7 @@ use dmalane::{
     AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
 };
 
-use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
+use crate::device::{self as opening, Consent};
 use crate::failure::Failure;
 use crate::job;
 use crate::layout::fit;
@@ -61,7 +62,6 @@ cannot be run.";
 #[derive(Args)]
 #[command(
     after_help = EXAMPLES,
-    mut_arg("card_ddr", |arg| arg.requires("device")),
     mut_arg("overwrite", |arg| arg.requires("device"))
 )]
 pub(crate) struct Read {
@@ -98,7 +98,7 @@ pub(crate) struct Read {
     device: Option<DeviceSpec>,
 
     #[command(flatten)]
-    memory: MemoryOptions,
+    consent: Consent,
 
     /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
@@ -258,7 +258,7 @@ impl Read {
         let files = model::files(&self.files)?;
         let mut outputs = self.timeline.files(self.replace)?;
         if let Some(spec) = &self.device {
-            opening::check(spec, &self.open_options())?;
+            self.consent.check(spec)?;
         }
         let mut picked = self.pick_heap()?;
         let (sources, copied) = self.sources(&files)?;
@@ -396,7 +396,8 @@ impl Read {
     fn open_options(&self) -> OpenOptions {
         OpenOptions {
             drive: DriveOptions { timeline: self.timeline.any(), ..DriveOptions::default() },
-            ..self.memory.open_options()
+            only: Some("ddr"),
+            ..self.consent.open_options()
         }
     }
 
@@ -420,7 +421,7 @@ impl Read {
     fn pick_heap(&self) -> Result<Picked, Failure> {
         let shareable = self.shareable
             || self.export.shares()
-            || self.device.as_ref().is_some_and(|spec| spec.kind().served_by.is_some());
+            || self.device.as_ref().is_some_and(|spec| spec.kind().served_by().is_some());
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {
@@ -506,7 +507,7 @@ impl Read {
                 for source in sources {
                     read.push((source.path.clone(), source.file.metadata()?));
                 }
-                let target = ReadTarget::open(spec, self.open_options(), &read, &job.buffers)?;
+                let target = ReadTarget::open(spec, &self.open_options(), &read, &job.buffers)?;
                 *outputs = outputs.clone().excluding_device(target.device.backing_files())?;
                 Some(target)
             }
@@ -525,7 +526,7 @@ impl Read {
         if let Some(ReadTarget { device, to }) = &mut target {
             read = read.copy_to_device(device, to);
         } else if self.map {
-            host = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
+            host = SoftHost::new(HostConfig { memory: soft::HOST_MEMORY, ..HostConfig::default() })
                 .map_err(|e| Failure::because("no software host", &e))?;
             read = read.mapped(&host, Access::READ);
         }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use dmalane::DeviceSpec;
+use dmalane::devices::daemon::DaemonSpec;
 
 use crate::device;
 use crate::failure::Failure;
@@ -55,11 +56,11 @@ impl Top {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let mut daemons = Vec::new();
         for spec in &self.device {
-            let Some(daemon) = spec.daemon() else {
+            let Some(daemon) = spec.get::<DaemonSpec>() else {
                 let failure = Failure::usage(format!("-d {spec}: top watches daemons (-d daemon:SOCKET)"));
                 return Err(failure.hint("a command that uses another device is shown by itself"));
             };
-            daemons.push(daemon);
+            daemons.push(daemon.client());
         }
         let mut watch = Watcher::new(daemons);
         if self.once || self.json {

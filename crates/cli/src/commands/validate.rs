@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::file::FileDeviceOptions;
+use dmalane::devices::Ability;
+use dmalane::devices::soft::SoftSpec;
 use dmalane::load::Output;
-use dmalane::slash::SlashOptions;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Recovered, Stop, Sweep,
     TestedDevice, ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, recover,
@@ -26,7 +26,7 @@ use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::device::{self, CardOptions};
+use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
 use crate::job;
 use crate::number::within;
@@ -43,7 +43,7 @@ Examples:
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate --emulate shared-23 --fit       find what limits a modelled card
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
-  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
+  dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
@@ -106,14 +106,6 @@ pub(crate) struct Validate {
     /// Distance between the two regions of --channel-allocation paired [default: half of each memory]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     channel_region_stride: Option<Size>,
-
-    /// Entries per ring of the card, a power of two from 2 to 65536
-    #[arg(long, value_name = "N", value_parser = ring_size)]
-    ring_size: Option<usize>,
-
-    /// Entry of a QDMA's table of ring sizes, 0 to 15; only for devices that have one
-    #[arg(long, value_name = "INDEX", conflicts_with = "ring_size", value_parser = within::<u8>(0..=15))]
-    ring_size_index: Option<u8>,
 
     /// Accepted and without effect: no device is ever reset
     #[arg(short = 'R', long)]
@@ -178,17 +170,8 @@ pub(crate) struct Validate {
     #[arg(long)]
     fit: bool,
 
-    /// Try io_uring on a file device. A character device is probed first: 16KiB at this offset, 16KiB or more, are
-    /// written, read back and restored; regular files and disks need no probe
-    #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
-    probe_at: Option<Size>,
-
-    /// Use direct I/O, for files
-    #[arg(long)]
-    direct: bool,
-
     #[command(flatten)]
-    card: CardOptions,
+    consent: Consent,
 
     /// Back up the data of a file or a block device on disk, and restore them at the end. After SIGKILL, the next
     /// validate of the same device restores them
@@ -197,7 +180,7 @@ pub(crate) struct Validate {
 
     /// Only restore the backup that a killed run left, although the device was written since; the data that it holds
     /// now are kept in a second backup
-    #[arg(long, conflicts_with_all = ["overwrite", "restore", "probe_at", "json", "csv"])]
+    #[arg(long, conflicts_with_all = ["overwrite", "restore", "json", "csv"])]
     recover: bool,
 
     /// Measure N times, and report the median of each figure with its spread
@@ -347,7 +330,7 @@ impl Validate {
     /// Restores the backup of a run that was killed.
     fn recover_backup(&self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
         let Recovered { backup, range, replaced, stays } = recover(&*device).map_err(|e| self.failure(e))?;
         let (backup, replaced) = (backup.display(), replaced.display());
         let mut text = format!(
@@ -399,58 +382,32 @@ impl Validate {
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let file = [
-            ("--probe-at", self.probe_at.is_some()),
-            ("--direct", self.direct),
-            ("--overwrite", self.card.memory.overwrite),
-            ("--restore", self.restore),
-            ("--recover", self.recover),
-        ];
+        let file = [("--overwrite", self.consent.overwrite), ("--restore", self.restore), ("--recover", self.recover)];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
-        let takes = |option| self.device.kind().options.contains(&option);
-        if let Some(option) = given(&card).filter(|_| !takes("ring") && !takes("slash")) {
+        let kind = self.device.kind();
+        if let Some(option) = given(&card).filter(|_| !kind.has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
-        if let Some(option) = given(&file).filter(|_| !takes("file")) {
+        if let Some(option) = given(&file).filter(|_| !kind.has(Ability::KeepsData)) {
             return Err(Failure::usage(format!("{option} is for a file, not for {}", self.device)));
         }
-        let sizes = [
-            ("--ring-size", self.ring_size.is_some(), "ring", "a card with rings of any size"),
-            ("--ring-size-index", self.ring_size_index.is_some(), "slash", "a device with a table of ring sizes"),
-        ];
-        if let Some((option, .., what)) = sizes.iter().find(|(_, given, needs, _)| *given && !takes(needs)) {
-            let failure = Failure::usage(format!("{option} is for {what}, not for {}", self.device));
-            return Err(match sizes.iter().find(|(.., needs, _)| takes(needs)) {
-                Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
-                None => failure,
-            });
-        }
-        if self.emulate.is_some() && !takes("workers") {
+        if self.emulate.is_some() && self.device.get::<SoftSpec>().is_none() {
             return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
         }
-        device::check(&self.device, &self.open_options())
+        Ok(())
     }
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes = |option| self.device.kind().options.contains(&option);
         // As many calls at once as the reference makes.
         let both = if self.settings().directions.contains(&Directions::Both) { 2 } else { 1 };
-        let file = FileDeviceOptions {
-            // `contents` says what becomes of the data.
-            overwrite: true,
-            probe_at: self.probe_at.map(Size::bytes),
-            direct: self.direct,
-            threads: usize::from(self.threads) * both,
-            ..FileDeviceOptions::default()
-        };
         OpenOptions {
             // All memory is measured, and nothing is bound.
             flat: true,
-            ring: self.ring_size,
-            file: takes("file").then_some(file),
-            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into(), ..SlashOptions::default() }),
-            ..self.card.open_options()
+            // `contents` says what becomes of the data.
+            overwrite: true,
+            threads: Some(usize::from(self.threads) * both),
+            ..OpenOptions::default()
         }
     }
 
@@ -509,7 +466,7 @@ impl Validate {
     fn targets(&self, plot: &mut Option<Output>) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
         let options = self.open_options();
         let mut target = |catch_up| {
-            let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
+            let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
             let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
             let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
             if let Some(to) = plot.take() {
@@ -533,7 +490,7 @@ impl Validate {
     fn contents(&self, files: &[Metadata]) -> Contents {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
-        match (self.card.memory.overwrite, self.restore) {
+        match (self.consent.overwrite, self.restore) {
             (_, true) => Contents::Restore,
             (true, _) => Contents::Overwrite,
             // Naming the first address of a character device permits overwriting it.
@@ -581,7 +538,7 @@ impl Validate {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 // Stripes may need more of one half of the HBM than of the other.
                 let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
-                let grow = (self.device.kind().more)(&memory.to_lowercase(), bytes);
+                let grow = self.device.more(&memory.to_lowercase(), bytes);
                 let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
@@ -629,13 +586,6 @@ fn sweep(text: &str) -> Result<Sweep, String> {
     match sweep.iter().find(|size| !size.is_multiple_of(4096) || *size > 1 << 30) {
         Some(size) => Err(format!("{size} is not a multiple of 4KiB up to 1GiB")),
         None => Ok(sweep),
-    }
-}
-
-fn ring_size(text: &str) -> Result<usize, String> {
-    match text.parse::<usize>() {
-        Ok(entries) if entries.is_power_of_two() && (2..=1 << 16).contains(&entries) => Ok(entries),
-        _ => Err("not a power of two from 2 to 65536".to_owned()),
     }
 }
 

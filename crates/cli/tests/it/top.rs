@@ -440,7 +440,7 @@ fn a_daemon_is_watched_too() {
 fn a_served_card_is_shown_with_its_client() {
     let runtime = folder();
     let socket = runtime.path().join("card.sock");
-    let serve = ["card", "serve", "--card-ddr", "1GiB", "--card-hbm", "64MiB", "--vfio-user", socket.to_str().unwrap()];
+    let serve = ["card", "serve", "-d", "soft,ddr=1GiB,hbm=64MiB", "--vfio-user", socket.to_str().unwrap()];
     let served = Background::start(&mut dmalane(runtime.path(), &serve));
     let card = jobs(runtime.path(), 1, |job| job["phase"] == "serve: no client").remove(0);
     assert_eq!((&card["done"], &card["iommu"]["faults"]), (&0.into(), &0.into()));
