@@ -16,7 +16,6 @@ use dmalane::device::{Bounce, Device, DriverCopy, Placement};
 use dmalane::dma::{BufferSlice, Heap};
 use dmalane::queue::{DeviceAddr, DeviceQueue, Direction, Registered};
 use dmalane::vm::{BindRequest, Bo};
-use dmalane_cuda::PlainBinds;
 
 use crate::report::{Details, Report};
 use crate::vulkan::{LONG, by_queue, byte, scattered};
@@ -160,7 +159,7 @@ fn binds(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Res
         let at = DeviceAddr::Card(CardAddr::new(first.bits() + place * len));
         bounce.write(&mut *queues[0], at, &place.to_le_bytes())?;
     }
-    let mut alone = PlainBinds::new(device, span, page)?;
+    let mut alone = device.plain_binds(span, page)?;
     let places: Vec<u64> = scattered(pages).collect();
     let details = Details { items: Some(pages), ..Details::default() };
     for batch in [1, 16, pages].into_iter().filter(|batch| *batch <= pages) {

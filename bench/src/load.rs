@@ -111,10 +111,9 @@ struct Bench {
 
 impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
-        let how = OpenOptions {
-            drive: DriveOptions { chunk: options.chunk, ..DriveOptions::default() },
-            ..OpenOptions::default()
-        };
+        let mut drive = DriveOptions::default();
+        drive.fill.chunk = options.chunk;
+        let how = OpenOptions { drive, ..OpenOptions::default() };
         let heap = AnonHeap::new();
         let chunk = usize::try_from(options.chunk)?;
         let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(chunk)?.share().into_slice())).collect::<Result<_>>()?;

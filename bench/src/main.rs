@@ -12,6 +12,8 @@ mod instructions;
 mod iova;
 mod job;
 mod layers;
+mod limits;
+mod link;
 mod load;
 mod lookup;
 mod map_sg;
@@ -86,6 +88,8 @@ enum Bench {
     Daemon(daemon::Options),
     /// Split policies over modelled links, beside the optimum
     Policy(policy::Options),
+    /// The limits of a card's link, from the rates of streams that run at once
+    Limits(limits::Options),
     /// Copies and binds of a GPU through Vulkan, beside the same written by hand
     Vulkan(vulkan::Options),
     /// Copies and binds of a GPU through CUDA, beside the same by the driver alone
@@ -119,6 +123,7 @@ fn main() -> ExitCode {
         Bench::Transfer(options) => transfer::run(&options),
         Bench::Daemon(options) => daemon::run(&options),
         Bench::Policy(options) => policy::run(&options),
+        Bench::Limits(options) => limits::run(&options),
         Bench::Vulkan(options) => vulkan::run(&options),
         Bench::Cuda(options) => cuda::run(&options),
         Bench::One(options) => return done(instructions::one(&options)),

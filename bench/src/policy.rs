@@ -4,11 +4,10 @@
 
 use std::time::Duration;
 
-use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
-use dmalane::validate::link::assumptions::{Assumption, Workload, all, demands, loads, toggling};
-use dmalane::validate::link::{Half, LinkCopy, Rig, shortest};
-
+use crate::link::assumptions::{Assumption, Workload, all, demands, loads, toggling};
+use crate::link::{Half, LinkCopy, Rig, shortest};
 use crate::report::Report;
+use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
 
 #[derive(clap::Args)]
 pub struct Options {

@@ -198,7 +198,8 @@ fn loads(device: &VulkanDevice, options: &Options, report: &mut Report) -> Resul
         .into_iter()
         .map(|(count, len)| Loader::new(device, options.size, count, len))
         .collect::<Result<Vec<_>, _>>()?;
-    let drive = DriveOptions { checksum: false, ..DriveOptions::default() };
+    let mut drive = DriveOptions::default();
+    drive.fill.checksum = false;
     let how = OpenOptions { drive, flat: true, ..OpenOptions::default() };
     let mut ours = how.open(&format!("vulkan:{}", options.gpu).parse()?)?;
     for (case, mode) in [("load, not cached", Mode::Direct), ("load, cached", Mode::Buffered)] {

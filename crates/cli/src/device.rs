@@ -2,10 +2,9 @@
 
 use std::ffi::OsStr;
 use std::fs::Metadata;
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::UNIX_EPOCH;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Args, Command};
@@ -15,14 +14,12 @@ use dmalane::device::{BackingFiles, MemoryError};
 use dmalane::devices::soft::SoftSpec;
 use dmalane::devices::{Ability, KINDS};
 use dmalane::file::{FileDeviceError, HoldsData};
-use dmalane::validate::ValidateError;
 use dmalane::vfio::Bdf;
 use dmalane::vfio_user;
 use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
 use crate::size::{Size, binary};
-use crate::timeline::date;
 
 /// Default size of a chunk that `dmalane load` reads and transfers.
 pub const CHUNK: Size = Size::mib(16);
@@ -97,31 +94,6 @@ pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Fail
     options.open(spec).map_err(|e| cannot_open(&e))
 }
 
-/// Adds what can be done about a backup that a killed validation has left: its date, and how to restore or remove it.
-/// `unusable` is the error of trying to restore it, if there was one.
-pub fn with_backup(failure: Failure, spec: &DeviceSpec, backup: &Path, unusable: Option<&io::Error>) -> Failure {
-    let made = backup.metadata().and_then(|meta| meta.modified()).ok();
-    let Some(made) = made.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) else { return failure };
-    let device = spec.to_string();
-    let restore = ["dmalane", "validate", "-d", &device, "--recover"];
-    let failure = failure.cause(format!("the backup was made on {}", date(made.as_secs())));
-    let failure = match unusable.map(io::Error::kind) {
-        // A damaged one cannot be restored.
-        Some(ErrorKind::InvalidData) => failure,
-        Some(ErrorKind::PermissionDenied) => failure.hint("only the user who made it can restore it"),
-        _ => failure.command("to restore it, and to keep the present data beside it", &restore),
-    };
-    failure.command("to drop it", &["rm", &backup.to_string_lossy()])
-}
-
-/// Why a backup could not be restored.
-pub fn restoring(error: &ValidateError) -> Option<&io::Error> {
-    match error {
-        ValidateError::Recover { source, .. } => Some(source),
-        _ => None,
-    }
-}
-
 /// The error of opening a device, with what helps against it.
 pub fn cannot_open(error: &OpenError) -> Failure {
     let (spec, source) = match error {
@@ -129,13 +101,6 @@ pub fn cannot_open(error: &OpenError) -> Failure {
         OpenError::Drive(load::Error::NoQueue { wanted, has }) => {
             let message = format!("the device has no channel {wanted}, it has {has}, numbered from 0");
             return Failure::usage(message).hint("--mm-channel auto uses all channels");
-        }
-        OpenError::Backup { spec, backup, unusable } => {
-            let path = backup.display();
-            let why = format!("{spec} has a backup of a `dmalane validate --restore` that did not end, {path}");
-            let why_not = unusable.as_deref().and_then(restoring);
-            let failure = why_not.iter().fold(Failure::new(why), |failure, why| failure.cause(why.to_string()));
-            return with_backup(failure, spec, backup, why_not);
         }
         OpenError::Device { spec, source } => (spec, &**source),
         _ => return Failure::because("cannot open the device", error),

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::program::{self, Completions, Man};
-use crate::{commands, completion_examples, job};
+use crate::{commands, completion_examples};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -47,13 +47,11 @@ enum Command {
 
 /// Runs the program `dmalane` with these words, of which the first is its name.
 pub fn run(words: Vec<OsString>) -> ExitCode {
-    let status = program::start(true, words, |dmalane: Dmalane| match dmalane.command {
+    program::start(true, words, |dmalane: Dmalane| match dmalane.command {
         Command::Work(command) => command.run(),
         Command::Completions(completions) => completions.run::<Dmalane>(),
         Command::Man(man) => man.run::<Dmalane>(),
-    });
-    job::end();
-    status
+    })
 }
 
 /// The commands of the program `dmalane`, with their arguments.

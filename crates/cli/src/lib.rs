@@ -6,7 +6,6 @@ pub mod config;
 mod device;
 mod entry;
 pub mod failure;
-mod job;
 pub mod layout;
 mod model;
 pub mod number;

@@ -7,7 +7,7 @@ use clap::Args;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::container::{self, model_files};
 use dmalane::load::{Error, Input, Manifest};
-use dmalane::{FileOptions, open_as, open_file};
+use dmalane::{FileOptions, OpenFile, open_file};
 
 use crate::failure::Failure;
 use crate::source::{Copied, SourceFile};
@@ -86,7 +86,7 @@ pub fn open(path: &Path, options: FileOptions, all: &mut Copied) -> Result<Input
         true => {
             let SourceFile { file, path, copied, .. } = source.with_size()?;
             all.add(copied);
-            open_as(file, path, options)
+            OpenFile::new(path, file).into_input(options)
         }
         false => open_file(path, options),
     };

@@ -79,7 +79,7 @@ impl<'a> LoadRoom<'a> {
         };
         match error {
             Error::DeviceMemory { source: dmalane::device::MemoryError::Full { .. }, .. } => {
-                let layouts = inputs.iter().map(|i| Layout::new(&i.model().ok()?, u64::MAX).map(|l| l.bo_len));
+                let layouts = inputs.iter().map(|i| Layout::new(i.source.model().ok()?, u64::MAX).map(|l| l.bo_len));
                 match layouts.collect::<Option<Vec<_>>>() {
                     Some(files) => failure.hint(self.hint(&files)),
                     None => failure,

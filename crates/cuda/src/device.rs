@@ -133,9 +133,14 @@ impl CudaDevice {
         &self.gpu
     }
 
+    /// As many addresses as memory, which a device that binds by [`Binds::CuMemMap`] has allocated; both are whole
+    /// pages of its own. For benches.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
     #[cfg(feature = "by-hand")]
-    pub(crate) fn shared(&self) -> &Arc<Context> {
-        &self.context
+    pub fn plain_binds(&self, memory: Span<CardAddr>, page: PageSize) -> Result<crate::PlainBinds, Error> {
+        crate::PlainBinds::new(&self.context, memory, page)
     }
 
     /// Another queue to the same memory, on streams of its own. The device has one because a second moves nothing

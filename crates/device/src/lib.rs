@@ -71,7 +71,6 @@
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod backup_name;
 mod bounce;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -84,10 +83,11 @@ mod no_iommu;
 mod page_tables;
 mod polled;
 mod ram;
+mod region;
 mod space;
 
 pub use bounce::{Bounce, IoError};
-pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, ReadCounters, Region, areas};
+pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters};
 pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};
@@ -95,4 +95,5 @@ pub use no_iommu::NoIommu;
 pub use page_tables::PageTableSpace;
 pub use polled::PolledQueue;
 pub use ram::RamDevice;
+pub use region::{Region, areas};
 pub use space::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};

@@ -20,14 +20,25 @@
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
 
-use crate::CopyHint;
-
 #[cfg(target_arch = "aarch64")]
 pub(crate) use aarch64::*;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) use other::*;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::*;
+
+/// Whether a copy should leave the bytes in the cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum CopyHint {
+    /// The destination will be used soon: ordinary stores.
+    #[default]
+    Keep,
+    /// The destination will not be used soon: stores that bypass the cache, where the processor has them.
+    Stream,
+    /// As [`CopyHint::Stream`], but what this thread stores next may become visible to others before these bytes do,
+    /// until it calls [`stream_fence`](crate::stream_fence): for many copies that are published together.
+    StreamUnordered,
+}
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64 {

@@ -1,11 +1,9 @@
 //! Opening a device by name.
 
 use std::error::Error;
-use std::path::PathBuf;
 
-use dmalane_device::Device;
+use dmalane_device::{Device, contents};
 use dmalane_load::OpenDevice;
-use dmalane_validate::{ValidateError, check_backup, claim};
 use thiserror::Error;
 
 use crate::devices::BadDeviceSpec;
@@ -31,25 +29,21 @@ pub fn open(spec: &str) -> Result<OpenDevice, OpenError> {
 }
 
 impl OpenOptions {
-    /// Opens a device. A file or a disk is [claimed](claim), so it can be open once, and is refused while it has a
-    /// backup of a validation that was killed.
+    /// Opens a device. A file or a disk is [locked](contents::lock), so it can be open once.
     ///
     /// # Errors
     /// [`OpenError`].
     pub fn open(&self, spec: &DeviceSpec) -> Result<OpenDevice, OpenError> {
         let device = self.device(spec)?;
         if let Some(files) = device.backing_files() {
-            let failed = |e| OpenError::Device { spec: spec.clone(), source: Box::new(e) };
-            if let Some(backup) = claim(&files).map_err(failed)? {
-                let unusable = check_backup(&files).err().map(Box::new);
-                return Err(OpenError::Backup { spec: spec.clone(), backup, unusable });
-            }
+            contents::lock(&files.written)
+                .map_err(|e| OpenError::Device { spec: spec.clone(), source: Box::new(e) })?;
         }
         OpenDevice::new(device, self.drive.clone()).map_err(OpenError::Drive)
     }
 
     /// Opens a device without driving it: its queues and all of its memory are the caller's. A file or a disk is not
-    /// claimed.
+    /// locked.
     ///
     /// # Errors
     /// [`OpenError`]; [`OpenOptions::drive`] does not matter.
@@ -74,30 +68,7 @@ pub enum OpenError {
         /// so on.
         source: Box<dyn Error + Send + Sync>,
     },
-    /// A file or a disk whose contents a validation has overwritten that was killed; nothing else may write it before
-    /// they are restored.
-    #[error(
-        "{spec} has a backup of a `dmalane validate --restore` that did not end, {}: {}", backup.display(),
-        way_out(spec, unusable.as_deref())
-    )]
-    Backup {
-        /// Which device.
-        spec: DeviceSpec,
-        /// The backup.
-        backup: PathBuf,
-        /// Why the contents cannot be restored from it.
-        unusable: Option<Box<ValidateError>>,
-    },
     /// It was opened, and cannot be driven as was asked for.
     #[error(transparent)]
     Drive(dmalane_load::Error),
-}
-
-/// What to do about a backup.
-fn way_out(spec: &DeviceSpec, unusable: Option<&ValidateError>) -> String {
-    match unusable {
-        None => format!("restore it with `dmalane validate -d {spec} --recover`, or remove it"),
-        Some(ValidateError::Recover { source, .. }) => format!("{source}, so it cannot be restored; remove it"),
-        Some(other) => other.to_string(),
-    }
 }

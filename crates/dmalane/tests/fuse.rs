@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane::dma::{AnonHeap, Heap, PageKind};
 use dmalane::file::{Error, Fallback, Mode};
-use dmalane::load::fill::FillError;
+use dmalane::load::fill::{FillError, FillOptions};
 use dmalane::queue::OpError;
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions};
 use fuser::{
@@ -177,10 +177,11 @@ impl Drop for Mounted {
 }
 
 fn ways() -> impl Iterator<Item = ReadOptions> {
-    let small = ReadOptions { chunk: 512 << 10, block: 128 << 10, depth: 4, ..ReadOptions::default() };
+    let fill = FillOptions { chunk: 512 << 10, block: 128 << 10, checksum: true, ..FillOptions::default() };
+    let small = ReadOptions { depth: 4, fill, ..ReadOptions::default() };
     [(Mode::Auto, 1), (Mode::Buffered, 1), (Mode::Buffered, 2), (Mode::Direct, 1)]
         .into_iter()
-        .map(move |(mode, threads)| ReadOptions { mode, threads: Some(threads), checksum: true, ..small.clone() })
+        .map(move |(mode, threads)| ReadOptions { mode, threads: Some(threads), ..small.clone() })
 }
 
 fn whole(read: &AllocRead) {
@@ -240,7 +241,8 @@ fn what_a_file_system_can_do_to_a_reader() {
         let Err(ReadError::Changed { before, now, .. }) = read else { panic!("{mode:?}: {read:?}") };
         assert_eq!((before, now), (SIZE, SIZE + 77));
         // Too slow.
-        let late = ReadOptions { timeout: Some(Duration::from_millis(100)), ..options.clone() };
+        let mut late = options.clone();
+        late.fill.time_limit = Some(Duration::from_millis(100));
         let start = Instant::now();
         let read = fs.read(Orders { uncached: true, delay: Duration::from_millis(30), ..order() }, &late);
         let Err(ReadError::Fill(FillError::Deadline { done, of: Some(SIZE) })) = read else {

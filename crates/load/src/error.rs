@@ -1,4 +1,4 @@
-//! Errors of loads, verifications and saves.
+//! Errors of loads, verifications and outputs.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use thiserror::Error;
 use crate::fill::{FillError, QueueFailure};
 use crate::{Difference, FormatError};
 
-/// Reason why a load, a verification or a save failed. Nothing of a failed load stays on the device.
+/// Reason why a load, a verification or the writing of an output failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -56,7 +56,7 @@ pub struct Report {
     pub resident_peak: u64,
     /// The same before the load began.
     pub resident_before: u64,
-    /// The timeline of the load, if [`DriveOptions::timeline`](crate::DriveOptions::timeline) asked for it.
+    /// The timeline of the load, if [`FillOptions::timeline`](crate::fill::FillOptions::timeline) asked for it.
     pub timeline: Option<StageTimeline>,
 }
 

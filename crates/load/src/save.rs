@@ -2,13 +2,12 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Permissions};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Component, Path, PathBuf};
 
-use dmalane_device::backup_name::is_backup_name;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
@@ -109,7 +108,7 @@ impl Output {
     }
 
     /// Begins to write it.
-    pub(crate) fn begin(&self) -> Result<Saving<'_>, Error> {
+    fn begin(&self) -> Result<Saving<'_>, Error> {
         Saving::begin(self).map_err(|source| self.refusal(source))
     }
 
@@ -118,18 +117,13 @@ impl Output {
     }
 
     /// Refuses to replace the file of this name.
-    fn may_replace(&self, folder: &OwnedFd, name: &OsStr, stat: &Stat) -> io::Result<()> {
+    fn may_replace(&self, stat: &Stat) -> io::Result<()> {
         if let Some((_, input)) = self.inputs.iter().find(|(id, _)| *id == (stat.st_dev, stat.st_ino)) {
             return Err(io::Error::other(format!("it is the input {}", input.display())));
         }
         let mode = stat.st_mode;
         if mode & FORMAT != FORMAT_REGULAR {
             return Err(io::Error::other(format!("it is {}, not a file", kind(mode))));
-        }
-        if is_backup(folder, name) {
-            return Err(io::Error::other(
-                "it is a backup of `dmalane validate`, perhaps the only copy of a device's data",
-            ));
         }
         match self.replace {
             true => Ok(()),
@@ -149,18 +143,6 @@ const FORMAT: u32 = 0o170_000;
 const FORMAT_REGULAR: u32 = 0o100_000;
 /// The most symbolic links in a path, as in the kernel.
 const LINKS: usize = 40;
-
-/// How backups of `dmalane validate` begin.
-const BACKUP_HEADER: &[u8] = br#"{"dmalane_backup":"#;
-
-/// Whether a regular file is a backup of `dmalane validate`: by its contents, whatever its name is now, or by its name,
-/// as a damaged one is kept too.
-fn is_backup(folder: &OwnedFd, name: &OsStr) -> bool {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut head = [0; BACKUP_HEADER.len()];
-    let mut read = || File::from(rustix::fs::openat(folder, name, flags, Mode::empty())?).read_exact(&mut head);
-    is_backup_name(name) || read().is_ok() && head == BACKUP_HEADER
-}
 
 fn kind(mode: u32) -> &'static str {
     match mode & FORMAT {
@@ -198,7 +180,7 @@ impl Target {
             Err(Errno::NOENT) => None,
             Err(e) => return Err(e.into()),
         };
-        old.as_ref().map_or(Ok(()), |stat| output.may_replace(&folder, &name, stat))?;
+        old.as_ref().map_or(Ok(()), |stat| output.may_replace(stat))?;
         Ok(Self { folder, name, old })
     }
 
@@ -290,7 +272,7 @@ fn trust(link: &Path, folder: &Path, meta: &fs::Metadata, last: bool) -> io::Res
 
 /// A file being written that has no name yet where the file system can do that, so that nothing is left of it however
 /// this process ends; elsewhere a hidden one beside the target.
-pub(crate) struct Saving<'a> {
+struct Saving<'a> {
     output: &'a Output,
     target: Target,
     file: File,
@@ -320,12 +302,12 @@ impl<'a> Saving<'a> {
         Ok(this)
     }
 
-    pub(crate) fn file(&mut self) -> &mut File {
+    fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
     /// Gives the file its name, when all of it is on the disk: after a power cut there is the old file or the new one.
-    pub(crate) fn finish(mut self) -> io::Result<()> {
+    fn finish(mut self) -> io::Result<()> {
         self.file.sync_all()?;
         self.place()?;
         // The new file has its name, and is whole, whatever this says.
@@ -338,7 +320,7 @@ impl<'a> Saving<'a> {
         let (folder, name) = (self.target.folder.as_fd(), &self.target.name);
         // A file may have come there meanwhile.
         match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => self.output.may_replace(&self.target.folder, name, &stat)?,
+            Ok(stat) => self.output.may_replace(&stat)?,
             Err(Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }

@@ -27,12 +27,15 @@ impl Progress {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    /// Counts bytes, and stops a job that was cancelled.
+    pub(crate) fn advance(&self, bytes: u64) -> ControlFlow<()> {
+        self.add(bytes);
+        if self.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
     /// Counts what has arrived, and stops a job that was cancelled.
     pub(crate) fn watch(&self, event: &Event) -> ControlFlow<()> {
-        if let Event::Arrived { len, .. } = event {
-            self.add(*len);
-        }
-        if self.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        self.advance(if let Event::Arrived { len, .. } = event { *len } else { 0 })
     }
 
     /// The flag that is set when the work is to stop.

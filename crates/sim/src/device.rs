@@ -162,11 +162,6 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         (channel < self.core.channels.len()).then(|| self.core.try_step(channel, (most, false)))?
     }
 
-    /// Descriptors that running channels were given and have not completed.
-    pub fn in_flight(&self) -> u64 {
-        self.core.channels.iter().map(|channel| u64::from(channel.regs.in_flight())).sum()
-    }
-
     /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].
     pub fn works_alone(&self) -> bool {
         !self.workers.is_empty()

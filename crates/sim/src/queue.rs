@@ -73,16 +73,6 @@ pub(crate) struct Registers {
 }
 
 impl Registers {
-    /// Descriptors that were given and are not completed; at most those of a ring, whatever the driver writes.
-    pub(crate) fn in_flight(&self) -> u32 {
-        if self.status.load(Ordering::Relaxed) != STATUS_RUNNING {
-            return 0;
-        }
-        let head = self.head.load(Ordering::Relaxed);
-        let most = 1 << self.ring_log2.load(Ordering::Relaxed).min(MAX_RING_LOG2);
-        self.doorbell.load(Ordering::Relaxed).wrapping_sub(head).min(most)
-    }
-
     /// False when a step would certainly do nothing: found out without the queue's lock.
     #[inline]
     pub(crate) fn want_a_step(&self) -> bool {

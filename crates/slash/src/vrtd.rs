@@ -28,8 +28,8 @@ use rustix::net::{
 
 use crate::Error;
 use crate::abi::{self, halves};
-use crate::device::HBM;
 use crate::kernel::{Calls, Handle, Kernel, Request};
+use crate::regions::HBM;
 
 /// The socket of vrtd as it is installed.
 pub const VRTD_SOCKET: &str = "/run/vrtd.sock";

@@ -1,16 +1,12 @@
 //! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
 //!
-//! A [`TestedDevice`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as
+//! A [`TestedDevice`] is a device whose queues nothing else uses; [`run`] measures it as
 //! [`ValidateSettings`] say and returns a [`ValidateReport`]. First every thread writes and reads back its buffers, all
 //! of them before any is compared, so that threads that share addresses show. Then each figure is measured for a while
-//! and the bytes that it moved last are compared; where they are not right, the report has no figure. [`fit_link`]
-//! measures what tells the limits of a card apart, and fits a model to it.
+//! and the bytes that it moved last are compared; where they are not right, the report has no figure.
 #![forbid(unsafe_code)]
 
-mod backup;
 mod channels;
-mod fit;
-pub mod link;
 mod measure;
 mod place;
 mod reference;
@@ -21,7 +17,6 @@ mod tests;
 mod walk;
 mod workers;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
@@ -29,13 +24,11 @@ use dmalane_dma::PageKind;
 use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
-pub use backup::{check_backup, claim, left_backup};
 pub use channels::Channels;
-pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
-pub use target::{Contents, Recovered, SLOWER, TestedDevice, emulations, recover};
+pub use target::{Contents, TestedDevice};
 
 /// The directions of the bytes that a figure or a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -273,22 +266,6 @@ pub enum ValidateError {
         /// Positions: two for each thread.
         positions: usize,
     },
-    /// More channels than the modelled link has.
-    #[error("the modelled link has {most} channels, not {wanted}")]
-    TooManyChannels {
-        /// Asked for.
-        wanted: usize,
-        /// There are.
-        most: usize,
-    },
-    /// A link that is not known.
-    #[error("no modelled link is called {name:?}; there are {}", known.join(", "))]
-    NoEmulation {
-        /// The number that was requested.
-        name: String,
-        /// The number that exists.
-        known: Vec<String>,
-    },
     /// A memory that the device does not have.
     #[error("the device has no {0}")]
     NoMemory(Phase),
@@ -302,61 +279,22 @@ pub enum ValidateError {
         /// Bytes that there are.
         have: u64,
     },
-    /// The device has no halves to fit limits to.
-    #[error("the device is not a card with DDR and HBM, so there are no limits to find")]
-    NothingToFit,
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_dma::Error),
     /// Memory of a device whose driver allocates it.
     #[error(transparent)]
     DeviceMemory(dmalane_device::MemoryError),
-    /// The file that the device writes is locked: see [`claim`].
-    #[error("its file is in use as a device: another process, or another open device of this process, has locked it")]
-    Locked,
-    /// The file that the device writes cannot be locked.
-    #[error("cannot lock the device's file: {0}")]
-    Lock(std::io::Error),
-    /// Its backup cannot be looked for.
-    #[error("cannot look for a backup of the device's contents: {0}")]
-    Claim(std::io::Error),
-    /// There is nothing to restore.
-    #[error("there is no backup of the device's contents: {} does not exist", .0.display())]
-    NoBackup(PathBuf),
-    /// Only contents of regular files and block devices are backed up.
-    #[error("{0} is neither a regular file nor a block device, so there is no backup of it")]
-    NeverBackedUp(String),
-    /// The contents of a file cannot be backed up.
-    #[error("cannot back up the device's contents, so nothing was written: {0}")]
-    Backup(std::io::Error),
-    /// The contents of a file could not be restored.
-    #[error("cannot restore the device's contents from {}: {source}", backup.display())]
-    Recover {
-        /// The backup, which stays.
-        backup: PathBuf,
-        /// The step that failed.
-        source: std::io::Error,
-    },
-    /// The contents of a file were restored, but the backup is still there; restoring it again does no harm.
-    #[error("the device's contents were restored, but their backup, {}, cannot be removed: {source}", backup.display())]
-    Remains {
-        /// The backup.
-        backup: PathBuf,
-        /// The step that failed.
-        source: std::io::Error,
-    },
-    /// An earlier run, which was killed, has left a backup that is not restored unasked: [`recover`] does that.
-    #[error("an earlier run, which was killed, left a backup of the device's contents, {}; {why}", backup.display())]
-    Left {
-        /// The backup.
-        backup: PathBuf,
-        /// Why restoring it might lose something.
-        why: &'static str,
-    },
-    /// The device is a character device, whose contents cannot be restored, and [`Contents`] does not allow that.
-    #[error("{0} is a character device: its contents would be overwritten and cannot be restored")]
+    /// The file that the device writes is not locked.
+    #[error(transparent)]
+    Lock(#[from] dmalane_device::contents::LockError),
+    /// The contents of the device's file cannot be read, so nothing was written.
+    #[error("cannot read the device's contents: {0}")]
+    Contents(std::io::Error),
+    /// The device is a character device, which may hold data, and [`Contents`] does not allow to overwrite them.
+    #[error("{0} is a character device, whose contents would be overwritten")]
     Lost(String),
-    /// The device is a file that holds data, and [`Contents`] does not allow that they are overwritten.
+    /// The device is a file that holds data, and [`Contents`] does not allow to overwrite them.
     #[error("{0} holds data, which would be overwritten")]
     HoldsData(String),
     /// It was cancelled: see [`TestedDevice::stop_when`].
@@ -365,14 +303,6 @@ pub enum ValidateError {
     /// No thread could be started.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
-    /// The device hung, so its contents were not restored.
-    #[error("{error}; transfers are under way, so the device's contents were not restored from {}", backup.display())]
-    Hung {
-        /// The first observation.
-        error: Box<ValidateError>,
-        /// The backup; the next [`TestedDevice::new`] with this device restores it.
-        backup: PathBuf,
-    },
     /// Not as much memory as buffers and references take.
     #[error("{needed} bytes of memory are needed, and there is room for {have} ({limited_by})")]
     NoMemoryFor {
@@ -431,15 +361,4 @@ pub enum ValidateError {
     /// Copies by the driver alone, which are the reference, failed.
     #[error("the reference could not be measured by the device's driver: {0}")]
     DriverCopies(Box<dyn std::error::Error + Send + Sync>),
-    /// The optimum of the link could not be found.
-    #[error(transparent)]
-    Optimum(#[from] crate::link::Unsolved),
-    /// A data mismatch while limits were measured.
-    #[error("{what}: data mismatch at byte {at}; limits cannot be determined")]
-    Wrong {
-        /// The measurement.
-        what: String,
-        /// Which byte of the buffer.
-        at: u64,
-    },
 }

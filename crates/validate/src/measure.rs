@@ -41,8 +41,7 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 1 | walk as u64
 }
 
-/// Measures a device. Its content from [`ValidateSettings::starting_offset`] on is overwritten; of a regular file or a
-/// block device it is restored at the end where [`Contents`](crate::Contents) says so.
+/// Measures a device. Its content from [`ValidateSettings::starting_offset`] on is overwritten.
 ///
 /// # Errors
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
@@ -93,22 +92,17 @@ pub fn run_into(
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
     *report = ValidateReport { reference: target.reference.name(), ..ValidateReport::default() };
     room(target, settings, slots * largest)?;
-    // Sums that fit: the layouts were checked above. Only devices with one memory are backed up.
+    // Sums that fit: the layouts were checked above.
     let end = match settings.is_positional() && one {
         true => layout.end(slots, largest)?,
         false => settings.starting_offset + slots * largest,
     };
-    let backup = target.back_up(settings.starting_offset, end - settings.starting_offset)?;
+    target.may_overwrite(settings.starting_offset, end - settings.starting_offset)?;
     let allocated = target.allocate(end, &phases)?;
     if let Some(allocated) = &allocated {
         layout.memories = allocated.memories();
     }
-    let result = cases(target, settings, (&channels, &phases, layout), report, watch);
-    let Some(backup) = backup else { return result };
-    match result {
-        Err(error) if target.hangs() => Err(ValidateError::Hung { error: Box::new(error), backup: backup.leave() }),
-        result => backup.restore().and(result),
-    }
+    cases(target, settings, (&channels, &phases, layout), report, watch)
 }
 
 /// Refuses buffers that there is no memory for, with those of the reference, and a card of this process.
@@ -320,7 +314,7 @@ impl Case<'_> {
             if target.cancelled.load(Ordering::Relaxed) {
                 return Err(ValidateError::Interrupted);
             }
-            let reference = target.reference(workers, directions, buffer, settings.stop, self.channels)?;
+            let reference = target.reference(workers, directions, buffer, settings.stop)?;
             let reference = Some(reference).filter(|c| c.is_finite());
             report.figures.push(Figure { phase, buffer, pages, kind, directions, read, write, reference });
         }
@@ -429,7 +423,6 @@ impl Case<'_> {
             phase: self.phase,
             stop,
             registered: self.settings.registered,
-            after: None,
             timeout: self.target.timeout,
             cancelled: &self.target.cancelled,
         };

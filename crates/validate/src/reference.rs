@@ -1,17 +1,14 @@
 //! Reference rates, measured next to a figure.
 
-use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use crate::link::{Demand, Half, best_rate};
 use dmalane_device::{BackingFiles, DriverCopies};
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
 use crate::target::{Reference, TestedDevice};
-use crate::walk::pattern;
 use crate::workers::Worker;
 use crate::{Directions, Stop, ValidateError};
 
@@ -33,7 +30,6 @@ impl Reference {
                  buffer, whichever is faster"
             }
             Self::Driver(_) => "the same copies by the device's driver alone, all submitted together",
-            Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
         }
     }
 }
@@ -47,30 +43,12 @@ impl TestedDevice {
         directions: Directions,
         buffer: u64,
         stop: Stop,
-        channels: &[usize],
     ) -> Result<f64, ValidateError> {
         let time = match stop {
             Stop::For(time) => time.min(MOST),
             Stop::After(_) => MOST / 5,
         };
         match &self.reference {
-            Reference::Optimum { link, halves } => {
-                let mut bytes: HashMap<(Half, bool), u64> = HashMap::new();
-                for (i, walk) in workers.iter().flat_map(|worker| worker.walks.iter().enumerate()) {
-                    let up = i == 0;
-                    if (directions != Directions::Read && up) || (directions != Directions::Write && !up) {
-                        for (at, len) in walk.places() {
-                            *bytes.entry((halves.of(at), up)).or_default() += len;
-                        }
-                    }
-                }
-                let demand = |((half, up), bytes)| {
-                    let direction = if up { Direction::FromHost } else { Direction::ToHost };
-                    Demand { half, direction, bytes }
-                };
-                let demands: Vec<Demand> = bytes.into_iter().map(demand).collect();
-                Ok(best_rate(link, &demands, channels)?)
-            }
             Reference::Copies => {
                 // A thread of the reference does both ways in turns, also where each way has a worker of its own.
                 let busy = |i: usize| workers.iter().filter(|worker| worker.walks[i].len() > 0).count();
@@ -214,8 +192,7 @@ fn files(
         for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
             let mut buffer = heap.allocate(len).map_err(ValidateError::Memory)?;
             if up {
-                // As all that is written here, so that a later run knows that nobody else wrote it.
-                pattern(0, 0, &mut buffer[..len]);
+                buffer.fill(1);
             }
             work.push((up, at, buffer));
         }

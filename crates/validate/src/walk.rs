@@ -162,7 +162,7 @@ impl Walk {
         &mut self,
         ticket: Ticket,
         slice: BufferSlice,
-        (start, counts): (Instant, bool),
+        start: Instant,
         registered: bool,
     ) -> Result<(), BufferSlice> {
         let Some(i) = self.flying.iter().position(|(t, _)| *t == ticket) else { return Err(slice) };
@@ -171,9 +171,6 @@ impl Walk {
         if self.is_idle() {
             if !registered {
                 self.via = None;
-            }
-            if !counts {
-                return Ok(());
             }
             let now = Instant::now();
             self.moved.passes += 1;
@@ -218,25 +215,12 @@ impl Walk {
 }
 
 /// The bytes from `offset` (a multiple of 8) on of what a seed stands for.
-pub(crate) fn pattern(seed: u64, offset: u64, into: &mut [u8]) {
+fn pattern(seed: u64, offset: u64, into: &mut [u8]) {
     let seed = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for (i, word) in into.chunks_mut(8).enumerate() {
         let x = (seed ^ (offset / 8 + i as u64)).wrapping_mul(FACTOR);
         word.copy_from_slice(&(x ^ x >> 29).to_le_bytes()[..word.len()]);
     }
-}
-
-/// Whether these bytes are a [`pattern`] of any seed; they begin at a multiple of their number, a power of two.
-pub(crate) fn is_pattern(bytes: &[u8]) -> bool {
-    // Each word of a pattern is made of its number and the seed, and the way back is the same for all of them.
-    let inverse = (0..6).fold(FACTOR, |y, _| y.wrapping_mul(2u64.wrapping_sub(FACTOR.wrapping_mul(y))));
-    let (words, rest) = bytes.as_chunks::<8>();
-    let mut seeds = (0..).zip(words).map(|(i, word)| {
-        let x = u64::from_le_bytes(*word);
-        (x ^ x >> 29 ^ x >> 58).wrapping_mul(inverse) ^ i
-    });
-    let first = seeds.next();
-    rest.is_empty() && words.len() > 1 && seeds.all(|seed| Some(seed) == first)
 }
 
 /// An odd number that spreads the bits of another.
@@ -245,21 +229,6 @@ const FACTOR: u64 = 0xbf58_476d_1ce4_e5b9;
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn patterns_are_known_whatever_their_seed() {
-        let mut bytes = [0; 8192];
-        assert!(!is_pattern(&bytes[..512]) && !is_pattern(&[7; 512]));
-        for seed in [0, 1, 0x30002, !5, u64::MAX] {
-            pattern(seed, 1 << 20, &mut bytes);
-            assert!(bytes.chunks(512).all(is_pattern));
-            for at in [0, 7, 100, 511] {
-                let mut sector: [u8; 512] = bytes[512..1024].try_into().unwrap();
-                sector[at] ^= 1;
-                assert!(!is_pattern(&sector), "byte {at}");
-            }
-        }
-    }
 
     #[test]
     fn percentiles_are_right_to_one_percent() {

@@ -27,9 +27,6 @@ pub(crate) struct Job<'a> {
     pub phase: Phase,
     pub stop: Stop,
     pub registered: bool,
-    /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share
-    /// something as long as all of them run.
-    pub after: Option<Duration>,
     /// Longest time in which no operation ends, besides the time that a buffer takes.
     pub timeout: Duration,
     /// Ends it early when true.
@@ -162,7 +159,7 @@ impl Worker {
         let mut done = Vec::new();
         let goes_on = |walk: &Walk| match job.stop {
             Stop::After(passes) => walk.moved.passes < passes,
-            Stop::For(time) => start.elapsed() < time || walk.moved.passes == 0 && job.after.is_none(),
+            Stop::For(time) => start.elapsed() < time || walk.moved.passes == 0,
         };
         let mut first_error = None;
         let mut watch = HaltWatch::default();
@@ -209,14 +206,10 @@ impl Worker {
             }
             for Completion { ticket, operation, result, .. } in done.drain(..) {
                 let Work::Copy { direction, host, at } = operation.work else { continue };
-                let counts = match (job.stop, job.after) {
-                    (Stop::For(time), Some(after)) => (after..time).contains(&start.elapsed()),
-                    _ => true,
-                };
                 let mut unclaimed = Some(host.slice);
                 for walk in walks.iter_mut() {
                     let Some(slice) = unclaimed.take() else { break };
-                    unclaimed = walk.take(ticket, slice, (start, counts), job.registered).err();
+                    unclaimed = walk.take(ticket, slice, start, job.registered).err();
                 }
                 if let (Err(error), DeviceAddr::Card(at)) = (result, at) {
                     let what = if direction == Direction::ToHost { "reading" } else { "writing" };

@@ -11,7 +11,6 @@ use dmalane::{CardClient, CardServer, CardServerError, DeviceSpec};
 
 use crate::device;
 use crate::failure::Failure;
-use crate::job;
 use crate::layout::plain;
 use crate::output;
 
@@ -81,14 +80,8 @@ impl Serve {
         let config = CardConfig { workers: Workers::PerChannel, ..card(&self.device)?.config() };
         let server = CardServer::bind(&self.vfio_user, config)?;
         output::print(&format!("listening at {}\n", plain(&self.vfio_user.to_string_lossy())))?;
-        let (job, counters) = (job::this(), server.counters());
-        job.phase("serve", true);
-        job.counted(&counters);
         for client in 1u64.. {
-            job.message("no client");
-            let accepted = server.accept();
-            job.message(&format!("client {client}"));
-            let line = match accepted.and_then(CardClient::serve) {
+            let line = match server.accept().and_then(CardClient::serve) {
                 Ok(Ok(())) => format!("client {client}: disconnected\n"),
                 Ok(Err(e)) => format!("client {client}: {e}\n"),
                 // An error such as too many open files may be temporary.

@@ -2,7 +2,6 @@
 
 mod bar_map;
 mod card;
-mod compare;
 mod devices;
 mod doctor;
 mod inspect;
@@ -10,7 +9,6 @@ mod iopt;
 mod load;
 mod manifest;
 mod read;
-mod top;
 mod validate;
 mod verify;
 mod vm;
@@ -48,9 +46,7 @@ commands! {
     inspect::Inspect,
     manifest::Manifest,
     verify::Verify,
-    compare::Compare,
     validate::Validate,
-    top::Top,
     doctor::Doctor,
     devices::Devices,
     bar_map::BarMap,

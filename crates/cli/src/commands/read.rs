@@ -8,23 +8,22 @@ use std::ops::{Bound, ControlFlow};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::devices::soft;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, FilledBuf, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme,
+    AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme,
 };
 
 use crate::device::{self as opening, Consent};
 use crate::failure::Failure;
-use crate::job;
 use crate::layout::fit;
 use crate::model::{self, ReadMode};
 use crate::number::{within, yes_or_no};
@@ -315,7 +314,7 @@ impl Read {
     }
 
     /// The files, and what was copied first: a file without a size that is not read once from front to back is.
-    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<ReadSource>, Copied), Failure> {
+    fn sources(&self, files: &[PathBuf]) -> Result<(Vec<OpenFile>, Copied), Failure> {
         let once = self.repeat == 1 && files.len() == 1 && !self.map && self.device.is_none();
         let once = once && self.manifest.is_none() && !self.timeline.any();
         let mut all = Copied::default();
@@ -336,7 +335,7 @@ impl Read {
             };
             let SourceFile { file, path, copied, .. } = source;
             all.add(copied);
-            Ok(ReadSource { file, path })
+            Ok(OpenFile::new(path, file))
         };
         let sources = files.iter().map(open).collect::<Result<_, Failure>>()?;
         Ok((sources, all))
@@ -346,7 +345,7 @@ impl Read {
     fn once(
         &self,
         heap: &dyn dmalane::dma::Heap,
-        sources: &[ReadSource],
+        sources: &[OpenFile],
         manifest: &Manifest,
         outputs: &mut timeline::Files,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
@@ -355,12 +354,13 @@ impl Read {
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
-                let sizes = sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>().map_err(failure)?;
+                let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>();
+                let sizes = sizes.map_err(|e| failure(e.into()))?;
                 manifest.expect(sources.iter().map(|source| &*source.path).zip(sizes)).map_err(differs)?
             }
         };
-        let timeline = self.timeline.any().then(Instant::now);
-        let options = ReadOptions { hash_regions: expected.hash_regions(), timeline, ..self.options() };
+        let mut options = self.options();
+        options.fill.hash_regions = expected.hash_regions();
         let Done { read: ReadFiles { filled, methods }, mapped, target, heap } =
             self.read(heap, sources, options, &bar, outputs)?;
         bar.finish();
@@ -395,7 +395,10 @@ impl Read {
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
         OpenOptions {
-            drive: DriveOptions { timeline: self.timeline.any(), ..DriveOptions::default() },
+            drive: DriveOptions {
+                fill: FillOptions { timeline: self.timeline.any(), ..DriveOptions::default().fill },
+                ..DriveOptions::default()
+            },
             only: Some("ddr"),
             ..self.consent.open_options()
         }
@@ -405,16 +408,18 @@ impl Read {
         ReadOptions {
             mode: self.mode.mode(),
             scheme: self.scheme,
-            chunk: self.chunk.bytes(),
             depth: self.iodepth.into(),
-            block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
-            checksum: !self.no_checksum,
-            hash_thread: self.hash_thread,
-            timeout: self.timeout,
             limit: self.limit.map(Size::bytes),
-            live: Some(job::this().live()),
-            ..ReadOptions::default()
+            fill: FillOptions {
+                chunk: self.chunk.bytes(),
+                block: self.block_size.bytes(),
+                checksum: !self.no_checksum,
+                hash_thread: self.hash_thread,
+                time_limit: self.timeout,
+                timeline: self.timeline.any(),
+                ..FillOptions::default()
+            },
         }
     }
 
@@ -457,7 +462,7 @@ impl Read {
     fn read(
         &self,
         heap: &dyn dmalane::dma::Heap,
-        sources: &[ReadSource],
+        sources: &[OpenFile],
         options: ReadOptions,
         bar: &Progress,
         outputs: &mut timeline::Files,
@@ -485,7 +490,7 @@ impl Read {
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
-            let size = file.size().map_err(failure)?;
+            let size = file.size().map_err(|e| failure(e.into()))?;
             let end = range.end.unwrap_or(size);
             if end > size || range.start > 0 && range.start >= size {
                 return Err(beyond(&file.path, range, Some(size)));
@@ -521,8 +526,6 @@ impl Read {
             .job(job)
             .options(options)
             .watch(watch);
-        let counters = target.as_ref().map(|target| target.device.read_counters());
-        counters.iter().for_each(|counters| job::this().counted(counters));
         if let Some(ReadTarget { device, to }) = &mut target {
             read = read.copy_to_device(device, to);
         } else if self.map {
@@ -552,9 +555,9 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// The same open file.
-fn again(source: &ReadSource) -> Result<ReadSource, Failure> {
+fn again(source: &OpenFile) -> Result<OpenFile, Failure> {
     let file = source.file.try_clone()?;
-    Ok(ReadSource { file, path: source.path.clone() })
+    Ok(OpenFile::new(source.path.clone(), file))
 }
 
 /// The error of a range that ends behind the end of a file.

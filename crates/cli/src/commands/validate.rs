@@ -15,12 +15,10 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::devices::Ability;
-use dmalane::devices::soft::SoftSpec;
 use dmalane::load::Output;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, FitReport, FitSettings, Pages, Phase, Recovered, Stop, Sweep,
-    TestedDevice, ValidateError, ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, recover,
-    run_into as measure,
+    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
+    ValidateReport, ValidateSettings, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -28,7 +26,6 @@ use signal_hook::flag;
 
 use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
-use crate::job;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
@@ -41,20 +38,16 @@ Examples:
   dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
   dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
   dmalane validate --unregistered --iterations 100 --csv
-  dmalane validate --emulate shared-23 --fit       find what limits a modelled card
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
 
-Writes to the device's memory from --starting-offset on and reads it back. The contents of a card are \
-lost. A file or a block device that holds data is measured only with --restore, which backs the data \
-up on disk and restores them at the end, or with --overwrite; a character device with
---starting-offset or --overwrite. If a run with --restore is killed or the device hangs, the next run \
-restores the data, unless the device was written since: --recover does that. Rates are in GB/s (10^9 \
-bytes), sizes in GiB (2^30); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is reported only where the \
-data read back was equal.
+Overwrites the device's memory from --starting-offset on. A file or a block device that holds data is \
+measured only with --overwrite, a character device with --starting-offset or --overwrite. Rates are in \
+GB/s (10^9 bytes), sizes in GiB (2^30 bytes); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is \
+reported only where the data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error, \
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
@@ -162,26 +155,8 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
     sweep: Option<Sweep>,
 
-    /// Put the software card behind a modelled link with known limits
-    #[arg(long, value_name = "LINK", value_parser = emulate)]
-    emulate: Option<String>,
-
-    /// Find the limits of the link that explain the measured rates
-    #[arg(long)]
-    fit: bool,
-
     #[command(flatten)]
     consent: Consent,
-
-    /// Back up the data of a file or a block device on disk, and restore them at the end. After SIGKILL, the next
-    /// validate of the same device restores them
-    #[arg(long, conflicts_with = "overwrite")]
-    restore: bool,
-
-    /// Only restore the backup that a killed run left, although the device was written since; the data that it holds
-    /// now are kept in a second backup
-    #[arg(long, conflicts_with_all = ["overwrite", "restore", "json", "csv"])]
-    recover: bool,
 
     /// Measure N times, and report the median of each figure with its spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
@@ -214,7 +189,6 @@ struct Outcome {
     no_effect: Vec<String>,
     settings: ValidateSettings,
     report: ValidateReport,
-    fit: Option<(FitReport, FitSettings)>,
     /// For each figure of several measurements, the least and the greatest rate.
     spreads: Vec<Spread>,
     /// Everything that was asked for was measured.
@@ -253,21 +227,13 @@ impl Validate {
     /// Measures, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
         self.check_options()?;
-        if self.recover {
-            return self.recover_backup();
-        }
-        // Before anything is written: from here on a signal ends this after what was overwritten is put back.
+        // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
         let settings = self.settings();
         let mut plot = self.plot()?;
-        let (mut target, mut fitted) = self.targets(&mut plot)?;
-        if let Some(backup) = target.recovered() {
-            eprintln!("dmalane: restored the data of an earlier run, which was killed, from {}", backup.display());
-        }
-        [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
+        let mut target = self.target(&mut plot)?;
+        target.stop_when(signals.stop.clone());
         let bar = Steps::new("validate", !self.format.quiet);
-        let counters = target.counters();
-        job::this().counted(&counters);
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more(n),
             ValidateEvent::Step(what) => bar.step(what),
@@ -287,15 +253,6 @@ impl Validate {
             }
             (report, spreads) = repeat::median(reports);
         }
-        let mut fit = None;
-        if self.fit && result.is_ok() && report.passed() {
-            let target = fitted.as_ref().unwrap_or(&target);
-            let settings = FitSettings { offset: settings.starting_offset, ..FitSettings::default() };
-            match fit_link(target, &settings, &mut watch) {
-                Ok(found) => fit = Some((found, settings)),
-                Err(e) => result = Err(e),
-            }
-        }
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
         let (device, notes, no_effect) = (target.name.clone(), target.notes(), self.no_effect());
@@ -307,7 +264,7 @@ impl Validate {
             n => signals.mark(failure).cause(format!("the kernel still holds {n} bytes of buffers")),
         });
         let complete = failed.is_none();
-        let outcome = Outcome { device, notes, no_effect, settings, report, fit, spreads, complete };
+        let outcome = Outcome { device, notes, no_effect, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, plot.as_ref())?;
         }
@@ -324,26 +281,6 @@ impl Validate {
                 outcome.report.integrity.iter().flat_map(|i| i.wrong.iter().map(move |w| format!("{}: {w}", i.phase)));
             return Err(wrong.take(8).fold(failure, Failure::cause));
         }
-        Ok(ExitCode::SUCCESS)
-    }
-
-    /// Restores the backup of a run that was killed.
-    fn recover_backup(&self) -> Result<ExitCode, Failure> {
-        let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
-        let Recovered { backup, range, replaced, stays } = recover(&*device).map_err(|e| self.failure(e))?;
-        let (backup, replaced) = (backup.display(), replaced.display());
-        let mut text = format!(
-            "Restored bytes {}..{} of {} from {backup}\nThe data that this replaced are in {replaced}\n",
-            range.start, range.end, self.device
-        );
-        text += &match stays {
-            true => {
-                format!("{backup} was kept, because it may be of another file or disk: remove it if it is of this\n")
-            }
-            false => format!("To undo this, give {replaced} the name {backup} and run --recover again\n"),
-        };
-        output::print_text(&text)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -375,26 +312,16 @@ impl Validate {
     /// Refuses options that do not fit the device.
     fn check_options(&self) -> Result<(), Failure> {
         let card = [
-            ("--emulate", self.emulate.is_some()),
-            ("--fit", self.fit),
             ("--ddr-only", self.ddr_only),
             ("--hbm-only", self.hbm_only),
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let file = [("--overwrite", self.consent.overwrite), ("--restore", self.restore), ("--recover", self.recover)];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
-        let kind = self.device.kind();
-        if let Some(option) = given(&card).filter(|_| !kind.has(Ability::Card)) {
+        if let Some(option) = given(&card).filter(|_| !self.device.kind().has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
-        if let Some(option) = given(&file).filter(|_| !kind.has(Ability::KeepsData)) {
-            return Err(Failure::usage(format!("{option} is for a file, not for {}", self.device)));
-        }
-        if self.emulate.is_some() && self.device.get::<SoftSpec>().is_none() {
-            return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
-        }
-        Ok(())
+        self.consent.check(&self.device)
     }
 
     /// How the device is opened.
@@ -462,40 +389,28 @@ impl Validate {
         all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
-    /// The device to measure, and the device whose limits --fit finds. Their files are none that `plot` may overwrite.
-    fn targets(&self, plot: &mut Option<Output>) -> Result<(TestedDevice, Option<TestedDevice>), Failure> {
+    /// The device to measure. Its files are none that `plot` may overwrite.
+    fn target(&self, plot: &mut Option<Output>) -> Result<TestedDevice, Failure> {
         let options = self.open_options();
-        let mut target = |catch_up| {
-            let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
-            let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
-            let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-            if let Some(to) = plot.take() {
-                let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
-                to.check().map_err(|e| cannot_write(to.path(), &e))?;
-                *plot = Some(to);
-            }
-            let target = match &self.emulate {
-                Some(link) => TestedDevice::emulated(device, link, catch_up),
-                None => TestedDevice::new(device, self.contents(&metas)),
-            };
-            target.map_err(|e| self.failure(e))
-        };
-        // A busy machine's late threads shall not look like a limit.
-        let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));
-        let fitted = fitted.transpose()?;
-        Ok((target(None)?, fitted))
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
+        let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
+        let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+        if let Some(to) = plot.take() {
+            let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
+            to.check().map_err(|e| cannot_write(to.path(), &e))?;
+            *plot = Some(to);
+        }
+        TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))
     }
 
     /// The treatment of the contents of a device that is made of files.
     fn contents(&self, files: &[Metadata]) -> Contents {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
-        match (self.consent.overwrite, self.restore) {
-            (_, true) => Contents::Restore,
-            (true, _) => Contents::Overwrite,
-            // Naming the first address of a character device permits overwriting it.
-            _ if named => Contents::Overwrite,
-            _ => Contents::Refuse,
+        // Naming the first address of a character device permits overwriting it.
+        match self.consent.overwrite || named {
+            true => Contents::Overwrite,
+            false => Contents::Refuse,
         }
     }
 
@@ -507,13 +422,7 @@ impl Validate {
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
         let failure = Failure::because(error.to_string(), &error).status(if usage { USAGE } else { 1 });
-        let failure = hint.into_iter().fold(failure, Failure::hint);
-        match &error {
-            ValidateError::Left { backup, .. } | ValidateError::Recover { backup, .. } => {
-                device::with_backup(failure, &self.device, backup, device::restoring(&error))
-            }
-            _ => failure,
-        }
+        hint.into_iter().fold(failure, Failure::hint)
     }
 
     fn hint(&self, error: &ValidateError) -> Option<String> {
@@ -553,10 +462,7 @@ impl Validate {
                 "name the first address that may be overwritten with --starting-offset SIZE, or --overwrite for all"
                     .to_owned()
             }
-            E::HoldsData(_) => {
-                "--restore backs the data up and restores them at the end, --overwrite loses them".to_owned()
-            }
-            E::Hung { .. } => "once the device works again, the next `dmalane validate` of it restores them".to_owned(),
+            E::HoldsData(_) => "--overwrite measures it all the same; the data are lost".to_owned(),
             E::Memory(_) | E::NoMemoryFor { .. } => {
                 "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
             }
@@ -586,14 +492,6 @@ fn sweep(text: &str) -> Result<Sweep, String> {
     match sweep.iter().find(|size| !size.is_multiple_of(4096) || *size > 1 << 30) {
         Some(size) => Err(format!("{size} is not a multiple of 4KiB up to 1GiB")),
         None => Ok(sweep),
-    }
-}
-
-fn emulate(text: &str) -> Result<String, String> {
-    let known: Vec<String> = emulations().into_iter().map(|(name, _)| name).collect();
-    match known.iter().any(|name| name == text) {
-        true => Ok(text.to_owned()),
-        false => Err(format!("no such link\nhint: the links are {}", known.join(", "))),
     }
 }
 

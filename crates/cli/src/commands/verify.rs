@@ -1,5 +1,6 @@
 //! `dmalane verify`: files against their manifest.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -174,13 +175,17 @@ impl Verify {
         source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
         let Opened { mut inputs, whole, copied } = self.mode.open(&self.files)?;
-        let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
+        let bytes =
+            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         let (mut walls, mut differences) = (Vec::new(), Vec::new());
         for _ in 0..self.repeat {
             let bar = Progress::new("verify", !(self.quiet || self.json || self.csv));
             bar.set_length(bytes);
             let start = Instant::now();
-            let found = manifest.verify(&mut inputs, whole, &mut |n| bar.advance(n));
+            let found = manifest.verify(&mut inputs, whole, &mut |n| {
+                bar.advance(n);
+                ControlFlow::Continue(())
+            });
             differences = found.map_err(|e| Failure::because("the verification failed", &e))?;
             walls.push(start.elapsed());
             bar.finish();

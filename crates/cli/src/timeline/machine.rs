@@ -47,7 +47,7 @@ impl Machine {
 }
 
 /// Seconds since 1970 as date and time of UTC.
-pub fn date(seconds: u64) -> String {
+fn date(seconds: u64) -> String {
     // Days are counted in eras of 400 years that begin on 1 March, so that leap days come last.
     let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day) = (days / 146_097, days % 146_097);

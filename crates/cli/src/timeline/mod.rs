@@ -14,7 +14,6 @@ use dmalane::load::{Output, StageTimeline};
 use crate::failure::Failure;
 use crate::output;
 use machine::Machine;
-pub use machine::date;
 pub use page::Page;
 
 /// The options of commands that record a timeline.

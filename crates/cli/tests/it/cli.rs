@@ -207,8 +207,6 @@ fn every_field_is_documented() {
     std::fs::write(folder.join("f"), vec![8; 3 << 20]).unwrap();
     let different = run(&["verify", &path, "--manifest", &manifest, "--json"]);
     reports.push(serde_json::from_slice(&different.stdout).unwrap());
-    let compared = ["compare", &path, "--rounds", "1", "--only", "plain-read", "--only", "kvikio", "--json"];
-    reports.push(json(&compared));
     let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
     reports.push(json(&quick));
     match run(&["inspect", &path, "--json"]) {
@@ -217,8 +215,8 @@ fn every_field_is_documented() {
     }
     reports.push(json(&["inspect", "--json", "--least", "1", &std::process::id().to_string()]));
     for name in crate::lists::with("--json") {
-        // Those of `iopt`, `top` and `vm` are in tests of their own; `bar-map` needs a PCI device.
-        let elsewhere = ["iopt", "top", "vm", "bar-map"].iter().any(|other| crate::lists::runs(&name, other));
+        // Those of `iopt` and `vm` are in tests of their own; `bar-map` needs a PCI device.
+        let elsewhere = ["iopt", "vm", "bar-map"].iter().any(|other| crate::lists::runs(&name, other));
         let here = reports.iter().any(|report| report["command"] == *name);
         assert!(here || elsewhere, "{name} is not in this test");
         assert!(!here || !elsewhere, "{name} is in this test, so it is no exception");
@@ -228,44 +226,6 @@ fn every_field_is_documented() {
     for word in words {
         assert!(page.contains(&format!("`{word}`")), "{word}");
     }
-}
-
-#[test]
-fn a_bundle_names_neither_the_user_nor_the_environment() {
-    let folder = folder("bundle");
-    let home = folder.join("home-of-quentin");
-    std::fs::create_dir_all(home.join(".config")).unwrap();
-    let settings = format!("[load]\nchunk = \"1MiB\"\nsave = \"{}/secret-model\"\n", home.display());
-    std::fs::write(home.join(".config/dmalane.toml"), settings).unwrap();
-    let bundle = |args: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        command
-            .current_dir(&folder)
-            .env("HOME", &home)
-            .env("PLANTED", "environment-secret")
-            .env_remove("XDG_CONFIG_HOME");
-        command.args(["doctor", home.to_str().unwrap(), "--bundle"]).args(args).output().unwrap()
-    };
-    let output = bundle(&[]);
-    let said = stdout(&output);
-    assert!(said.contains("Wrote dmalane-bundle.txt, ") && said.contains("Read it before you send it"), "{said}");
-    let text = std::fs::read_to_string(folder.join("dmalane-bundle.txt")).unwrap();
-    assert!(
-        text.contains("== modules") && text.contains("load.chunk = 1MiB") && text.contains("load.save is set"),
-        "{text}"
-    );
-    assert!(text.contains("(the path)"), "{text}");
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    for secret in ["quentin", "secret", "PLANTED"] {
-        assert!(!text.contains(secret), "{secret}: {text}");
-    }
-    let words = text.split(|c: char| !(c.is_alphanumeric() || c == '_'));
-    assert!(host == "localhost" || words.into_iter().all(|word| word != host), "{host}: {text}");
-    let again = bundle(&[]);
-    assert!(!again.status.success() && stderr(&again).contains("--force replaces it"), "{}", stderr(&again));
-    assert!(bundle(&["dmalane-bundle.txt", "--force"]).stderr.is_empty());
-    assert_eq!(run(&["doctor", "--bundle", "-"]).status.code(), Some(2));
-    assert_eq!(run(&["doctor", "--bundle", "x", "--json"]).status.code(), Some(2));
 }
 
 #[test]
@@ -307,8 +267,8 @@ fn folder(name: &str) -> std::path::PathBuf {
 }
 
 #[test]
-fn what_cannot_be_saved_is_told_before_anything_is_loaded() {
-    let folder = folder("cannot-save");
+fn what_cannot_be_written_is_told_before_anything_is_loaded() {
+    let folder = folder("cannot-write");
     std::fs::write(folder.join("a"), "a").unwrap();
     std::fs::write(folder.join("b"), "b").unwrap();
     let run = |args: &[&str], status| {
@@ -317,19 +277,11 @@ fn what_cannot_be_saved_is_told_before_anything_is_loaded() {
         stderr(&output).to_owned()
     };
     // The file is not there either, which is not looked at.
-    let text = run(&["missing", "--save", "no/such/place"], 1);
-    assert!(text.starts_with("dmalane: cannot save\ncause: ") && !text.contains("missing"), "{text}");
-    assert!(run(&["a", "--save", "/dev/null"], 1).starts_with("dmalane: cannot save\n"));
-    let text = run(&["a", "--save", "-"], 2);
+    let text = run(&["missing", "--record", "no/such/place"], 1);
+    assert!(text.starts_with("dmalane: cannot record\ncause: ") && !text.contains("missing"), "{text}");
+    assert!(run(&["a", "--record", "/dev/null"], 1).starts_with("dmalane: cannot record\n"));
+    let text = run(&["a", "--record", "-"], 2);
     assert!(text.contains("\nhint: name a file, or ./- for a file of that name\n"), "{text}");
-    let text = run(&["a", "b", "--save", "out"], 1);
-    assert!(text.contains("\nhint: make it with: mkdir -p out\n"), "{text}");
-    let text = run(&["a", "b", "--save", "a", "--force"], 2);
-    assert!(text.starts_with("dmalane: --save a is a file, and several files are saved into a folder\n"), "{text}");
-    assert!(!text.contains("mkdir"), "{text}");
-    std::fs::create_dir_all(folder.join("out/b")).unwrap();
-    assert!(run(&["a", "b", "--save", "out"], 1).starts_with("dmalane: cannot save\n"));
-    assert!(!folder.join("out/a").exists());
 }
 
 #[test]
@@ -440,12 +392,11 @@ fn what_a_load_says() {
         assert!(output.status.success(), "{}", stderr(&output));
         stdout(&output).to_owned()
     };
-    let text = load(&["raw.bin", "--list", "--save", "copy.bin"]);
+    let text = load(&["raw.bin", "--list", "--record", "binds"]);
     assert!(text.starts_with("Bottleneck: ") && text.contains("\nLoaded 1 tensor in 1 file (4.88 KiB) in "), "{text}");
     assert!(text.contains("\nraw.bin: raw, one run of bytes; XXH3 "), "{text}");
-    assert!(text.contains("\nSaved: copy.bin\n"), "{text}");
+    assert!(text.contains("\nRecorded: binds\n"), "{text}");
     assert!(text.contains("\ntensor   dtype  shape  bytes  device VA\nraw.bin  "), "{text}");
-    assert_eq!(std::fs::read(folder.join("copy.bin")).unwrap(), [7; 5000]);
     let text = load(&["--sample", "8MiB", "-v", "--verify", "--list"]);
     assert!(text.contains("\nsample.safetensors: safetensors, 5 tensors; XXH3 "), "{text}");
     let row = |name: &str| text.lines().find(|l| l.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>();
@@ -615,7 +566,7 @@ fn of_a_part_of_a_model_only_that_part_is_read() {
         assert!(output.status.success(), "{line}: {}", stderr(&output));
         output
     };
-    load("-q --sample 8MiB --save m.safetensors");
+    crate::sample(folder.join("m.safetensors"), 8 << 20, 1);
     let json = |line: &str| -> Value { serde_json::from_slice(&load(line).stdout).unwrap() };
     let whole = json("m.safetensors --json");
     let tensors = whole["files"][0]["tensors"].as_array().unwrap();
@@ -624,14 +575,13 @@ fn of_a_part_of_a_model_only_that_part_is_read() {
     let (first, last) = (&tensors[0], &tensors[tensors.len() - 1]);
     let wanted = bytes(first) + bytes(last);
     let names = [first, last].map(|tensor| format!("--tensors {}", tensor["name"].as_str().unwrap())).join(" ");
-    let part = json(&format!("m.safetensors {names} --no-checksum --verify --save part --json --buffered"));
+    let part = json(&format!("m.safetensors {names} --no-checksum --verify --json --buffered"));
     let read = part["read_bytes"].as_u64().unwrap();
     assert!((wanted..wanted + 4 * 4096).contains(&read), "{read} of {wanted}");
     assert!(wanted + (1 << 20) < whole["bytes"].as_u64().unwrap(), "{wanted} is not all");
     // All is hashed, so all is read, and said to be.
-    let text = stdout(&load(&format!("m.safetensors {names} --save hashed"))).to_owned();
+    let text = stdout(&load(&format!("m.safetensors {names} --verify"))).to_owned();
     assert!(text.contains("8.00 MiB read for "), "{text}");
-    assert!(std::fs::read(folder.join("part")).unwrap() == std::fs::read(folder.join("hashed")).unwrap());
     for device in ["ram:64MiB", "soft"] {
         let direct = json(&format!("m.safetensors {names} --no-checksum --verify --json --chunk 64KiB -d {device}"));
         assert_eq!((&direct["read_bytes"], &direct["verified"]), (&part["read_bytes"], &true.into()), "{device}");
@@ -665,8 +615,8 @@ fn models_come_as_people_have_them() {
         format!("{}{}", stdout(&output), stderr(&output))
     };
     std::fs::create_dir_all(at("sharded")).unwrap();
-    run("load -q --sample 1MiB --save sharded/model-1.safetensors", 0);
-    run("load -q --sample 2MiB --save sharded/model-2.safetensors", 0);
+    crate::sample(at("sharded/model-1.safetensors"), 1 << 20, 1);
+    crate::sample(at("sharded/model-2.safetensors"), 2 << 20, 1);
     std::fs::write(at("sharded/config.json"), "{}").unwrap();
     std::fs::write(at("sharded/old.safetensors"), "not part of the model").unwrap();
     let index = r#"{"metadata": {}, "weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}"#;
@@ -688,8 +638,6 @@ fn models_come_as_people_have_them() {
             true => assert_eq!(said.matches("in the page cache").count(), 3, "{said}"),
             false => println!("SKIPPED: {}", stderr(&inspected)),
         }
-        let said = run(&format!("compare {named} --only plain-read --rounds 1 --csv"), 0);
-        assert!(said.contains("plain-read"), "{said}");
     }
     std::fs::create_dir_all(at("none")).unwrap();
     // Those that take a model by its directory, with what they need beside it.
@@ -715,8 +663,6 @@ fn models_come_as_people_have_them() {
         let report: serde_json::Value = serde_json::from_str(&run(line, 0)).unwrap();
         assert_eq!(report["files"][0]["metadata"], serde_json::json!({ "general.name": "tiny" }));
     }
-    let said = run("load none --save copy", 1);
-    assert!(said.contains("the device gets its tensors alone") && !at("copy").exists(), "{said}");
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";
     for name in names {
         std::fs::write(at(name), pointer).unwrap();
@@ -743,7 +689,7 @@ fn models_come_as_people_have_them() {
 fn standard_input_is_a_file_of_load_read_and_inspect() {
     let folder = folder("stdin");
     let model = folder.join("m.safetensors");
-    assert!(run(&["load", "-q", "--sample", "3MiB", "--save", model.to_str().unwrap()]).status.success());
+    crate::sample(&model, 3 << 20, 1);
     let shell = |line: &str| {
         let line = line.replace("dmalane", env!("CARGO_BIN_EXE_dmalane"));
         Command::new("sh").args(["-c", &line]).current_dir(&folder).output().unwrap()
@@ -801,24 +747,13 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         let said = shell(&format!("dmalane {line} < m.safetensors"));
         assert!(said.status.success() && !stdout(&said).contains("Copied"), "{line}: {}", stdout(&said));
     }
-    // Saved into a folder, it is named after its format.
-    for (name, saved) in [("m.safetensors", "stdin.safetensors"), ("raw", "stdin")] {
-        let out = folder.join(format!("of-{name}"));
-        std::fs::create_dir(&out).unwrap();
-        std::fs::write(folder.join("raw"), [7; 5000]).unwrap();
-        let output = shell(&format!("cat {name} | dmalane load - --save of-{name}"));
-        assert!(output.status.success(), "{}", stderr(&output));
-        let names: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(names, [saved]);
-        assert_eq!(std::fs::read(out.join(saved)).unwrap(), std::fs::read(folder.join(name)).unwrap());
-    }
     // A pipe with a name: read to its end, which is at once where nobody writes.
     let line = "bash -c 'dmalane load --json <(cat m.safetensors)'";
     if Command::new("bash").arg("--version").output().is_ok() {
         assert_eq!(json(line)["files"][0]["xxh3"], hash);
     }
     assert!(shell("mkfifo pipe").status.success());
-    for command in ["load", "read", "read --range 0..9", "read --repeat 2", "manifest", "compare"] {
+    for command in ["load", "read", "read --range 0..9", "read --repeat 2", "manifest"] {
         let output = shell(&format!("timeout 60 dmalane {command} pipe"));
         assert_eq!(output.status.code(), Some(1), "{command}: {}", stderr(&output));
         assert!(stderr(&output).contains("pipe is a pipe that nobody writes to"), "{}", stderr(&output));
@@ -912,28 +847,19 @@ fn runs_are_repeated_and_their_median_is_reported() {
 }
 
 #[test]
-fn a_part_of_a_model_is_loaded_and_saved() {
+fn a_part_of_a_model_is_loaded() {
     let folder = folder("part");
     let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
-    for (name, seed) in [("a.safetensors", "1"), ("b.safetensors", "2")] {
-        let saved = run(&["load", "-q", "--sample", "2MiB", "--seed", seed, "--save", &at(name)]);
-        assert!(saved.status.success(), "{}", stderr(&saved));
+    for (name, seed) in [("a.safetensors", 1), ("b.safetensors", 2)] {
+        crate::sample(at(name), 2 << 20, seed);
     }
     let names = |report: &Value| -> Vec<String> {
         let files = report["files"].as_array().unwrap().iter();
         files.flat_map(|f| f["tensors"].as_array().unwrap()).map(|t| t["name"].as_str().unwrap().to_owned()).collect()
     };
     let part = ["load", &at("a.safetensors"), "--tensors", "*.mlp.*", "--tensors", "emb*", "--verify", "--json"];
-    let report = json(&[&part[..], &["--save", &at("part.safetensors")]].concat());
-    assert_eq!((names(&report).len(), &report["saved"][0]), (2, &at("part.safetensors").into()), "{report}");
-    // The saved file has these tensors, with the same bytes.
-    let again = json(&["load", &at("part.safetensors"), "--verify", "--json"]);
-    assert_eq!((names(&again), &again["tensors"]), (names(&report), &2.into()));
-    let whole = std::fs::read(at("a.safetensors")).unwrap();
-    let bytes = std::fs::read(at("part.safetensors")).unwrap();
-    let body = |bytes: &[u8]| bytes[8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize..].to_vec();
-    let embeddings = again["files"][0]["tensors"][1]["bytes"].as_u64().unwrap() as usize;
-    assert!(body(&whole).ends_with(&body(&bytes)[body(&bytes).len() - embeddings..]));
+    let report = json(&part);
+    assert_eq!((names(&report).len(), &report["tensors"]), (2, &2.into()), "{report}");
     let text = complains(&["load", &at("a.safetensors"), "--tensors", "nothing*"], 1);
     assert!(text.contains("no tensor is called nothing*") && text.contains("--dry-run --list"), "{text}");
     assert!(complains(&["load", "a", "--tensors", "a[b"], 2).contains("at character"));
@@ -943,7 +869,7 @@ fn a_part_of_a_model_is_loaded_and_saved() {
 fn a_dry_run_says_where_everything_would_be() {
     let folder = folder("dry");
     let model = folder.join("m.safetensors").to_str().unwrap().to_owned();
-    assert!(run(&["load", "-q", "--sample", "2MiB", "--save", &model]).status.success());
+    crate::sample(&model, 2 << 20, 1);
     for device in ["soft", "ram:64MiB"] {
         let plan = json(&["load", &model, "-d", device, "--dry-run", "--json"]);
         let loaded = json(&["load", &model, "-d", device, "--json"]);
@@ -955,7 +881,7 @@ fn a_dry_run_says_where_everything_would_be() {
     assert!(text.starts_with("Would load 5 tensors in 1 file onto soft: 2"), "{text}");
     assert!(text.contains("\nembeddings.weight ") && text.lines().all(|line| line.len() <= 100), "{text}");
     assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: ram:"));
-    complains(&["load", &model, "--dry-run", "--save", "x"], 2);
+    complains(&["load", &model, "--dry-run", "--record", "x"], 2);
     // A file device keeps its bytes.
     let memory = folder.join("memory");
     std::fs::write(&memory, vec![7; 4 << 20]).unwrap();
@@ -1058,8 +984,7 @@ fn options_come_from_a_file_and_from_the_environment() {
     };
     let trace = folder.join("trace");
     std::fs::write(&trace, "{\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}\n").unwrap();
-    for args in [&["top", "--once"][..], &["vm", "replay", trace.to_str().unwrap()], &["read", trace.to_str().unwrap()]]
-    {
+    for args in [&["vm", "replay", trace.to_str().unwrap()][..], &["read", trace.to_str().unwrap()]] {
         let output = alone(args);
         assert!(output.status.code() != Some(2) && !stdout(&output).contains("ram:64MiB"), "{args:?}: {output:?}");
     }

@@ -33,7 +33,7 @@ fn flip(path: &Path, at: u64) {
 #[test]
 fn a_difference_is_named_by_every_command_that_reads() {
     let folder = folder("manifest");
-    dmalane(&folder, "load -q --sample 3MiB --save model.safetensors", 0);
+    crate::sample(folder.join("model.safetensors"), 3 << 20, 1);
     let (said, _) = dmalane(&folder, "manifest model.safetensors -o m.json", 0);
     assert!(said.starts_with("Wrote m.json: 5 tensors in 1 file, 3.00 MiB hashed in "), "{said}");
     let (said, _) = dmalane(&folder, "manifest model.safetensors -o again.json --json", 0);
@@ -93,7 +93,7 @@ fn a_file_that_was_not_downloaded_is_one_of_the_differences() {
     let folder = folder("manifest-pointer");
     fs::create_dir(folder.join("model")).unwrap();
     for shard in ["a", "b", "c"] {
-        dmalane(&folder, &format!("load -q --sample 1MiB --save model/{shard}.safetensors"), 0);
+        crate::sample(folder.join(format!("model/{shard}.safetensors")), 1 << 20, 1);
     }
     dmalane(&folder, "manifest model -o m.json", 0);
     flip(&folder.join("model/a.safetensors"), 0);
@@ -118,7 +118,7 @@ fn files_of_a_model_that_are_missing_are_named() {
     let folder = folder("manifest-shards");
     fs::create_dir(folder.join("model")).unwrap();
     for shard in ["a", "b"] {
-        dmalane(&folder, &format!("load -q --sample 1MiB --save model/{shard}.safetensors"), 0);
+        crate::sample(folder.join(format!("model/{shard}.safetensors")), 1 << 20, 1);
     }
     dmalane(&folder, "manifest model --sha256 -o m.json", 0);
     dmalane(&folder, "verify model --manifest m.json", 0);

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -238,25 +237,27 @@ fn csv_and_plot() {
 }
 
 #[test]
-fn a_file_is_measured_and_left_as_it_was() {
+fn a_file_that_holds_data_is_measured_when_asked_for() {
     let (file, device) = file(1 << 20);
     let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
     std::fs::write(file.path(), &before).unwrap();
     let said = complains(&["-d", &device], 1);
-    assert!(said.contains("holds data") && said.contains("--restore backs the data up"), "{said}");
-    let plain = json(&["-d", &device, "--restore"]);
+    assert!(said.contains("holds data") && said.contains("hint: --overwrite measures it all the same"), "{said}");
+    assert!(std::fs::read(file.path()).unwrap() == before);
+    let plain = json(&["-d", &device, "--overwrite"]);
     assert!(plain["notes"][0].as_str().unwrap().contains("was not tried"), "{plain}");
     assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["reference_bytes_per_s"].as_f64() > Some(0.0)));
-    let probed = json(&["-d", &format!("{device},probe-at=512KiB"), "--restore", "--read"]);
+    let probed = json(&["-d", &format!("{device},probe-at=512KiB"), "--overwrite", "--read"]);
     let note = probed["notes"][0].as_str().unwrap();
     assert!(note.starts_with("by ") && !note.contains("probed"), "{note}");
     assert!(
-        ok(&["-d", &device, "--restore", "--read", "-v"])
+        ok(&["-d", &device, "--overwrite", "--read", "-v"])
             .contains("pread and pwrite on threads (io_uring was not tried")
     );
     let both = format!("{device},c2h={}", file.path().display());
-    assert!(!figures(&json(&["-d", &both, "--restore", "--read"])).is_empty());
-    assert!(std::fs::read(file.path()).unwrap() == before);
+    assert!(!figures(&json(&["-d", &both, "--overwrite", "--read"])).is_empty());
+    // What is beyond the buffers stays.
+    assert!(std::fs::read(file.path()).unwrap()[1 << 19..] == before[1 << 19..]);
 }
 
 #[test]
@@ -278,20 +279,19 @@ fn a_file_is_not_written_to_choose_a_backend() {
 }
 
 #[test]
-fn a_signal_leaves_a_file_as_it_was() {
+fn a_signal_ends_a_measurement_and_its_results_are_printed() {
     use rustix::process::{Pid, Signal, kill_process};
     for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let (file, device) = file(1 << 20);
         let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
         std::fs::write(file.path(), &before).unwrap();
-        let (plot, runtime) = (file.path().with_extension("svg"), crate::top::folder());
+        let plot = file.path().with_extension("svg");
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        command.env("XDG_RUNTIME_DIR", runtime.path());
         command.args([
             "validate",
             "-d",
             &device,
-            "--restore",
+            "--overwrite",
             "-j",
             "2",
             "--buffer-size",
@@ -304,252 +304,20 @@ fn a_signal_leaves_a_file_as_it_was() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
         // Into the measurement, where nothing else would end it.
-        crate::top::jobs(runtime.path(), 1, |job| job["phase"].as_str().is_some_and(|at| at.ends_with(": reading")));
+        let begun = std::time::Instant::now();
+        while std::fs::read(file.path()).unwrap() == before {
+            assert!(begun.elapsed().as_secs() < 60, "it does not begin");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        std::thread::sleep(std::time::Duration::from_millis(500));
         assert!(std::fs::read(file.path()).unwrap() != before, "it writes");
         kill_process(Pid::from_child(&child), signal).unwrap();
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
         assert_eq!(text(&output.stderr), "dmalane: interrupted\n");
         assert!(text(&output.stdout).contains("2/2 OK\nincomplete"), "{}", text(&output.stdout));
-        assert!(std::fs::read(file.path()).unwrap() == before);
         assert!(!plot.exists(), "no empty picture");
     }
-}
-
-#[test]
-fn a_killed_run_loses_nothing() {
-    let (file, device) = file(1 << 20);
-    let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
-    std::fs::write(file.path(), &before).unwrap();
-    let backup = file.path().with_file_name(format!(".{}.dmalane-backup", file.path().file_name().unwrap().display()));
-    let args = ["-d", &device, "--restore", "-j", "2", "--buffer-size", "64KiB", "--read", "--pages", "4k"];
-    let validate = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        command.arg("validate").args(args).args(["--iterations", "3"]);
-        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
-    };
-    let start = Instant::now();
-    assert!(validate().wait().unwrap().success());
-    let (mut whole, mut left, mut state) = (start.elapsed(), 0, 42u64);
-    let kills = crate::kills();
-    for kill in 0..kills {
-        let mut child = validate();
-        // Knuth's MMIX generator: moments of a whole run, before, in and after the backup, the writes, the restoring.
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let moment = whole.mul_f64((state >> 33) as f64 / f64::from(1u32 << 31));
-        std::thread::sleep(moment);
-        // On a machine that becomes busy or idle, runs take longer or shorter than the first one.
-        whole = if child.try_wait().unwrap().is_some() { whole.min(moment) } else { whole.mul_f64(1.05) };
-        child.kill().unwrap();
-        child.wait().unwrap();
-        let was_left = backup.exists();
-        left += usize::from(was_left);
-        let next = || run(&["-d", &device, "-j", "1", "--buffer-size", "4KiB", "--iterations", "1"]).stderr;
-        // Half of them find a file that somebody has written since, as by `cp new card.img`.
-        if was_left && kill % 2 == 1 {
-            let new: Vec<u8> = before.iter().map(|byte| byte ^ 1).collect();
-            std::fs::write(file.path(), &new).unwrap();
-            let said = next();
-            let said = text(&said);
-            assert!(said.contains("the device was written since") && said.contains("--recover"), "{said}");
-            assert!(std::fs::read(file.path()).unwrap() == new && backup.exists(), "after kill {kill}");
-            let said = run(&["-d", &device, "--recover"]);
-            assert!(text(&said.stdout).starts_with("Restored bytes 0..262144 of file:"), "{}", text(&said.stdout));
-            assert!(said.status.success() && backup_holds(&said.stdout, &new), "{}", text(&said.stdout));
-            // The rest was not backed up, and is as it was written.
-            let now = std::fs::read(file.path()).unwrap();
-            assert!(now[..1 << 18] == before[..1 << 18] && now[1 << 18..] == new[1 << 18..], "after kill {kill}");
-            std::fs::write(file.path(), &before).unwrap();
-        } else {
-            // Whatever is asked for, a backup is restored first; without --restore nothing is overwritten after that.
-            let said = next();
-            let said = text(&said);
-            assert_eq!(said.contains("restored the data of an earlier run"), was_left, "{said}");
-            assert!(said.contains("holds data"), "{said}");
-        }
-        assert!(std::fs::read(file.path()).unwrap() == before && !backup.exists(), "after kill {kill}");
-    }
-    println!("{left} of {kills} runs were killed with a backup on the disk");
-    assert!(left > 0, "no run was killed in the middle");
-}
-
-/// Whether the backup that this output names holds these bytes, and removes it.
-fn backup_holds(said: &[u8], bytes: &[u8]) -> bool {
-    let path = text(said).split(" are in ").nth(1).and_then(|rest| rest.lines().next()).unwrap();
-    let holds = std::fs::read(path).unwrap();
-    std::fs::remove_file(path).unwrap();
-    holds.windows(512).any(|window| window == &bytes[..512])
-}
-
-#[test]
-fn a_backup_of_a_disk_is_not_restored_onto_another() {
-    let folder = tempfile::tempdir().unwrap();
-    let losetup = |args: &[&str]| Command::new("losetup").args(args).current_dir(folder.path()).output();
-    let disk = |name: &str| match losetup(&["--find", "--show", name]) {
-        Ok(output) if output.status.success() => Some(text(&output.stdout).trim().to_owned()),
-        _ => None,
-    };
-    let images = ["one", "other"].map(|name| (folder.path().join(name), vec![name.len() as u8; 1 << 20]));
-    images.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
-    let Some(first) = disk("one") else { return println!("SKIPPED: no loop devices") };
-    let device = format!("file:{first}");
-    let args = ["validate", "-d", &device, "--restore", "-j", "1", "--buffer-size", "64KiB", "--duration", "600"];
-    let mut child = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-    let mut child = child.args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let begun = Instant::now();
-    while std::fs::read(&first).unwrap() == images[0].1 && begun.elapsed() < Duration::from_secs(60) {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    child.kill().unwrap();
-    child.wait().unwrap();
-    let detached = losetup(&["--detach", &first]).unwrap();
-    assert!(detached.status.success(), "{}", text(&detached.stderr));
-    // Most often it gets the same number.
-    let second = disk("other").unwrap();
-    let said = run(&["-d", &format!("file:{second}"), "-j", "1", "--buffer-size", "4KiB", "--iterations", "1"]);
-    let (bytes, said) = (std::fs::read(&second).unwrap(), text(&said.stderr).to_owned());
-    let recovered = run(&["-d", &format!("file:{second}"), "--recover"]);
-    let restored = std::fs::read(&second).unwrap();
-    losetup(&["--detach", &second]).unwrap();
-    assert!(bytes == images[1].1, "{said}");
-    if second == first {
-        assert!(said.contains("it is of another file or disk"), "{said}");
-        assert!(restored[..1 << 17] == images[0].1[..1 << 17] && backup_holds(&recovered.stdout, &images[1].1));
-        // The only copy, if that was the wrong disk.
-        let recovered = text(&recovered.stdout);
-        let backup = recovered.split(" from ").nth(1).and_then(|rest| rest.lines().next()).unwrap();
-        assert!(recovered.contains("was kept, because"), "{recovered}");
-        std::fs::remove_file(backup).unwrap();
-    }
-}
-
-#[test]
-fn a_file_whose_backup_would_be_another_users_is_not_written() {
-    let folder = tempfile::tempdir().unwrap();
-    let card = folder.path().join("card");
-    std::fs::write(&card, vec![7; 1 << 20]).unwrap();
-    // As on a file system that is mounted for one user, and used by another.
-    let mut strace = crate::injecting("geteuid:retval=61000");
-    strace.args(["validate", "-d", &format!("file:{}", card.display()), "--restore"]);
-    let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB", "--iterations", "1"]).output() else {
-        return println!("SKIPPED: no strace");
-    };
-    let said = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("new files are another user's"), "{said}");
-    assert!(std::fs::read(&card).unwrap() == vec![7; 1 << 20]);
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
-}
-
-#[test]
-fn a_folder_that_cannot_be_synchronised_keeps_no_backup() {
-    let folder = tempfile::tempdir().unwrap();
-    let card = folder.path().join("card");
-    std::fs::write(&card, vec![7; 1 << 20]).unwrap();
-    // The backup, its folder, the restored file, the folder.
-    for (injected, status) in [("EINVAL:when=2", 0), ("EIO:when=2", 1), ("EIO:when=4", 0), ("EIO:when=3", 1)] {
-        let mut strace = crate::injecting(&format!("fsync:error={injected}"));
-        strace.args(["validate", "-d", &format!("file:{}", card.display()), "--restore"]);
-        let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB", "--iterations", "1"]).output() else {
-            return println!("SKIPPED: no strace");
-        };
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(status), "{injected}: {said}");
-        assert!(std::fs::read(&card).unwrap() == vec![7; 1 << 20], "{injected}");
-        let names = std::fs::read_dir(folder.path()).unwrap().count();
-        assert_eq!(names, if injected == "EIO:when=3" { 2 } else { 1 }, "{injected}: {said}");
-    }
-}
-
-#[test]
-fn an_error_of_the_device_is_not_said_to_be_one_of_the_backup() {
-    let (file, device) = file(1 << 20);
-    std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
-    let path = file.path().display().to_string();
-    let mut strace = Command::new("strace");
-    strace.args(["-f", "-o", "/dev/null", "-P", &path, "-e", "inject=pread64:error=EIO"]);
-    strace.args([env!("CARGO_BIN_EXE_dmalane"), "validate", "-d", &device, "--restore"]);
-    let Ok(output) = strace.args(["-j", "1", "--buffer-size", "64KiB"]).envs(crate::WIDE).output() else {
-        return println!("SKIPPED: no strace");
-    };
-    let said = text(&output.stderr);
-    assert!(said.contains("nothing was written: the device cannot be read at byte 0: Input/output"), "{said}");
-}
-
-#[test]
-fn a_file_without_a_place_for_a_backup_is_not_written() {
-    use rustix::fs::{MemfdFlags, memfd_create};
-    use std::os::fd::AsRawFd;
-    use std::os::unix::fs::FileExt;
-    let data = vec![7; 1 << 20];
-    let args = ["--restore", "-j", "1", "--buffer-size", "64KiB", "--iterations", "1"];
-    // Inherited by the command.
-    let memory = std::fs::File::from(memfd_create("memory", MemfdFlags::empty()).unwrap());
-    memory.write_all_at(&data, 0).unwrap();
-    let output = run(&[&["-d", &format!("file:/proc/self/fd/{}", memory.as_raw_fd())], &args[..]].concat());
-    let said = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("the file has no name beside which"), "{said}");
-    let mut now = vec![0; 1 << 20];
-    memory.read_exact_at(&mut now, 0).unwrap();
-    assert!(now == data && !std::path::Path::new("/.memfd:memory (deleted).dmalane-backup").exists());
-
-    let folder = tempfile::tempdir().unwrap();
-    let (card, apart) = (folder.path().join("card"), folder.path().join("apart"));
-    std::fs::write(&card, &data).unwrap();
-    std::fs::create_dir(&apart).unwrap();
-    std::fs::write(apart.join("card"), b"").unwrap();
-    let mut command = Command::new("unshare");
-    command.args(["-rm", "sh", "-c", "mount --bind card apart/card || exit 77; exec \"$@\"", "sh"]);
-    command.args([env!("CARGO_BIN_EXE_dmalane"), "validate", "-d", "file:apart/card"]).args(args);
-    match command.current_dir(folder.path()).envs(crate::WIDE).output() {
-        Ok(output) if output.status.code() != Some(77) && !text(&output.stderr).starts_with("unshare") => {
-            let said = text(&output.stderr);
-            assert!(output.status.code() == Some(1) && said.contains("mounted apart from its folder"), "{said}");
-            assert!(std::fs::read(&card).unwrap() == data && std::fs::read_dir(&apart).unwrap().count() == 1);
-        }
-        _ => println!("SKIPPED: no mount namespace"),
-    }
-}
-
-#[test]
-fn a_device_with_a_backup_is_left_alone() {
-    let folder = tempfile::Builder::new().prefix("with space").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let (path, backup) = (folder.path().join("card"), folder.path().join(".card.dmalane-backup"));
-    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-    let device = format!("file:{}", path.display());
-    std::fs::write(&backup, b"not a backup").unwrap();
-    for words in [
-        &["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..],
-        &["read", "/proc/self/exe", "-d", &device, "--overwrite"],
-        &["validate", "-d", &device, "--overwrite"],
-        &["validate", "-d", &device, "--restore"],
-        &["validate", "-d", &device, "--recover"],
-    ] {
-        let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
-        let said = text(&output.stderr);
-        assert!(output.status.code() == Some(1) && said.contains("cause: the backup was made on 20"), "{said}");
-        // It cannot be restored, whichever command says so.
-        assert!(said.contains("it is damaged") && !said.contains("--recover\n"), "{words:?}: {said}");
-        assert!(said.contains(&format!("rm '{}'", backup.display())), "{said}");
-        assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0), "{words:?}");
-        assert_eq!(std::fs::read(&backup).unwrap(), b"not a backup");
-    }
-    // It can be read, with a warning.
-    let name = path.to_str().unwrap();
-    let warned = format!("dmalane: warning: {name} holds test data of a `dmalane validate --restore` that did not end");
-    let warned = |words: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).envs(crate::WIDE).output().unwrap();
-        let said = text(&output.stderr).to_owned();
-        // `inspect` needs Linux 6.5.
-        assert!(output.status.success() || words[0] == "inspect", "{said}");
-        said.contains(&warned) && said.contains(&format!("validate -d '{device}' --recover\n"))
-    };
-    for words in [&["load", name][..], &["read", name], &["inspect", name], &["manifest", name]] {
-        assert!(warned(words), "{words:?}");
-    }
-    std::fs::remove_file(&backup).unwrap();
-    assert!(!warned(&["read", name]));
-    let output = run(&["-d", &device, "--recover"]);
-    assert!(output.status.code() == Some(1), "there is none: {}", text(&output.stderr));
 }
 
 #[test]
@@ -563,8 +331,6 @@ fn a_device_in_use_is_left_alone() {
         &["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..],
         &["read", "/proc/self/exe", "-d", &device, "--overwrite"],
         &["validate", "-d", &device, "--overwrite"],
-        &["validate", "-d", &device, "--restore"],
-        &["validate", "-d", &device, "--recover"],
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
         let said = text(&output.stderr);
@@ -581,18 +347,6 @@ fn a_character_device_needs_to_be_asked_for() {
         assert!(text(&output.stderr).contains("integrity check failed"), "{}", text(&output.stderr));
         assert_eq!(output.status.code(), Some(1));
     }
-}
-
-#[test]
-fn limits_are_named() {
-    let found = json(&["--emulate", "half-egress-14", "--fit", "--read", "--ddr-only", "--pages", "4k"]);
-    assert_eq!(found["fit"]["points"].as_array().unwrap().len(), 36);
-    let answers = found["fit"]["answers"].as_array().unwrap();
-    let questions: Vec<&str> = answers.iter().map(|a| a["question"].as_str().unwrap()).collect();
-    // The answers are tested where a busy machine may have another try.
-    assert_eq!(questions, ["duplex_halves", "together_capped", "hbm_reads_slow"]);
-    assert!(found["reference"].as_str().unwrap().contains("optimum"));
-    assert!(found["notes"][1].as_str().unwrap().contains("divided by 50"));
 }
 
 #[test]
@@ -629,16 +383,14 @@ fn a_bad_command_line_is_explained() {
         (&["--ddr-only", "--hbm-only"], "cannot be used with"),
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
-        (&["--emulate", "wire"], "the links are half-egress-14"),
         (&["-d", "gpu0"], "ram:SIZE"),
         (&["-d", "file:"], "a path is missing"),
         (&["-d", "file:x,c2h="], "a value is missing"),
-        (&["-d", "file:x", "--fit"], "--fit is for a card"),
         (&["-d", "file:x,ring=16"], "which soft and daemon and vfio and vfio-user and slash and vrtd have"),
         (&["-d", "file:x", "--hbm-only"], "--hbm-only is for a card"),
         (&["-d", "file:x", "--raw-transfer-test"], "--raw-transfer-test is for a card"),
         (&["-d", "file:x", "--channel-allocation", "paired"], "--channel-allocation is for a card"),
-        (&["--overwrite"], "--overwrite is for a file, not for soft"),
+        (&["--overwrite"], "--overwrite is for file, not for soft"),
         (&["-d", "file:x,probe-at=1M"], "could mean"),
         (&["--plot", "-"], "stdout is for the report"),
         (&["-d", "soft,ring=3"], "not a power of two from 2 to 65536"),

@@ -219,5 +219,5 @@ fn counters(bus: &SoftBus) -> Counters {
         misses: host.iotlb_misses,
         faults: host.faults,
     };
-    Counters { iommu: Some(iommu), touched: Some(ddr + hbm), ..Counters::default() }
+    Counters { iommu: Some(iommu), touched: Some(ddr + hbm) }
 }

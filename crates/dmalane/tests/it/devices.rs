@@ -5,7 +5,6 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use dmalane::daemon::{Config, Listener, Server};
@@ -84,7 +83,7 @@ fn served(socket: PathBuf) -> String {
 }
 
 #[test]
-fn a_file_is_open_once_and_never_while_it_has_a_backup() {
+fn a_file_is_open_once() {
     let folder = tempfile::tempdir().unwrap();
     let memory = folder.path().join("memory");
     File::create(&memory).unwrap().set_len(MIB).unwrap();
@@ -93,18 +92,6 @@ fn a_file_is_open_once_and_never_while_it_has_a_backup() {
     let first = dmalane::open(&name).unwrap();
     assert!(refused().contains("another open device of this process, has locked it"), "{}", refused());
     drop(first);
-    let backup = folder.path().join(".memory.dmalane-backup");
-    // One of another file, and one that is damaged.
-    let header = r#"{"dmalane_backup":3,"file":{"File":{"dev":0,"ino":0,"born":""}},"boot":"","len":0,"extents":[]}"#;
-    let mut whole = format!("{header}\n").into_bytes();
-    whole.extend(twox_hash::XxHash3_64::oneshot(&whole).to_le_bytes());
-    let restore = format!("{}: restore it with `dmalane validate -d {name} --recover`", backup.display());
-    let remove = format!("{}: it is damaged, so it cannot be restored; remove it", backup.display());
-    for (bytes, how) in [(&whole[..], restore), (b"", remove)] {
-        std::fs::write(&backup, bytes).unwrap();
-        assert!(refused().contains(&how), "{}", refused());
-    }
-    std::fs::remove_file(&backup).unwrap();
     dmalane::open(&name).unwrap();
 }
 
@@ -128,11 +115,10 @@ fn every_kind_takes_the_suite() {
 }
 
 #[test]
-fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
+fn every_kind_is_loaded_to_verified_and_unloaded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     write_sample(&mut File::create(&path).unwrap(), 5 * MIB + 123, 1).unwrap();
-    let names = AtomicUsize::new(0);
     each_kind(|spec, options| {
         println!("{spec}");
         let mut device = options.open(spec).unwrap();
@@ -140,10 +126,6 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
         device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
-        let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
-        device.save(&loaded.files[0], &dmalane::load::Output::new(&copy)).unwrap();
-        let saved = std::fs::metadata(&copy).unwrap().len();
-        assert!(saved.abs_diff(5 * MIB) < 16 << 10, "all but spaces of the header: {saved}");
         // A tensor by its name, and its bytes at its address.
         let file = &loaded.files[0];
         let largest = file.tensors().max_by_key(|t| t.tensor.len).unwrap();

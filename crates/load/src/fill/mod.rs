@@ -40,39 +40,40 @@ pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
 
 use crate::clock::Clocks;
-use crate::{Live, StageReport, StageTimeline};
+use crate::{StageReport, StageTimeline};
 use state::State;
 use worker::Worker;
 
-/// Settings of a job.
+/// Settings of a job. `dmalane::ReadOptions` and [`DriveOptions`](crate::DriveOptions) embed them.
 #[derive(Clone, Debug)]
 pub struct FillOptions {
-    /// Bytes of a chunk: allocated together before reading into them starts; rounded up to 4 KiB.
+    /// Bytes of memory that are allocated together, before reading into them starts: of a chunk, or of a staging buffer
+    /// in a load; rounded up to 4 KiB.
     pub chunk: u64,
     /// Bytes per read operation, at most; rounded up to 4 KiB.
     pub block: u64,
     /// Hash each buffer (XXH3-64 over its bytes in order).
     pub checksum: bool,
-    /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer.
+    /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer. A load takes those of its
+    /// [manifest](crate::Manifest) instead.
     pub hash_regions: Option<Arc<HashRegions>>,
     /// Hash on a thread of its own. By default jobs of 32 MiB and more have one, where the workers and the device leave
     /// a processor. A single worker that reads from the disk into memory hashes while it waits, unless SHA-256 is
     /// wanted; the thread takes what it does not get to.
     pub hash_thread: Option<bool>,
-    /// Give up when this moment comes.
-    pub deadline: Option<Instant>,
+    /// Give up this long after the beginning of the job: [`FillError::Deadline`].
+    pub time_limit: Option<Duration>,
     /// Time to wait for reads in flight after a failure. Also the time in which a device may end nothing while a worker
     /// waits for it, before it is stopped, which is a [`FillError::Transfer`]. Operations that have not ended by then
     /// stay with their queue.
     pub timeout: Duration,
-    /// The beginning of a timeline that is recorded ([`FillReport::timeline`]), in at most about 1 MiB for each worker.
-    pub timeline: Option<Instant>,
-    /// Updated with the state of each stage meanwhile.
-    pub live: Option<Arc<Live>>,
+    /// Record a timeline ([`FillReport::timeline`]), in at most about 1 MiB for each worker, and for each channel of a
+    /// device that was opened with this set.
+    pub timeline: bool,
 }
 
 impl Default for FillOptions {
-    /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds, no timeline.
+    /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no time limit, a timeout of 30 seconds, no timeline.
     fn default() -> Self {
         Self {
             chunk: 2 << 20,
@@ -80,11 +81,17 @@ impl Default for FillOptions {
             checksum: false,
             hash_regions: None,
             hash_thread: None,
-            deadline: None,
+            time_limit: None,
             timeout: Duration::from_secs(30),
-            timeline: None,
-            live: None,
+            timeline: false,
         }
+    }
+}
+
+impl FillOptions {
+    /// The beginning of the timeline of a job that began at `start`, if one is recorded.
+    pub(crate) fn epoch(&self, start: Instant) -> Option<Instant> {
+        self.timeline.then_some(start)
     }
 }
 
@@ -350,8 +357,20 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     options: &FillOptions,
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
-    let start = Instant::now();
-    let mut done = run(Memory::Buffers(memory), sink, job, workers, options, watch)?;
+    fill_since(Instant::now(), memory, sink, job, workers, options, watch)
+}
+
+/// As [`fill`], of a job that began at `start`.
+pub(crate) fn fill_since<S: Queue<Addr = FileOffset>>(
+    start: Instant,
+    memory: BufferMemory<'_>,
+    sink: Sink<'_>,
+    job: &Job,
+    workers: &mut [Vec<S>],
+    options: &FillOptions,
+    watch: &mut Watch<'_>,
+) -> Result<Filled, FillError> {
+    let mut done = run(start, Memory::Buffers(memory), sink, job, workers, options, watch)?;
     let report = FillReport {
         bytes: job.bytes(),
         wall: start.elapsed(),
@@ -370,8 +389,9 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     Ok(Filled { buffers: buffers.collect(), mappings: done.mappings, report })
 }
 
-/// As [`fill`], with memory of either kind.
+/// As [`fill`], of a job that began at `start`, with memory of either kind.
 pub(crate) fn run<S: Queue<Addr = FileOffset>>(
+    start: Instant,
     memory: Memory<'_>,
     sink: Sink<'_>,
     job: &Job,
@@ -380,9 +400,9 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
-    let state = State::new(memory, sink, job, (workers.len(), sources), options, watch)?;
+    let state = State::new(start, memory, sink, job, (workers.len(), sources), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
-    let clocks = |name: String| Clocks::observed(&name, options.timeline, options.live.as_ref());
+    let clocks = |name: String| Clocks::recording(&name, options.epoch(start));
     let clocks = if others.is_empty() && !state.aside {
         let clocks = Worker::new(&state, first, clocks("worker 0".to_owned())).run();
         state.drain(clocks)

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
@@ -109,7 +109,7 @@ pub(super) type Failed = ((usize, usize), FillError);
 
 impl<'a> DeviceSink<'a> {
     /// `None` for memory.
-    pub fn new(sink: Sink<'a>, options: &FillOptions) -> Option<Self> {
+    pub fn new(sink: Sink<'a>, options: &FillOptions, start: Instant) -> Option<Self> {
         let Sink::Device { queue, polled, targets, .. } = sink else { return None };
         let end = End {
             queue,
@@ -122,7 +122,7 @@ impl<'a> DeviceSink<'a> {
             halt: HaltWatch::default(),
             stall: StallWatch::default(),
             timeout: options.timeout,
-            clocks: Clocks::observed("device", options.timeline, options.live.as_ref()),
+            clocks: Clocks::recording("device", options.epoch(start)),
         };
         Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
     }
@@ -202,10 +202,8 @@ impl End<'_> {
 
     /// Counts what is in flight.
     fn count(&mut self) {
-        let n = self.flying.len();
-        match self.polled {
-            true => self.clocks.depth(Stage::Transfer, n),
-            false => self.clocks.in_flight(Stage::Transfer, n),
+        if !self.polled {
+            self.clocks.in_flight(Stage::Transfer, self.flying.len());
         }
     }
 

@@ -20,6 +20,7 @@ use crate::clock::{Clocks, Stage};
 
 pub(super) struct State<'a, 'w> {
     pub options: &'a FillOptions,
+    deadline: Option<Instant>,
     /// A worker takes memory while fewer bytes than this have memory and wait to be read.
     pub chunk: usize,
     block: usize,
@@ -179,6 +180,7 @@ const MAPPINGS: u64 = 1 << 14;
 
 impl<'a, 'w> State<'a, 'w> {
     pub fn new(
+        start: Instant,
         memory: Memory<'a>,
         sink: Sink<'a>,
         job: &'a Job,
@@ -253,9 +255,10 @@ impl<'a, 'w> State<'a, 'w> {
         let sha256 = options.hash_regions.as_ref().is_some_and(|regions| regions.sha256);
         let waits = workers == 1 && !copies && !sha256 && matches!(sink, Sink::Memory);
         let behind = if waits && options.hash_thread.is_none() { BEHIND } else { 0 };
-        let device = DeviceSink::new(sink, options);
+        let device = DeviceSink::new(sink, options, start);
         let state = Self {
             options,
+            deadline: options.time_limit.and_then(|limit| start.checked_add(limit)),
             chunk,
             block: pages(options.block),
             lens: &job.buffers,
@@ -304,7 +307,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Whether to give up, checking the deadline.
     pub fn stopped(&self) -> bool {
-        if self.options.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             let (done, away) = {
                 let progress = self.progress();
                 (progress.done, progress.away)

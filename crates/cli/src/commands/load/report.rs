@@ -161,7 +161,6 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "references": references,
         "host": host,
         "card": card,
-        "saved": o.saved.iter().map(|path| path.to_string_lossy()).collect::<Value>(),
         "recorded": path(o.recorded.as_ref()),
         "traced": path(o.traced.as_ref()),
         "reported": path(o.reported.as_ref()),
@@ -296,7 +295,7 @@ pub(super) fn answer(o: &Outcome) -> (String, String) {
     let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());
     let bytes = match binary(r.bytes) {
         // Headers and blocks around the tensors are not worth a word.
-        read if read != wanted && o.inputs.iter().any(|input| input.select.is_some()) => {
+        read if read != wanted && o.inputs.iter().any(|input| input.source.is_selected()) => {
             format!("{read} read for {wanted}")
         }
         read => read,
@@ -345,9 +344,6 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         };
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
-    }
-    for path in &o.saved {
-        out += &format!("Saved: {}\n", plain(&path.to_string_lossy()));
     }
     for (label, path) in [("Recorded", &o.recorded), ("Timeline", &o.traced), ("Report", &o.reported)] {
         if let Some(path) = path {

@@ -19,7 +19,6 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::failure::Failure;
-use crate::job;
 
 /// A receiver that takes nothing for this long has failed.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -146,8 +145,6 @@ impl Exported {
         let list = |number: &dyn Fn(&Buffer) -> u64| {
             self.buffers.iter().map(|buffer| number(buffer).to_string()).collect::<Vec<_>>().join(" ")
         };
-        // The command is no job of ours.
-        job::end();
         let error = command
             .env("DMALANE_FD", list(&|buffer| buffer.fd.as_raw_fd() as u64))
             .env("DMALANE_SIZE", list(&|buffer| buffer.bytes))

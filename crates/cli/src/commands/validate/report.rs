@@ -3,8 +3,6 @@
 use std::path::Path;
 use std::time::Duration;
 
-use dmalane::validate::link::Limit;
-use dmalane::validate::link::fit::{Cause, FitAnswer, Question};
 use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop};
 use serde_json::{Value, json};
 
@@ -99,16 +97,6 @@ pub fn json(outcome: &Outcome, plot: Option<&Path>) -> Value {
             "reference_bytes_per_s": f.reference,
         })
     });
-    let fit = outcome.fit.as_ref().map(|(fit, settings)| {
-        let limit = |l: &Limit| json!({ "name": l.name, "bytes_per_s": l.capacity[0].1 });
-        json!({
-            "noise": settings.noise,
-            "points": fit.points.iter().map(|p| p.flows.iter().map(flow).collect::<Value>()).collect::<Value>(),
-            "limits": fit.fit.limits.iter().map(limit).collect::<Value>(),
-            "explanations": fit.fit.explanations.iter().map(|e| names(e)).collect::<Value>(),
-            "answers": fit.fit.answers.iter().map(|(asked, answer)| json_answer(*asked, answer)).collect::<Value>(),
-        })
-    });
     json!({
         "schema": 4,
         "command": "validate",
@@ -123,33 +111,7 @@ pub fn json(outcome: &Outcome, plot: Option<&Path>) -> Value {
         "plot": plot.map(|path| path.to_string_lossy()),
         "skipped": report.left_out,
         "no_effect": outcome.no_effect,
-        "fit": fit,
     })
-}
-
-fn flow((stream, rate): &(dmalane::validate::link::Stream, f64)) -> Value {
-    let direction = if stream.direction == dmalane::queue::Direction::ToHost { "read" } else { "write" };
-    let half = format!("{:?}", stream.half);
-    json!({ "channel": stream.channel, "half": half, "direction": direction, "bytes_per_s": rate })
-}
-
-fn names(causes: &[Cause]) -> Vec<String> {
-    causes.iter().map(Cause::to_string).collect()
-}
-
-fn json_answer(question: Question, answer: &FitAnswer) -> Value {
-    let question = match question {
-        Question::DuplexHalves => "duplex_halves",
-        Question::TogetherCapped => "together_capped",
-        Question::HbmReadsSlow => "hbm_reads_slow",
-    };
-    let (answer, causes) = match answer {
-        FitAnswer::NotSo => ("not_so", Vec::new()),
-        FitAnswer::Because(causes) => ("because", names(causes)),
-        FitAnswer::CannotTell(causes) => ("cannot_tell", names(causes)),
-        FitAnswer::Unexplained => ("unexplained", Vec::new()),
-    };
-    json!({ "question": question, "answer": answer, "causes": causes })
 }
 
 pub fn csv(outcome: &Outcome) -> String {
@@ -263,19 +225,6 @@ pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool, mb: bool) -> 
     }
     if let Some(path) = plot {
         out += &format!("Drawn: {}\n", plain(&path.to_string_lossy()));
-    }
-    if let Some((fit, settings)) = &outcome.fit {
-        let (points, noise) = (fit.points.len(), settings.noise * 100.0);
-        out += &format!("\nlimits that explain {points} measurements (rates within {noise:.0} % count as equal)\n");
-        for limit in &fit.fit.limits {
-            out += &format!("  {:>6} GB/s  {}\n", giga(limit.capacity[0].1), limit.name);
-        }
-        if fit.fit.explanations.len() > 1 {
-            out += &format!("  (one of {} explanations that are equally short)\n", fit.fit.explanations.len());
-        }
-        for (question, answer) in &fit.fit.answers {
-            out += &format!("{}\n  {}", asked(*question), wrap(&answer.to_string(), 2));
-        }
     }
     out
 }
@@ -395,14 +344,6 @@ fn rate_of(rate: f64) -> String {
 /// `value` to three digits.
 fn three_digits(value: f64) -> String {
     giga(value * 1e9)
-}
-
-fn asked(question: Question) -> &'static str {
-    match question {
-        Question::DuplexHalves => "Why do reads and writes at once move little more than either alone?",
-        Question::TogetherCapped => "Why do HBM and DDR at once move no more than one of them?",
-        Question::HbmReadsSlow => "Why is reading HBM slower than writing it?",
-    }
 }
 
 /// The name of a series of figures.
