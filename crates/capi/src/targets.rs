@@ -697,7 +697,7 @@ fn number_of_space(error: &SpaceError) -> Number {
 impl From<OpenError> for Refused {
     fn from(error: OpenError) -> Self {
         let number = match &error {
-            OpenError::Spec(_) | OpenError::Option { .. } => Errno::Inval.into(),
+            OpenError::Spec(_) => Errno::Inval.into(),
             _ => Number::Kernel(ENODEV),
         };
         Self::new(number, error_chain(&error))

@@ -18,7 +18,7 @@ use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Out
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device::{self, CHUNK, CardOptions};
+use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
 use crate::number::within;
@@ -134,11 +134,6 @@ pub(crate) struct Load {
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
     placement: Placement,
 
-    /// Fragmentation of the software host's physical memory, from 0 to 1
-    /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction, help_heading = "Device")]
-    fragmentation: Option<f64>,
-
     /// Write a trace of the binds to this file, for `dmalane vm replay`
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     #[arg(help_heading = "Outputs")]
@@ -147,16 +142,11 @@ pub(crate) struct Load {
     #[command(flatten, next_help_heading = "Outputs")]
     timeline: timeline::TimelineOptions,
 
-    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
-    /// addresses [default: 47]
-    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47), help_heading = "Device")]
-    va_bits: Option<u8>,
-
     #[command(flatten)]
     replace: output::Replace,
 
     #[command(flatten, next_help_heading = "Device")]
-    card: CardOptions,
+    consent: Consent,
 }
 
 /// The files that a load writes.
@@ -260,7 +250,7 @@ impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        device::check(&self.device, &options)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
@@ -360,9 +350,7 @@ impl Load {
                 },
                 ..DriveOptions::default()
             },
-            va_bits: self.va_bits,
-            fragmentation: self.fragmentation,
-            ..self.card.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -454,13 +442,6 @@ fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
 }
 
-fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
-        _ => Err("not a number from 0 to 1".to_owned()),
-    }
-}
-
 /// The names of these kinds of files.
 fn titles(of: impl Fn(Container) -> bool) -> Vec<&'static str> {
     Container::ALL.iter().filter(|kind| of(**kind)).map(|kind| kind.title()).collect()
@@ -492,9 +473,8 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, &load.record), (None, &None));
-        assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
+        assert_eq!((load.chunk.bytes(), &load.record), (16 << 20, &None));
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
         let format = load.format;
         assert!(!(format.verbose || format.json || format.quiet));
     }
@@ -503,18 +483,15 @@ mod tests {
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --record trace --card-ddr 1GB --card-hbm 4096 --workers --json -q \
-             --list",
+             --record trace --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
-        assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!(load.fragmentation, Some(1.0));
+        assert_eq!(load.chunk.bytes(), 2 << 20);
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.verify && load.card.workers && load.list);
+        assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
@@ -530,9 +507,6 @@ mod tests {
             "a --sample 1MB",
             "a --direct --buffered",
             "a --chunk 0",
-            "a --fragmentation 1.1",
-            "a --fragmentation -0.5",
-            "a --fragmentation NaN",
             "a --mm-channel both",
             "a --placement -half",
             "a -d gpu0",
@@ -540,8 +514,8 @@ mod tests {
             "--sample 0",
             "--sample 4095",
             "a --record -",
-            "a --card-ddr 257GiB",
-            "a --card-hbm 274877906945",
+            "a -d soft,ddr=257GiB",
+            "a -d soft,hbm=274877906945",
             "a --repeat 0",
         ] {
             assert!(load(line).is_err(), "{line}");

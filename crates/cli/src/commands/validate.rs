@@ -14,8 +14,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::file::FileDeviceOptions;
-use dmalane::slash::SlashOptions;
+use dmalane::devices::Ability;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
@@ -24,7 +23,7 @@ use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::device::{self, CardOptions};
+use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
 use crate::number::within;
 use crate::output;
@@ -41,7 +40,7 @@ Examples:
   dmalane validate --sweep 4KiB,16MiB,MUL4 --report sizes.html
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
-  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
+  dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
@@ -103,14 +102,6 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     channel_region_stride: Option<Size>,
 
-    /// Entries per ring of the card, a power of two from 2 to 65536
-    #[arg(long, value_name = "N", value_parser = ring_size)]
-    ring_size: Option<usize>,
-
-    /// Entry of a QDMA's table of ring sizes, 0 to 15; only for devices that have one
-    #[arg(long, value_name = "INDEX", conflicts_with = "ring_size", value_parser = within::<u8>(0..=15))]
-    ring_size_index: Option<u8>,
-
     /// Accepted and without effect: no device is ever reset
     #[arg(short = 'R', long)]
     no_reset: bool,
@@ -166,17 +157,8 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
     sweep: Option<Sweep>,
 
-    /// Try io_uring on a file device. A character device is probed first: 16KiB at this offset, 16KiB or more, are
-    /// written, read back and restored; regular files and disks need no probe
-    #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
-    probe_at: Option<Size>,
-
-    /// Use direct I/O, for files
-    #[arg(long)]
-    direct: bool,
-
     #[command(flatten)]
-    card: CardOptions,
+    consent: Consent,
 
     /// Measure N times, and report the median of each figure with its spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
@@ -335,53 +317,24 @@ impl Validate {
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let file = [
-            ("--probe-at", self.probe_at.is_some()),
-            ("--direct", self.direct),
-            ("--overwrite", self.card.memory.overwrite),
-        ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
-        let takes = |option| self.device.kind().options.contains(&option);
-        if let Some(option) = given(&card).filter(|_| !takes("ring") && !takes("slash")) {
+        if let Some(option) = given(&card).filter(|_| !self.device.kind().has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
-        if let Some(option) = given(&file).filter(|_| !takes("file")) {
-            return Err(Failure::usage(format!("{option} is for a file, not for {}", self.device)));
-        }
-        let sizes = [
-            ("--ring-size", self.ring_size.is_some(), "ring", "a card with rings of any size"),
-            ("--ring-size-index", self.ring_size_index.is_some(), "slash", "a device with a table of ring sizes"),
-        ];
-        if let Some((option, .., what)) = sizes.iter().find(|(_, given, needs, _)| *given && !takes(needs)) {
-            let failure = Failure::usage(format!("{option} is for {what}, not for {}", self.device));
-            return Err(match sizes.iter().find(|(.., needs, _)| takes(needs)) {
-                Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
-                None => failure,
-            });
-        }
-        device::check(&self.device, &self.open_options())
+        self.consent.check(&self.device)
     }
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes = |option| self.device.kind().options.contains(&option);
         // As many calls at once as the reference makes.
         let both = if self.settings().directions.contains(&Directions::Both) { 2 } else { 1 };
-        let file = FileDeviceOptions {
-            // `contents` says what becomes of the data.
-            overwrite: true,
-            probe_at: self.probe_at.map(Size::bytes),
-            direct: self.direct,
-            threads: usize::from(self.threads) * both,
-            ..FileDeviceOptions::default()
-        };
         OpenOptions {
             // All memory is measured, and nothing is bound.
             flat: true,
-            ring: self.ring_size,
-            file: takes("file").then_some(file),
-            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into(), ..SlashOptions::default() }),
-            ..self.card.open_options()
+            // `contents` says what becomes of the data.
+            overwrite: true,
+            threads: Some(usize::from(self.threads) * both),
+            ..OpenOptions::default()
         }
     }
 
@@ -442,7 +395,7 @@ impl Validate {
         let report = Files::report(self.report.as_ref().map(|path| self.replace.output(path)));
         report.check()?;
         let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
         let backing = device.backing_files();
         let files = backing.iter().flat_map(|files| [&files.written, &files.read]);
         let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
@@ -456,7 +409,7 @@ impl Validate {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
         // Naming the first address of a character device permits overwriting it.
-        match self.card.memory.overwrite || named {
+        match self.consent.overwrite || named {
             true => Contents::Overwrite,
             false => Contents::Refuse,
         }
@@ -495,7 +448,7 @@ impl Validate {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 // Stripes may need more of one half of the HBM than of the other.
                 let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
-                let grow = (self.device.kind().more)(&memory.to_lowercase(), bytes);
+                let grow = self.device.more(&memory.to_lowercase(), bytes);
                 let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
@@ -540,13 +493,6 @@ fn sweep(text: &str) -> Result<Sweep, String> {
     match sweep.iter().find(|size| !size.is_multiple_of(4096) || *size > 1 << 30) {
         Some(size) => Err(format!("{size} is not a multiple of 4KiB up to 1GiB")),
         None => Ok(sweep),
-    }
-}
-
-fn ring_size(text: &str) -> Result<usize, String> {
-    match text.parse::<usize>() {
-        Ok(entries) if entries.is_power_of_two() && (2..=1 << 16).contains(&entries) => Ok(entries),
-        _ => Err("not a power of two from 2 to 65536".to_owned()),
     }
 }
 

@@ -106,7 +106,7 @@ impl Replay {
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
         let shorter = |format: FormatId| {
             let bits = format.input_bits();
-            let load = format!("`dmalane load --record` chooses such with --va-bits {bits}");
+            let load = format!("`dmalane load --record` chooses such with -d soft,va-bits={bits}");
             format!("{format} translates addresses of {bits} bits; {load}")
         };
         let mut lines = Lines::new(from);
@@ -119,7 +119,7 @@ impl Replay {
         if let Some(spec) = &self.device {
             let operations = on_device::Operations::read(&mut lines, &name)?;
             let options = OpenOptions::default();
-            let device = options.device(spec).map_err(|e| device::cannot_open(&e, &options))?;
+            let device = options.device(spec).map_err(|e| device::cannot_open(&e))?;
             let mut tables = || header.vm(format).map_err(wrong);
             let device = (device, self.batch as usize);
             on_device::run(&operations, &name, device, (format.name(), &mut tables), self.json)?;

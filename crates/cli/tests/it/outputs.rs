@@ -319,7 +319,7 @@ fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
     const NAMES: [&str; 3] = ["record", "trace", "report"];
     let place = Place::new("killed");
     let outputs = NAMES.map(|name| format!("--{name} {name}")).join(" ");
-    let line = format!("load -q model.safetensors --card-ddr 16MiB --card-hbm 4MiB {outputs}");
+    let line = format!("load -q model.safetensors -d soft,ddr=16MiB,hbm=4MiB {outputs}");
     let begun = Instant::now();
     place.dmalane(&line, 0);
     let whole = begun.elapsed();

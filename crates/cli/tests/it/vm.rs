@@ -197,8 +197,7 @@ fn a_reader_that_has_seen_enough() {
 #[test]
 fn a_load_is_recorded() {
     let place = Place::new();
-    let (status, text, stderr) =
-        place.run("load --sample 5MiB --record binds.jsonl --json --card-ddr 1GiB --card-hbm 1GiB");
+    let (status, text, stderr) = place.run("load --sample 5MiB --record binds.jsonl --json -d soft,ddr=1GiB,hbm=1GiB");
     assert_eq!((status, stderr.as_str()), (0, ""));
     let load: Value = serde_json::from_str(&text).unwrap();
     let (status, replay) = place.json("vm replay binds.jsonl");
@@ -396,9 +395,9 @@ fn times_as_the_original_report_prints_them() {
 #[test]
 fn a_recorded_load_in_every_format_that_can_hold_it() {
     let place = Place::new();
-    let load = "load --sample 5MiB -q --card-ddr 1GiB --card-hbm 1GiB --record";
-    assert_eq!(place.run(&format!("{load} binds.jsonl")).0, 0);
-    assert_eq!(place.run(&format!("{load} short.jsonl --va-bits 32")).0, 0);
+    let load =
+        |to, bits| place.run(&format!("load --sample 5MiB -q --record {to} -d soft,ddr=1GiB,hbm=1GiB,va-bits={bits}"));
+    assert_eq!((load("binds.jsonl", 47).0, load("short.jsonl", 32).0), (0, 0));
     for format in dmalane::iopt::FormatId::ALL {
         let name = format.name();
         let coarse = !format.page_sizes().contains(dmalane::addr::PageSize::SIZE_4K);
@@ -407,15 +406,15 @@ fn a_recorded_load_in_every_format_that_can_hold_it() {
             let (status, text, stderr) = place.run(&format!("vm replay {trace} --format {name}"));
             // Tensors are bound at multiples of 4 KiB.
             assert_eq!(status == 0, held && !coarse, "{name}: {text} {stderr}");
-            assert_eq!(stderr.contains("--va-bits 32"), !held, "{name}: {stderr}");
+            assert_eq!(stderr.contains("-d soft,va-bits=32"), !held, "{name}: {stderr}");
         }
     }
-    let (status, _, stderr) = place.run(&format!("{load} x.jsonl --va-bits 31"));
+    let (status, _, stderr) = load("x.jsonl", 31);
     assert!(status == 2 && stderr.contains("from 32 to 47"), "{stderr}");
     // A trace that says which range it needs.
     let place = Place::with(&[r#"{"trace":"dmalane-vm","version":1,"range":{"va":0,"len":"0x10000000000"}}"#]);
     let (status, _, stderr) = place.run("vm replay trace.jsonl --format riscv-sv39");
-    assert!(status == 1 && stderr.contains("--va-bits 39"), "{stderr}");
+    assert!(status == 1 && stderr.contains("-d soft,va-bits=39"), "{stderr}");
 }
 
 #[test]

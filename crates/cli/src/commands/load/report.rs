@@ -480,7 +480,7 @@ fn details(o: &Outcome) -> String {
             count(i.faults as usize, "fault"),
         ),
         None => {
-            let place = o.device.kind().served_by.map_or("not in this process".to_owned(), |who| format!("in {who}"));
+            let place = o.device.kind().served_by().map_or("not in this process".to_owned(), |who| format!("in {who}"));
             format!("{place}: {}", plain(&o.device.to_string()))
         }
     };
