@@ -299,6 +299,36 @@ fn refused_operations_are_in_no_way_of_a_replay_on_a_device() {
     assert_eq!((status, others), (0, [&2.into(), &1.into(), &1.into()]));
 }
 
+/// A line that is refused for what earlier lines say is refused on page tables and on a device alike.
+#[test]
+fn tables_and_devices_refuse_the_same_lines() {
+    let destroy = r#"{"op":"destroy","id":1}"#;
+    let unfinished = BO.replace("]}", r#"],"more":true}"#);
+    for (lines, line, says) in [
+        (&[HEADER, BO, BIND, BO][..], 4, "there is a buffer object 1 already"),
+        (&[HEADER, BO, BIND, &destroy.replace('1', "2")], 4, "there is no buffer object 2"),
+        (&[HEADER, BO, BIND, destroy, destroy], 5, "there is no buffer object 1"),
+        (&[HEADER, BO, BIND, destroy, BIND], 5, "there is no buffer object 1"),
+        (&[HEADER, &unfinished, BIND], 3, "there is no buffer object 1"),
+        (&[HEADER, BO, BIND, r#"{"op":"unbind_bo","bo":2}"#], 4, "there is no buffer object 2"),
+        (&[HEADER, BO, BIND, r#"{"op":"merge","va":0,"len":0}"#], 4, "a bind of no bytes at device VA 0x0"),
+        (&[HEADER, BO, BIND, &BIND.replace("0xc000", "0x0")], 4, "a bind of no bytes at device VA 0x8000"),
+        (
+            &[HEADER, BO, BIND, r#"{"op":"batch","ops":[{"op":"destroy","id":1}]}"#],
+            4,
+            "destroy cannot stand in a batch",
+        ),
+    ] {
+        let place = Place::with(lines);
+        let (status, text, stderr) = place.run("vm replay trace.jsonl");
+        let refused: Vec<_> = text.lines().filter(|text| text.starts_with("line ") && !text.ends_with(" ok")).collect();
+        assert!(status == 1 && stderr.contains(&format!("the first in line {line}")), "{line}: {stderr}");
+        assert!(refused.len() == 1 && refused[0].contains(says), "{says}: {text}");
+        let (status, _, stderr) = place.run("vm replay trace.jsonl -d soft");
+        assert!(status == 1 && stderr.contains(&format!("line {line}: {says}")), "{says}: {stderr}");
+    }
+}
+
 #[test]
 fn a_replay_in_the_address_space_of_a_device() {
     let place = pages(100);

@@ -68,10 +68,6 @@ impl Buffers {
         self.whole.get(&id).ok_or(TraceRefusal::NoBo { bo: id })
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.whole.len()
-    }
-
     /// Makes a buffer object, or adds to one. A line that is refused changes nothing; but when there is no memory for
     /// the index, what earlier lines said of the buffer is gone too.
     pub(crate) fn add(&mut self, id: u64, segments: &[Segment<CardAddr>], more: bool) -> Result<(), TraceRefusal> {
@@ -142,7 +138,7 @@ mod tests {
             all.add(id, &one, id % 2 == 0).unwrap();
             all.destroy(id).unwrap();
         }
-        assert!(all.destroyed.len() <= MAX_BOS && all.len() == 0);
+        assert!(all.destroyed.len() <= MAX_BOS && all.whole.is_empty());
         for id in 0..MAX_BOS as u64 {
             all.add(id, &one, false).unwrap();
         }
