@@ -238,7 +238,7 @@ fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, hal
     let gib = bench.size as f64 / (1u64 << 30) as f64;
     report.at_most_in(&format!("{size} cold: CPU"), 0.2, bench.cpu / gib, "core-seconds per GiB, at most");
     let spare = bench.extra as f64 / MIB as f64;
-    let goal = (bench.read.depth * bench.read.block) as f64 / MIB as f64 + 16.0;
+    let goal = (bench.read.depth as u64 * bench.read.fill.block) as f64 / MIB as f64 + 16.0;
     report.at_most_in(&format!("{size} cold: peak memory beyond the buffer"), goal, spare, "MiB, at most");
 }
 
@@ -332,9 +332,9 @@ impl Bench {
         }
         file.as_file().sync_all()?;
         let mut read = ReadOptions { threads: options.threads, ..ReadOptions::default() };
-        read.chunk = options.chunk.unwrap_or(read.chunk);
+        read.fill.chunk = options.chunk.unwrap_or(read.fill.chunk);
         read.depth = options.iodepth.unwrap_or(read.depth);
-        read.block = options.block_size.unwrap_or(read.block);
+        read.fill.block = options.block_size.map_or(read.fill.block, |len| len as u64);
         let kept = size as usize + (4 << 20);
         let pool = Pool::new(AnonHeap::new(), kept);
         let pool_shared = Pool::new(MemfdHeap::starting_at(PageKind::Base), kept);
@@ -424,7 +424,7 @@ impl Bench {
         Ok(medians)
     }
 
-    /// Drops the file from the page cache, and makes sure that so much of it is there.
+    /// Puts the share `cached` of the file into the page cache, and no more.
     fn prepare(&self, cached: Cached) -> Result<()> {
         let mut file = File::open(&self.path)?;
         if cached != Cached::All {
@@ -513,7 +513,7 @@ impl Bench {
             UDMABUF | UDMABUF_DIRECT => {
                 let mode = if row == UDMABUF { Mode::Buffered } else { Mode::Direct };
                 let buf = self.mmap_read(mode)?;
-                // There is no udmabuf, or one of so many bytes is more than it takes: 64 MiB unless told otherwise.
+                // There is no udmabuf, or the buffer exceeds its limit: 64 MiB unless told otherwise.
                 if let Err(e) = export_dma_buf(&buf.reference()) {
                     self.missing.insert(row, e.to_string());
                     return Ok(None);
@@ -572,7 +572,8 @@ impl Bench {
             AUTO => ours(self, Mode::Auto, Scheme::Overlap)?,
             HASHED => {
                 let file = File::open(&self.path)?;
-                let options = ReadOptions { checksum: true, ..self.read.clone() };
+                let mut options = self.read.clone();
+                options.fill.checksum = true;
                 let read = AnonHeap::new().alloc_and_read(&file, .., &options)?;
                 if read.buffer.checksum() != Some(self.hash) {
                     return Err(format!("{row}: not the hash of the file").into());
@@ -714,7 +715,7 @@ impl Bench {
     }
 
     fn fio_into(&self, memory: &str) -> std::result::Result<f64, String> {
-        let (depth, block) = (self.read.depth, self.read.block);
+        let (depth, block) = (self.read.depth, self.read.fill.block as usize);
         let out = std::process::Command::new("fio")
             .env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
             .args([
@@ -790,13 +791,14 @@ impl Bench {
     fn reference(&mut self, shared: bool) -> Result<f64> {
         let part = self.ready(shared)?; // not counted
         let start = Instant::now();
-        let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
+        let (depth, block) = (self.read.depth, self.read.fill.block as usize);
+        let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth, block };
         let mut channel = FileQueue::open(&self.path, options)?;
         let (mut rest, mut at, mut done) = (part, 0, Vec::new());
         let mut back: BTreeMap<usize, BufferSlice> = BTreeMap::new();
         while at < self.size || channel.in_flight() > 0 {
             while at < self.size && channel.in_flight() < channel.limits().capacity {
-                let len = (self.size - at).min(self.read.block as u64);
+                let len = (self.size - at).min(self.read.fill.block);
                 let part = rest.split_off_front(len as usize).ok_or("a short buffer")?;
                 let transfer = Operation::read(part, FileOffset::new(at));
                 let _ticket = channel.submit(transfer)?;

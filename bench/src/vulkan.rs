@@ -198,7 +198,8 @@ fn loads(device: &VulkanDevice, options: &Options, report: &mut Report) -> Resul
         .into_iter()
         .map(|(count, len)| Loader::new(device, options.size, count, len))
         .collect::<Result<Vec<_>, _>>()?;
-    let drive = DriveOptions { checksum: false, ..DriveOptions::default() };
+    let mut drive = DriveOptions::default();
+    drive.fill.checksum = false;
     let how = OpenOptions { drive, flat: true, ..OpenOptions::default() };
     let mut ours = how.open(&format!("vulkan:{}", options.gpu).parse()?)?;
     for (case, mode) in [("load, not cached", Mode::Direct), ("load, cached", Mode::Buffered)] {
@@ -421,7 +422,7 @@ fn binds(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resul
                 }
             }
             let begun = Instant::now();
-            device.address_space().unbind(range)?;
+            device.address_space().release(range)?;
             if round > 0 {
                 samples[4].push(took);
                 samples[5].push(begun.elapsed().as_secs_f64());

@@ -1,16 +1,86 @@
-"""The program `dmalane`: `python -m dmalane`, or `dmalane` where pip puts scripts."""
+"""`python -m dmalane`, and the script `dmalane` of the package: what needs no more than the package."""
 
-import signal
+from __future__ import annotations
+
+import argparse
+import json
+import os
 import sys
+from collections.abc import Sequence
 
-from ._native import command_line
+from . import Error, __version__, manifest, verify
+from ._native import Files
+from .compare.__main__ import main as compare
+from .compare.measure import plain
+from .compare.report import table
+
+PROGRAM = "the full command line is a program in Rust: in a clone of dmalane, `cargo install --path crates/cli`"
 
 
-def main() -> int:
-    """Runs the program with the words of this process."""
-    # The program runs without the interpreter, whose handler would only note the signal.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return command_line(["dmalane", *sys.argv[1:]])
+def inspect(files: list[str]) -> int:
+    """Lists the tensors of files."""
+    model = Files(files)
+    described = [(name, model.describe(name)) for name in model.keys()]
+    rows = [(plain(name), dtype, str(shape), str(nbytes)) for name, (dtype, shape, nbytes, *_) in described]
+    kinds = [f"{path}: {kind}" for path, kind in zip(model.paths(), model.containers(), strict=True)]
+    print("\n".join([*kinds, *table([("tensor", "dtype", "shape", "bytes"), *rows], "<<<>")]))
+    return 0
+
+
+def differences(files: list[str], path: str) -> int:
+    """Prints where files differ from their manifest."""
+    found = verify(files, path)
+    for one in found:
+        parts = [one["file"], one["problem"], one["part"], one["tensor"] and repr(one["tensor"])]
+        print(plain(" ".join(part for part in parts if part)))
+    print(f"{len(found)} differences" if found else "Verified")
+    return int(bool(found))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dmalane", description="Files of models.", epilog=PROGRAM, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"dmalane {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, about in (
+        ("inspect", "list the tensors of files"),
+        ("manifest", "hash every tensor of files; prints the manifest"),
+        ("verify", "compare files with their manifest"),
+    ):
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        command.add_argument("files", nargs="+", metavar="FILE", help="file, or directory or index of a model")
+        if name == "manifest":
+            command.add_argument("--sha256", action="store_true", help="take SHA-256 as well")
+        if name == "verify":
+            command.add_argument("--manifest", required=True, metavar="FILE")
+    commands.add_parser("compare", help="compare ways to load files", add_help=False)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == ["compare"]:
+        return compare(words[1:])
+    if words and not words[0].startswith("-") and words[0] not in ("inspect", "manifest", "verify"):
+        print(f"dmalane: the Python package has no command {words[0]!r}; {PROGRAM}", file=sys.stderr)
+        return 2
+    options = parser().parse_args(words)
+    try:
+        if options.command == "inspect":
+            return inspect(options.files)
+        if options.command == "verify":
+            return differences(options.files, options.manifest)
+        print(json.dumps(manifest(options.files, sha256=options.sha256), indent=1))
+        return 0
+    except BrokenPipeError:
+        # The reader has left, and what is buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Error, OSError) as error:
+        print(f"dmalane: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

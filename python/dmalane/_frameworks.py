@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ._native import Tensor
+
+# A framework, by the names that safetensors has for it too.
+Framework = Literal["numpy", "np", "pt", "torch", "pytorch", "bytes"]
+TORCH = ("pt", "torch", "pytorch")
 
 # Types that NumPy has itself, and those that it has from ml_dtypes.
 _NUMPY = {
@@ -84,13 +88,13 @@ def _torch() -> Callable[[Tensor], Any]:
     return convert
 
 
-def converter(framework: str) -> Callable[[Tensor], Any]:
+def converter(framework: Framework) -> Callable[[Tensor], Any]:
     """The function that makes a framework's array of a tensor."""
-    if framework in ("bytes", "raw"):
+    if framework == "bytes":
         return lambda tensor: tensor
     if framework in ("numpy", "np"):
         return _numpy()
-    if framework in ("pt", "torch", "pytorch"):
+    if framework in TORCH:
         return _torch()
     raise ValueError(f'framework {framework!r} is none of "numpy", "pt", "bytes"')
 

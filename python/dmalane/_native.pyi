@@ -67,6 +67,7 @@ class Files:
         direct: bool | None = None,
         manifest: str | bytes | None = None,
     ) -> Files: ...
+    def within(self, memory_limit: int) -> Files: ...
     def keys(self) -> list[str]: ...
     def metadata(self) -> dict[str, str] | None: ...
     def paths(self) -> list[str]: ...
@@ -168,4 +169,14 @@ def save_file(
     metadata: dict[str, str] | None,
     overwrite: bool,
 ) -> tuple[int, bool]: ...
-def command_line(words: Sequence[str]) -> int: ...
+def manifest(paths: Sequence[str | os.PathLike[str]], sha256: bool) -> str:
+    """The JSON of a manifest."""
+
+def verify(paths: Sequence[str | os.PathLike[str]], manifest: str | bytes) -> str:
+    """The differences as JSON."""
+
+def cached_share(path: str | os.PathLike[str]) -> float | None:
+    """The share of a file that is in the page cache; None where the kernel does not say."""
+
+def room() -> int | None:
+    """Bytes of memory that can be allocated now; None where the kernel does not say."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Self
+
 
 class Error(Exception):
     """Base of all. Attributes that do not apply are None."""
@@ -25,13 +28,14 @@ class Error(Exception):
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self):  # type: ignore[no-untyped-def]
-        return _remade, (type(self), self.args, dict(self.__dict__))
+        return _remade, (type(self), self.args, {**self.__dict__, "errno": self.errno})
 
 
 def _remade(kind, args, fields):  # type: ignore[no-untyped-def]
     """An exception that comes from another process."""
     error = kind(*args)
-    error.__dict__.update(fields)
+    for name, value in fields.items():
+        setattr(error, name, value)
     return error
 
 
@@ -39,8 +43,38 @@ class FormatError(Error, ValueError):
     """A file is not what it should be: `path`, and where known `tensor` and the file offset `offset`."""
 
 
-class FileError(Error):
-    """The kernel refused something: `path`, `errno`, and for a read `offset`."""
+class FileError(Error, OSError):
+    """The kernel refused something: `path`, `errno`, and for a read `offset`. Where Python has an exception for the
+    `errno`, it is that, too."""
+
+    def __new__(cls, message: str = "", **fields: object) -> Self:
+        kind = _BY_ERRNO.get(fields.get("errno"), cls) if cls is FileError else cls
+        return OSError.__new__(kind, message)  # type: ignore[return-value]
+
+    @property
+    def filename(self) -> str | None:
+        """The path, by the name that it has in `OSError`."""
+        return self.path
+
+
+class FileMissingError(FileError, FileNotFoundError):
+    """There is no such file."""
+
+
+class FileForbiddenError(FileError, PermissionError):
+    """The file may not be used so."""
+
+
+class FileThereError(FileError, FileExistsError):
+    """The file exists, and is not to be replaced."""
+
+
+_BY_ERRNO: dict[object, type[FileError]] = {
+    errno.ENOENT: FileMissingError,
+    errno.EACCES: FileForbiddenError,
+    errno.EPERM: FileForbiddenError,
+    errno.EEXIST: FileThereError,
+}
 
 
 class ChangedError(FileError):
@@ -83,6 +117,9 @@ __all__ = [
     "DeviceError",
     "Error",
     "FileError",
+    "FileForbiddenError",
+    "FileMissingError",
+    "FileThereError",
     "FormatError",
     "IntegrityError",
     "MemoryLimitError",

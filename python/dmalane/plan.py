@@ -18,8 +18,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import Manifest, _last, _manifest, _paths
+from ._arguments import Manifest, Paths, manifest_of, paths_of
 from ._frameworks import torch_type
+from ._last import remember
 from ._native import Buffer, Files
 
 _PAGE = 4096
@@ -293,7 +294,7 @@ def _batches(shares: list[_Share], rank: int, world: int) -> Iterator[_Batch]:
 
 
 def tensors(
-    paths: Any,
+    path: Paths,
     plan: Plan,
     group: Any = None,
     *,
@@ -322,7 +323,7 @@ def tensors(
     shares: list[_Share] = []
     failure: Exception | None = None
     try:
-        files = Files(_paths(paths), None, direct, _manifest(verify))
+        files = Files(paths_of(path), None, direct, manifest_of(verify))
         types, shares = _shares(files, plan, world, None if names is None else set(names))
     except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
         failure = error
@@ -357,7 +358,7 @@ def tensors(
             ahead = following and pool.submit(following.read, files)
             yield from _exchange(batch, memory, types, group, world, device)
             batch, memory = following, None
-    _last.report = files.report
+    remember(files.report)
 
 
 def _shares(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import Manifest
-from . import load_file as _load_file
-from . import safe_open as _safe_open
-from . import save_file as _save_file
+from . import _load, _save
+from ._arguments import Manifest
+from ._lend import safe_open
 
 
 def load_file(
@@ -34,8 +33,8 @@ def load_file(
 
         return dict(tensors(filename, plan, group, device=target, verify=verify))
     if target.type == "cpu":
-        return _load_file(filename, framework="pt", verify=verify)
-    with _safe_open(filename, framework="pt", device=str(target), verify=verify) as f:
+        return _load.load_file(filename, framework="pt", verify=verify)
+    with safe_open(filename, framework="pt", device=str(target), verify=verify) as f:
         return dict(f.tensors())
 
 
@@ -54,7 +53,7 @@ def save_file(
         if key in seen:
             raise RuntimeError(f"tensors {seen[key]!r} and {name!r} share memory, which a file cannot say")
         seen[key] = name
-    _save_file(tensors, filename, metadata, overwrite=True)
+    _save.save_file(tensors, filename, metadata, overwrite=True)
 
 
 __all__ = ["load_file", "save_file"]

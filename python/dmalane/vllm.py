@@ -28,7 +28,7 @@ def _loader() -> type:
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
     from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
-    from . import safe_open
+    from ._lend import safe_open
 
     class DmalaneModelLoader(default_loader.DefaultModelLoader):
         """Finds files and filters tensors as vLLM's own loader does, and reads them into memory that is no mapping of

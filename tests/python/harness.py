@@ -63,6 +63,19 @@ class Summary:
         """The XXH3-64 of each file in hexadecimal, in the order given."""
         return [file["xxh3"] for file in self.json["files"]]
 
+    @property
+    def headers(self):
+        """Name -> (dtype, shape, bytes) of the tensors of each file."""
+        return [
+            {t["name"]: (t["dtype"], tuple(t["shape"]), t["bytes"]) for t in file["tensors"]}
+            for file in self.json["files"]
+        ]
+
+    @property
+    def addresses(self):
+        """Name -> device address of the tensors of each file, None for one without bytes."""
+        return [{t["name"]: t["device_va"] for t in file["tensors"]} for file in self.json["files"]]
+
 
 def build(header, data, pad=0):
     """A safetensors file: length, header (a dict, or bytes as they are) and `pad` spaces, data."""
@@ -87,14 +100,3 @@ def tensors_of(path):
     with open(path, "rb") as file:
         read = safetensors.deserialize(file.read())
     return {name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in read}
-
-
-def assert_same_tensors(got, expected):
-    """Compares two results of `tensors_of`, with messages a person can read."""
-    assert sorted(got) == sorted(expected), "the names of the tensors differ"
-    for name, (dtype, shape, data) in expected.items():
-        got_dtype, got_shape, got_data = got[name]
-        assert (got_dtype, got_shape) == (dtype, shape), f"tensor {name!r}"
-        if got_data != data:
-            at = next((i for i, (a, b) in enumerate(zip(got_data, data)) if a != b), min(len(got_data), len(data)))
-            raise AssertionError(f"tensor {name!r} ({len(got_data)} and {len(data)} bytes) differs at byte {at}")

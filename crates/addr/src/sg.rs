@@ -7,27 +7,11 @@ mod buckets;
 mod index;
 mod plain;
 mod rank;
+mod segment;
 mod table;
 #[cfg(test)]
 mod tests;
 
-pub use index::{SgError, SgIndex, SgKind, SgPages, SgRuns};
+pub use index::{SgIndex, SgKind, SgPages, SgRuns};
+pub use segment::{Segment, SegmentAt, SgError};
 pub use table::SgTable;
-
-/// One physically contiguous run of bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Segment<A> {
-    /// Address of the first byte.
-    pub addr: A,
-    /// Bytes, at least one.
-    pub len: u64,
-}
-
-/// Result of [`SgTable::segment_at`] and [`SgIndex::segment_at`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SegmentAt<A> {
-    /// Address of the byte at the offset.
-    pub addr: A,
-    /// Bytes from there to the end of the segment, at least one.
-    pub left: u64,
-}

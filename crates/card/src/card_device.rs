@@ -3,14 +3,15 @@
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_device::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, PageTableSpace, ReadCounters, Region};
+use dmalane_addr::{DeviceVa, PageSize, Span};
+use dmalane_device::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, PageTableSpace, Region};
 use dmalane_dma::{Mmio, Registrar};
 use dmalane_iopt::{Format, X86_64_4Level};
-use dmalane_queue::{DeviceQueue, Route};
+use dmalane_queue::DeviceQueue;
 use dmalane_vm::Vm;
 
-use crate::{Card, CardLayout, Error};
+use crate::layout::regions;
+use crate::{Card, Error};
 
 /// Our card behind a bus `B`: the software card, a PCI function, a card that another process serves.
 pub struct CardDevice<B: Mmio> {
@@ -19,7 +20,7 @@ pub struct CardDevice<B: Mmio> {
     regions: Vec<Region>,
     queues: Vec<Box<DeviceQueue>>,
     space: Box<dyn AddressSpace>,
-    counters: ReadCounters,
+    counters: Arc<dyn Fn() -> Counters + Send + Sync>,
 }
 
 /// How a card is driven.
@@ -111,8 +112,8 @@ impl<B: Mmio + 'static> Device for CardDevice<B> {
         &mut *self.space
     }
 
-    fn counters(&self) -> ReadCounters {
-        self.counters.clone()
+    fn counters(&self) -> Counters {
+        (self.counters)()
     }
 }
 
@@ -120,15 +121,6 @@ impl<B: Mmio> std::fmt::Debug for CardDevice<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CardDevice").field("info", &self.info).field("regions", &self.regions).finish_non_exhaustive()
     }
-}
-
-/// DDR, which every channel reaches equally well, and the halves of HBM, each by a channel of its own.
-pub(crate) fn regions(layout: CardLayout) -> Vec<Region> {
-    let CardLayout { ddr, hbm, hbm_half } = layout;
-    let low = Span::inclusive(hbm.first(), CardAddr::new(hbm_half.bits() - 1)).expect("the driver has checked it");
-    let high = Span::inclusive(hbm_half, hbm.last()).expect("the driver has checked it");
-    let half = |name, span, channel| Region::new(name, span).in_group("hbm").by(Route::Channel(channel));
-    vec![Region::new("ddr", ddr), half("hbm0", low, 0), half("hbm1", high, 1)]
 }
 
 /// Page tables at the end of the longest region, which is as much shorter afterwards.

@@ -11,13 +11,17 @@ mod descriptor;
 mod driver;
 mod error;
 mod in_flight;
+mod layout;
 mod queue;
+mod registers;
 pub mod regs;
+mod rings;
 mod tables;
 
 pub use card_device::{CardDevice, CardUse};
 pub use descriptor::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
-pub use driver::{Card, CardLayout};
+pub use driver::Card;
 pub use error::{ChannelError, Error};
+pub use layout::CardLayout;
 pub use queue::CardQueue;
 pub use tables::CardTables;

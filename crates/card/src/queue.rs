@@ -13,8 +13,9 @@ use dmalane_queue::{
     Queue, QueueAddr, QueueState, Refusal, Refused, StopReason, Ticket, Work,
 };
 
-use crate::driver::{Device, Rings, Shelf};
 use crate::in_flight::InFlight;
+use crate::registers::Registers;
+use crate::rings::{Rings, Shelf};
 use crate::{ChannelError, CompletionEntry as Entry, Descriptor, Error, Halt, Status, Task, regs};
 
 /// Time that a dropped channel waits for its operations before it stops the card under them.
@@ -104,7 +105,7 @@ impl<B: Mmio> CardQueue<B> {
     fn start_channel(&mut self) -> Result<(), Error> {
         (self.head, self.tail, self.submitted) = (0, 0, 0);
         (self.collected, self.failed, self.quiet) = (0, None, 0);
-        let device = self.device();
+        let device = self.registers();
         // Entries of an earlier user of the rings would be taken for completions.
         self.completions().fill(0);
         let [descriptors, completions] = self.rings().iovas();
@@ -132,8 +133,8 @@ impl<B: Mmio> CardQueue<B> {
         self.capacity() - (self.tail - self.head) as usize
     }
 
-    fn device(&self) -> Device<'_, B> {
-        Device(&*self.bus)
+    fn registers(&self) -> Registers<'_, B> {
+        Registers(&*self.bus)
     }
 
     fn register(&self, register: u64) -> u64 {
@@ -353,7 +354,7 @@ impl<B: Mmio> CardQueue<B> {
         }
     }
 
-    /// Counts the end of an operation, which has failed after so many bytes or ended well.
+    /// Counts the end of an operation, which has ended well, or failed after a number of bytes.
     fn end(&mut self, mut completion: Completion, failed: Option<(OpError, u64)>) -> Completion {
         if let Some((error, bytes)) = failed {
             (completion.result, completion.bytes) = (Err(error), bytes);
@@ -369,7 +370,7 @@ impl<B: Mmio> CardQueue<B> {
             self.stop(reason);
         }
         // A failed read yields an unknown status.
-        let status = self.device().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
+        let status = self.registers().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
         match self.state.stopped() {
             None if status == regs::STATUS_RUNNING => {}
             None => {
@@ -391,13 +392,13 @@ impl<B: Mmio> CardQueue<B> {
             }
             Some(_) => {
                 // Repeated, because the card may have missed the first.
-                let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
+                let _ = self.registers().write(self.register(regs::CH_CONTROL), 0);
             }
         }
     }
 
     fn why_halted(&self, status: u32) -> StopReason {
-        let device = self.device();
+        let device = self.registers();
         let code = match device.read(self.register(regs::CH_ERROR)) {
             Ok(code) => code,
             Err(e) => return StopReason::Lost(e.into()),
@@ -419,7 +420,7 @@ impl<B: Mmio> CardQueue<B> {
             let register = self.register(regs::CH_CANCEL);
             // The valid bit last: until then the card sees no request, or the one before, which is done. A card that
             // does not take it just continues.
-            let device = self.device();
+            let device = self.registers();
             let _ = device.write(register + 4, 0);
             let _ = device.write(register, descriptor);
             let _ = device.write(register + 4, 1);
@@ -428,8 +429,8 @@ impl<B: Mmio> CardQueue<B> {
 
     /// Waits until the card has confirmed that it stopped; false when it does not.
     fn wait_for_stop(&mut self) -> bool {
-        let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
-        let (device, status) = (self.device(), self.register(regs::CH_STATUS));
+        let _ = self.registers().write(self.register(regs::CH_CONTROL), 0);
+        let (device, status) = (self.registers(), self.register(regs::CH_STATUS));
         device.until("stop a channel", || Ok(device.read(status)? == 0)).is_ok()
     }
 }
@@ -547,7 +548,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
         if self.submitted != self.tail && self.state.is_running() {
             // Before the write: one that fails may have arrived, and what the card may know of is not taken back.
             self.submitted = self.tail;
-            match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
+            match self.registers().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
                 Ok(()) => self.state.flushed(),
                 Err(e) => self.stop(StopReason::Lost(e.into())),
             }
@@ -580,7 +581,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.check_status(done);
                 // First the register, then a last check of the ring, then sleep: a completion that the check misses
                 // comes with an interrupt.
-                let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1);
+                let armed = self.registers().write(self.register(regs::CH_INTERRUPT), 1);
                 self.advance(done);
                 if done.len() == before && armed.is_ok() {
                     self.bus.wait(left.min(NAP));
@@ -630,7 +631,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
     fn stop(&mut self, reason: StopReason) {
         if self.state.stop(reason) {
             // A card that does not take this will not confirm it either.
-            let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
+            let _ = self.registers().write(self.register(regs::CH_CONTROL), 0);
         }
     }
 
@@ -658,7 +659,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
             // It fails when the event is empty already.
             let _ = rustix::io::read(event, &mut [0u8; 8]);
         }
-        let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
+        let armed = self.registers().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
         // As in `wait`: first the register, then a last check.
         let worked = self.bus.progress();
         let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel

@@ -2,11 +2,9 @@
 #![forbid(unsafe_code)]
 
 mod commands;
-pub mod config;
 mod device;
 mod entry;
 pub mod failure;
-mod job;
 pub mod layout;
 mod model;
 pub mod number;

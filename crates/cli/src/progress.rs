@@ -2,84 +2,65 @@
 
 use std::fmt::Write;
 use std::io::IsTerminal;
-use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
 
-use crate::job::{self, ProcessJob};
-
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
-const STEPS: &str = "[{bar:30}] {pos}/{len} {wide_msg}";
+const STEPS: &str = "{prefix} [{bar:30}] {pos}/{len} {wide_msg}";
 /// Estimates of the remaining time are guesses before this.
 const SETTLED: Duration = Duration::from_millis(500);
 
 /// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
 /// next starts on a clean line.
-pub struct Progress {
-    bar: ProgressBar,
-    job: Arc<ProcessJob>,
-}
+pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// A bar for `what`, shown if `wanted` and somebody is watching stderr. `dmalane top` shows the progress anyway.
+    /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
     pub fn new(what: &'static str, wanted: bool) -> Self {
-        let job = job::this();
-        job.phase(what, true);
-        let bar = bar(TEMPLATE, wanted, |style| style.with_key("left", left).with_key("rate", rate)).with_prefix(what);
-        Self { bar, job }
+        Self(bar(TEMPLATE, wanted, |style| style.with_key("left", left).with_key("rate", rate)).with_prefix(what))
     }
 
     /// Sets the total number of bytes.
     pub fn set_length(&self, bytes: u64) {
-        self.job.total(bytes);
-        self.bar.set_length(bytes);
+        self.0.set_length(bytes);
     }
 
     /// Adds to the bytes that are done.
     pub fn advance(&self, bytes: u64) {
-        self.job.advance(bytes);
-        self.bar.inc(bytes);
+        self.0.inc(bytes);
     }
 
     /// Removes the bar.
     pub fn finish(&self) {
-        self.bar.finish_and_clear();
+        self.0.finish_and_clear();
     }
 }
 
 /// Steps done of steps known, with what the step is about. It disappears as [`Progress`] does.
-pub struct Steps {
-    bar: ProgressBar,
-    job: Arc<ProcessJob>,
-}
+pub struct Steps(ProgressBar);
 
 impl Steps {
     /// A bar for `what`, shown as [`Progress`] is.
     pub fn new(what: &'static str, wanted: bool) -> Self {
-        let job = job::this();
-        job.phase(what, false);
-        Self { bar: bar(STEPS, wanted, |style| style), job }
+        Self(bar(STEPS, wanted, |style| style).with_prefix(what))
     }
 
     /// Adds to the total number of steps.
     pub fn more(&self, steps: usize) {
-        self.bar.inc_length(steps as u64);
-        self.job.more(steps as u64);
+        self.0.inc_length(steps as u64);
     }
 
     /// Completes the current step, if any, and begins this one.
     pub fn step(&self, what: String) {
-        self.job.message(&what);
-        self.job.advance(1);
-        self.bar.set_message(what);
-        self.bar.inc(1);
+        self.0.set_message(what);
+        self.0.inc(1);
     }
 
     /// Removes the bar.
     pub fn finish(&self) {
-        self.bar.finish_and_clear();
+        self.0.finish_and_clear();
     }
 }
 

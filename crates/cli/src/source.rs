@@ -2,14 +2,13 @@
 
 use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, symlink};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, makedev};
 use rustix::pipe::{SpliceFlags, pipe, tee};
-use tempfile::TempDir;
 
 use crate::failure::Failure;
 use crate::size::{binary, duration};
@@ -166,19 +165,6 @@ impl SourceFile {
         }
     }
 
-    /// The name by which this very file can be opened, if it has one. Of standard input it tells the kind, too.
-    fn own_name(&self) -> Option<PathBuf> {
-        let path = match self.stdin {
-            true => std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?,
-            false => self.path.clone(),
-        };
-        if self.path.extension().is_some_and(|kind| path.extension() != Some(kind)) {
-            return None;
-        }
-        let (there, own) = (std::fs::metadata(&path).ok()?, self.file.metadata().ok()?);
-        ((there.dev(), there.ino()) == (own.dev(), own.ino())).then_some(path)
-    }
-
     /// The same bytes in a file with a size: what has none is read to its end, into a temporary file without a name.
     pub fn with_size(self) -> Result<Self, Failure> {
         if self.has_size() {
@@ -196,41 +182,6 @@ impl SourceFile {
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
         let copied = Copied { bytes, time: start.elapsed() };
         Ok(Self { file: copy, path, copied, ..self })
-    }
-}
-
-/// Files by names that other processes can open, as long as this is kept: what has none gets one.
-#[derive(Default)]
-pub struct NamedFiles {
-    pub paths: Vec<PathBuf>,
-    /// Behind the names in the folder.
-    kept: Vec<SourceFile>,
-    folder: Option<TempDir>,
-}
-
-impl NamedFiles {
-    /// Adds a file with a size.
-    pub fn add(&mut self, source: SourceFile) -> Result<(), Failure> {
-        let path = match source.own_name() {
-            Some(path) => path,
-            None => self.name(source)?,
-        };
-        self.paths.push(path);
-        Ok(())
-    }
-
-    /// Gives a file a name whose extension is its own, as that may tell its kind.
-    fn name(&mut self, source: SourceFile) -> Result<PathBuf, Failure> {
-        let failed = |e| trouble("name", &source.path.display().to_string(), &e);
-        let folder = match &mut self.folder {
-            Some(folder) => folder,
-            none => none.insert(TempDir::with_prefix("dmalane-compare-").map_err(failed)?),
-        };
-        let name = source.path.file_name().unwrap_or_default().to_string_lossy();
-        let path = folder.path().join(format!("{}-{name}", self.kept.len()));
-        symlink(format!("/proc/{}/fd/{}", std::process::id(), source.file.as_raw_fd()), &path).map_err(failed)?;
-        self.kept.push(source);
-        Ok(path)
     }
 }
 

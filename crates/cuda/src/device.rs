@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
-use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, NoIommu, Region};
+use dmalane_device::{
+    AddressSpace, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu, Region,
+};
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
@@ -133,9 +135,14 @@ impl CudaDevice {
         &self.gpu
     }
 
+    /// As many addresses as memory, which a device that binds by [`Binds::CuMemMap`] has allocated; both are whole
+    /// pages of its own. For benches.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
     #[cfg(feature = "by-hand")]
-    pub(crate) fn shared(&self) -> &Arc<Context> {
-        &self.context
+    pub fn plain_binds(&self, memory: Span<CardAddr>, page: PageSize) -> Result<crate::PlainBinds, Error> {
+        crate::PlainBinds::new(&self.context, memory, page)
     }
 
     /// Another queue to the same memory, on streams of its own. The device has one because a second moves nothing
@@ -286,8 +293,8 @@ impl Device for CudaDevice {
         &mut *self.space
     }
 
-    fn cuda_number(&self) -> Option<u32> {
-        Some(self.gpu.number)
+    fn dlpack(&self) -> Option<DlpackDevice> {
+        DlpackDevice::cuda(self.gpu.number)
     }
 
     fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {

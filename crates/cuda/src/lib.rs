@@ -39,8 +39,4 @@ pub use error::Error;
 pub use name::{Binds, GpuName, Which};
 #[cfg(feature = "by-hand")]
 pub use sys::PlainBinds;
-
-/// The library of the driver.
-pub const LIBRARY: &str = "libcuda.so.1";
-/// The environment variable that names another one.
-pub const LIBRARY_VARIABLE: &str = "DMALANE_CUDA_LIB";
+pub use sys::{LIBRARY, LIBRARY_VARIABLE};

@@ -17,7 +17,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use libloading::Library;
 
-use crate::{Error, LIBRARY, LIBRARY_VARIABLE};
+use crate::Error;
+
+/// The library of the driver.
+pub const LIBRARY: &str = "libcuda.so.1";
+/// The environment variable that names another one.
+pub const LIBRARY_VARIABLE: &str = "DMALANE_CUDA_LIB";
 
 type Code = c_uint;
 /// A `CUcontext`, `CUstream` or `CUevent`.

@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_dma::{
-    self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf, Undo,
+    self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, PeerError, Pinned, Registrar, SharedBuf, Undo,
+    check_peer, trusted_users,
 };
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -61,18 +61,15 @@ pub enum ClientError {
     },
     /// The socket belongs to another user than was expected.
     #[error(
-        "the socket {} belongs to user {uid}, and not to {}: if that is right, say so (-d daemon:SOCKET,\
-         server-uid={uid}, dmalaned status --server-uid {uid})",
-        path.display(),
-        trusted.iter().map(u32::to_string).collect::<Vec<_>>().join(" or ")
+        "cannot use {}: {source}; if that is right, say so (-d daemon:SOCKET,server-uid=UID, \
+         dmalaned status --server-uid UID)",
+        path.display()
     )]
     WrongServer {
         /// The daemon's socket.
         path: PathBuf,
         /// The user that the daemon runs as.
-        uid: u32,
-        /// The users that were expected.
-        trusted: Vec<u32>,
+        source: PeerError,
     },
     /// The daemon refused a request.
     #[error("the daemon refused: {text}")]
@@ -145,8 +142,7 @@ impl ClientOptions {
     /// all resources, and a timeout of 10 s.
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref().to_owned();
-        let server_uids = vec![0, rustix::process::geteuid().as_raw()];
-        Self { path, ddr: 0, hbm: 0, queues: 0, timeout: Duration::from_secs(10), server_uids }
+        Self { path, ddr: 0, hbm: 0, queues: 0, timeout: Duration::from_secs(10), server_uids: trusted_users() }
     }
 }
 
@@ -183,11 +179,7 @@ impl Transport {
                 other => break other.map_err(failed)?,
             }
         }
-        let server = getsockopt(&socket, PeerCredentials).map_err(|e| failed(Errno::from_raw_os_error(e as i32)))?;
-        if !trusted.is_empty() && !trusted.contains(&server.uid()) {
-            let trusted = trusted.clone();
-            return Err(ClientError::WrongServer { path: path.to_owned(), uid: server.uid(), trusted });
-        }
+        check_peer(&socket, trusted).map_err(|source| ClientError::WrongServer { path: path.to_owned(), source })?;
         let mut transport = Self { socket, path: path.to_owned(), next: 1, timeout };
         let (hello, _): (HelloAnswer, _) =
             transport.ask_for(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;

@@ -43,14 +43,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-/// Default path of the daemon's socket.
-pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
-
 mod account;
 mod client;
 mod config;
 mod connection;
 mod deferred_close;
+mod error;
 mod function;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
@@ -67,7 +65,8 @@ mod worker;
 pub use client::{Client, ClientError, ClientOptions, DaemonStatus, status, status_with};
 pub use config::{BadConfig, ClientLimits, Config, Setting};
 pub use connection::ClientResources;
-pub use listener::Listener;
+pub use error::ServerError;
+pub use listener::{Listener, SOCKET};
 pub use log::ServerEvent;
-pub use server::{Server, ServerError, Totals};
+pub use server::{Server, Totals};
 pub use wire::ClientStatus;

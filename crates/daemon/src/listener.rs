@@ -10,6 +10,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use crate::ServerError;
 use crate::socket;
 
+/// Default path of the daemon's socket.
+pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
+
 /// A listening socket.
 #[derive(Debug)]
 pub struct Listener {

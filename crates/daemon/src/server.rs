@@ -8,7 +8,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -20,9 +19,10 @@ use rustix::net::{Shutdown, SocketFlags};
 use zerocopy::IntoBytes;
 
 use crate::account::{Account, Charge};
-use crate::config::{BadConfig, Budget, Config};
+use crate::config::{Budget, Config};
 use crate::connection::{Answer, ClientResources, Connection, Handled, ServerState};
 use crate::deferred_close::DeferredClose;
+use crate::error::ServerError;
 use crate::function::{Function, MemoryCharge};
 use crate::listener::Listener;
 use crate::log::{LogLimits, MAX_LOGGED_CLIENTS, MAX_LOGGED_REFUSALS, ServerEvent};
@@ -40,46 +40,15 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const BURST: Duration = Duration::from_millis(20);
 /// Requests of a user in the pool. Further ones wait in their sockets: each may have 64 descriptors.
 const MAX_IN_POOL: usize = 4;
-/// After a connection that nobody pays for, none is accepted for so many times as long as that took: it was refused, or
-/// its user owes so much already that more may be forgotten. These must not take much of the processors' time. At most
-/// for 1 ms: another process may have had the processor.
+/// An unpaid connection blocks `accept` for this many times its cost, so that such connections do not take much of the
+/// processors' time. It was refused, or its user owes more than is remembered.
 const UNPAID_REST: u32 = 3;
+/// The longest that an unpaid connection blocks `accept`: another process may have had the processor.
 const MAX_REST: Duration = Duration::from_millis(1);
 /// Why a client is disconnected whose sockets have thousands of waiters.
 const SLOW_TO_WAKE: &str = "it takes too long to wake the client: too many wait at its sockets";
 /// Interval of the checks whether a queue has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
-
-/// Why a daemon cannot start or continue.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ServerError {
-    /// An invalid setting.
-    #[error(transparent)]
-    Config(#[from] BadConfig),
-    /// The socket could not be created.
-    #[error("cannot listen at {}: {source}", path.display())]
-    Listen {
-        /// Path of the socket.
-        path: PathBuf,
-        /// The kernel's error.
-        source: io::Error,
-    },
-    /// Another process listens on this path.
-    #[error("another process is listening at {}", .0.display())]
-    InUse(PathBuf),
-    /// The inherited socket has the wrong type.
-    #[error(
-        "the inherited socket is not a listening Unix socket of type SEQPACKET (ListenSequentialPacket= in a unit)"
-    )]
-    WrongSocket,
-    /// A system call that the server needs failed.
-    #[error("cannot serve: {0}")]
-    Io(#[from] io::Error),
-    /// The worker thread has ended, which is a bug.
-    #[error("the worker thread has ended unexpectedly")]
-    WorkerDied,
-}
 
 /// Counters of a daemon since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

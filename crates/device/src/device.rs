@@ -1,15 +1,14 @@
 //! The trait that every device implements.
 
-use std::borrow::Cow;
 use std::error::Error;
 use std::fs::File;
 use std::sync::Arc;
 
-use dmalane_addr::{CardAddr, PageSize, Span};
+use dmalane_addr::PageSize;
 use dmalane_dma::Registrar;
-use dmalane_queue::{Area, DeviceQueue, Route};
+use dmalane_queue::DeviceQueue;
 
-use crate::{AddressSpace, DeviceMemory, DriverCopies};
+use crate::{AddressSpace, DeviceMemory, DriverCopies, Region};
 
 /// A device: memory regions, registration of host memory, queues, and an address space.
 ///
@@ -45,15 +44,15 @@ pub trait Device: Send {
     /// Where programs on the device see its memory.
     fn address_space(&mut self) -> &mut dyn AddressSpace;
 
-    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are, so that
-    /// kernels and other libraries can use them as they are; `None` for addresses that are no such pointers.
-    fn cuda_number(&self) -> Option<u32> {
+    /// The device in the words of DLPack, where its device virtual addresses are the pointers that DLPack hands on, so
+    /// that kernels and other libraries can use them as they are; `None` for other addresses.
+    fn dlpack(&self) -> Option<DlpackDevice> {
         None
     }
 
-    /// Reads counters of what can be observed of it, also on other threads and while it works.
-    fn counters(&self) -> ReadCounters {
-        Arc::new(Counters::default)
+    /// Counters of what can be observed of it, as they are now.
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     /// Copies by its driver alone, for a reference beside its queues; `None` where queues are all that moves bytes.
@@ -87,6 +86,23 @@ pub struct DeviceInfo {
     pub processors: usize,
 }
 
+/// A device as other libraries of this process name it: `DLDevice` of DLPack.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DlpackDevice {
+    /// The type of device (`DLDeviceType`).
+    pub kind: u32,
+    /// Its number among those of that type.
+    pub number: i32,
+}
+
+impl DlpackDevice {
+    /// The CUDA device of this number.
+    pub fn cuda(number: u32) -> Option<Self> {
+        const CUDA: u32 = 2;
+        Some(Self { kind: CUDA, number: i32::try_from(number).ok()? })
+    }
+}
+
 /// The files behind a device; often both are the same.
 #[derive(Clone, Debug)]
 pub struct BackingFiles {
@@ -96,54 +112,6 @@ pub struct BackingFiles {
     pub read: Arc<File>,
 }
 
-/// Part of a device's memory.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Region {
-    /// Its name, unique on the device ("ddr", "hbm0").
-    pub name: Cow<'static, str>,
-    /// The name that regions of one kind share ("hbm"); its own name for a region that stands alone.
-    pub group: Cow<'static, str>,
-    /// Its addresses.
-    pub span: Span<CardAddr>,
-    /// Allocations start at multiples of this, and are multiples of it.
-    pub granule: PageSize,
-    /// Which queues reach it.
-    pub route: Route,
-}
-
-impl Region {
-    /// A region that stands alone and that every queue reaches, allocated in pages of 4 KiB.
-    pub const fn new(name: &'static str, span: Span<CardAddr>) -> Self {
-        Self {
-            name: Cow::Borrowed(name),
-            group: Cow::Borrowed(name),
-            span,
-            granule: PageSize::SIZE_4K,
-            route: Route::Shared,
-        }
-    }
-
-    /// The same region as one of a group.
-    #[must_use]
-    pub fn in_group(self, group: &'static str) -> Self {
-        Self { group: Cow::Borrowed(group), ..self }
-    }
-
-    /// The same region, reached as `route` says.
-    #[must_use]
-    pub fn by(self, route: Route) -> Self {
-        Self { route, ..self }
-    }
-}
-
-/// The regions as a [`Policy`](dmalane_queue::Policy) sees them.
-pub fn areas(regions: &[Region]) -> Vec<Area> {
-    regions.iter().map(|r| Area { span: r.span, route: r.route }).collect()
-}
-
-/// Reads the counters of a device.
-pub type ReadCounters = Arc<dyn Fn() -> Counters + Send + Sync>;
-
 /// Counters of a device; `None` where it cannot tell.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
@@ -151,11 +119,6 @@ pub struct Counters {
     pub iommu: Option<IommuCounters>,
     /// Bytes of the device's memory that were ever used.
     pub touched: Option<u64>,
-    /// Bytes of host memory that it has read (H2C) and written (C2H), descriptors included, where these are not the
-    /// job's own.
-    pub moved: Option<(u64, u64)>,
-    /// Operations that were given to it and have not ended, where the job's stages do not count them.
-    pub in_flight: Option<u64>,
 }
 
 /// Counters of an IOMMU.

@@ -31,6 +31,7 @@
 //! let first = shared[0];
 //! ```
 
+mod account;
 mod buf;
 mod device;
 mod error;
@@ -39,8 +40,11 @@ mod footprint;
 pub mod fuzzing;
 mod heap;
 mod interrupts;
+mod memory;
 mod mmio;
 mod pagemap;
+mod pages;
+mod peer;
 mod processor;
 mod registrar;
 mod room;
@@ -48,19 +52,24 @@ mod slice;
 mod sys;
 mod volatile;
 
-pub use buf::{BufferRef, CpuBuf, SharedBuf};
+pub use account::HeapStats;
+pub use buf::{CpuBuf, SharedBuf};
 pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
-    Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, HeapStats, MemfdHeap, Needs, NoPages, PageBacking,
-    PageKind, Picked, Pool, PoolStats, Reserved, Unsuitable, export_dma_buf, export_dma_buf_range, pick,
+    Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, MemfdHeap, Needs, Picked, Pool, PoolStats, Reserved,
+    Unsuitable, export_dma_buf, export_dma_buf_range, pick,
 };
 pub use interrupts::InterruptEvents;
+pub use memory::BufferRef;
 pub use mmio::Mmio;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
+pub use pages::{NoPages, PageBacking, PageKind};
+pub use peer::{PeerError, check_peer, trusted_users};
+pub use processor::CopyHint;
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;
 pub use sys::{DriverMemory, FileMapping};
-pub use volatile::{CopyHint, VolatileSlice, stream_fence};
+pub use volatile::{VolatileSlice, stream_fence};

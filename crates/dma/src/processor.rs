@@ -8,7 +8,7 @@
 //!
 //! In terms of the abstract machine, each function is an acquire fence after a message from the agent that keeps the
 //! memory, or a release fence before one to it (a copy: both). Who borrows the memory as a slice ([`CpuBuf`],
-//! [`BufferSlice::with_bytes`]) takes it from that agent for so long, and nobody else has access meanwhile.
+//! [`BufferSlice::with_bytes`]) takes it from that agent, and nobody else has access meanwhile.
 //!
 //! On processors without an implementation, words are volatile accesses between fences, and copies are `ptr::copy`.
 //! That works in practice, but Rust does not define it where another thread of this process writes.
@@ -20,14 +20,25 @@
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
 
-use crate::CopyHint;
-
 #[cfg(target_arch = "aarch64")]
 pub(crate) use aarch64::*;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) use other::*;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::*;
+
+/// Whether a copy should leave the bytes in the cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum CopyHint {
+    /// The destination will be used soon: ordinary stores.
+    #[default]
+    Keep,
+    /// The destination will not be used soon: stores that bypass the cache, where the processor has them.
+    Stream,
+    /// As [`CopyHint::Stream`], but what this thread stores next may become visible to others before these bytes do,
+    /// until it calls [`stream_fence`](crate::stream_fence): for many copies that are published together.
+    StreamUnordered,
+}
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64 {

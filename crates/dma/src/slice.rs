@@ -1,10 +1,11 @@
-//! Owned slices of a shared buffer.
+//! Owned slices of a shared buffer, and what else reaches its bytes.
 #![allow(unsafe_code)]
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use crate::buf::Memory;
-use crate::{BufferRef, SharedBuf, VolatileSlice};
+use crate::memory::Memory;
+use crate::{BufferRef, VolatileSlice};
 
 /// An owned slice of a [`SharedBuf`], disjoint from every other slice.
 ///
@@ -43,9 +44,9 @@ impl BufferSlice {
         self.memory
     }
 
-    #[inline]
-    pub(crate) fn is_of(&self, memory: &Arc<Memory>) -> bool {
-        Arc::ptr_eq(&self.memory, memory)
+    /// True for a slice of the whole buffer.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.offset == 0 && self.len == self.memory.region.len()
     }
 
     /// Offset of the slice in its buffer, in bytes.
@@ -134,13 +135,36 @@ impl BufferSlice {
         }
         Ok(BufferSlice { len: self.len + next.len, ..self })
     }
+}
 
-    /// Turns a slice of the whole buffer back into the buffer.
+impl BufferRef {
+    /// True when `slice` is a slice of this memory.
+    #[inline]
+    pub fn holds(&self, slice: &BufferSlice) -> bool {
+        Arc::ptr_eq(&slice.memory, &self.0)
+    }
+
+    /// The memfd or dma-buf behind the memory, from its first byte on, for kernel interfaces that map files for
+    /// devices; `None` for anonymous memory. Unlike [`BufferRef::export`] this does not mark
+    /// the buffer as exported, so it can become a [`CpuBuf`](crate::CpuBuf) again and return to its pool.
     ///
-    /// # Errors
-    /// Returns the slice when it is not the whole buffer.
-    pub fn into_whole(self) -> Result<SharedBuf, BufferSlice> {
-        if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { slice: self }) } else { Err(self) }
+    /// # Safety
+    /// The descriptor, or a copy of it, must not outlive the reference, go to another process, be mapped, or be
+    /// written. Who lets a device write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that
+    /// ([`Pinned::admit`](crate::Pinned::admit)) for as long as the device can.
+    pub unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.0.region.lend_file() }
+    }
+
+    /// The bytes as a device reaches them, for a software IOMMU.
+    ///
+    /// # Safety
+    /// Who writes through it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that
+    /// ([`Pinned::admit`](crate::Pinned::admit)), from before the write begins until it has ended.
+    #[inline]
+    pub unsafe fn device_view(&self) -> VolatileSlice<'_> {
+        self.as_volatile_slice()
     }
 }
 

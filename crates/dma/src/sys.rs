@@ -13,27 +13,13 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
-use crate::VolatileSlice;
-use crate::heap::Home;
-
-/// The backing of a region.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Pages {
-    /// Reserved 1 GiB pages (hugetlbfs).
-    Hugetlb1G,
-    /// Reserved 2 MiB pages (hugetlbfs).
-    Hugetlb2M,
-    /// The kernel's own pages, which it is asked to merge.
-    Transparent,
-    /// The kernel's own pages.
-    Base,
-}
+use crate::{PageBacking, PageKind, VolatileSlice};
 
 pub(crate) const HUGE: usize = 2 << 20;
 
@@ -74,6 +60,36 @@ pub unsafe trait DriverMemory: Send + Sync {
     fn span(&self) -> (NonNull<u8>, NonZeroUsize);
 }
 
+/// What regions return to when they are dropped.
+pub(crate) trait Recycle: Send + Sync {
+    /// Keeps a region for the next buffer, or frees it. `present`: all its pages are.
+    fn recycle(&self, region: Region, backing: PageBacking, present: bool);
+}
+
+/// Where a region goes when it is dropped.
+pub(crate) struct Home {
+    shelf: Weak<dyn Recycle>,
+    backing: PageBacking,
+    /// Bytes whose pages are not known to be present.
+    absent: AtomicUsize,
+}
+
+impl Home {
+    pub(crate) fn new(shelf: Weak<dyn Recycle>, backing: PageBacking, absent: usize) -> Self {
+        Self { shelf, backing, absent: AtomicUsize::new(absent) }
+    }
+
+    pub(crate) fn now_present(&self, bytes: usize) {
+        self.absent.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn welcome(self, region: Region) {
+        if let Some(shelf) = self.shelf.upgrade() {
+            shelf.recycle(region, self.backing, self.absent.into_inner() == 0);
+        }
+    }
+}
+
 // SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
 // through `&mut self` (slices) or through `VolatileSlice`, whose accesses are made for sharing.
 unsafe impl Send for Region {}
@@ -95,15 +111,15 @@ impl Region {
 
     /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
     /// kernel for hugetlb).
-    pub(crate) fn anonymous(len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
+    pub(crate) fn anonymous(len: NonZeroUsize, pages: PageKind) -> io::Result<Self> {
         let len = len.get();
         let flags = match pages {
-            Pages::Hugetlb1G => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_1GB,
-            Pages::Hugetlb2M => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
-            Pages::Transparent | Pages::Base => MapFlags::PRIVATE,
+            PageKind::Hugetlb1G => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_1GB,
+            PageKind::Hugetlb2M => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
+            PageKind::Transparent | PageKind::Base => MapFlags::PRIVATE,
         };
         // A transparent huge page needs 2 MiB alignment, which mmap does not guarantee: map more and unmap the ends.
-        let slack = if pages == Pages::Transparent { HUGE } else { 0 };
+        let slack = if pages == PageKind::Transparent { HUGE } else { 0 };
         let total = len.checked_add(slack).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base = unsafe { mm::mmap_anonymous(ptr::null_mut(), total, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
@@ -123,7 +139,7 @@ impl Region {
             unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
         }
         let region = Self::whole(start, len, None)?;
-        if pages == Pages::Transparent {
+        if pages == PageKind::Transparent {
             region.advise(0, len, Advice::LinuxHugepage)?;
         }
         Ok(region)
@@ -132,13 +148,13 @@ impl Region {
     /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no other process can make an
     /// access run past the end of the file (SIGBUS). Punching holes is not sealed; a hole in ordinary pages reads as
     /// zeroes.
-    pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
+    pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: PageKind) -> io::Result<Self> {
         let len = len.get();
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         match pages {
-            Pages::Hugetlb1G => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
-            Pages::Hugetlb2M => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
-            Pages::Transparent | Pages::Base => {}
+            PageKind::Hugetlb1G => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+            PageKind::Hugetlb2M => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            PageKind::Transparent | PageKind::Base => {}
         }
         let fd = rustix::fs::memfd_create(name, flags)?;
         rustix::fs::ftruncate(&fd, len as u64)?;
@@ -147,7 +163,7 @@ impl Region {
         let base =
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
         let region = Self::whole(base.cast(), len, Some(fd))?;
-        if pages == Pages::Transparent {
+        if pages == PageKind::Transparent {
             // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
             let _ = region.advise(0, len, Advice::LinuxHugepage);
         }
@@ -538,7 +554,7 @@ impl Region {
     ///
     /// # Safety
     /// As [`BufferRef::lend_file`](crate::BufferRef::lend_file).
-    unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
     }
 
@@ -640,31 +656,6 @@ impl Drop for Region {
         // every fragment holds a reference to it, so none is left.
         let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
-    }
-}
-
-impl crate::BufferRef {
-    /// The memfd or dma-buf behind the memory, from its first byte on, for kernel interfaces that map files for
-    /// devices; `None` for anonymous memory. Unlike [`BufferRef::export`](crate::BufferRef::export) this does not mark
-    /// the buffer as exported, so it can become a [`CpuBuf`](crate::CpuBuf) again and return to its pool.
-    ///
-    /// # Safety
-    /// The descriptor, or a copy of it, must not outlive the reference, go to another process, be mapped, or be
-    /// written. Who lets a device write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that
-    /// ([`Pinned::admit`](crate::Pinned::admit)) for as long as the device can.
-    pub unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.0.region.lend_file() }
-    }
-
-    /// The bytes as a device reaches them, for a software IOMMU.
-    ///
-    /// # Safety
-    /// Who writes through it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that
-    /// ([`Pinned::admit`](crate::Pinned::admit)), from before the write begins until it has ended.
-    #[inline]
-    pub unsafe fn device_view(&self) -> VolatileSlice<'_> {
-        self.as_volatile_slice()
     }
 }
 

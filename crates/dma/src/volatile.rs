@@ -9,20 +9,7 @@
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use crate::processor;
-
-/// Whether a copy should leave the bytes in the cache.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum CopyHint {
-    /// The destination will be used soon: ordinary stores.
-    #[default]
-    Keep,
-    /// The destination will not be used soon: stores that bypass the cache, where the processor has them.
-    Stream,
-    /// As [`CopyHint::Stream`], but what this thread stores next may become visible to others before these bytes do,
-    /// until it calls [`stream_fence`]: for many copies that are published together.
-    StreamUnordered,
-}
+use crate::processor::{self, CopyHint};
 
 /// Makes everything that this thread copied with [`CopyHint::StreamUnordered`] visible before what it stores from now
 /// on.

@@ -7,14 +7,13 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_card::regs;
-use dmalane_device::{Counters, IommuCounters, ReadCounters};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_sim::{CardConfig, CardMemory, SoftCard};
-use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, Traffic, serve};
+use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::ReadWriteFlags;
@@ -75,9 +74,6 @@ pub struct CardServer {
     /// Device and inode of the socket file.
     file: Option<(u64, u64)>,
     config: CardConfig,
-    traffic: Arc<Traffic>,
-    /// The card of the client, while there is one.
-    card: Arc<Mutex<Weak<Card>>>,
 }
 
 type Card = SoftCard<ClientPort, X86_64_4Level>;
@@ -104,7 +100,7 @@ impl CardServer {
         }
         let listener = private_listener(path).map_err(listen)?;
         let file = file_at(path);
-        Ok(Self { listener, path: path.to_owned(), file, config, traffic: Arc::default(), card: Arc::default() })
+        Ok(Self { listener, path: path.to_owned(), file, config })
     }
 
     /// Waits for a client.
@@ -115,20 +111,6 @@ impl CardServer {
         let (stream, _) = self.listener.accept().map_err(CardServerError::Accept)?;
         Ok(CardClient { server: self, stream })
     }
-
-    /// Counters of the cards of all clients so far. They have no IOTLB: the memory of a client is a list of mappings.
-    pub fn counters(&self) -> ReadCounters {
-        let (traffic, card) = (self.traffic.clone(), self.card.clone());
-        Arc::new(move || {
-            let card = card.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
-            Counters {
-                iommu: Some(IommuCounters { faults: traffic.faults(), ..IommuCounters::default() }),
-                moved: Some((traffic.read(), traffic.written())),
-                in_flight: Some(card.map_or(0, |card| card.in_flight())),
-                ..Counters::default()
-            }
-        })
-    }
 }
 
 impl CardClient<'_> {
@@ -137,9 +119,8 @@ impl CardClient<'_> {
     /// # Errors
     /// [`CardServerError::Card`].
     pub fn serve(self) -> Result<Result<(), ServeError>, CardServerError> {
-        let memory = ClientMemory::counted(self.server.traffic.clone());
+        let memory = ClientMemory::new();
         let mut model = CardModel::new(self.server.config, &memory)?;
-        *self.server.card.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&model.card);
         Ok(serve(self.stream, &mut model, &memory))
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane::dma::{AnonHeap, Heap, PageKind};
 use dmalane::file::{Error, Fallback, Mode};
-use dmalane::load::fill::FillError;
+use dmalane::load::fill::{FillError, FillOptions};
 use dmalane::queue::OpError;
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions};
 use fuser::{
@@ -31,11 +31,11 @@ struct Orders {
     fail: Option<(u64, i32)>,
     /// The next reads fail with this, and then no more.
     fail_next: Option<(u32, i32)>,
-    /// Each read takes so long.
+    /// Time that each read takes.
     delay: Duration,
     /// Opening with `O_DIRECT` is refused.
     no_direct: bool,
-    /// Once a read begins there or beyond, the size changes by so much.
+    /// Where a read must begin for the size to change, and by how many bytes.
     resize: Option<(u64, i64)>,
     /// The kernel keeps nothing of the file.
     uncached: bool,
@@ -177,10 +177,11 @@ impl Drop for Mounted {
 }
 
 fn ways() -> impl Iterator<Item = ReadOptions> {
-    let small = ReadOptions { chunk: 512 << 10, block: 128 << 10, depth: 4, ..ReadOptions::default() };
+    let fill = FillOptions { chunk: 512 << 10, block: 128 << 10, checksum: true, ..FillOptions::default() };
+    let small = ReadOptions { depth: 4, fill, ..ReadOptions::default() };
     [(Mode::Auto, 1), (Mode::Buffered, 1), (Mode::Buffered, 2), (Mode::Direct, 1)]
         .into_iter()
-        .map(move |(mode, threads)| ReadOptions { mode, threads: Some(threads), checksum: true, ..small.clone() })
+        .map(move |(mode, threads)| ReadOptions { mode, threads: Some(threads), ..small.clone() })
 }
 
 fn whole(read: &AllocRead) {
@@ -240,7 +241,8 @@ fn what_a_file_system_can_do_to_a_reader() {
         let Err(ReadError::Changed { before, now, .. }) = read else { panic!("{mode:?}: {read:?}") };
         assert_eq!((before, now), (SIZE, SIZE + 77));
         // Too slow.
-        let late = ReadOptions { timeout: Some(Duration::from_millis(100)), ..options.clone() };
+        let mut late = options.clone();
+        late.fill.time_limit = Some(Duration::from_millis(100));
         let start = Instant::now();
         let read = fs.read(Orders { uncached: true, delay: Duration::from_millis(30), ..order() }, &late);
         let Err(ReadError::Fill(FillError::Deadline { done, of: Some(SIZE) })) = read else {

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Pinned, Registrar};
 use dmalane::load::Stage;
-use dmalane::load::fill::{Event, Extent, FillError, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{Read, ReadError, ReadFiles, ReadOptions, ReadSource};
+use dmalane::{OpenFile, Read, ReadError, ReadFiles, ReadOptions};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
@@ -24,14 +24,8 @@ fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
 }
 
 fn options(threads: usize) -> ReadOptions {
-    ReadOptions {
-        chunk: CHUNK,
-        block: 64 << 10,
-        depth: 4,
-        checksum: true,
-        threads: Some(threads),
-        ..ReadOptions::default()
-    }
+    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, checksum: true, ..FillOptions::default() };
+    ReadOptions { depth: 4, threads: Some(threads), fill, ..ReadOptions::default() }
 }
 
 /// A host that refuses its n-th call of `pin_range` and `map_list`, counted together.
@@ -176,7 +170,7 @@ fn what_can_never_be_pinned_is_not_read() {
     assert_eq!((registrar.calls.load(Ordering::Relaxed), heap.stats().buffers), (0, 0));
     // An error of the file comes as it is, and whatever was mapped goes.
     registrar.host.set_pin_limit(u64::MAX);
-    let sources = vec![ReadSource::open(a.path()).unwrap()];
+    let sources = vec![OpenFile::open(a.path()).unwrap()];
     let cancel = |event: Event| match event {
         Event::Arrived { .. } => ControlFlow::Break(()),
         _ => ControlFlow::Continue(()),

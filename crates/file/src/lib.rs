@@ -36,19 +36,21 @@ mod error;
 mod op;
 mod options;
 mod queue;
+mod residency;
 mod ring;
 mod short;
 mod source;
 mod stream;
 
-pub use cache::{Residency, residency};
+pub use cache::residency;
 pub use device::{
-    BackendReason, BadFileDevicePaths, BadProbeAddress, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions,
-    FileDevicePaths, FileDeviceQueue, HoldsData, IoBackend, ProbeError,
+    BackendReason, BadProbeAddress, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
+    FileDeviceQueue, HoldsData, IoBackend, ProbeError,
 };
 pub use error::{Error, Fallback};
 pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};
+pub use residency::Residency;
 pub use ring::quarantined_bytes;
 pub use short::read_now;
 pub use stream::StreamQueue;

@@ -1,88 +1,18 @@
 //! A clock on each stage of the path.
 
-use std::fmt;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::StageReport;
-use crate::live::{Live, LiveStage};
+use crate::stage::{Stage, StageReport};
 use crate::timeline::{Recorder, StageTimeline, Track};
 
-/// A stage of the path.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Stage {
-    /// Parsing headers, and giving tensors their places on the device.
-    Parse,
-    /// Taking memory from the heap, pages faulted in.
-    Allocate,
-    /// Reads in flight.
-    Read,
-    /// Pinning: giving buffers frames and a scatter-gather table.
-    Register,
-    /// Entering buffers into the IOMMU's page tables.
-    Map,
-    /// Hashing the bytes as they arrive.
-    Checksum,
-    /// Moving bytes to the card.
-    Transfer,
-    /// Binding tensors in the device's page tables.
-    Bind,
-    /// Reading back through the card's MMU, and comparing.
-    Verify,
-}
-
-impl Stage {
-    /// All stages in the order of the path.
-    pub const ALL: [Self; 9] = [
-        Self::Parse,
-        Self::Allocate,
-        Self::Read,
-        Self::Register,
-        Self::Map,
-        Self::Checksum,
-        Self::Transfer,
-        Self::Bind,
-        Self::Verify,
-    ];
-}
-
-impl fmt::Display for Stage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Parse => "parse",
-            Self::Allocate => "allocate",
-            Self::Read => "read",
-            Self::Register => "register",
-            Self::Map => "map",
-            Self::Checksum => "checksum",
-            Self::Transfer => "transfer",
-            Self::Bind => "bind",
-            Self::Verify => "verify",
-        })
-    }
-}
-
-/// Time and bytes of each stage, a recording if there is one, and the display that is updated meanwhile.
+/// Time and bytes of each stage, and a recording if there is one.
 #[derive(Debug, Default)]
 pub(crate) struct Clocks {
     clocks: [Clock; Stage::ALL.len()],
     recording: Option<Box<Recording>>,
     /// The records of other recorders.
     tracks: Vec<Track>,
-    tap: Option<Box<Tap>>,
 }
-
-/// The part of the clocks that was published.
-#[derive(Debug)]
-struct Tap {
-    live: Arc<Live>,
-    published: [Clock; Stage::ALL.len()],
-    /// When they are published again.
-    due: Instant,
-}
-
-/// Time between two reports to others.
-const TELL_EVERY: Duration = Duration::from_millis(25);
 
 /// The records of one thread or device.
 #[derive(Debug)]
@@ -99,8 +29,6 @@ struct Clock {
     wall: Duration,
     bytes: u64,
     since: Option<Instant>,
-    /// Operations in flight.
-    in_flight: usize,
 }
 
 impl Clocks {
@@ -115,22 +43,17 @@ impl Clocks {
         if let Some(recording) = &mut self.recording {
             recording.work.add(stage, start, end, 0);
         }
-        self.tell_if_due(end);
         result
     }
 
-    /// Clocks that record under this name too, if `epoch`, the beginning of the timeline, is given, and that tell
-    /// `live`.
-    pub(crate) fn observed(name: &str, epoch: Option<Instant>, live: Option<&Arc<Live>>) -> Self {
+    /// Clocks that record under this name too, if `epoch`, the beginning of the timeline, is given.
+    pub(crate) fn recording(name: &str, epoch: Option<Instant>) -> Self {
         let recorder = |name: String, epoch| Recorder::new(name, epoch);
         let recording = epoch.map(|epoch| {
             let operations = recorder(format!("{name}, in flight"), epoch);
             Box::new(Recording { work: recorder(name.to_owned(), epoch), operations })
         });
-        let tap = live.map(|live| {
-            Box::new(Tap { live: live.clone(), published: Default::default(), due: Instant::now() + TELL_EVERY })
-        });
-        Self { recording, tap, ..Self::default() }
+        Self { recording, ..Self::default() }
     }
 
     /// The time, if an operation that begins now is to be recorded.
@@ -152,7 +75,6 @@ impl Clocks {
         let result = f();
         let end = Instant::now();
         self.clocks[stage as usize].wall += end - start;
-        self.tell_if_due(end);
         result
     }
 
@@ -163,14 +85,8 @@ impl Clocks {
         }
     }
 
-    /// Notes how many operations a stage has in flight.
-    pub(crate) fn depth(&mut self, stage: Stage, in_flight: usize) {
-        self.clocks[stage as usize].in_flight = in_flight;
-    }
-
-    /// As [`Clocks::depth`], of an asynchronous stage: the time with anything in flight counts as busy.
+    /// Notes how many operations an asynchronous stage has in flight: the time with any counts as busy.
     pub(crate) fn in_flight(&mut self, stage: Stage, in_flight: usize) {
-        self.depth(stage, in_flight);
         let clock = &mut self.clocks[stage as usize];
         match (clock.since, in_flight > 0) {
             (None, true) => clock.since = Some(Instant::now()),
@@ -184,14 +100,10 @@ impl Clocks {
 
     /// Adds times, bytes and recordings of others.
     pub(crate) fn add(&mut self, mut other: Self) {
-        other.tell(Instant::now());
-        let published = self.tap.iter_mut().filter(|_| other.tap.is_some()).map(|tap| &mut tap.published);
-        for clocks in published.chain([&mut self.clocks]) {
-            for (mine, theirs) in clocks.iter_mut().zip(other.clocks) {
-                mine.busy += theirs.busy;
-                mine.wall += theirs.wall;
-                mine.bytes += theirs.bytes;
-            }
+        for (mine, theirs) in self.clocks.iter_mut().zip(other.clocks) {
+            mine.busy += theirs.busy;
+            mine.wall += theirs.wall;
+            mine.bytes += theirs.bytes;
         }
         self.tracks.append(&mut other.take_tracks());
     }
@@ -214,46 +126,14 @@ impl Clocks {
         self.tracks.extend(tracks);
     }
 
-    fn tell_if_due(&mut self, now: Instant) {
-        if self.tap.as_ref().is_some_and(|tap| now >= tap.due) {
-            self.tell(now);
-        }
-    }
-
-    /// Publishes the rest.
-    fn tell(&mut self, now: Instant) {
-        let Some(tap) = &mut self.tap else { return };
-        tap.due = now + TELL_EVERY;
-        for ((LiveStage { report, in_flight }, published), clock) in
-            tap.live.lock().iter_mut().zip(&mut tap.published).zip(&self.clocks)
-        {
-            let busy = clock.busy + clock.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-            report.busy += busy.saturating_sub(published.busy);
-            report.wall += clock.wall - published.wall;
-            report.bytes += clock.bytes - published.bytes;
-            *in_flight = *in_flight + clock.in_flight - published.in_flight;
-            *published = Clock { busy, ..*clock };
-        }
-    }
-
     /// All stages in the order of the path.
-    pub(crate) fn stages(&mut self) -> impl Iterator<Item = StageReport> {
-        self.tell(Instant::now());
+    pub(crate) fn stages(&self) -> impl Iterator<Item = StageReport> {
         Stage::ALL.into_iter().map(|stage| self.get(stage))
     }
 
     fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.clocks[stage as usize];
         StageReport { stage, busy: clock.busy, wall: clock.wall, bytes: clock.bytes }
-    }
-}
-
-impl Drop for Tap {
-    /// Nothing is in flight any more.
-    fn drop(&mut self) {
-        for (live, published) in self.live.lock().iter_mut().zip(&self.published) {
-            live.in_flight -= published.in_flight;
-        }
     }
 }
 
@@ -272,29 +152,5 @@ mod tests {
         let busy = c.get(Stage::Read).busy;
         assert!(busy >= Duration::from_millis(6) && busy < start.elapsed(), "{busy:?}");
         assert_eq!(Stage::ALL.map(|s| s as usize), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
-    }
-    #[test]
-    fn others_are_told_everything_once_and_nothing_in_flight_stays() {
-        let live = Arc::new(Live::default());
-        let clocks = || Clocks::observed("test", None, Some(&live));
-        let stage = || live.stages()[Stage::Read as usize];
-        let (mut a, mut b) = (clocks(), clocks());
-        a.in_flight(Stage::Read, 3);
-        b.in_flight(Stage::Read, 2);
-        for clocks in [&mut a, &mut b] {
-            clocks.bytes(Stage::Read, 100);
-            clocks.tell(Instant::now() + Duration::from_secs(1));
-        }
-        assert_eq!((stage().report.bytes, stage().in_flight), (200, 5));
-        let busy = stage().report.busy;
-        assert!(busy >= Duration::from_secs(2), "time of what is in flight counts: {busy:?}");
-        b.bytes(Stage::Read, 7);
-        a.add(b);
-        assert_eq!((stage().report.bytes, stage().in_flight), (207, 3));
-        a.time(Stage::Read, || std::thread::sleep(2 * TELL_EVERY));
-        let all: u64 = a.stages().map(|s| s.bytes).sum();
-        assert_eq!((all, stage().report.bytes), (207, 207), "what was merged is not published twice");
-        drop(a);
-        assert_eq!(stage().in_flight, 0);
     }
 }

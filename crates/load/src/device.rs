@@ -4,50 +4,41 @@ use std::ops::Index;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
-    MemoryError, Placement, ReadCounters, Region, areas,
+    AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory, DlpackDevice,
+    IoError, MemoryError, Placement, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::channels::Channels;
-use crate::fill::Staging;
-use crate::layout::{ALIGN, PAGE, VaRange};
-use crate::{Error, Layout, Live, Model, Report, Tensor, Track};
+use crate::container::{Model, Tensor};
+use crate::error::Error;
+use crate::fill::{FillOptions, Staging};
+use crate::layout::{ALIGN, Layout, PAGE, VaRange};
+use crate::report::Report;
+use crate::timeline::Track;
 
 /// Settings for driving a device.
 #[derive(Clone)]
 pub struct DriveOptions {
-    /// Bytes of a staging buffer (`--chunk`); rounded up to 4 KiB, at most 1 GiB.
-    pub chunk: u64,
     /// Which queues move the bytes.
     pub queues: QueueChoice,
-    /// Time to wait for operations in flight after a failure, and for one blocking operation. Also the time in which
-    /// the device may end nothing in a load while it is waited for, before it is stopped.
-    pub timeout: Duration,
     /// Where staging buffers come from; `None` for the best heap of the device's registrar.
     pub heap: Option<Arc<dyn Heap>>,
-    /// Hash files as their bytes arrive.
-    pub checksum: bool,
-    /// Hash on a thread of its own: see [`FillOptions::hash_thread`](crate::fill::FillOptions::hash_thread).
-    pub hash_thread: Option<bool>,
-    /// Record what a load does when ([`Report::timeline`]), in at most about 1 MiB for each worker and each channel.
-    pub timeline: bool,
-    /// Updated with the state of each stage of a load meanwhile.
-    pub live: Option<Arc<Live>>,
+    /// Settings of each load. A staging buffer has at most 1 GiB; the timeout is also that of one blocking operation.
+    pub fill: FillOptions,
 }
 
 impl Default for DriveOptions {
-    /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing, no timeline.
+    /// All queues, the registrar's heap, 16 MiB per staging buffer, reads of any length, hashing.
     fn default() -> Self {
-        let (queues, timeout) = (QueueChoice::Auto, Duration::from_secs(30));
-        let (heap, hash_thread, live) = (None, None, None);
-        Self { chunk: 16 << 20, queues, timeout, heap, checksum: true, hash_thread, timeline: false, live }
+        let fill = FillOptions { chunk: 16 << 20, block: u64::MAX, checksum: true, ..FillOptions::default() };
+        Self { queues: QueueChoice::Auto, heap: None, fill }
     }
 }
 
@@ -152,9 +143,9 @@ pub struct LoadedFile {
     /// Where it came from.
     pub path: PathBuf,
     /// Its tensors.
-    pub model: Model,
+    pub model: Arc<Model>,
     /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it, if it was hashed
-    /// ([`DriveOptions::checksum`]).
+    /// ([`FillOptions::checksum`]).
     pub checksum: Option<u64>,
     /// The buffer object that holds its tensors; `None` when they have no bytes.
     pub bo: Option<Arc<Bo>>,
@@ -179,7 +170,7 @@ pub struct LoadedTensor {
 }
 
 impl LoadedFile {
-    pub(crate) fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
+    pub(crate) fn new(path: PathBuf, model: Arc<Model>, layout: Layout, device: u64) -> Self {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
         let (bo, tensors) = (None, Vec::new());
@@ -205,8 +196,8 @@ impl LoadedFile {
     pub(crate) fn bind(&self, index: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
         let place = &self.layout.places[index];
         let (Some(bo), Some(va)) = (&self.bo, self.tensors[index].va) else { return Ok(()) };
-        let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
-        space.bind(&bind).map_err(|source| Error::Bind {
+        let (va, bo, offset, len) = (va.first(), bo.clone(), place.bo_offset, place.bound);
+        space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(|source| Error::Bind {
             path: self.path.clone(),
             tensor: Some(self.model.tensors[index].name.clone()),
             source,
@@ -257,12 +248,12 @@ impl OpenDevice {
             [] => Box::new(BalancePolicy::new(areas(device.regions()))),
             list => Box::new(BalancePolicy::only(list)),
         };
-        let channels = options.timeline.then(Channels::default);
+        let channels = options.fill.timeline.then(Channels::default);
         let policy = match &channels {
             Some(channels) => channels.of(policy),
             None => policy,
         };
-        let chunk = PageSize::SIZE_4K.round_up(options.chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
+        let chunk = PageSize::SIZE_4K.round_up(options.fill.chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
         let heap = options.heap.clone().unwrap_or_else(|| registrar.heap(None));
         Ok(Self {
             queue: Split::new(queues, policy),
@@ -327,10 +318,9 @@ impl OpenDevice {
         self.device.address_space()
     }
 
-    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are
-    /// ([`Device::cuda_number`]).
-    pub fn cuda_number(&self) -> Option<u32> {
-        self.device.cuda_number()
+    /// The device in the words of DLPack ([`Device::dlpack`]).
+    pub fn dlpack(&self) -> Option<DlpackDevice> {
+        self.device.dlpack()
     }
 
     /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
@@ -340,11 +330,6 @@ impl OpenDevice {
 
     /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
-        self.read_counters()()
-    }
-
-    /// Reads its counters, also on other threads and during loads.
-    pub fn read_counters(&self) -> ReadCounters {
         self.device.counters()
     }
 
@@ -354,16 +339,16 @@ impl OpenDevice {
         self.stop = stop;
     }
 
-    /// Records which of its queues moves what from now on, on a timeline that began at `epoch`, if
-    /// [`DriveOptions::timeline`] was set; [`OpenDevice::channel_tracks`] ends it. Loads do so by themselves.
-    pub fn record_channels(&mut self, epoch: Instant) {
+    /// Records which of its queues moves what from now on, on a timeline that began at `epoch`, if a timeline was
+    /// asked for when it was opened; [`OpenDevice::channel_tracks`] ends it.
+    pub(crate) fn record_channels(&mut self, epoch: Instant) {
         if let Some(channels) = &self.channels {
             channels.begin(epoch);
         }
     }
 
     /// The recording since [`OpenDevice::record_channels`]: a track for each queue.
-    pub fn channel_tracks(&mut self) -> Vec<Track> {
+    pub(crate) fn channel_tracks(&mut self) -> Vec<Track> {
         self.channels.as_ref().map_or(Vec::new(), Channels::end)
     }
 
@@ -394,7 +379,7 @@ impl OpenDevice {
         bounce.copy(queue, from.into(), to.into(), len)
     }
 
-    /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
+    /// A buffer for blocking calls, of at least `len` bytes or a chunk, and the queue that it goes through.
     pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
         let wanted = usize::try_from(len.clamp(1, self.staging.limit)).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {
@@ -402,14 +387,14 @@ impl OpenDevice {
             // One that is too small, or was lost, is freed before there is another one.
             other => {
                 drop(other);
-                Bounce::new(&*self.registrar, &*self.staging.heap, wanted, self.options.timeout)?
+                Bounce::new(&*self.registrar, &*self.staging.heap, wanted, self.options.fill.timeout)?
             }
         };
         Ok((self.bounce.insert(bounce), &mut self.queue))
     }
 
     /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during
-    /// loads, verifications and saves, in bytes.
+    /// loads and verifications, in bytes.
     pub fn resident_peak(&self) -> u64 {
         self.resident.peak
     }
@@ -425,7 +410,12 @@ impl OpenDevice {
     }
 
     /// Takes device memory and device virtual addresses for a file.
-    pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
+    pub(crate) fn place(
+        &mut self,
+        path: PathBuf,
+        model: Arc<Model>,
+        placement: &Placement,
+    ) -> Result<LoadedFile, Error> {
         let whole = self.binds_whole_files();
         let space = self.device.address_space();
         let layout = match space.kind() {
@@ -481,8 +471,8 @@ impl OpenDevice {
             if whole {
                 // Up to the end of the memory, which is allocated in pages.
                 let len = (*len).min(bo.len() - bo_offset);
-                let bind = Bind { va: range.first(), bo, offset: *bo_offset, len, access: Access::READ };
-                space.bind(&bind).map_err(failed)?;
+                let (va, bo, offset) = (range.first(), bo.clone(), *bo_offset);
+                space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(failed)?;
             }
         }
         Ok(())
@@ -540,7 +530,7 @@ impl OpenDevice {
         memory: impl Iterator<Item = Segment<CardAddr>>,
     ) -> Result<(), Error> {
         let space = self.device.address_space();
-        let unbound: Vec<_> = ranges.into_iter().map(|range| space.unbind(range)).collect();
+        let unbound: Vec<_> = ranges.into_iter().map(|range| space.release(range)).collect();
         let unbound = unbound.into_iter().collect::<Result<(), _>>();
         unbound.map_err(|source| Error::Bind { path, tensor: None, source })?;
         self.memory.free(memory).map_err(Error::Free)

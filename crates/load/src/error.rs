@@ -1,4 +1,4 @@
-//! Errors of loads, verifications and saves.
+//! Errors of loads, verifications and outputs.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,11 @@ use dmalane_device::{MemoryError, SpaceError};
 use dmalane_queue::OpError;
 use thiserror::Error;
 
+use crate::container::FormatError;
 use crate::fill::{FillError, QueueFailure};
-use crate::{Difference, FormatError};
+use crate::manifest::Difference;
 
-/// Reason why a load, a verification or a save failed. Nothing of a failed load stays on the device.
+/// Reason why a load, a verification or the writing of an output failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {

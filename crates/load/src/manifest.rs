@@ -11,18 +11,19 @@ use std::io::Read;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_device::NoIommu;
 use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
-use serde::{Deserialize, Serialize};
+use serde::ser::SerializeStruct;
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::container::lfs_pointer;
 use crate::container::safetensors::short;
+use crate::engine::{describe, workers};
 use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
-use crate::pipeline::{describe, workers};
 use crate::{Defect, Error, FormatError, Input, Model, Tensor};
 
 /// The version of the format.
@@ -204,6 +205,30 @@ impl fmt::Display for Difference {
     }
 }
 
+impl Serialize for Difference {
+    /// As docs/formats/json.md describes it.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (problem, part, place, lengths) = match self {
+            Self::Changed { part, start, end, .. } => ("changed", Some(part), Some((start, end)), None),
+            Self::Short { expected, found, part, .. } => ("short", Some(part), None, Some((expected, found))),
+            Self::Long { expected, found, .. } => ("long", None, None, Some((expected, found))),
+            Self::LfsPointer { .. } => ("lfs_pointer", None, None, None),
+            Self::Missing { .. } => ("missing", None, None, None),
+            Self::Unlisted { .. } => ("unlisted", None, None, None),
+        };
+        let mut fields = serializer.serialize_struct("Difference", 8)?;
+        fields.serialize_field("file", self.file())?;
+        fields.serialize_field("problem", problem)?;
+        fields.serialize_field("part", &part.map(RegionKind::kind))?;
+        fields.serialize_field("tensor", &part.and_then(RegionKind::tensor).map(|tensor| &tensor.name))?;
+        fields.serialize_field("start", &place.map(|(start, _)| start))?;
+        fields.serialize_field("end", &place.map(|(_, end)| end))?;
+        fields.serialize_field("expected_bytes", &lengths.map(|(expected, _)| expected))?;
+        fields.serialize_field("found_bytes", &lengths.map(|(_, found)| found))?;
+        fields.end()
+    }
+}
+
 impl ManifestFile {
     /// The regions of a file, without their hashes.
     fn of(name: String, model: &Model) -> Self {
@@ -258,33 +283,34 @@ impl ManifestFile {
 }
 
 impl Manifest {
-    /// Hashes files. `progress` is called with the number of bytes that have been read since the last call; it must not
-    /// panic. Memory: 48 MiB of buffers, and what the tensors' names take.
+    /// Hashes files. `progress` is called with the number of bytes that have been read since the last call, and may end
+    /// the work; it must not panic. Memory: 48 MiB of buffers, and what the tensors' names take.
     ///
     /// # Errors
-    /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name.
+    /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name; work
+    /// that `progress` has ended.
     pub fn of<S: Queue<Addr = FileOffset>>(
         inputs: &mut [Input<S>],
         sha256: bool,
-        progress: &mut (dyn FnMut(u64) + Send),
+        progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
     ) -> Result<Self, Error> {
         let mut files = Vec::new();
         for input in inputs.iter() {
-            let name = name(&input.path);
-            let bad = |defect| Error::Format { path: input.path.clone(), source: FormatError::Manifest(defect) };
+            let name = name(&input.source.path);
+            let bad = |defect| Error::Format { path: input.source.path.clone(), source: FormatError::Manifest(defect) };
             check_name(&name).map_err(bad)?;
             if files.iter().any(|file: &ManifestFile| file.name == name) {
                 return Err(bad(Defect::Twice { what: "file", name }));
             }
-            files.push(ManifestFile::of(name, &input.model()?));
+            files.push(ManifestFile::of(name, input.source.model()?));
         }
         let regions = HashRegions { ends: files.iter().map(ManifestFile::ends).collect(), sha256 };
         let lens: Vec<u64> = files.iter().map(|file| file.bytes).collect();
         let digests = digest(inputs, &lens, regions, progress)?;
         for ((file, digests), input) in files.iter_mut().zip(digests).zip(inputs.iter()) {
-            let (before, now) = (file.bytes, input.len()?);
+            let (before, now) = (file.bytes, input.source.size()?);
             if before != now {
-                return Err(Error::Changed { path: input.path.clone(), before, now });
+                return Err(Error::Changed { path: input.source.path.clone(), before, now });
             }
             for (region, digest) in file.regions.iter_mut().zip(digests) {
                 region.digest = digest;
@@ -302,14 +328,14 @@ impl Manifest {
         &self,
         inputs: &mut [Input<S>],
         all: bool,
-        progress: &mut (dyn FnMut(u64) + Send),
+        progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
     ) -> Result<Vec<Difference>, Error> {
         let mut differences = Vec::new();
-        let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.path));
+        let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.source.path));
         let (mut lens, mut found, mut pointers) = (Vec::new(), Vec::new(), Vec::new());
         for (input, file) in inputs.iter().zip(&files) {
-            let len = input.len()?;
-            let pointer = lfs_pointer(&input.path, &input.file)?;
+            let len = input.source.size()?;
+            let pointer = lfs_pointer(&input.source.path, &input.source.file)?;
             found.push(len);
             // Of a pointer, no byte is one of the file.
             lens.push(file.filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
@@ -318,7 +344,7 @@ impl Manifest {
         let digests = digest(inputs, &lens, self.hash_regions(&files), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
             let Some(file) = file else {
-                differences.push(Difference::Unlisted { file: name(&input.path) });
+                differences.push(Difference::Unlisted { file: name(&input.source.path) });
                 continue;
             };
             if let Some(size) = pointers[i] {
@@ -482,7 +508,7 @@ fn digest<S: Queue<Addr = FileOffset>>(
     inputs: &mut [Input<S>],
     lens: &[u64],
     regions: HashRegions,
-    progress: &mut (dyn FnMut(u64) + Send),
+    progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
 ) -> Result<Vec<Vec<Digest>>, Error> {
     if inputs.is_empty() {
         return Ok(Vec::new());
@@ -492,16 +518,21 @@ fn digest<S: Queue<Addr = FileOffset>>(
     staging.prepare(lens.iter().copied().max().unwrap_or(0));
     let hash_regions = Some(Arc::new(regions));
     let options = FillOptions { block: u64::MAX, hash_regions, timeout: TIMEOUT, ..FillOptions::default() };
-    let mut watch = |event| {
-        if let Event::Arrived { len, .. } = event {
-            progress(len);
-        }
-        ControlFlow::Continue(())
+    let mut watch = |event| match event {
+        Event::Arrived { len, .. } => progress(len),
+        _ => ControlFlow::Continue(()),
     };
     let job = Job::whole(lens);
-    let result =
-        fill::run(Memory::Staging(&mut staging), Sink::Memory, &job, &mut workers(inputs), &options, &mut watch);
-    let done = result.map_err(|error| describe(error, |file| (inputs[file].path.clone(), None)))?;
+    let result = fill::run(
+        Instant::now(),
+        Memory::Staging(&mut staging),
+        Sink::Memory,
+        &job,
+        &mut workers(inputs),
+        &options,
+        &mut watch,
+    );
+    let done = result.map_err(|error| describe(error, |file| (inputs[file].source.path.clone(), None)))?;
     Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
 }
 

@@ -1,18 +1,23 @@
 //! Loading: places files on the device, runs the engine with staging buffers, and binds each tensor when it is whole.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use dmalane_addr::FileOffset;
+use dmalane_addr::{Access, FileOffset};
 use dmalane_device::Placement;
-use dmalane_queue::{OpError, Queue};
+use dmalane_queue::{DeviceAddr, Queue};
 
-use crate::clock::{Clocks, Stage};
-use crate::fill::{self, Event, FillError, FillOptions, Memory, Sink};
+use crate::clock::Clocks;
+use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::engine::{describe, workers};
+use crate::error::Error;
+use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Watch};
+use crate::input::Input;
+use crate::manifest::{Expected, Manifest};
 use crate::parts::{PartTargets, Parts};
-use crate::{Error, Expected, Input, Loaded, LoadedFile, Manifest, Model, OpenDevice, Report};
+use crate::report::Report;
+use crate::stage::Stage;
 
 impl OpenDevice {
     /// Loads files: when this returns, every tensor is on the device and bound, for reading, at its own device virtual
@@ -21,7 +26,7 @@ impl OpenDevice {
     ///
     /// # Errors
     /// [`Error`]. Operations in flight have been waited for, and nothing stays bound or allocated on the device; only
-    /// when the device does not finish its transfers within [`DriveOptions::timeout`](crate::DriveOptions::timeout),
+    /// when the device does not finish its transfers within [`FillOptions::timeout`],
     /// their destination is never used again ([`OpenDevice::abandoned_bytes`]).
     pub fn load<S: Queue<Addr = FileOffset>>(
         &mut self,
@@ -46,18 +51,18 @@ impl OpenDevice {
     ) -> Result<Loaded, Error> {
         let resident_before = self.resident.see();
         let start = Instant::now();
-        let epoch = self.options.timeline.then_some(start);
-        let mut parse = Clocks::observed("start", epoch, self.options.live.as_ref());
+        let epoch = self.options.fill.epoch(start);
+        let mut parse = Clocks::recording("start", epoch);
         epoch.into_iter().for_each(|epoch| self.record_channels(epoch));
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
-                let lens = inputs.iter().map(Input::len).collect::<Result<Vec<u64>, _>>()?;
-                manifest.expect(inputs.iter().map(|input| &*input.path).zip(lens))?
+                let lens = inputs.iter().map(|input| input.source.size()).collect::<Result<Vec<u64>, _>>()?;
+                manifest.expect(inputs.iter().map(|input| &*input.source.path).zip(lens))?
             }
         };
         let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
-        let result = self.stream(inputs, &mut files, &expected, progress, epoch);
+        let result = self.stream(start, inputs, &mut files, &expected, progress);
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
         let (clocks, transfers, bytes) = match result {
@@ -69,7 +74,7 @@ impl OpenDevice {
                 // Slots may be incomplete now. They are cheap to make again.
                 self.staging.clear();
                 match self.queue.in_flight() {
-                    // As above.
+                    // The first error matters more than one of unloading.
                     0 => drop(self.unload(loaded)),
                     _ => self.abandon(loaded),
                 }
@@ -95,6 +100,36 @@ impl OpenDevice {
         Ok(loaded)
     }
 
+    /// As [`fill()`](fill::fill) with the device as the sink: the first byte of each buffer goes to the place with its
+    /// number. Every chunk is mapped for the device, which may only read it; this replaces [`BufferMemory::register`].
+    /// A timeline has the channels too.
+    ///
+    /// # Errors
+    /// [`FillError`], as there.
+    ///
+    /// # Panics
+    /// When there is no worker.
+    pub fn fill<S: Queue<Addr = FileOffset>>(
+        &mut self,
+        memory: BufferMemory<'_>,
+        places: &[DeviceAddr],
+        job: &Job,
+        workers: &mut [Vec<S>],
+        options: &FillOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<Filled, FillError> {
+        let (start, registrar) = (Instant::now(), self.registrar().clone());
+        options.epoch(start).into_iter().for_each(|epoch| self.record_channels(epoch));
+        let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..memory };
+        let (polled, processors) = (self.info.polled, self.info.processors);
+        let sink = Sink::Device { polled, processors, queue: &mut self.queue, targets: &places };
+        let mut filled = fill::fill_since(start, memory, sink, job, workers, options, watch)?;
+        if let Some(timeline) = &mut filled.report.timeline {
+            timeline.tracks.extend(self.channel_tracks());
+        }
+        Ok(filled)
+    }
+
     /// Gives each tensor its place on the device and its device virtual address, as [`OpenDevice::load`] does, and
     /// moves nothing. [`OpenDevice::unload`] gives the places back.
     ///
@@ -103,7 +138,8 @@ impl OpenDevice {
     pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
         for input in inputs {
-            match input.model().and_then(|model| self.place(input.path.clone(), model, placement)) {
+            match input.source.model().and_then(|model| self.place(input.source.path.clone(), model.clone(), placement))
+            {
                 Ok(file) => files.push(file),
                 Err(e) => {
                     // The reason for the failure matters more than a second one while cleaning up.
@@ -120,19 +156,19 @@ impl OpenDevice {
     /// that were read.
     fn stream<S: Queue<Addr = FileOffset>>(
         &mut self,
+        start: Instant,
         inputs: &mut [Input<S>],
         files: &mut [LoadedFile],
         expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
-        epoch: Option<Instant>,
     ) -> Result<(Clocks, u64, u64), Error> {
-        let hashed = self.options.checksum || expected.hash_regions().is_some();
+        let hashed = self.options.fill.checksum || expected.hash_regions().is_some();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
         let (mut binds, mut transfers, mut failed) =
-            (Clocks::observed("binds", epoch, self.options.live.as_ref()), 0, None);
+            (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
         let Self { queue, device, info, staging, options, resident, stop, .. } = self;
         let stop = stop.clone();
@@ -162,20 +198,11 @@ impl OpenDevice {
             }
             _ => ControlFlow::Continue(()),
         };
-        let options = FillOptions {
-            block: u64::MAX,
-            checksum: options.checksum,
-            hash_regions: expected.hash_regions(),
-            hash_thread: options.hash_thread,
-            timeout: options.timeout,
-            timeline: epoch,
-            live: options.live.clone(),
-            ..FillOptions::default()
-        };
+        let options = FillOptions { hash_regions: expected.hash_regions(), ..options.fill.clone() };
         let targets = &PartTargets { files: placed, parts: &parts };
         let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
         let mut workers = workers(inputs);
-        let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
+        let result = fill::run(start, Memory::Staging(staging), sink, job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }
@@ -185,10 +212,10 @@ impl OpenDevice {
             }
             other => other,
         };
-        let about = |file: usize| (files[file].path.clone(), Some(&files[file].model));
+        let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
         let mut done = result.map_err(|error| describe(in_file(error), about))?;
         for (input, file) in inputs.iter().zip(&*files) {
-            let (before, now) = (file.model.len, input.len()?);
+            let (before, now) = (file.model.len, input.source.size()?);
             if before != now {
                 return Err(Error::Changed { path: file.path.clone(), before, now });
             }
@@ -199,48 +226,5 @@ impl OpenDevice {
         }
         done.clocks.add(binds);
         Ok((done.clocks, transfers, job.bytes()))
-    }
-}
-
-/// A worker for each queue that every input has.
-pub(crate) fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
-    let more = inputs.iter().map(|input| input.more.len()).min().unwrap_or(0);
-    let mut workers: Vec<Vec<&mut S>> = (0..=more).map(|_| Vec::new()).collect();
-    for input in inputs {
-        for (worker, queue) in workers.iter_mut().zip([&mut input.queue].into_iter().chain(&mut input.more)) {
-            worker.push(queue);
-        }
-    }
-    workers
-}
-
-/// An error of the engine with the file and the tensor that it is about. `about` returns the path and the contents of a
-/// file.
-pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, Option<&'a Model>)) -> Error {
-    let named = |file: usize, at| {
-        let (path, model) = about(file);
-        (path, model.and_then(|model| Some(model.tensor_at(at)?.name.clone())))
-    };
-    let lost = |file: usize, end, source| Error::Queue { path: about(file).0, end, source };
-    match error {
-        FillError::Read { source_index, at, error: source } => {
-            // The queue knows best where it stopped.
-            let at = match &source {
-                OpError::EndOfFile { at, .. } | OpError::Io { at, .. } => *at,
-                _ => at,
-            };
-            let (path, tensor) = named(source_index, at);
-            Error::Read { path, at, tensor, source }
-        }
-        FillError::Queue { source_index, source } => lost(source_index, "file", source),
-        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => lost(buffer, "device", reason.into()),
-        FillError::Transfer { buffer, offset, error: source } => {
-            let at = FileOffset::new(offset);
-            let (path, tensor) = named(buffer, at);
-            Error::Transfer { path, at, tensor, source }
-        }
-        FillError::Refused { buffer, reason, .. } => lost(buffer, "device", reason.into()),
-        FillError::Memory { source, .. } | FillError::Map { source, .. } => Error::Memory(source),
-        other => Error::Fill(other),
     }
 }

@@ -1,6 +1,5 @@
-//! Reading back through the device's own MMU: to compare, and to save.
+//! Reading back through the device's own MMU, to compare.
 
-use std::io::{self, BufWriter, Write};
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
@@ -9,8 +8,10 @@ use dmalane_dma::VolatileSlice;
 use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
 use crate::again::Reread;
-use crate::container::Again;
-use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Output, Verified};
+use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::error::Error;
+use crate::input::Input;
+use crate::report::Verified;
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
@@ -75,10 +76,10 @@ impl OpenDevice {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Verified, Error> {
         let start = Instant::now();
-        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.path)) {
+        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.source.path)) {
             return Err(Error::OtherInputs {
                 loaded: loaded.files.iter().map(|f| f.path.clone()).collect(),
-                inputs: inputs.iter().map(|i| i.path.clone()).collect(),
+                inputs: inputs.iter().map(|i| i.source.path.clone()).collect(),
             });
         }
         let (mut program, by_copies) = match self.device.program_queue() {
@@ -88,7 +89,7 @@ impl OpenDevice {
         for (file, input) in loaded.files.iter().zip(inputs) {
             self.check(file)?;
             let (model, queue) = (&file.model, &mut input.queue);
-            let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.timeout)?;
+            let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.fill.timeout)?;
             let result = self.compare(program.as_deref_mut(), file, &mut again, progress);
             again.finish(&mut self.staging);
             result?;
@@ -120,38 +121,6 @@ impl OpenDevice {
             })?;
         }
         Ok(())
-    }
-
-    /// Writes what the device holds of a file, read back through its MMU, as a file of the same kind with the same
-    /// tensors in the same order. The file appears whole or not at all.
-    ///
-    /// # Errors
-    /// [`Error::File`] names the path, as of [`Output::check`], and for a kind that [cannot be
-    /// saved](crate::Container::can_be_saved), because the device has the tensors alone; [`Error::Transfer`].
-    pub fn save(&mut self, file: &LoadedFile, to: &Output) -> Result<(), Error> {
-        let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
-        let front = match file.model.container.kind().again {
-            Again::Never => return Err(error("save a file of this kind to it", io::ErrorKind::Unsupported.into())),
-            Again::Bytes => Vec::new(),
-            Again::Behind(front) => front(&file.model).map_err(|e| error("describe its tensors", e))?,
-        };
-        let mut saving = to.begin()?;
-        let mut out = BufWriter::with_capacity(1 << 20, saving.file());
-        out.write_all(&front).map_err(|e| error("write it", e))?;
-        for index in 0..file.model.tensors.len() {
-            self.read_back(file, index, &mut |_, view| {
-                let mut result = Ok(());
-                view.for_each_block(|block| {
-                    if result.is_ok() {
-                        result = out.write_all(block);
-                    }
-                });
-                result.map_err(|e| error("write it", e))
-            })?;
-        }
-        out.flush().map_err(|e| error("write it", e))?;
-        drop(out);
-        saving.finish().map_err(|e| error("put it in place", e))
     }
 }
 

@@ -7,10 +7,13 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_queue::Queue;
 
+use crate::device::OpenDevice;
+use crate::engine::describe;
+use crate::error::Error;
 use crate::fill::{self, FillOptions, Memory, Sink};
+use crate::input::Input;
+use crate::manifest::Manifest;
 use crate::parts::Parts;
-use crate::pipeline::describe;
-use crate::{Error, Input, Manifest, OpenDevice};
 
 /// Rates in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -39,20 +42,21 @@ impl OpenDevice {
         inputs: &mut [Input<S>],
         manifest: &Manifest,
     ) -> Result<ReferenceRates, Error> {
-        let hashed = self.options.checksum || !manifest.files.is_empty();
-        let models = inputs.iter().map(Input::model).collect::<Result<Vec<_>, _>>()?;
-        let wanted = inputs.iter().zip(&models).map(|(input, model)| input.wanted(model, hashed));
-        let job = Parts::new(wanted).first(READ_AT_MOST).job();
+        let hashed = self.options.fill.checksum || !manifest.files.is_empty();
+        let models = inputs.iter().map(|input| input.source.model()).collect::<Result<Vec<_>, _>>()?;
+        let wanted = inputs.iter().zip(models).map(|(input, model)| input.wanted(model, hashed));
+        let job = Parts::new(wanted).first(READ_AT_MOST);
         let start = Instant::now();
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
-        let options = FillOptions { block: u64::MAX, timeout: self.options.timeout, ..FillOptions::default() };
+        let FillOptions { block, timeout, .. } = self.options.fill;
+        let options = FillOptions { block, timeout, ..FillOptions::default() };
         let memory = Memory::Staging(&mut self.staging);
         let mut go = |_| ControlFlow::Continue(());
-        if let Err(error) = fill::run(memory, Sink::Memory, &job, &mut workers, &options, &mut go) {
+        if let Err(error) = fill::run(start, memory, Sink::Memory, &job, &mut workers, &options, &mut go) {
             // Slots that were in flight are incomplete: new ones are made next time.
             self.staging.clear();
-            return Err(describe(error, |file| (inputs[file].path.clone(), None)));
+            return Err(describe(error, |file| (inputs[file].source.path.clone(), None)));
         }
         let read = job.bytes() as f64 / start.elapsed().as_secs_f64();
         let (copy, first_touch) = memory_rates()?;

@@ -6,21 +6,8 @@ use std::time::Duration;
 
 use dmalane_addr::PageSize;
 
-use crate::{Stage, StageTimeline};
-
-/// One stage of a load.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct StageReport {
-    /// Which stage.
-    pub stage: Stage,
-    /// Time in which the stage had work under way. Stages overlap, so these may add up to more than the wall time.
-    pub busy: Duration,
-    /// Time in which the pipeline did this stage's work or waited for it, and nothing else. These add up to about the
-    /// wall time, and show where it went.
-    pub wall: Duration,
-    /// Bytes that went through.
-    pub bytes: u64,
-}
+use crate::stage::StageReport;
+use crate::timeline::StageTimeline;
 
 /// A verification that found every tensor equal to its file.
 #[derive(Clone, Debug)]
@@ -56,7 +43,7 @@ pub struct Report {
     pub resident_peak: u64,
     /// The same before the load began.
     pub resident_before: u64,
-    /// The timeline of the load, if [`DriveOptions::timeline`](crate::DriveOptions::timeline) asked for it.
+    /// The timeline of the load, if [`FillOptions::timeline`](crate::fill::FillOptions::timeline) asked for it.
     pub timeline: Option<StageTimeline>,
 }
 

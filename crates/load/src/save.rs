@@ -108,7 +108,7 @@ impl Output {
     }
 
     /// Begins to write it.
-    pub(crate) fn begin(&self) -> Result<Saving<'_>, Error> {
+    fn begin(&self) -> Result<Saving<'_>, Error> {
         Saving::begin(self).map_err(|source| self.refusal(source))
     }
 
@@ -272,7 +272,7 @@ fn trust(link: &Path, folder: &Path, meta: &fs::Metadata, last: bool) -> io::Res
 
 /// A file being written that has no name yet where the file system can do that, so that nothing is left of it however
 /// this process ends; elsewhere a hidden one beside the target.
-pub(crate) struct Saving<'a> {
+struct Saving<'a> {
     output: &'a Output,
     target: Target,
     file: File,
@@ -302,12 +302,12 @@ impl<'a> Saving<'a> {
         Ok(this)
     }
 
-    pub(crate) fn file(&mut self) -> &mut File {
+    fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
     /// Gives the file its name, when all of it is on the disk: after a power cut there is the old file or the new one.
-    pub(crate) fn finish(mut self) -> io::Result<()> {
+    fn finish(mut self) -> io::Result<()> {
         self.file.sync_all()?;
         self.place()?;
         // The new file has its name, and is whole, whatever this says.

@@ -9,14 +9,14 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, FileOffset};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
 use dmalane_load::fill::{BufferMemory, Event, FillOptions, Job, Sink, fill};
-use dmalane_load::{DriveOptions, Input, OpenDevice, Placement, Stage};
+use dmalane_load::{DriveOptions, Input, OpenDevice, OpenFile, Placement, Stage};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
 };
@@ -71,7 +71,8 @@ fn settings(random: &mut Random, device: &dyn Device) -> (DriveOptions, Placemen
     let queues = if random.below(2) == 0 { QueueChoice::Auto } else { QueueChoice::Only(0) };
     let chunk = [1, 10_000, 65_536, 100_000, 1 << 20, 16 << 20][random.below(6) as usize];
     let hash_thread = [None, Some(false), Some(true)][random.below(3) as usize];
-    (DriveOptions { chunk, queues, hash_thread, ..DriveOptions::default() }, placement)
+    let fill = FillOptions { chunk, hash_thread, ..DriveOptions::default().fill };
+    (DriveOptions { queues, fill, ..DriveOptions::default() }, placement)
 }
 
 fn pread(file: &File) -> Vec<u8> {
@@ -95,7 +96,7 @@ fn loads_are_what_the_obvious_loop_does() {
             let file = File::open(&path).unwrap();
             let capacity = 1 + random.below(6) as usize;
             let queue = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
-            inputs.push(Input { path, file, queue, more: Vec::new(), select: None });
+            inputs.push(Input::new(OpenFile::new(path, file), queue));
         }
         let inner = device(random);
         let (drive, placement) = settings(random, &*inner);
@@ -106,7 +107,7 @@ fn loads_are_what_the_obvious_loop_does() {
         let mut plain = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
         let mut total = 0;
         for (file, input) in loaded.files.iter().zip(&inputs) {
-            let bytes = pread(&input.file);
+            let bytes = pread(&input.source.file);
             total += bytes.len() as u64;
             assert_eq!(file.checksum, Some(XxHash3_64::oneshot(&bytes)), "seed {seed}");
             for loaded in file.tensors() {
@@ -188,8 +189,7 @@ fn hashed_by(len: usize, block: u64, processors: usize, hash_thread: Option<bool
     let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
     let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(&heap) };
     let sink = Sink::Device { queue: device.queue_mut(), polled: true, processors, targets: &&to[..] };
-    let timeline = Some(Instant::now());
-    let options = FillOptions { checksum: true, block, hash_thread, timeline, ..FillOptions::default() };
+    let options = FillOptions { checksum: true, block, hash_thread, timeline: true, ..FillOptions::default() };
     let job = Job::whole(&[len as u64]);
     let filled = fill(memory, sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap();
     assert_eq!(filled.buffers[0].checksum(), Some(XxHash3_64::oneshot(&source)));
@@ -221,8 +221,8 @@ fn a_thread_hashes_what_a_worker_does_not_get_to() {
     // Longer on machines where other threads have to wait.
     for pause in [1, 10, 100, 1000, 10_000, 30_000].map(Duration::from_millis) {
         let mut workers = [vec![Script::new(source.clone(), 3, 1, Vec::new())]];
-        let (timeline, heap) = (Some(Instant::now()), AnonHeap::new());
-        let options = FillOptions { checksum: true, timeline, ..FillOptions::default() };
+        let heap = AnonHeap::new();
+        let options = FillOptions { checksum: true, timeline: true, ..FillOptions::default() };
         let held_up =
             |event: &Event| matches!(event, Event::Arrived { offset, len: n, .. } if offset + n == len as u64);
         let mut watch = |event: Event| {
@@ -321,9 +321,10 @@ fn a_disk_that_ends_its_reads_in_bursts_is_full_again_at_once() {
     file.as_file().set_len(len).unwrap();
     let queue = Bursts { waiting: Vec::new(), submitted: 0, len, polls: 0, starved: starved.clone() };
     let (path, file) = (file.path().to_owned(), file.reopen().unwrap());
-    let mut inputs = [Input { path, file, queue, more: Vec::new(), select: None }];
+    let mut inputs = [Input::new(OpenFile::new(path, file), queue)];
     // One thread, so that nothing is late where others run.
-    let drive = DriveOptions { hash_thread: Some(false), ..DriveOptions::default() };
+    let mut drive = DriveOptions::default();
+    drive.fill.hash_thread = Some(false);
     let mut device = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), drive).unwrap();
     let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
     assert!(loaded.files[0].checksum.is_some() && loaded.report.bytes == len);

@@ -6,7 +6,7 @@ mod script;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_dma::{AnonHeap, DeviceMem, Heap, MemfdHeap, PageKind, Pool};
@@ -335,7 +335,7 @@ fn faults_in_the_middle() {
             if what == 3 && there > stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         let options = match what {
-            4 => FillOptions { deadline: Some(Instant::now() + Duration::from_micros(stop_after / 200)), ..options },
+            4 => FillOptions { time_limit: Some(Duration::from_micros(stop_after / 200)), ..options },
             _ => options,
         };
         let heap = heaps[seed as usize % heaps.len()];
@@ -370,13 +370,13 @@ fn what_hangs_keeps_its_memory() {
     let heap = AnonHeap::starting_at(PageKind::Base);
     for hash_thread in [None, Some(true)] {
         // Long enough to read 100 kB and to hand them on, and too short for the timeout.
-        let (timeout, deadline) = (Duration::from_secs(2), Some(Instant::now() + Duration::from_millis(600)));
+        let (timeout, time_limit) = (Duration::from_secs(2), Some(Duration::from_millis(600)));
         let checksum = hash_thread.is_some();
         let options = FillOptions {
             chunk: 8192,
             block: 8192,
             timeout,
-            deadline,
+            time_limit,
             checksum,
             hash_thread,
             ..FillOptions::default()
@@ -402,13 +402,13 @@ fn a_device_that_ends_nothing_is_stopped() {
     for (lets_go, workers, checksum) in
         [(false, 1, false), (true, 1, false), (true, 3, false), (true, 1, true), (false, 3, true)]
     {
-        // The deadline is there for a job that would wait without end.
-        let (timeout, deadline) = (Duration::from_millis(300), Some(Instant::now() + Duration::from_secs(60)));
+        // The limit is there for a job that would wait without end.
+        let (timeout, time_limit) = (Duration::from_millis(300), Some(Duration::from_secs(60)));
         let options = FillOptions {
             chunk: 8192,
             block: 8192,
             timeout,
-            deadline,
+            time_limit,
             checksum,
             hash_thread: Some(true),
             ..FillOptions::default()

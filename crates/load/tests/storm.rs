@@ -22,13 +22,14 @@ use dmalane_dma::{
     AnonHeap, BufferRef, CpuBuf, Error, Heap, HeapCapabilities, HeapStats, Mapping, MemfdHeap, Mmio, PageKind, Pinned,
     Registrar, Reserved, footprint,
 };
-use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, Placement};
+use dmalane_load::fill::FillOptions;
+use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, OpenFile, Placement};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use script::{Fault, HELD, Random, Script, noise};
 
 /// Loads onto one card before it is opened anew.
 const LOADS: usize = 8;
-/// A device that loses doorbells may end nothing for so long, and any other for longer than a busy machine takes.
+/// Timeouts of a device: longer than a busy machine takes, and that of one that loses doorbells.
 const TIMEOUTS: [Duration; 2] = [Duration::from_secs(60), Duration::from_millis(40)];
 
 /// Calls of a kind left until one fails.
@@ -262,7 +263,8 @@ fn card(seed: u64, sources: &[Source], ended: &mut Ended) {
     let timeout = TIMEOUTS[usize::from(stalls)];
     let chunk = [1, 10_000, 65_536][random.below(3) as usize];
     let hash_thread = Some(random.below(2) == 0);
-    let drive = DriveOptions { chunk, timeout, heap: Some(heap.clone()), hash_thread, ..DriveOptions::default() };
+    let fill = FillOptions { chunk, timeout, hash_thread, ..DriveOptions::default().fill };
+    let drive = DriveOptions { heap: Some(heap.clone()), fill, ..DriveOptions::default() };
     let mut device = OpenDevice::new(Box::new(CardDevice::open(bus, how).unwrap()), drive).unwrap();
     let free = device.memory().free_bytes();
     for number in 0..LOADS {
@@ -326,7 +328,7 @@ fn load(
         .map(|(source, faults)| {
             let queue = Script::new(source.bytes.clone(), 1 + random.below(5) as usize, random.0, faults.clone());
             let (path, file) = (source.path.clone(), File::open(&source.path).unwrap());
-            Input { path, file, queue, more: Vec::new(), select: None }
+            Input::new(OpenFile::new(path, file), queue)
         })
         .collect();
     let placement = [Placement::DDR, Placement::HBM][random.below(2) as usize].clone();

@@ -27,12 +27,15 @@ impl Progress {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    /// Counts bytes, and stops a job that was cancelled.
+    pub(crate) fn advance(&self, bytes: u64) -> ControlFlow<()> {
+        self.add(bytes);
+        if self.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
     /// Counts what has arrived, and stops a job that was cancelled.
     pub(crate) fn watch(&self, event: &Event) -> ControlFlow<()> {
-        if let Event::Arrived { len, .. } = event {
-            self.add(*len);
-        }
-        if self.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        self.advance(if let Event::Arrived { len, .. } = event { *len } else { 0 })
     }
 
     /// The flag that is set when the work is to stop.
@@ -55,7 +58,7 @@ pub(crate) fn quietly<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) 
     (result, py.check_signals())
 }
 
-/// Runs `work` of so many bytes on a thread of its own, without the interpreter's lock. Meanwhile this thread looks for
+/// Runs `work` of `total` bytes on a thread of its own, without the interpreter's lock. Meanwhile this thread looks for
 /// signals and calls `watch(done, total)`; an exception in either cancels the work and is returned once that has ended.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,

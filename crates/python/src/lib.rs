@@ -4,14 +4,14 @@
 //! needs the engine: `memory.rs` is the only file with `unsafe`.
 
 mod device;
-mod expected;
 mod failure;
 mod interrupt;
+mod machine;
+mod manifest;
 mod memory;
 mod open;
 mod report;
 mod save;
-mod stream;
 
 use pyo3::prelude::*;
 
@@ -24,18 +24,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<open::Files>()?;
     module.add_function(wrap_pyfunction!(open::alloc_and_read, module)?)?;
     module.add_function(wrap_pyfunction!(save::save_file, module)?)?;
-    module.add_function(wrap_pyfunction!(command_line, module)?)?;
-    module.add_class::<stream::Stream>()?;
+    module.add_function(wrap_pyfunction!(manifest::manifest, module)?)?;
+    module.add_function(wrap_pyfunction!(manifest::verify, module)?)?;
+    module.add_function(wrap_pyfunction!(machine::cached_share, module)?)?;
+    module.add_function(wrap_pyfunction!(machine::room, module)?)?;
+    module.add_class::<open::Stream>()?;
     module.add_class::<device::Device>()?;
     module.add_class::<device::DeviceTensor>()?;
     module.add_class::<device::Registration>()?;
     Ok(())
-}
-
-/// Runs the program `dmalane` with these words, of which the first is its name. Returns its exit status.
-#[pyfunction]
-fn command_line(py: Python<'_>, words: Vec<std::ffi::OsString>) -> u8 {
-    let status = py.detach(|| dmalane_cli::run(words));
-    // An exit code has no number.
-    (0..=u8::MAX).find(|n| std::process::ExitCode::from(*n) == status).unwrap_or(1)
 }

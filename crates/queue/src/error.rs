@@ -10,7 +10,7 @@ use dmalane_addr::{CardAddr, DeviceVa, FileOffset};
 use dmalane_dma::DmaFault;
 use thiserror::Error;
 
-use crate::{Capabilities, Operation};
+use crate::Capabilities;
 
 /// Why an operation failed. The bytes that were moved before are unspecified, but for the count in its completion.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
@@ -87,16 +87,6 @@ impl From<Refusal> for OpError {
             reason => Self::Refused(reason),
         }
     }
-}
-
-/// An operation that was not accepted, given back whole.
-#[derive(Debug, Error)]
-#[error("{reason}")]
-pub struct Refused<A: std::fmt::Debug> {
-    /// The operation as it was submitted.
-    pub operation: Operation<A>,
-    /// Why.
-    pub reason: Refusal,
 }
 
 /// Why a queue did not accept an operation.

@@ -91,11 +91,13 @@
 
 mod addr;
 mod balance;
+mod capabilities;
 mod choice;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod error;
 mod operation;
+mod outcome;
 mod policy;
 mod queue;
 mod registered;
@@ -108,11 +110,13 @@ mod wait;
 
 pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
+pub use capabilities::{Capabilities, Direction, Limits};
 pub use choice::{BadQueueChoice, QueueChoice, parse_queues};
-pub use error::{OpError, Refusal, Refused, StopCause, StopReason};
-pub use operation::{CacheHint, Capabilities, Completion, GatherList, HostSlice, Operation, Shape, Work};
-pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
-pub use queue::{Cancelled, DeviceQueue, Direction, Limits, Queue, Ticket};
+pub use error::{OpError, Refusal, StopCause, StopReason};
+pub use operation::{CacheHint, GatherList, HostSlice, Operation, Shape, Work};
+pub use outcome::{Cancelled, Completion, Refused, Ticket};
+pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
+pub use queue::{DeviceQueue, Queue};
 pub use registered::Registered;
 pub use registry::{Registry, RegistryError, RegistryLimits, RegistryStats};
 pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};

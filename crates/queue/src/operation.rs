@@ -1,9 +1,9 @@
-//! Everything that a DMA engine can be asked for, and how it ends.
+//! Everything that a DMA engine can be asked for.
 
 use dmalane_addr::{Access, Iova, Span};
 use dmalane_dma::{BufferSlice, Registrar};
 
-use crate::{DeviceAddr, Direction, Limits, OpError, QueueAddr, Refusal, Registered, Ticket};
+use crate::{Capabilities, DeviceAddr, Direction, Limits, QueueAddr, Refusal, Registered};
 
 /// A slice of host memory, and the registration through which the device reaches it.
 ///
@@ -116,7 +116,7 @@ pub enum Work<A = DeviceAddr> {
         /// The device's side.
         at: A,
     },
-    /// Compare host memory with device memory; neither is changed. Ends with [`OpError::Differs`] where they differ.
+    /// Compare host memory with device memory; neither is changed. Ends with [`OpError::Differs`](crate::OpError::Differs) where they differ.
     Compare {
         /// The host's side. With a [`Shape`], all of its rows.
         host: HostSlice,
@@ -360,70 +360,3 @@ impl<A> From<Work<A>> for Operation<A> {
         Self { work, shape: None, cache: CacheHint::Auto }
     }
 }
-
-bitflags::bitflags! {
-    /// Capabilities of a queue.
-    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-    pub struct Capabilities: u32 {
-        /// Copy from host to device.
-        const FROM_HOST = 1;
-        /// Copy from device to host.
-        const TO_HOST = 1 << 1;
-        /// [`Work::Within`].
-        const WITHIN = 1 << 2;
-        /// [`Work::Fill`].
-        const FILL = 1 << 3;
-        /// [`Work::Compare`].
-        const COMPARE = 1 << 4;
-        /// [`Shape`].
-        const SHAPE = 1 << 5;
-        /// [`Work::Gather`].
-        const GATHER = 1 << 6;
-        /// [`Work::Fence`].
-        const FENCE = 1 << 7;
-        /// [`Queue::cancel`](crate::Queue::cancel) of what the device has begun with.
-        const CANCEL = 1 << 8;
-        /// [`Queue::stop`](crate::Queue::stop) and [`Queue::restart`](crate::Queue::restart).
-        const STOP = 1 << 9;
-        /// Operations end in the order in which they were submitted, and have the effect that they have one after the
-        /// other.
-        const ORDERED = 1 << 10;
-    }
-}
-
-impl Capabilities {
-    /// Those of the copy engines of a GPU, used in order.
-    pub const COPY_ENGINE: Self = Self::FROM_HOST
-        .union(Self::TO_HOST)
-        .union(Self::WITHIN)
-        .union(Self::FILL)
-        .union(Self::SHAPE)
-        .union(Self::GATHER)
-        .union(Self::FENCE)
-        .union(Self::STOP)
-        .union(Self::ORDERED);
-
-    /// The capability to copy in this direction.
-    pub fn copy(direction: Direction) -> Self {
-        match direction {
-            Direction::FromHost => Self::FROM_HOST,
-            Direction::ToHost => Self::TO_HOST,
-        }
-    }
-}
-
-/// An operation that ended, with its host memory.
-#[derive(Debug)]
-pub struct Completion<A = DeviceAddr> {
-    /// The ticket that [`Queue::submit`](crate::Queue::submit) returned.
-    pub ticket: Ticket,
-    /// The operation, exactly as it was submitted.
-    pub operation: Operation<A>,
-    /// Ok when every byte was done.
-    pub result: Result<(), OpError>,
-    /// Bytes, counted from the front, that are known to be done: all of them when the result is Ok.
-    pub bytes: u64,
-}
-
-// Operations are moved on the way of every transfer: into the queue, and out of it with the completion.
-const _: () = assert!(size_of::<Operation>() <= 72 && size_of::<Completion>() <= 144);

@@ -3,71 +3,10 @@
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use dmalane_addr::Access;
-
-use crate::{Capabilities, Completion, DeviceAddr, Operation, QueueAddr, QueueState, Refused, Stats, StopReason};
-
-/// The direction of a copy, seen from host memory.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Direction {
-    /// Into host memory: a file read; device to host (C2H).
-    ToHost,
-    /// Out of host memory: a file write; host to device (H2C).
-    FromHost,
-}
-
-impl Direction {
-    /// The access of the device to host memory.
-    #[inline]
-    pub fn host_access(self) -> Access {
-        match self {
-            Self::ToHost => Access::WRITE,
-            Self::FromHost => Access::READ,
-        }
-    }
-}
-
-/// Names an operation in flight; unique within its queue.
-///
-/// It is only a name: dropping it neither cancels the operation nor frees its memory.
-#[must_use = "only the ticket tells one completion from another"]
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Ticket(u64);
-
-impl Ticket {
-    /// For implementations of [`Queue`]: the ticket with this number.
-    pub const fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    /// The number.
-    pub const fn number(self) -> u64 {
-        self.0
-    }
-}
-
-/// The capacity of a queue.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Limits {
-    /// Operations in flight, at most. A gather list or a shape may count as more than one.
-    pub capacity: usize,
-    /// Bytes per operation, at most.
-    pub max_len: u64,
-}
-
-/// The outcome of [`Queue::cancel`].
-#[derive(Debug)]
-pub enum Cancelled<A = DeviceAddr> {
-    /// The device had not received it: here it is back, and no completion will follow.
-    Removed(Operation<A>),
-    /// The device has it and was asked to end it. It ends normally or with
-    /// [`OpError::Cancelled`](crate::OpError::Cancelled).
-    Requested,
-    /// The device has it and cannot be asked. It ends normally.
-    TooLate,
-    /// No operation in flight has this ticket.
-    Unknown,
-}
+use crate::{
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, Operation, QueueAddr, QueueState, Refused, Stats,
+    StopReason, Ticket,
+};
 
 /// Moves bytes between host memory and one address space, asynchronously.
 ///
@@ -149,7 +88,7 @@ pub trait Queue: Send {
         Cancelled::TooLate
     }
 
-    /// Makes the queue stop when nothing has ended for so long although something is in flight; `None`: it waits for
+    /// Makes the queue stop when nothing has ended for this time although something is in flight; `None`: it waits for
     /// ever. False where the queue does not watch the time.
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         let _ = timeout;

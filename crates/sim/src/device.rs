@@ -126,7 +126,7 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         };
         for thread in 0..threads {
             let core = card.core.clone();
-            // Its channels: every so many.
+            // Its channels: every `threads`th.
             let mine = (thread..channels).step_by(threads);
             let spawned = thread::Builder::new().name(format!("dmalane-card-{thread}")).spawn({
                 let mine = mine.clone();
@@ -160,11 +160,6 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// translations, which may take longer than others should wait.
     pub fn step(&self, channel: usize, most: u64) -> Option<Stepped> {
         (channel < self.core.channels.len()).then(|| self.core.try_step(channel, (most, false)))?
-    }
-
-    /// Descriptors that running channels were given and have not completed.
-    pub fn in_flight(&self) -> u64 {
-        self.core.channels.iter().map(|channel| u64::from(channel.regs.in_flight())).sum()
     }
 
     /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].

@@ -1,13 +1,12 @@
 //! Buffers of the driver, and which of them an address of this process lies in.
 
 use std::any::Any;
-use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane_addr::Access;
 use dmalane_device::NoIommu;
@@ -16,6 +15,7 @@ use dmalane_dma::{BufferRef, DriverHeap, Error as DmaError, Heap, Mapping, PageK
 use crate::Error;
 use crate::abi::{self, halves};
 use crate::kernel::{Handle, Kernel, Request};
+use crate::live::{Live, Place};
 use crate::sys::Mapped;
 
 /// Memory that the card may still use, because its queue could not be stopped. Never dropped.
@@ -48,30 +48,6 @@ pub(crate) struct Buffers {
     hint: AtomicU32,
 }
 
-/// Buffers by their address in this process: bytes, and the number of the file.
-#[derive(Default)]
-struct Live(Mutex<BTreeMap<usize, (usize, RawFd)>>);
-
-impl Live {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, (usize, RawFd)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The entry of a mapped buffer in the list, and its file.
-pub(crate) struct Place {
-    live: Arc<Live>,
-    address: usize,
-    _file: Handle,
-}
-
-impl Place {
-    /// The address is no longer the buffer's.
-    pub(crate) fn unlist(&self) {
-        self.live.lock().remove(&self.address);
-    }
-}
-
 impl Buffers {
     pub(crate) fn new(kernel: &Arc<dyn Kernel>, file: &Arc<Handle>) -> Self {
         Self { kernel: kernel.clone(), file: file.clone(), live: Arc::default(), hint: AtomicU32::new(0) }
@@ -94,10 +70,7 @@ impl Buffers {
         self.hint.store(hint, Ordering::Relaxed);
         let bytes =
             NonZeroUsize::new(len).ok_or(Error::Answer { call: "BUF_CREATE", what: "an empty buffer".into() })?;
-        let mapped = Mapped::new(file, bytes, |address, file| {
-            self.live.lock().insert(address, (len, file.as_fd().as_raw_fd()));
-            Place { live: self.live.clone(), address, _file: file }
-        });
+        let mapped = Mapped::new(file, bytes, |address, file| Place::list(&self.live, address, len, file));
         mapped.map_err(Error::Map)
     }
 

@@ -8,10 +8,9 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
 use dmalane_dma::{Heap as _, Registrar};
-use dmalane_queue::{DeviceQueue, Route};
+use dmalane_queue::DeviceQueue;
 
 use crate::Error;
 use crate::abi::{self, MAX_RANGES};
@@ -19,14 +18,10 @@ use crate::buffers::{OwnBuffers, heap, page};
 use crate::card::{Card, Info};
 use crate::kernel::{Handle, Kernel, Request};
 use crate::queue::SlashQueue;
+use crate::regions::regions;
 use crate::sys::{DEPTH, Linux};
 use crate::vrtd::{Daemon, Grants, Reach, VrtdName};
 use crate::worker::Planner;
-
-/// First address and bytes of the card's DDR.
-pub const DDR: (u64, u64) = (0x600_0000_0000, 32 << 30);
-/// First address and bytes of the card's HBM, both halves.
-pub const HBM: (u64, u64) = (0x40_0000_0000, 32 << 30);
 
 /// The number of a card: N of `/dev/slash_qdma_ctlN`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -231,17 +226,6 @@ impl SlashDevice {
     pub fn driver(&self) -> &Info {
         &self.info
     }
-}
-
-/// The V80's memory map.
-fn regions() -> [Region; 3] {
-    let span = |first, len| Span::new(CardAddr::new(first), len).expect("a constant span");
-    let half = HBM.1 / 2;
-    [
-        Region::new("ddr", span(DDR.0, DDR.1)),
-        Region::new("hbm0", span(HBM.0, half)).in_group("hbm").by(Route::Channel(0)),
-        Region::new("hbm1", span(HBM.0 + half, half)).in_group("hbm").by(Route::Channel(1)),
-    ]
 }
 
 impl Device for SlashDevice {

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use dmalane_addr::CardAddr;
+use dmalane_dma::PeerError;
 use thiserror::Error;
 
 use crate::kernel::Request;
@@ -27,6 +28,14 @@ pub enum Error {
         socket: PathBuf,
         /// The kernel's error, or what is wrong with its answers.
         source: io::Error,
+    },
+    /// The process behind the daemon's socket is another user's.
+    #[error("cannot use vrtd at {}: {source}", socket.display())]
+    WrongServer {
+        /// Its socket.
+        socket: PathBuf,
+        /// Whose it is.
+        source: PeerError,
     },
     /// The driver's interface is one that this program does not know.
     #[error(
@@ -129,7 +138,6 @@ fn connecting(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOENT | libc::ECONNREFUSED) => "; is it running (sudo systemctl enable --now vrtd.socket)?",
         Some(libc::EACCES) => "; the socket is closed to this user: sudo usermod -aG vrt $USER",
-        Some(libc::EPERM) => "; the process behind the socket is neither root's nor this user's",
         _ => "",
     }
 }

@@ -16,8 +16,8 @@ use dmalane_dma::DriverMemory;
 use io_uring::{IoUring, opcode};
 use rustix::mm::{self, MapFlags, ProtFlags};
 
-use crate::buffers::Place;
 use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
+use crate::live::Place;
 
 /// The running kernel.
 #[derive(Debug)]

@@ -19,7 +19,8 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{End, MemoryGrants, Region};
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use dmalane_dma::{check_peer, trusted_users};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, connect, recvmsg, send, socket_with,
@@ -27,8 +28,8 @@ use rustix::net::{
 
 use crate::Error;
 use crate::abi::{self, halves};
-use crate::device::HBM;
 use crate::kernel::{Calls, Handle, Kernel, Request};
+use crate::regions::HBM;
 
 /// The socket of vrtd as it is installed.
 pub const VRTD_SOCKET: &str = "/run/vrtd.sock";
@@ -200,16 +201,15 @@ impl Daemon {
             Ok(socket)
         };
         let of = |e: rustix::io::Errno| Error::Vrtd { socket: name.socket.clone(), source: e.into() };
-        Self::over(open().map_err(of)?, name.card, Arc::new(crate::sys::Linux)).map_err(of)
+        let socket = open().map_err(of)?;
+        // With socket activation the listener is of systemd, which is root's.
+        check_peer(&socket, &trusted_users())
+            .map_err(|source| Error::WrongServer { socket: name.socket.clone(), source })?;
+        Self::over(socket, name.card, Arc::new(crate::sys::Linux)).map_err(of)
     }
 
     /// The same over a socket that is connected, and other calls on files.
     pub(crate) fn over(socket: OwnedFd, card: u32, files: Arc<dyn Kernel>) -> rustix::io::Result<Self> {
-        // With socket activation the listener is of systemd, which is root's.
-        let peer = socket_peercred(&socket)?.uid;
-        if !peer.is_root() && peer != rustix::process::geteuid() {
-            return Err(rustix::io::Errno::PERM);
-        }
         set_socket_timeout(&socket, Timeout::Recv, Some(TIMEOUT))?;
         set_socket_timeout(&socket, Timeout::Send, Some(TIMEOUT))?;
         Ok(Self { socket: Arc::new(Handle::new(socket)), card, files, link: Mutex::default() })

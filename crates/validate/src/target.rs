@@ -6,9 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, SgTable, Span};
-use dmalane_device::{
-    BackingFiles, Device, DeviceMemory, DriverCopies, Placement, ReadCounters, Region, areas, contents,
-};
+use dmalane_device::{BackingFiles, Device, DeviceMemory, DriverCopies, Placement, Region, areas, contents};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
@@ -156,11 +154,6 @@ impl TestedDevice {
     /// How it is driven, as it is now, for people; a line each.
     pub fn notes(&self) -> Vec<String> {
         self.device.info().notes
-    }
-
-    /// Reads its counters, also on other threads and during measurements.
-    pub fn counters(&self) -> ReadCounters {
-        self.device.counters()
     }
 
     /// The number of channels.

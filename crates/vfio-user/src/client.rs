@@ -229,12 +229,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl UserBus {
     /// Connects to the socket of a device, enables its interrupts, and lets it access memory and respond at its BARs.
+    /// The socket belongs to one of these users, or to anyone if there are none: [`dma::trusted_users`] are the usual
+    /// ones.
     ///
     /// # Errors
-    /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the
-    /// first requests.
-    pub fn connect(path: &Path) -> Result<Self, Error> {
+    /// [`Error::Connect`]; [`Error::WrongServer`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and
+    /// [`Error::Protocol`] of the first requests.
+    pub fn connect(path: &Path, trusted: &[u32]) -> Result<Self, Error> {
         let stream = UnixStream::connect(path).map_err(|source| Error::Connect { path: path.to_owned(), source })?;
+        dma::check_peer(&stream, trusted).map_err(|source| Error::WrongServer { path: path.to_owned(), source })?;
         Self::over(stream)
     }
 

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use dmalane_addr::{Iova, RangeError};
+use dmalane_dma::PeerError;
 use thiserror::Error;
 
 use crate::Command;
@@ -19,6 +20,14 @@ pub enum Error {
         path: PathBuf,
         /// The kernel's error.
         source: io::Error,
+    },
+    /// The process behind the socket is another user's.
+    #[error("cannot use {}: {source}; if that is right, say so (-d vfio-user:SOCKET,server-uid=UID)", path.display())]
+    WrongServer {
+        /// The socket.
+        path: PathBuf,
+        /// Whose it is.
+        source: PeerError,
     },
     /// The timeouts of the socket, or the eventfds of the interrupts, cannot be set up.
     #[error("cannot set up the connection to the device's process: {0}")]

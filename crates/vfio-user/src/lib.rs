@@ -65,6 +65,6 @@ mod wire;
 
 pub use client::UserBus;
 pub use error::{Error, ProtocolError};
-pub use memory::{ClientMemory, ClientPort, Traffic};
+pub use memory::{ClientMemory, ClientPort};
 pub use server::{MappableFile, RegionSpec, ServeError, ServedDevice, serve};
 pub use wire::Command;

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use dmalane_addr::{Access, Address, Iova, Span};
@@ -21,37 +20,12 @@ const MAX_BYTES: u64 = 1 << 40;
 /// The device takes a read lock for each access, an unmap takes the write lock: once an unmap is answered, no access to
 /// that memory is in progress and none can begin.
 #[derive(Clone)]
-pub struct ClientMemory(Arc<RwLock<Mappings>>, Arc<Traffic>);
-
-/// Accesses of devices, so far.
-#[derive(Debug, Default)]
-pub struct Traffic {
-    read: AtomicU64,
-    written: AtomicU64,
-    faults: AtomicU64,
-}
-
-impl Traffic {
-    /// Bytes that devices have read.
-    pub fn read(&self) -> u64 {
-        self.read.load(Ordering::Relaxed)
-    }
-
-    /// Bytes that devices have written.
-    pub fn written(&self) -> u64 {
-        self.written.load(Ordering::Relaxed)
-    }
-
-    /// Accesses that ended at an address that was not mapped for them.
-    pub fn faults(&self) -> u64 {
-        self.faults.load(Ordering::Relaxed)
-    }
-}
+pub struct ClientMemory(Arc<RwLock<Mappings>>);
 
 impl Default for ClientMemory {
     fn default() -> Self {
         let mappings = Mappings { bus_master: true, by_iova: BTreeMap::new(), files: HashMap::new() };
-        Self(Arc::new(RwLock::new(mappings)), Arc::default())
+        Self(Arc::new(RwLock::new(mappings)))
     }
 }
 
@@ -77,11 +51,6 @@ impl ClientMemory {
     /// Creates an empty set of mappings, with bus mastering enabled.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// An empty set of mappings whose accesses are counted in `traffic`.
-    pub fn counted(traffic: Arc<Traffic>) -> Self {
-        Self(Self::default().0, traffic)
     }
 
     /// A port through which a device accesses the memory.
@@ -201,12 +170,12 @@ impl DeviceMem for ClientPort {
     type Held<'a> = HeldClient<'a>;
 
     fn hold(&mut self) -> HeldClient<'_> {
-        HeldClient(self.0.read(), &self.0.1)
+        HeldClient(self.0.read())
     }
 }
 
 /// A [`ClientPort`] while it holds the mappings.
-pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>, &'a Traffic);
+pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>);
 
 impl HeldMem for HeldClient<'_> {
     /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns
@@ -218,37 +187,28 @@ impl HeldMem for HeldClient<'_> {
         wanted: Access,
         mut each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
-        let Self(mappings, traffic) = self;
+        let Self(mappings) = self;
         let mut done = 0;
-        let mut walk = || {
-            while done < len {
-                let fault = |at, reason| DmaFault { at, wanted, reason, done: done as u64 };
-                let here = at.checked_add(done as u64).ok_or_else(|| fault(at, FaultReason::PastTheTop))?;
-                let (first, found) = mappings.at(here).ok_or_else(|| fault(here, FaultReason::NotMapped))?;
-                if !found.access.contains(wanted) {
-                    return Err(fault(here, FaultReason::NotPermitted));
-                }
-                let inside = here.bits() - first.bits();
-                let left = found.last.bits() - here.bits() + 1;
-                let n = left.min((len - done) as u64) as usize;
-                // `map` checked that the mapping lies within the file.
-                let slice = found
-                    .file
-                    .as_ref()
-                    .and_then(|file| file.as_volatile_slice().sub((found.offset + inside) as usize, n));
-                let slice = slice.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
-                if !each(done, slice) {
-                    return Ok(());
-                }
-                done += n;
+        while done < len {
+            let fault = |at, reason| DmaFault { at, wanted, reason, done: done as u64 };
+            let here = at.checked_add(done as u64).ok_or_else(|| fault(at, FaultReason::PastTheTop))?;
+            let (first, found) = mappings.at(here).ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !found.access.contains(wanted) {
+                return Err(fault(here, FaultReason::NotPermitted));
             }
-            Ok(())
-        };
-        let result = walk();
-        let bytes = if wanted.contains(Access::WRITE) { &traffic.written } else { &traffic.read };
-        bytes.fetch_add(done as u64, Ordering::Relaxed);
-        traffic.faults.fetch_add(result.is_err().into(), Ordering::Relaxed);
-        result
+            let inside = here.bits() - first.bits();
+            let left = found.last.bits() - here.bits() + 1;
+            let n = left.min((len - done) as u64) as usize;
+            // `map` checked that the mapping lies within the file.
+            let slice =
+                found.file.as_ref().and_then(|file| file.as_volatile_slice().sub((found.offset + inside) as usize, n));
+            let slice = slice.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !each(done, slice) {
+                return Ok(());
+            }
+            done += n;
+        }
+        Ok(())
     }
 
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {

@@ -37,6 +37,28 @@ pub struct BarMap {
     dma_buf: OnceLock<OwnedFd>,
 }
 
+impl PciDevice {
+    /// Maps a BAR into this process. With [`BarAlignment::LargestPage`] the kernel can use large pages. `range: None`
+    /// maps the whole BAR.
+    ///
+    /// # Errors
+    /// [`Error::Region`] when the BAR does not exist, or not all of the range can be mapped; [`Error::Kernel`].
+    pub fn map_bar(&self, region: u32, range: Option<Range<u64>>, alignment: BarAlignment) -> Result<BarMap, Error> {
+        let found = self.regions().get(region as usize).filter(|r| r.len > 0);
+        let found = found.ok_or_else(|| self.region_error(region, RegionError::Missing))?;
+        let range = range.unwrap_or(0..found.len);
+        let reason = match () {
+            () if range.is_empty() || range.end > found.len => RegionError::OutOfRange,
+            () if found.mappable.iter().any(|r| r.start <= range.start && range.end <= r.end) => {
+                return BarMap::new(self.clone(), region, range, found.offset, alignment);
+            }
+            () if found.mappable.is_empty() => RegionError::NotMappable,
+            () => RegionError::PartlyMappable,
+        };
+        Err(self.region_error(region, reason))
+    }
+}
+
 impl BarMap {
     pub(crate) fn new(
         device: PciDevice,

@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,8 +17,9 @@ use crate::device;
 use crate::error::VfioOperation;
 use crate::iommufd::Iommufd;
 use crate::iova::{Iovas, start_of_longest};
+use crate::node::open;
 use crate::sysfs::Sysfs;
-use crate::{BarMap, Bdf, Error, PciDevice, PeerMapping, sys};
+use crate::{Bdf, Error, PciDevice, sys};
 
 const VFIO: &str = "/dev/vfio/vfio";
 
@@ -231,20 +230,6 @@ impl VfioContainer {
         self.0.map_list(vec![pinned], access, Some(at))
     }
 
-    /// Maps part of a BAR of a device (the same or another one) for the devices of this container, for peer-to-peer
-    /// DMA.
-    ///
-    /// With type 1 the kernel walks the mapping of the BAR in this process. With iommufd the BAR is mapped as a
-    /// dma-buf; when its device is reset, or its memory is disabled, the kernel removes the mapping
-    /// ([`PeerMapping::is_mapped`]), and it must be renewed ([`PeerMapping::renew`]).
-    ///
-    /// # Errors
-    /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
-    /// respond; [`Error::NoDmaBuf`].
-    pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
-        PeerMapping::new(&self.0, bar, range, access)
-    }
-
     /// Unmaps whole mappings now, while their owners still hold them, and returns their bytes: 0 if nothing is mapped.
     /// After it returns, no device can access them; the IOMMU stops such an access, and the kernel's log reports it
     /// ([`FaultLog`](crate::FaultLog)).
@@ -441,16 +426,6 @@ fn open_container() -> Result<OwnedFd, Error> {
     let file = open(Path::new(VFIO), "vfio")?;
     let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(VFIO.into())))?;
     if has { Ok(file) } else { Err(Error::NoType1) }
-}
-
-pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
-    let opened = File::options().read(true).write(true).open(path).map(OwnedFd::from);
-    opened.map_err(|source| match Errno::from_io_error(&source) {
-        Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => Error::NoModule { path: path.to_owned(), module },
-        Some(Errno::ACCESS | Errno::PERM) => Error::NoPermission { path: path.to_owned() },
-        Some(Errno::BUSY) => Error::Busy { path: path.to_owned() },
-        _ => Error::Kernel { operation: VfioOperation::Open(path.to_owned()), source },
-    })
 }
 
 /// The error for a mapping that the kernel refused. One error number has several causes, which the arguments of the

@@ -10,7 +10,7 @@ use vfio_bindings::bindings::vfio as abi;
 
 use crate::error::{RegionError, VfioOperation};
 use crate::gate::{COMMAND, COMMAND_MEMORY, Gate, STANDARD};
-use crate::{BarAlignment, BarMap, Bdf, Error, VfioContainer, sys};
+use crate::{Bdf, Error, VfioContainer, sys};
 
 const CONFIG: u32 = abi::VFIO_PCI_CONFIG_REGION_INDEX;
 /// The bit of the command register that lets the device access memory.
@@ -46,7 +46,7 @@ pub struct PciRegion {
     /// The ranges that can be mapped, in bytes from the start of the region. The rest is accessed through the kernel.
     pub mappable: Vec<Range<u64>>,
     /// Offset in the device's file.
-    offset: u64,
+    pub(crate) offset: u64,
 }
 
 impl PciDevice {
@@ -246,26 +246,6 @@ impl PciDevice {
         self.change(true, || sys::reset(self.0.fd.as_fd()).map_err(failed))
     }
 
-    /// Maps a BAR into this process. With [`BarAlignment::LargestPage`] the kernel can use large pages. `range: None`
-    /// maps the whole BAR.
-    ///
-    /// # Errors
-    /// [`Error::Region`] when the BAR does not exist, or not all of the range can be mapped; [`Error::Kernel`].
-    pub fn map_bar(&self, region: u32, range: Option<Range<u64>>, alignment: BarAlignment) -> Result<BarMap, Error> {
-        let found = self.0.regions.get(region as usize).filter(|r| r.len > 0);
-        let found = found.ok_or_else(|| self.region_error(region, RegionError::Missing))?;
-        let range = range.unwrap_or(0..found.len);
-        let reason = match () {
-            () if range.is_empty() || range.end > found.len => RegionError::OutOfRange,
-            () if found.mappable.iter().any(|r| r.start <= range.start && range.end <= r.end) => {
-                return BarMap::new(self.clone(), region, range, found.offset, alignment);
-            }
-            () if found.mappable.is_empty() => RegionError::NotMappable,
-            () => RegionError::PartlyMappable,
-        };
-        Err(self.region_error(region, reason))
-    }
-
     /// Waits for at most `timeout` until the kernel requests the release of the device, because it is being unbound or
     /// removed. The kernel then waits until the device is dropped. True when it was requested.
     pub fn release_requested(&self, timeout: Duration) -> bool {
@@ -392,7 +372,7 @@ mod tests {
         assert_eq!(bytes, [0, 1, 2, 3]);
         // The file ends within the region.
         assert_eq!(reason(device.read_region(0, 3998, &mut bytes)), RegionError::ShortRead);
-        let any = BarAlignment::Any;
+        let any = crate::BarAlignment::Any;
         #[allow(clippy::reversed_empty_ranges)]
         let backward = 2..1;
         assert_eq!(reason(device.map_bar(1, None, any)), RegionError::Missing);

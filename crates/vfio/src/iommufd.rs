@@ -12,7 +12,7 @@ use dmalane_dma::BufferRef;
 use iommufd_bindings::iommufd as abi;
 use rustix::io::Errno;
 
-use crate::container::open;
+use crate::node::open;
 use crate::sys::{self, IommuInfo};
 use crate::{Error, VfioOperation};
 

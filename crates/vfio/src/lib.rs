@@ -33,6 +33,7 @@ mod faults;
 mod gate;
 mod iommufd;
 mod iova;
+mod node;
 mod pages;
 mod peer;
 mod sys;

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use crate::container::{Inner, Kernel, State, explain};
 use crate::error::RegionError;
 use crate::gate::Revocable;
-use crate::{BarMap, Error};
+use crate::{BarMap, Error, VfioContainer};
 
 /// How a BAR was mapped for other devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,8 +49,24 @@ pub struct PeerMapping {
     live: Arc<Revocable>,
 }
 
+impl VfioContainer {
+    /// Maps part of a BAR of a device (the same or another one) for the devices of this container, for peer-to-peer
+    /// DMA.
+    ///
+    /// With type 1 the kernel walks the mapping of the BAR in this process. With iommufd the BAR is mapped as a
+    /// dma-buf; when its device is reset, or its memory is disabled, the kernel removes the mapping
+    /// ([`PeerMapping::is_mapped`]), and it must be renewed ([`PeerMapping::renew`]).
+    ///
+    /// # Errors
+    /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
+    /// respond; [`Error::NoDmaBuf`].
+    pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
+        PeerMapping::new(&self.0, bar, range, access)
+    }
+}
+
 impl PeerMapping {
-    /// As [`VfioContainer::map_peer`](crate::VfioContainer::map_peer).
+    /// As [`VfioContainer::map_peer`].
     pub(crate) fn new(
         container: &Arc<Inner>,
         bar: &Arc<BarMap>,
@@ -100,7 +116,7 @@ impl PeerMapping {
     /// Maps the range again, at the same IOVAs, if the kernel has removed the mapping.
     ///
     /// # Errors
-    /// As [`VfioContainer::map_peer`](crate::VfioContainer::map_peer); [`Error::Region`] while the device does not
+    /// As [`VfioContainer::map_peer`]; [`Error::Region`] while the device does not
     /// respond.
     pub fn renew(&mut self) -> Result<(), Error> {
         if self.is_mapped() {

@@ -38,7 +38,7 @@ pub fn target(data: &[u8]) {
     let server = server();
     std::thread::scope(|scope| {
         let served = scope.spawn(|| server.accept().expect("a client").serve());
-        drive(&UserBus::connect(&socket_path("card-config")).expect("a card"), &mut FuzzInput::new(data));
+        drive(&UserBus::connect(&socket_path("card-config"), &[]).expect("a card"), &mut FuzzInput::new(data));
         let served = served.join().expect("the server does not panic").expect("a card is served");
         served.expect("the client was no worse than a driver may be");
     });

@@ -38,6 +38,13 @@ def test_names_metadata_and_tensors(model):
         with pytest.raises(dmalane.UnknownTensorError) as error:
             f.get_tensor("nothing")
         assert isinstance(error.value, KeyError) and error.value.tensor == "nothing"
+        for use in (f.get_tensor, f.get_slice):
+            with pytest.raises(dmalane.UnknownTensorError, match="did you mean 'F32.matrix'"):
+                use("F32.matrx")
+        assert repr(f) == f"<safe_open of {path}>"
+        assert repr(f.get_slice("F32.matrix")) == "<Slice of 'F32.matrix': F32 [3, 16]>"
+        with pytest.raises(TypeError, match="tensors"):
+            f.tensors("F32.matrix")
     for use in (f.keys, lambda: f.get_tensor("F32.matrix"), f.metadata, lambda: next(f.tensors())):
         with pytest.raises(dmalane.ClosedError):
             use()
@@ -155,6 +162,9 @@ def test_slices_are_those_of_numpy(tmp_path):
         for bad in ((40,), (0, 0, 0), (..., ...), slice(None, None, 2), (-41,)):
             with pytest.raises(IndexError):
                 f.get_slice("t6")[bad]
+        for bad in ([1, 2], None, True, 1.0, "a"):
+            with pytest.raises(TypeError, match="an index is"):
+                f.get_slice("t6")[bad]
 
 
 def test_long_slices_of_a_large_tensor(large):
@@ -211,6 +221,7 @@ def test_a_bad_file_says_where(tmp_path, model):
     with pytest.raises(dmalane.FileError) as error:
         dmalane.load_file(tmp_path / "missing.safetensors")
     assert error.value.errno == 2 and error.value.path.endswith("missing.safetensors")
+    assert isinstance(error.value, FileNotFoundError) and error.value.filename == error.value.path
     import copy
     import pickle
 

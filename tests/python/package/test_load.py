@@ -390,3 +390,19 @@ def test_buffers(tmp_path):
     assert bytes(dmalane.alloc_and_read(path, 100, 1100)) == path.read_bytes()[100:1100]
     with pytest.raises(dmalane.ChangedError):
         dmalane.alloc_and_read(path, 0, 256_001)
+
+
+def test_arguments_of_another_kind_are_refused(model):
+    path = model[0]
+    for wrong in (None, 3, b"m.safetensors", [b"m.safetensors"], {"a": 1}, [3]):
+        with pytest.raises(TypeError):
+            dmalane.load_file(wrong)
+    for limit, error in ((1e9, TypeError), (-1, ValueError), ("-1", ValueError), ("many", ValueError)):
+        with pytest.raises(error):
+            dmalane.load_file(path, memory_limit=limit)
+    with pytest.raises(ValueError, match="framework='pt'"):
+        dmalane.load_file(path, "pt")
+    with pytest.raises(ValueError, match='none of "numpy"'):
+        dmalane.load_file(path, framework="jax")
+    with pytest.raises(FileExistsError):
+        dmalane.save_file({}, path)

@@ -1,6 +1,6 @@
-"""Saving, the program from the package, and the package itself."""
+"""Saving, and the package itself."""
 
-import json
+import ast
 import os
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
-from package.models import random_tensors, write_model
+from package.models import write_model
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 
@@ -69,36 +69,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         dmalane.save_file({"b": np.ones(3)}, link)
 
 
-def program(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "dmalane", *map(str, words)], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_the_program_is_in_the_package(tmp_path):
-    assert program("--version").stdout == f"dmalane {dmalane.__version__}\n"
-    path = write_model(tmp_path / "m.safetensors", random_tensors())
-    done = program("load", path, "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["bytes"] == path.stat().st_size
-    missing = program("load", tmp_path / "missing")
-    assert missing.returncode == 1 and missing.stderr.startswith("dmalane: ")
-    assert program("nonsense").returncode == 2
-    script = Path(sys.executable).parent / "dmalane"
-    if script.exists():
-        done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
-        assert done.stdout == f"dmalane {dmalane.__version__}\n"
-
-
-def test_validate_measures_a_device():
-    report = dmalane.validate("ram:64MiB", "--buffer-size", "1MiB", "--duration", "0.01", "--threads", "1")
-    assert report["command"] == "validate"
-    with pytest.raises(dmalane.DeviceError):
-        dmalane.validate("nonsense")
-
-
 def test_stubs_name_what_there_is():
-    import ast
-
     import dmalane._native as native
 
     stub = ast.parse((Path(dmalane.__file__).parent / "_native.pyi").read_text())
@@ -117,6 +88,26 @@ def test_stubs_name_what_there_is():
             own = {member for member in vars(getattr(native, name)) if not member.startswith("__")}
             assert own == {member for member in members if not member.startswith("__")}, name
     assert all(hasattr(dmalane, name) for name in dmalane.__all__)
+
+
+def test_modules_read_one_way():
+    """No module imports one that imports it, at any distance, not even within a function."""
+    package = Path(dmalane.__file__).parent
+    files = [path.relative_to(package.parent).with_suffix("") for path in package.rglob("*.py")]
+    files = {".".join(path.parts).removesuffix(".__init__"): path for path in files}
+    uses = {}
+    for module, path in files.items():
+        uses[module] = set()
+        for node in ast.walk(ast.parse((package.parent / path).with_suffix(".py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ".".join([*path.parts[: -node.level], *filter(None, [node.module])])
+                found = {f"{base}.{alias.name}" for alias in node.names} & {*files, "dmalane._native"}
+                uses[module] |= (found or {base}) & set(files)
+    assert uses["dmalane.torch"] and uses["dmalane.compare.report"]
+    while free := [module for module in uses if not uses[module] & set(uses)]:
+        for module in free:
+            del uses[module]
+    assert not uses, "these import each other, or what does"
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this interpreter has its lock")

@@ -81,7 +81,7 @@ def stub(monkeypatch):
     modules["vllm.model_executor.model_loader.weight_utils"].enable_tqdm = lambda use: use
     loader.bars = []
     modules["tqdm.auto"].tqdm = lambda it, **options: loader.bars.append(options) or it
-    monkeypatch.setattr(dmalane, "_converter", lambda framework: lambda tensor: tensor)
+    monkeypatch.setattr("dmalane._lend.converter", lambda framework: lambda tensor: tensor)
     return loader
 
 

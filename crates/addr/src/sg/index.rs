@@ -4,35 +4,10 @@ use core::fmt;
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use thiserror::Error;
-
 use super::buckets::Buckets;
 use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
-use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
-
-/// Why an index could not be built.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[non_exhaustive]
-pub enum SgError<A: Address> {
-    /// A segment reaches beyond the end of its address space.
-    #[error("a segment of {len} bytes at {addr} reaches beyond the end of the address space")]
-    Wraps {
-        /// Address of the segment.
-        addr: A,
-        /// Bytes of the segment.
-        len: u64,
-    },
-    /// The buffer would be longer than 2^64 - 1 bytes.
-    #[error("the segments are longer than 2^64 - 1 bytes together")]
-    TooLong,
-    /// The host is out of memory.
-    #[error("no memory for a scatter-gather list of {segments} segments")]
-    NoMemory {
-        /// Segments there are, or there were until then.
-        segments: usize,
-    },
-}
+use crate::{Address, PageSize, Segment, SegmentAt, SgError, SgTable};
 
 /// The representation that an [`SgIndex`] has chosen for its segments, for reports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -3,8 +3,7 @@
 use alloc::vec::Vec;
 use core::ops::Range;
 
-use super::SgError;
-use crate::{Address, Segment, SegmentAt};
+use crate::{Address, Segment, SegmentAt, SgError};
 
 #[derive(Clone, Copy, Debug)]
 struct Entry<A> {

@@ -1,11 +1,9 @@
 //! `dmalane doctor`: checks of this machine, with fixes.
 
-mod bundle;
 mod hardware;
 mod host;
 mod io;
 mod pages;
-mod secrets;
 mod slash;
 
 pub use pages::why_not;
@@ -14,20 +12,17 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use clap::builder::{PathBufValueParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::layout::{bad, good, plain, wrap};
 use crate::output;
 use crate::probe::Probe;
-use secrets::Secrets;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane doctor
   dmalane doctor /mnt/models
-  dmalane doctor --bundle report.txt          facts about this machine, to send with a report
   dmalane doctor --json | jq '.checks[] | select(.status == \"missing\") | .fix'
 
 Exit status: 0 `dmalane load` can run here with the software card, even if other things are missing; \
@@ -42,39 +37,16 @@ pub(crate) struct Doctor {
     path: PathBuf,
 
     /// Print the checks as JSON
-    #[arg(long, conflicts_with = "bundle")]
+    #[arg(long)]
     json: bool,
-
-    /// Also write the facts that a report needs into a text file: versions, checks, kernel options, modules, limits,
-    /// device nodes, PCI functions and log lines of relevant drivers. Names of the host, the user and files in home
-    /// directories, serial numbers and addresses are removed
-    #[arg(long, value_name = "OUT", num_args = 0..=1, default_missing_value = "dmalane-bundle.txt")]
-    #[arg(value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    bundle: Option<PathBuf>,
-
-    #[command(flatten)]
-    replace: output::Replace,
 }
 
 impl Doctor {
     /// Checks this machine and the file system of the path.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let probe = Probe::machine();
-        let bundle = self.bundle.as_deref().map(|path| self.replace.output(path));
-        let cannot = |path: &Path, e: &_| output::refused(format!("cannot write {}", path.display()), e);
-        if let Some(to) = &bundle {
-            to.check().map_err(|e| cannot(to.path(), &e))?;
-        }
         let report = report(&probe, &self.path)?;
-        if let Some(to) = &bundle {
-            let secrets = Secrets::of(&probe, std::env::home_dir().as_deref());
-            let text = bundle::text(&probe, &checks(&report), &crate::config::safe_settings(), &secrets);
-            to.write(text.as_bytes()).map_err(|e| cannot(to.path(), &e))?;
-            let (path, lines) = (plain(&to.path().to_string_lossy()), text.lines().count());
-            output::print(&wrap(&format!("Wrote {path}, {lines} lines. Read it before you send it."), 2))?;
-            output::print(&wrap(&format!("It has {}.", bundle::CONTENTS), 2))?;
-            output::print(&wrap(&format!("It has no {}.", bundle::LEFT_OUT), 2))?;
-        } else if self.json {
+        if self.json {
             output::print_json(&report)?;
         } else {
             output::print_text(&text(&report))?;
@@ -219,19 +191,6 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         can_load: !checks.iter().any(|c| c.needed && c.status == Status::Missing),
         checks,
     })
-}
-
-/// The checks as lines of text, without the path that was named.
-fn checks(report: &Report) -> String {
-    let named = report.path.as_str();
-    let lines = report.checks.iter().map(|check| {
-        let found = match check.name {
-            "direct_io" if named != "." => check.found.replace(named, "(the path)"),
-            _ => check.found.clone(),
-        };
-        format!("{:?} {}: {found}\n", check.status, check.name)
-    });
-    lines.collect()
 }
 
 fn text(report: &Report) -> String {

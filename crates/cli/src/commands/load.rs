@@ -13,15 +13,15 @@ use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
+use dmalane::load::fill::FillOptions;
+use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates, Select};
 use dmalane::queue::QueueChoice;
-use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
+use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device::{self, CHUNK, CardOptions};
+use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
-use crate::job;
 use crate::model::{self, ReadMode, cannot_open};
-use crate::number::{within, yes_or_no};
+use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::report::{Page, Section};
@@ -36,15 +36,14 @@ Examples:
   dmalane load --sample 1GiB --verify -v
   dmalane load model.safetensors --verify --json
   dmalane load shard-*.safetensors --placement hbm -v
-  dmalane load model.safetensors --repeat 5 --csv
+  dmalane load model.safetensors --repeat 5 --json
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
-  dmalane load model.safetensors --tensors '*.bias' --save biases.safetensors
+  dmalane load model.safetensors --tensors '*.bias' --verify
   dmalane load model.safetensors --dry-run --list
   dmalane load model.safetensors --manifest model.manifest     check while loading
   zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
-  dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane load model.safetensors --trace out.json --report out.html    what was done when
   dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
@@ -81,21 +80,21 @@ pub(crate) struct Load {
     sample: Option<Size>,
 
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
-    #[arg(help = device::help("The device to load to"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
     /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
     #[arg(long)]
     list: bool,
 
-    /// Load (and save) only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
+    /// Load only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
     /// `[ab]` for one of these. May be given several times. With --no-checksum and without --manifest, only these
     /// tensors are read of the files, else all bytes, to hash them
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 
     /// Print what would be loaded where, and load nothing
-    #[arg(long, conflicts_with_all = ["verify", "save", "record", "trace", "report", "repeat"])]
+    #[arg(long, conflicts_with_all = ["verify", "record", "trace", "report", "repeat"])]
     dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
@@ -107,75 +106,51 @@ pub(crate) struct Load {
     manifest: Option<PathBuf>,
 
     #[command(flatten)]
-    mode: ReadMode,
-
-    /// Do not hash the data
-    #[arg(long)]
-    no_checksum: bool,
-
-    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
-    #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
-    hash_thread: Option<bool>,
-
-    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
-    /// in host memory
-    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
-    #[arg(allow_hyphen_values = true)]
-    chunk: Size,
-
-    /// DMA channels to use: auto, one, or several like 0,1
-    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: QueueChoice,
-
-    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
-    /// regions; or hbm-half for one region of a group [default: the first region]
-    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
-    placement: Placement,
-
-    /// Fragmentation of the software host's physical memory, from 0 to 1
-    /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction)]
-    fragmentation: Option<f64>,
-
-    /// Read the data back through the device's MMU and write it to this file, or into this directory for several files:
-    /// raw and safetensors files only, in the format that was loaded
-    #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    save: Option<PathBuf>,
-
-    /// Write a trace of the binds to this file, for `dmalane vm replay`
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    record: Option<PathBuf>,
-
-    #[command(flatten)]
-    timeline: timeline::TimelineOptions,
-
-    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
-    /// addresses [default: 47]
-    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
-    va_bits: Option<u8>,
-
-    #[command(flatten)]
-    replace: output::Replace,
-
-    #[command(flatten)]
-    card: CardOptions,
-
-    /// Seed of the physical memory layout and of the sample
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
-    seed: u64,
+    format: output::OutputFormat,
 
     /// Load N times, onto the device opened anew, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
     #[command(flatten)]
-    format: output::OutputFormat,
+    mode: ReadMode,
+
+    /// Do not hash the data
+    #[arg(long, help_heading = "Reading")]
+    no_checksum: bool,
+
+    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
+    /// in host memory
+    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true, help_heading = "Reading")]
+    chunk: Size,
+
+    /// DMA channels to use: auto, one, or several like 0,1
+    #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
+    mm_channel: QueueChoice,
+
+    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
+    /// regions; or hbm-half for one region of a group [default: the first region]
+    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
+    placement: Placement,
+
+    /// Write a trace of the binds to this file, for `dmalane vm replay`
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    #[arg(help_heading = "Outputs")]
+    record: Option<PathBuf>,
+
+    #[command(flatten, next_help_heading = "Outputs")]
+    timeline: timeline::TimelineOptions,
+
+    #[command(flatten)]
+    replace: output::Replace,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 /// The files that a load writes.
 struct Outputs {
-    /// One for each input, or none.
-    save: Vec<Output>,
     record: Option<Output>,
     timeline: timeline::Files,
 }
@@ -183,7 +158,6 @@ struct Outputs {
 impl Outputs {
     /// Refuses what cannot be written.
     fn check(&self) -> Result<(), Failure> {
-        self.save.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot save", &e)))?;
         self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))?;
         self.timeline.check()
     }
@@ -192,7 +166,7 @@ impl Outputs {
     fn excluding(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
         let mut read = Vec::new();
         for input in inputs {
-            read.push((&*input.path, input.file.metadata()?));
+            read.push((&*input.source.path, input.source.file.metadata()?));
         }
         for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
             read.push((Path::new("device memory"), file.metadata()?));
@@ -203,11 +177,7 @@ impl Outputs {
     }
 
     fn map(self, f: impl Fn(Output) -> Output) -> Self {
-        Self {
-            save: self.save.into_iter().map(&f).collect(),
-            record: self.record.map(&f),
-            timeline: self.timeline.map(&f),
-        }
+        Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
     }
 }
 
@@ -225,7 +195,6 @@ struct Outcome {
     /// The manifest that the files were compared with.
     manifest: Option<PathBuf>,
     /// The files that were written.
-    saved: Vec<PathBuf>,
     recorded: Option<PathBuf>,
     traced: Option<PathBuf>,
     reported: Option<PathBuf>,
@@ -281,45 +250,36 @@ impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        device::check(&self.device, &options)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
         // A file that is read is named as such before anybody is told to use --force.
-        // In a folder, standard input is saved under a name that its contents decide, so it is read before.
-        let before = match self.saves_into_folder() && self.files.iter().any(|path| source::is_stdin(path)) {
-            true => Some(self.open_files()?),
-            false => None,
-        };
-        let names = match &before {
-            Some((files, _)) => files.iter().map(|input| input.path.clone()).collect(),
-            None => self.files.clone(),
-        };
-        let outputs = self.outputs(&names)?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
+        let outputs = self.outputs()?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let (files, copied) = before.map_or_else(|| self.open_files(), Ok)?;
+        let mut copied = Copied::default();
+        let files = match self.sample {
+            None => Some(self.open_files(&mut copied)?),
+            Some(_) => None,
+        };
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
-        let mut inputs = self.with_sample(files, &room)?;
+        let mut inputs = files.map_or_else(|| self.make_sample(&room), Ok)?;
         // Again, now that it is known which files are read.
-        let mut outputs = outputs.excluding(&inputs, device.backing_files())?;
+        let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
         for input in &inputs {
-            read.push((input.path.clone(), input.file.metadata()?));
+            read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
-        self.select(&mut inputs, &mut outputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
-        }
-        if !outputs.save.is_empty() {
-            inputs.iter().try_for_each(can_be_saved)?;
         }
         let manifest = model::manifest(self.manifest.as_deref())?;
         let mut runs = Vec::new();
@@ -340,7 +300,6 @@ impl Load {
         };
         let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
         let (times, median) = output::WallTimes::of(&walls);
-        let paths = |outputs: &[Output]| outputs.iter().map(|to| to.path().to_owned()).collect();
         let outcome = Outcome {
             device: self.device,
             inputs,
@@ -349,44 +308,17 @@ impl Load {
             runs: times,
             verified: self.verify,
             manifest: self.manifest,
-            saved: paths(&outputs.save),
             recorded: self.record.clone(),
             traced: self.timeline.trace.clone(),
             reported: self.timeline.report.clone(),
             references,
         };
         outcome.write_timeline(&outputs)?;
-        let output::OutputFormat { verbose, json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::json(&outcome))?,
-            (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print_text(&report::text(&outcome, verbose, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::json(&outcome))?,
+            false => output::print_text(&report::text(&outcome, self.format.verbose, self.list))?,
         }
         Ok(ExitCode::SUCCESS)
-    }
-
-    /// Leaves out what `--tensors` does not name, and files without any of it.
-    fn select(&self, inputs: &mut Vec<Input<FileQueue>>, outputs: &mut Outputs) -> Result<(), Failure> {
-        if self.tensors.is_empty() {
-            return Ok(());
-        }
-        let mut left = Vec::new();
-        for (i, mut input) in inputs.drain(..).enumerate() {
-            let patterns = self.tensors.clone();
-            input.select = Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name))));
-            if !input.model()?.tensors.is_empty() {
-                left.push((input, outputs.save.get(i).cloned()));
-            }
-        }
-        if left.is_empty() {
-            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
-            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
-            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
-        }
-        let save: Vec<Option<Output>>;
-        (*inputs, save) = left.into_iter().unzip();
-        outputs.save = save.into_iter().flatten().collect();
-        Ok(())
     }
 
     /// Prints what a load would do.
@@ -397,11 +329,9 @@ impl Load {
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        let output::OutputFormat { json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
-            (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
-            _ => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
+            false => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
         }
         device.unload(placed)?;
         Ok(ExitCode::SUCCESS)
@@ -409,22 +339,18 @@ impl Load {
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
-                chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
-                checksum: !self.no_checksum,
-                hash_thread: self.hash_thread,
-                timeline: self.timeline.any(),
-                live: Some(job::this().live()),
+                fill: FillOptions {
+                    chunk: self.chunk.bytes(),
+                    checksum: !self.no_checksum,
+                    timeline: self.timeline.any(),
+                    ..DriveOptions::default().fill
+                },
                 ..DriveOptions::default()
             },
-            va_bits: self.va_bits,
-            fragmentation: self.fragmentation,
-            // The seed is also that of the sample.
-            seed: takes_seed.then_some(self.seed),
-            ..self.card.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -438,17 +364,15 @@ impl Load {
         outputs: Option<&Outputs>,
     ) -> Result<Run, Failure> {
         let bytes = |inputs: &[Input<FileQueue>]| {
-            inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
+            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
         let record = outputs.and_then(|outputs| outputs.record.as_ref());
         let recording = record.map(|to| Recording::of(device, to)).transpose()?;
         let before = device.counters().touched;
-        let counters = device.read_counters();
-        job::this().counted(&counters);
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
-            true => inputs.iter().filter_map(|i| i.model().ok()).flat_map(|m| m.tensors).map(|t| t.len).sum(),
+            true => inputs.iter().filter_map(|i| i.source.model().ok()).flat_map(|m| &m.tensors).map(|t| t.len).sum(),
             false => bytes(inputs),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
@@ -468,10 +392,6 @@ impl Load {
             loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
             bar.finish();
         }
-        let save = outputs.map_or(&[][..], |outputs| &outputs.save);
-        for (saved, (file, to)) in loaded.files.iter().zip(save).enumerate() {
-            device.save(file, to).map_err(|e| save_failure(&e, saved, save.len()))?;
-        }
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         Ok(Run {
             loaded,
@@ -485,84 +405,41 @@ impl Load {
         })
     }
 
-    /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
-        let Some(size) = self.sample else { return Ok(files) };
-        room.check_sample(size.bytes())?;
-        let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
-        Ok(vec![open_as(file, sample::NAME, self.mode.options()).map_err(cannot_open)?])
+    /// The files, without the tensors that `--tensors` does not name.
+    fn open_files(&self, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let files = self.files.iter().map(|path| model::open(path, copied)).collect::<Result<Vec<_>, _>>()?;
+        let patterns = self.tensors.clone();
+        let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
+        let select = (!self.tensors.is_empty()).then_some(select);
+        let options = ModelOptions { mode: self.mode.mode(), select, ..ModelOptions::default() };
+        let model = HostModel::of_files(files, options).map_err(model::cannot_use)?;
+        if model.files().is_empty() {
+            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
+            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
+            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+        }
+        model.inputs(self.mode.options()).map_err(model::cannot_use)
     }
 
-    /// The files, and what had to be copied first.
-    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
-        let mut copied = Copied::default();
-        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
-        Ok((files.collect::<Result<_, _>>()?, copied))
+    /// The sample that was asked for, if it fits the card.
+    fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let size = self.sample.map_or(0, Size::bytes);
+        room.check_sample(size)?;
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
+        Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
-    fn saves_into_folder(&self) -> bool {
-        self.save.as_ref().is_some_and(|save| save.is_dir())
-    }
-
-    /// The files that are written, for files of these names.
-    fn outputs(&self, names: &[PathBuf]) -> Result<Outputs, Failure> {
+    /// The files that are written.
+    fn outputs(&self) -> Result<Outputs, Failure> {
         let output = |path: &PathBuf| self.replace.output(path);
-        let save: Vec<Output> = self.save_targets(names)?.iter().map(output).collect();
         let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
-        let saved = save.iter().map(|to| ("--save", to));
-        output::check_apart(saved.chain(record.as_ref().map(|to| ("--record", to))).chain(timeline.each()))?;
-        Ok(Outputs { save, record, timeline })
-    }
-
-    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
-    /// several.
-    fn save_targets(&self, names: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
-        let Some(save) = &self.save else { return Ok(Vec::new()) };
-        let sample = [PathBuf::from(sample::NAME)];
-        let files = if self.sample.is_some() { &sample[..] } else { names };
-        let into_folder = self.saves_into_folder();
-        if files.len() == 1 && !into_folder {
-            return Ok(vec![save.clone()]);
-        }
-        if !into_folder && save.exists() {
-            let message = format!("--save {} is a file, and several files are saved into a folder", save.display());
-            return Err(Failure::usage(message).hint("name a folder"));
-        }
-        if !into_folder {
-            return Err(Failure::new(format!("--save {}: not a folder, and there are several files", save.display()))
-                .hint(format!("make it with: mkdir -p {}", save.display())));
-        }
-        let mut targets: Vec<PathBuf> = Vec::new();
-        for file in files {
-            let name = file.file_name().ok_or_else(|| Failure::new(format!("{}: not a file name", file.display())))?;
-            let target = save.join(name);
-            if targets.contains(&target) {
-                return Err(Failure::usage(format!("two files would be saved as {}", target.display())));
-            }
-            targets.push(target);
-        }
-        Ok(targets)
+        output::check_apart(record.as_ref().map(|to| ("--record", to)).into_iter().chain(timeline.each()))?;
+        Ok(Outputs { record, timeline })
     }
 }
 
 fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
-}
-
-fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
-        _ => Err("not a number from 0 to 1".to_owned()),
-    }
-}
-
-/// Refuses files of which the device gets too little to write them again.
-fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
-    if input.container().map_err(|e| Failure::because("cannot save", &e))?.can_be_saved() {
-        return Ok(());
-    }
-    let why = format!("--save cannot write {} again: the device gets its tensors alone", input.path.display());
-    Err(Failure::new(why).hint(format!("{} files can be saved", titles(Container::can_be_saved).join(" and "))))
 }
 
 /// The names of these kinds of files.
@@ -576,11 +453,6 @@ fn verify_failure(error: &Error) -> Failure {
         Error::Mismatch { .. } => failure.hint("was the file changed meanwhile? If not, please report it"),
         _ => failure,
     }
-}
-
-fn save_failure(error: &Error, saved: usize, of: usize) -> Failure {
-    let before = if of > 1 { format!(", {saved} of {of} saved before") } else { String::new() };
-    output::refused(format!("cannot save (the files are loaded{before})"), error)
 }
 
 #[cfg(test)]
@@ -601,29 +473,25 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
-        assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
+        assert_eq!((load.chunk.bytes(), &load.record), (16 << 20, &None));
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
         let format = load.format;
-        assert!(!(format.verbose || format.json || format.csv || format.quiet));
+        assert!(!(format.verbose || format.json || format.quiet));
     }
 
     #[test]
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
-             --list",
+             --record trace --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
-        assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
+        assert_eq!(load.chunk.bytes(), 2 << 20);
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.verify && load.card.workers && load.list);
+        assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
@@ -639,22 +507,16 @@ mod tests {
             "a --sample 1MB",
             "a --direct --buffered",
             "a --chunk 0",
-            "a --fragmentation 1.1",
-            "a --fragmentation -0.5",
-            "a --fragmentation NaN",
             "a --mm-channel both",
             "a --placement -half",
             "a -d gpu0",
             "a -d file:",
-            "a --seed -1",
             "--sample 0",
             "--sample 4095",
-            "a --save -",
             "a --record -",
-            "a --card-ddr 257GiB",
-            "a --card-hbm 274877906945",
+            "a -d soft,ddr=257GiB",
+            "a -d soft,hbm=274877906945",
             "a --repeat 0",
-            "a --json --csv",
         ] {
             assert!(load(line).is_err(), "{line}");
         }

@@ -14,8 +14,7 @@ use std::time::Duration;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use dmalane::file::FileDeviceOptions;
-use dmalane::slash::SlashOptions;
+use dmalane::devices::Ability;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
@@ -24,9 +23,8 @@ use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::device::{self, CardOptions};
+use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
-use crate::job;
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
@@ -50,7 +48,7 @@ Examples:
   dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
-  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
+  dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --like v80-smi
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
@@ -69,6 +67,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction
@@ -100,29 +99,12 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
+    #[command(flatten)]
+    consent: Consent,
+
     /// Write a page (HTML): figures beside references, charts over sizes
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     report: Option<PathBuf>,
-
-    #[command(flatten, next_help_heading = "Device")]
-    card: CardOptions,
-
-    /// Entries per ring of the card, a power of two from 2 to 65536
-    #[arg(long, value_name = "N", value_parser = ring_size, hide_short_help = true)]
-    ring_size: Option<usize>,
-
-    /// Entry of a QDMA's table of ring sizes, 0 to 15; only for devices that have one
-    #[arg(long, value_name = "INDEX", conflicts_with = "ring_size", value_parser = within::<u8>(0..=15))]
-    #[arg(hide_short_help = true)]
-    ring_size_index: Option<u8>,
-
-    /// Try io_uring on a file device; a character device is probed first with 16KiB at this offset
-    #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true, hide_short_help = true)]
-    probe_at: Option<Size>,
-
-    /// Use direct I/O, for files
-    #[arg(long, hide_short_help = true)]
-    direct: bool,
 
     /// Page sizes
     #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m", help_heading = BUFFERS)]
@@ -157,8 +139,12 @@ pub(crate) struct Validate {
     #[arg(long, help_heading = BUFFERS)]
     raw_transfer_test: bool,
 
-    #[command(flatten, next_help_heading = "Output")]
+    #[command(flatten, next_help_heading = OUTPUTS)]
     format: output::OutputFormat,
+
+    /// Print the result as CSV
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
 
     /// Print the rates like another tool, too: v80-smi in MB/s of 2^20 bytes, nvbandwidth by its names
     #[arg(long, value_enum, value_name = "TOOL", conflicts_with_all = ["json", "csv"])]
@@ -170,6 +156,8 @@ pub(crate) struct Validate {
 
 /// The heading of options about buffers.
 const BUFFERS: &str = "Buffers and channels";
+/// That of options about output.
+const OUTPUTS: &str = "Outputs";
 
 /// Another tool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -234,8 +222,6 @@ impl Validate {
         let (mut target, files) = self.target()?;
         target.stop_when(signals.stop.clone());
         let bar = Steps::new("validate", !self.format.quiet);
-        let counters = target.counters();
-        job::this().counted(&counters);
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more(n),
             ValidateEvent::Step(what) => bar.step(what),
@@ -296,7 +282,7 @@ impl Validate {
         };
         let written = files.write_report(&page, "the device was measured");
         let path = self.report.as_deref().filter(|_| written.is_ok());
-        match (self.format.json, self.format.csv) {
+        match (self.format.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ if self.like == Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
@@ -315,56 +301,27 @@ impl Validate {
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let file = [
-            ("--probe-at", self.probe_at.is_some()),
-            ("--direct", self.direct),
-            ("--overwrite", self.card.memory.overwrite),
-        ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
-        let takes = |option| self.device.kind().options.contains(&option);
-        if let Some(option) = given(&card).filter(|_| !takes("ring") && !takes("slash")) {
+        if let Some(option) = given(&card).filter(|_| !self.device.kind().has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
-        }
-        if let Some(option) = given(&file).filter(|_| !takes("file")) {
-            return Err(Failure::usage(format!("{option} is for a file, not for {}", self.device)));
-        }
-        let sizes = [
-            ("--ring-size", self.ring_size.is_some(), "ring", "a card with rings of any size"),
-            ("--ring-size-index", self.ring_size_index.is_some(), "slash", "a device with a table of ring sizes"),
-        ];
-        if let Some((option, .., what)) = sizes.iter().find(|(_, given, needs, _)| *given && !takes(needs)) {
-            let failure = Failure::usage(format!("{option} is for {what}, not for {}", self.device));
-            return Err(match sizes.iter().find(|(.., needs, _)| takes(needs)) {
-                Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
-                None => failure,
-            });
         }
         if self.channel_region_stride.is_some() && self.channel_allocation != Allocation::Paired {
             return Err(Failure::usage("--channel-region-stride needs --channel-allocation paired"));
         }
-        device::check(&self.device, &self.open_options())
+        self.consent.check(&self.device)
     }
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes = |option| self.device.kind().options.contains(&option);
         // As many calls at once as the reference makes.
         let both = if self.direction.contains(&Directions::Both) { 2 } else { 1 };
-        let file = FileDeviceOptions {
-            // `contents` says what becomes of the data.
-            overwrite: true,
-            probe_at: self.probe_at.map(Size::bytes),
-            direct: self.direct,
-            threads: usize::from(self.threads) * both,
-            ..FileDeviceOptions::default()
-        };
         OpenOptions {
             // All memory is measured, and nothing is bound.
             flat: true,
-            ring: self.ring_size,
-            file: takes("file").then_some(file),
-            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into(), ..SlashOptions::default() }),
-            ..self.card.open_options()
+            // `contents` says what becomes of the data.
+            overwrite: true,
+            threads: Some(usize::from(self.threads) * both),
+            ..OpenOptions::default()
         }
     }
 
@@ -392,7 +349,7 @@ impl Validate {
         let report = Files::report(self.report.as_ref().map(|path| self.replace.output(path)));
         report.check()?;
         let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
         let backing = device.backing_files();
         let files = backing.iter().flat_map(|files| [&files.written, &files.read]);
         let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
@@ -406,7 +363,7 @@ impl Validate {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
         // Naming the first address of a character device permits overwriting it.
-        match self.card.memory.overwrite || named {
+        match self.consent.overwrite || named {
             true => Contents::Overwrite,
             false => Contents::Refuse,
         }
@@ -445,7 +402,7 @@ impl Validate {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 // Stripes may need more of one half of the HBM than of the other.
                 let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
-                let grow = (self.device.kind().more)(&memory.to_lowercase(), bytes);
+                let grow = self.device.more(&memory.to_lowercase(), bytes);
                 let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
@@ -492,13 +449,6 @@ fn buffers(text: &str) -> Result<Buffers, String> {
         }
     }
     Ok(Buffers(sizes))
-}
-
-fn ring_size(text: &str) -> Result<usize, String> {
-    match text.parse::<usize>() {
-        Ok(entries) if entries.is_power_of_two() && (2..=1 << 16).contains(&entries) => Ok(entries),
-        _ => Err("not a power of two from 2 to 65536".to_owned()),
-    }
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

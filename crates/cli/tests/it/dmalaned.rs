@@ -1,16 +1,22 @@
 //! The daemon's program as its users meet it.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::Access;
 use dmalane::daemon::{Client, ClientOptions};
 use dmalane::dma::{Registrar, SharedBuf};
 use dmalane::queue::Registered;
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::Value;
 
 /// Time after which something that is waited for does not come.
@@ -129,11 +135,68 @@ fn what_clients_would_meet_is_said_at_the_start() {
     assert!(said.contains("dmalaned: warning: all clients") && said.contains("this process may have 512"), "{said}");
 }
 
+/// Waits for a process that ends by itself.
+fn ended(mut child: Child) -> std::process::ExitStatus {
+    let begun = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if begun.elapsed() > LONG {
+            let _ = child.kill();
+            panic!("it does not end");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn the_status_is_watched_until_nobody_can_see_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let socket = path.to_str().unwrap();
+    let daemon = command(&["--socket", socket, "-q"]).spawn().unwrap();
+    drop(wait_for(&path));
+    let watch = |args: &[&str]| command(&[&["status", "--socket", socket, "--watch=0.1"], args].concat());
+    // Two looks and more.
+    let mut child = watch(&["--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let lines: Vec<String> =
+        BufReader::new(child.stdout.take().unwrap()).lines().take(2).collect::<Result<_, _>>().unwrap();
+    for line in lines {
+        assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["command"], "status");
+    }
+    assert_eq!(ended(child).code(), Some(0), "its reader has left");
+    for signal in [Signal::TERM, Signal::INT] {
+        let (child, _screen) = on_terminal(watch(&[]));
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        assert_eq!(ended(child).signal(), Some(signal.as_raw()));
+    }
+    let (child, screen) = on_terminal(watch(&[]));
+    drop(screen);
+    // Nobody sends SIGHUP: it is not the terminal of the session.
+    assert_eq!(ended(child).code(), Some(1));
+    assert_eq!(end(daemon, Signal::TERM).status.code(), Some(0));
+}
+
+/// Starts a command on a terminal of its own, and waits until it shows something there.
+fn on_terminal(mut command: Command) -> (Child, File) {
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap();
+    let slave = rustix::fs::open(name, OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let end = || Stdio::from(slave.try_clone().unwrap());
+    let child = command.stdin(Stdio::null()).stdout(end()).stderr(end()).spawn().unwrap();
+    let mut screen = File::from(master);
+    assert!(screen.read(&mut [0; 64]).unwrap() > 0);
+    (child, screen)
+}
+
 #[test]
 fn files_are_loaded_and_the_card_is_measured_through_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
-    let (socket, saved) = (path.to_str().unwrap(), folder.path().join("saved"));
+    let socket = path.to_str().unwrap();
     let mut daemon = command(&["--socket", socket, "--client-ddr", "64MiB", "--client-hbm", "64MiB"]);
     let child = daemon.stderr(Stdio::piped()).spawn().unwrap();
     drop(wait_for(&path));
@@ -145,13 +208,12 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let bytes: Vec<u8> = (0..5_000_001u32).map(|i| (i ^ i >> 9) as u8).collect();
     let file = folder.path().join("weights.bin");
     std::fs::write(&file, &bytes).unwrap();
-    let (file, to) = (file.to_str().unwrap(), saved.to_str().unwrap());
-    let output = load(&[file, "--verify", "--chunk", "1MiB", "--placement", "hbm-striped", "--save", to, "--json"]);
+    let file = file.to_str().unwrap();
+    let output = load(&[file, "--verify", "--chunk", "1MiB", "--placement", "hbm-striped", "--json"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&json["device"], &json["verified"]), (&device.as_str().into(), &true.into()));
     assert!(json["host"]["iommu_tables"].is_null() && json["card"]["touched_bytes"].is_null());
-    assert!(std::fs::read(&saved).unwrap() == bytes);
     let output = load(&["--sample", "8MiB", "--verify", "-v"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains(&format!("IOMMU      in the daemon: {device}")));
@@ -169,13 +231,13 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("does not fit: daemon"), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("(dmalaned --client-ddr)"), "{}", text(&output.stderr));
-    let output = load(&["--sample", "1MiB", "--card-ddr", "128MiB"]);
+    let output = dmalane(&["load", "-q", "--sample", "1MiB", "-d", &format!("{device},ddr=128MiB")]);
     assert!(text(&output.stderr).contains("a client may have 67108864"), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("hint: --card-ddr and --card-hbm ask for less"), "{}", text(&output.stderr));
-    for option in [&["--workers"][..], &["--fragmentation", "0"]] {
-        let output = load(&[&["--sample", "1MiB"], option].concat());
-        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    }
+    assert!(
+        text(&output.stderr).contains("hint: -d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less"),
+        "{}",
+        text(&output.stderr)
+    );
 
     let quick = ["validate", "-q", "-j", "2", "--buffer-size", "64KiB", "--iterations", "3", "--json"];
     let output = dmalane(&[&quick[..], &["-d", &device]].concat());
@@ -183,7 +245,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["integrity"].as_array().unwrap().len(), 3, "{json}");
     assert_eq!(json["figures"].as_array().unwrap().len(), 9, "{json}");
-    let output = dmalane(&[&quick[..], &["-d", &device, "--workers"]].concat());
+    let output = dmalane(&[&quick[..], &["-d", &format!("{device},workers=each")]].concat());
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
 
     let output = end(child, Signal::TERM);

@@ -14,13 +14,11 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("card serve", "serves until it is stopped; tests/it/card.rs"),
     ("daemon:", "needs a daemon; tests/it/dmalaned.rs"),
     ("systemctl", "needs systemd"),
-    ("dmalane top", "needs a terminal, or does not end; tests/it/top.rs"),
     ("dmalaned status", "needs a daemon; tests/it/dmalaned.rs"),
     ("dmalaned", "serves until it is stopped; tests/it/dmalaned.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),
     ("/dev/shm/memory", "needs a file outside of the test's folder; tests/it/validate.rs"),
     ("/run/trainer.sock", "needs a process that listens; tests/it/export.rs"),
-    ("pidof trainer", "needs a process of that name; tests/it/cli.rs"),
     ("/mnt/models", "needs a folder of that name; tests/it/cli.rs"),
 ];
 
@@ -31,10 +29,6 @@ const SHORTER: &[(&str, &str)] = &[
     ("--buffer-size 64MiB", "--buffer-size 64KiB"),
     ("--offset 64MiB", "--offset 64KiB"),
     ("--buffer-size 4KiB,16MiB,MUL4", "--buffer-size 4KiB,64KiB,MUL4"),
-    ("--rounds 11", "--rounds 1"),
-    ("dmalane compare model.safetensors", "dmalane compare --rounds 1 model.safetensors"),
-    ("| dmalane compare -", "| dmalane compare --rounds 1 -"),
-    ("--rounds 1 model.safetensors --rounds 3", "model.safetensors --rounds 1"),
 ];
 
 fn help(program: &str, words: &[String]) -> String {
@@ -68,7 +62,10 @@ fn examples(program: &str, words: &[String], found: &mut Vec<String>) {
 /// The commands that a help lists.
 pub fn commands(help: &str) -> Vec<&str> {
     // Descriptions that do not fit a line are indented further.
-    let names = block(help, "Commands:")
+    let lists = ["Commands:", "Models:", "Devices:", "For authors of drivers:", "Other:"];
+    let names = lists
+        .iter()
+        .flat_map(|heading| block(help, heading))
         .filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' '))?.split(' ').next());
     names.filter(|name| *name != "help").collect()
 }
@@ -83,8 +80,9 @@ fn shell(line: &str, folder: &Path) -> std::process::Output {
 /// A folder with the files that the examples name.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    crate::sample(folder.path().join("model.safetensors"), 4 << 20, 1);
     let make = "\
-        dmalane load -q --sample 4MiB --save model.safetensors --record binds.jsonl
+        dmalane load -q model.safetensors --record binds.jsonl
         cp model.safetensors shard-1.safetensors; cp model.safetensors shard-2.safetensors
         cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
         gzip -k model.bin model.safetensors
@@ -102,7 +100,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 6] = ["--save", "--record", "--trace", "--report", "--bundle", "-o"];
+pub const WRITES: [&str; 4] = ["--record", "--trace", "--report", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]
@@ -169,8 +167,7 @@ fn every_example_runs_as_printed() {
     examples(DMALANED, &[], &mut found);
     assert!(found.len() > 50, "{found:#?}");
     // Those that take as long as all others together run beside them.
-    let (long, short): (Vec<_>, Vec<_>) =
-        found.into_iter().partition(|example| example.contains("validate") || example.contains("compare"));
+    let (long, short): (Vec<_>, Vec<_>) = found.into_iter().partition(|example| example.contains("validate"));
     let both = std::thread::scope(|s| [long, short].map(|part| s.spawn(|| run(part))).map(|part| part.join().unwrap()));
     let wrong = both.iter().flat_map(|done| done.wrong.iter().cloned()).collect::<Vec<_>>();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

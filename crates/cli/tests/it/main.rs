@@ -3,11 +3,11 @@
 mod card;
 mod cli;
 mod columns;
-mod compare;
 mod dmalaned;
 mod examples;
 mod export;
 mod gpu;
+mod help;
 mod iopt;
 mod layers;
 mod lists;
@@ -17,7 +17,6 @@ mod refused;
 mod slash;
 mod supervisor;
 mod timeline;
-mod top;
 mod usage;
 mod validate;
 mod vm;
@@ -33,6 +32,11 @@ fn injecting(what: &str) -> std::process::Command {
 
 /// The environment of a program that reads messages: each cause is in a line.
 const WIDE: [(&str, &str); 1] = [("COLUMNS", "10000")];
+
+/// Makes a model of this size at a path.
+fn sample(path: impl AsRef<std::path::Path>, size: u64, seed: u64) {
+    dmalane::load::write_sample(&mut std::fs::File::create(path).unwrap(), size, seed).unwrap();
+}
 
 /// How often tests kill a program: 50 times, or as often as `DMALANE_KILLS` says.
 fn kills() -> u64 {

@@ -26,7 +26,7 @@ impl Place {
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(folder.join("sub")).unwrap();
         let mut place = Self { folder, precious: Vec::new() };
-        place.dmalane("load -q --sample 1MiB --save model.safetensors", 0);
+        crate::sample(place.at("model.safetensors"), 1 << 20, 1);
         let spec = r#"{"schema": 1, "mappings": [{"va": 1048576, "pa": 0, "len": 4096, "access": "rw"}]}"#;
         fs::write(place.at("boot.json"), spec).unwrap();
         fs::write(place.at("sub/model.safetensors"), b"another model").unwrap();
@@ -41,10 +41,7 @@ impl Place {
         fs::copy(place.at("model.safetensors"), place.at("indexed/a.safetensors")).unwrap();
         fs::write(place.at(INDEX), r#"{"weight_map": {"tensor": "a.safetensors"}}"#).unwrap();
         place.dmalane("manifest -q model.safetensors -o weights", 0);
-        fs::write(place.at("config.toml"), "[load]\nchunk = \"1MiB\"\n").unwrap();
-        for name in
-            ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights", "config.toml"]
-        {
+        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights"] {
             let path = place.at(name);
             let bytes = fs::read(&path).unwrap();
             place.precious.push((path, bytes));
@@ -56,14 +53,12 @@ impl Place {
         self.folder.join(name)
     }
 
-    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input, and before
-    /// `: ` the configuration file.
+    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input.
     fn dmalane(&self, line: &str, status: i32) -> String {
-        let (config, words) = line.split_once(": ").unwrap_or(("", line));
-        let (words, stdin) = words.split_once(" < ").unwrap_or((words, "/dev/null"));
+        let (words, stdin) = line.split_once(" < ").unwrap_or((line, "/dev/null"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
         command.args(words.split_whitespace()).current_dir(&self.folder).envs(crate::WIDE);
-        command.env("DMALANE_CONFIG", config).stdin(fs::File::open(self.at(stdin)).unwrap());
+        command.stdin(fs::File::open(self.at(stdin)).unwrap());
         let output = command.output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
@@ -94,16 +89,11 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
     }
     for (line, why) in [
         // The input itself, under each of its names.
-        ("load model.safetensors --save model.safetensors --force", "it is the input"),
-        ("load model.safetensors --save ./model.safetensors --force", "it is the input"),
-        ("load model.safetensors --save sub/../model.safetensors --force", "it is the input"),
-        ("load model.safetensors --save hard --force", "it is the input"),
-        ("load model.safetensors --save link --force", "it is the input"),
-        ("load model.safetensors --save link-to-link --force", "it is the input"),
-        ("load model.safetensors --save . --force", "it is the input"),
-        ("load link --save model.safetensors --force", "it is the input"),
-        ("load hard --save model.safetensors --force", "it is the input"),
-        ("load boot.json model.safetensors --save . --force", "it is the input"),
+        ("load model.safetensors --record ./model.safetensors --force", "it is the input"),
+        ("load model.safetensors --record sub/../model.safetensors --force", "it is the input"),
+        ("load model.safetensors --record link-to-link --force", "it is the input"),
+        ("load link --record model.safetensors --force", "it is the input"),
+        ("load hard --record model.safetensors --force", "it is the input"),
         ("load model.safetensors --record model.safetensors --force", "it is the input"),
         ("load model.safetensors --record hard --force", "it is the input"),
         ("load model.safetensors --record link --force", "it is the input"),
@@ -111,32 +101,27 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load model.safetensors --trace link --force", "it is the input"),
         ("load model.safetensors --report hard --force", "it is the input"),
         ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
-        ("compare model.safetensors --report hard --force", "it is the input"),
         ("manifest model.safetensors -o link --force", "it is the input"),
         // The index of a model, and a manifest.
         (&format!("load {INDEX} --record {INDEX} --force"), "it is the input"),
         (&format!("load indexed --trace {INDEX} --force"), "it is the input"),
-        (&format!("compare indexed --report {INDEX} --force"), "it is the input"),
         (&format!("manifest {INDEX} -o {INDEX} --force"), "it is the input"),
         ("load model.safetensors --manifest weights --report weights --force", "it is the input"),
         ("read model.safetensors --manifest weights --trace weights --force", "it is the input"),
-        // The manifest on standard input, and the configuration file.
-        ("load model.safetensors --manifest - --save weights --force < weights", "it is the input stdin"),
+        // The manifest on standard input.
+        ("load model.safetensors --manifest - --record weights --force < weights", "it is the input stdin"),
         ("read model.safetensors --manifest - --trace weights --force < weights", "it is the input stdin"),
-        ("load - --save model.safetensors --force < model.safetensors", "it is the input stdin"),
+        ("load - --record model.safetensors --force < model.safetensors", "it is the input stdin"),
         ("manifest - -o model.safetensors --force < hard", "it is the input stdin"),
-        ("config.toml: load boot.json --save config.toml --force", "it is the input config.toml"),
-        ("config.toml: doctor --bundle config.toml --force", "it is the input config.toml"),
         // The memory of the device.
-        (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
+        (&format!("load boot.json {card} --record card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --report card.img --force", "it is the input"),
         // Files that exist, without --force.
         // With --force it would be refused as well, so nobody is told to use that.
-        ("load model.safetensors --save model.safetensors", "it is the input model.safetensors"),
+        ("load model.safetensors --record model.safetensors", "it is the input model.safetensors"),
         ("load model.safetensors --trace hard", "it is the input model.safetensors"),
-        ("load model.safetensors --save sub", "it exists already"),
-        ("load boot.json --save hard", "it exists already"),
-        ("load boot.json --save link", "it exists already"),
+        ("load boot.json --record hard", "it exists already"),
+        ("load boot.json --record link", "it exists already"),
         ("load boot.json --record sub/model.safetensors", "it exists already"),
         ("load --sample 4KiB --record boot.json", "it exists already"),
         ("load --sample 4KiB --trace boot.json", "it exists already"),
@@ -144,29 +129,23 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
         ("validate --report boot.json", "it exists already"),
-        ("compare model.safetensors --report boot.json", "it exists already"),
         ("manifest model.safetensors -o boot.json", "it exists already"),
         ("read model.safetensors --trace boot.json", "it exists already"),
         ("read model.safetensors --report boot.json", "it exists already"),
-        ("doctor --bundle boot.json", "it exists already"),
-        ("doctor --bundle sub", "it is a folder"),
         // Links that others may have planted.
-        ("load boot.json --save open/planted --force", "is a symbolic link in a directory that others can write"),
         ("load boot.json --record open/planted --force", "is a symbolic link in a directory that others can write"),
         (
             "iopt build boot.json --format x86-64-4level -o open/planted --force",
             "is a symbolic link in a directory that others can write",
         ),
-        ("doctor --bundle open/planted --force", "is a symbolic link in a directory that others can write"),
         ("validate --report open/planted --force", "is a symbolic link in a directory that others can write"),
         // One name for two outputs.
-        ("load boot.json --save sub/new --record sub/new", "both write sub/new"),
+        ("load boot.json --record sub/new --trace sub/new", "both write sub/new"),
         ("load boot.json --trace sub/new --report sub/new", "both write sub/new"),
-        ("load boot.json --save sub/new --record ./sub/new", "both write ./sub/new"),
-        ("load boot.json --save sub/../new --report new", "both write new"),
-        ("load boot.json --save alias/new --trace sub/new --force", "both write sub/new"),
+        ("load boot.json --record sub/new --report ./sub/new", "both write ./sub/new"),
+        ("load boot.json --record sub/../new --report new", "both write new"),
+        ("load boot.json --record alias/new --trace sub/new --force", "both write sub/new"),
         ("read boot.json --trace alias/new --report sub/new", "both write sub/new"),
-        (&format!("load boot.json --save sub --record {}", place.at("sub/boot.json").display()), "both write /"),
     ] {
         let status = if why.starts_with("both") { 2 } else { 1 };
         let said = place.dmalane(line, status);
@@ -227,7 +206,6 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
     ("load", "files", "load - -d file:m --overwrite < m", "stdin is the memory of file:m"),
     ("load", "manifest", "load boot.json --manifest m -d file:m --overwrite", "m is the memory of file:m"),
     ("load", "manifest", "load boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
-    ("load", "save", "load boot.json --save m -d file:m --overwrite --force", "it is the input device memory"),
     ("load", "record", "load boot.json --record m -d file:m --overwrite --force", "it is the input device memory"),
     ("load", "trace", "load boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
     ("load", "report", "load boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
@@ -247,7 +225,6 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
 const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
     ("read", "command", "a program with its words, for --export, which is refused with a device"),
     ("bar-map", "", "its devices are those of VFIO"),
-    ("top", "", "its devices are daemons"),
 ];
 
 /// The arguments that may name a file, by their types, of each command that takes a device; one without a name where
@@ -304,8 +281,7 @@ fn force_replaces_what_is_no_input() {
     fs::write(place.at("old"), b"old").unwrap();
     symlink("old", place.at("alias")).unwrap();
     for line in [
-        "load -q boot.json --save old --force",
-        "load -q boot.json --save alias --force",
+        "load -q boot.json --record alias --force",
         "load -q model.safetensors --record old --force",
         "iopt build boot.json --format x86-64-4level -o old --force",
     ] {
@@ -322,7 +298,7 @@ fn a_file_that_does_not_reach_the_disk_replaces_nothing() {
     let place = Place::new("outputs-synced");
     fs::write(place.at("old"), b"old").unwrap();
     for line in
-        ["load -q model.safetensors --save old --force", "iopt build boot.json --format x86-64-4level -o old --force"]
+        ["load -q model.safetensors --record old --force", "iopt build boot.json --format x86-64-4level -o old --force"]
     {
         // As NFS says where a quota is exceeded.
         let mut strace = crate::injecting("fsync:error=EDQUOT:when=1");
@@ -339,16 +315,15 @@ fn a_file_that_does_not_reach_the_disk_replaces_nothing() {
 /// A killed process can leave its file whole under a hidden name, between the two calls that replace the old one.
 #[test]
 fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
-    const NAMES: [&str; 4] = ["save", "record", "trace", "report"];
+    const NAMES: [&str; 3] = ["record", "trace", "report"];
     let place = Place::new("killed");
     let outputs = NAMES.map(|name| format!("--{name} {name}")).join(" ");
-    let line = format!("load -q model.safetensors --card-ddr 16MiB --card-hbm 4MiB {outputs}");
+    let line = format!("load -q model.safetensors -d soft,ddr=16MiB,hbm=4MiB {outputs}");
     let begun = Instant::now();
     place.dmalane(&line, 0);
     let whole = begun.elapsed();
     let record = fs::read(place.at("record")).unwrap();
     let is_new = |name: &str, bytes: &[u8]| match name {
-        "save" => bytes == place.precious[0].1,
         "record" => bytes == record,
         "trace" => serde_json::from_slice::<serde_json::Value>(bytes).is_ok(),
         _ => bytes.starts_with(b"<!doctype html>") && bytes.ends_with(b"</html>\n"),
@@ -401,18 +376,15 @@ fn a_full_file_system_keeps_what_is_there() {
         [ \"$(ls -A disk | tr '\\n' ' ')\" = 'filler old ' ] || status=98
         exit $status";
     for line in [
-        "load -q model.safetensors --save disk/old --force",
         "load -q model.safetensors --record disk/old --force",
         "load -q model.safetensors --trace disk/old --force",
         "load -q model.safetensors --report disk/old --force",
         "read model.safetensors --trace disk/old --force",
         "read model.safetensors --report disk/old --force",
         "iopt build boot.json --format x86-64-4level -o disk/old --force",
-        "compare model.safetensors --rounds 1 --only plain-read --report disk/old --force",
         "manifest model.safetensors -o disk/old --force",
         "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --report disk/old --force",
-        "doctor --bundle disk/old --force",
-        "load -q model.safetensors --save disk/new",
+        "load -q model.safetensors --record disk/new",
     ] {
         let mut command = Command::new("unshare");
         command.args(["-rm", "sh", "-c", mounted, "sh", env!("CARGO_BIN_EXE_dmalane")]).args(line.split_whitespace());

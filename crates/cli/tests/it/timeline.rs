@@ -54,7 +54,7 @@ fn spans(trace: &Value) -> BTreeMap<(u64, String), Vec<Span>> {
 #[test]
 fn a_trace_has_every_read_copy_and_bind() {
     let folder = folder("trace");
-    for options in [&["--buffered"][..], &["--workers"], &["--no-checksum", "--chunk", "1MiB"]] {
+    for options in [&["--buffered"][..], &["-d", "soft,workers=each"], &["--no-checksum", "--chunk", "1MiB"]] {
         let args = ["load", "--sample", "24MiB", "--json", "--trace", "trace.json", "--force"];
         let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, options].concat()).stdout).unwrap();
         assert_eq!((&report["traced"], &report["reported"]), (&"trace.json".into(), &Value::Null));
@@ -105,7 +105,7 @@ fn a_copy_is_on_the_row_of_the_channel_that_made_it() {
 #[test]
 fn reading_has_a_timeline_too() {
     let folder = folder("trace-read");
-    dmalane(&folder, &["load", "--sample", "24MiB", "--save", "a.safetensors"]);
+    crate::sample(folder.join("a.safetensors"), 24 << 20, 1);
     for (device, copies) in [(&["-d", "soft"][..], true), (&["-d", "ram:64MiB"], true), (&["--map"], false)] {
         let args = ["read", "a.safetensors", "--json", "--trace", "t.json", "--report", "r.html", "--force"];
         let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, device].concat()).stdout).unwrap();
@@ -189,7 +189,7 @@ pub fn unbalanced(page: &str) -> Vec<String> {
 fn a_report_is_one_page_in_which_names_are_text() {
     let folder = folder("report");
     let name = "<script>alert(1)<!-- & \"'.safetensors";
-    dmalane(&folder, &["load", "--sample", "16MiB", "--save", name]);
+    crate::sample(folder.join(name), 16 << 20, 1);
     let report = ["load", name, "--no-checksum", "--report", "report.html", "--repeat", "2", "--json"];
     let json: Value = serde_json::from_slice(&dmalane(&folder, &report).stdout).unwrap();
     assert_eq!(json["reported"], "report.html");

@@ -6,7 +6,7 @@ use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 
 use super::context::Context;
 use super::ranges::{Range, RangeKind, chunk_at};
-use crate::{CudaDevice, Error};
+use crate::Error;
 
 /// Addresses where pages of memory are bound without an address space of this crate.
 pub struct PlainBinds {
@@ -19,13 +19,8 @@ pub struct PlainBinds {
 }
 
 impl PlainBinds {
-    /// As many addresses as memory, which a device that binds by [`CuMemMap`](crate::Binds::CuMemMap) has allocated;
-    /// both are whole pages of its own.
-    ///
-    /// # Errors
-    /// [`Error::Call`].
-    pub fn new(device: &CudaDevice, memory: Span<CardAddr>, page: PageSize) -> Result<Self, Error> {
-        let context = device.shared().clone();
+    /// As [`CudaDevice::plain_binds`](crate::CudaDevice::plain_binds).
+    pub(crate) fn new(context: &Arc<Context>, memory: Span<CardAddr>, page: PageSize) -> Result<Self, Error> {
         let (driver, _current) = (context.driver, context.current()?);
         let (mut at, page) = (0, page.bytes());
         may_call!(driver.address_reserve(&raw mut at, memory.len() as usize, 0, 0, 0))?;

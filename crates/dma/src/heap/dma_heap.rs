@@ -8,9 +8,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Heap, HeapCapabilities, Reserved};
+use crate::account::{Account, Counters};
 use crate::sys::{Exclusive, Region, page, udmabuf_create};
-use crate::{BufferRef, CpuBuf, Error};
+use crate::{BufferRef, CpuBuf, Error, HeapStats, PageBacking, PageKind};
 
 const UDMABUF: &str = "/dev/udmabuf";
 /// Module parameter: largest buffer that udmabuf accepts, in MiB.
@@ -48,7 +49,7 @@ impl DmaHeap {
         let region =
             Region::dma_buf(self.device.as_fd(), size).map_err(|source| Error::Allocate { len, kind, source })?;
         let account = Account::open(&self.counters, region.len());
-        Ok((region, PageBacking { kind: PageKind::Base, passed_over: Vec::new() }, account))
+        Ok((region, PageBacking::base(), account))
     }
 }
 

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Heap, HeapCapabilities, Reserved};
+use crate::account::{Account, Counters};
 use crate::sys::{DriverMemory, Exclusive, Region, page};
-use crate::{CpuBuf, Error};
+use crate::{CpuBuf, Error, HeapStats, PageBacking, PageKind};
 
 /// Host memory of a driver: every buffer is one allocation of it.
 pub struct DriverHeap {
@@ -41,7 +42,7 @@ impl DriverHeap {
         // Buffers are zeroed, and drivers need not do that.
         region.as_volatile_slice().fill(0);
         let account = Account::open(&self.counters, region.len());
-        Ok((region, PageBacking { kind: PageKind::Base, passed_over: Vec::new() }, account))
+        Ok((region, PageBacking::base(), account))
     }
 }
 

@@ -5,9 +5,11 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, NoPages, PageBacking, PageKind, Reserved};
-use crate::sys::{Exclusive, HUGE, Pages, Region, page};
-use crate::{CpuBuf, Error};
+use super::dma_heap::has_udmabuf;
+use super::{Heap, HeapCapabilities, Reserved};
+use crate::account::{Account, Counters};
+use crate::sys::{Exclusive, HUGE, Region, page};
+use crate::{CpuBuf, Error, HeapStats, NoPages, PageBacking, PageKind};
 
 /// Reservations of at least this many bytes may be rounded up to whole huge pages: at most 50 % more.
 const ROUND_FROM: usize = 4 << 20;
@@ -23,23 +25,12 @@ impl PageKind {
     }
 }
 
-impl From<PageKind> for Pages {
-    fn from(kind: PageKind) -> Self {
-        match kind {
-            PageKind::Hugetlb1G => Pages::Hugetlb1G,
-            PageKind::Hugetlb2M => Pages::Hugetlb2M,
-            PageKind::Transparent => Pages::Transparent,
-            PageKind::Base => Pages::Base,
-        }
-    }
-}
-
 const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
 const ANONYMOUS: &str = "enabled";
 const SHARED: &str = "shmem_enabled";
 
 /// Maps memory with a given kind of pages.
-type Map<'a> = &'a dyn Fn(NonZeroUsize, Pages) -> io::Result<Region>;
+type Map<'a> = &'a dyn Fn(NonZeroUsize, PageKind) -> io::Result<Region>;
 
 /// Tries page kinds from the best one down to 4 KiB pages.
 struct FallbackChain {
@@ -106,7 +97,7 @@ impl FallbackChain {
     }
 
     fn attempt(&self, len: NonZeroUsize, kind: PageKind, populate: bool, map: Map<'_>) -> io::Result<Region> {
-        let region = map(len, kind.into())?;
+        let region = map(len, kind)?;
         if let Some(node) = self.node {
             let refused = |e: io::Error| {
                 let online = std::fs::read_to_string("/sys/devices/system/node/online");
@@ -249,7 +240,7 @@ impl MemfdHeap {
         self
     }
 
-    fn map(len: NonZeroUsize, pages: Pages) -> io::Result<Region> {
+    fn map(len: NonZeroUsize, pages: PageKind) -> io::Result<Region> {
         Region::memfd("dmalane", len, pages)
     }
 }
@@ -270,7 +261,7 @@ impl Heap for MemfdHeap {
     }
 
     fn capabilities(&self) -> HeapCapabilities {
-        let dma_buf = super::dma_heap::has_udmabuf();
+        let dma_buf = has_udmabuf();
         HeapCapabilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
     }
 

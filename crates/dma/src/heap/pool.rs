@@ -5,12 +5,12 @@
 //! (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::{Account, Counters, Heap, HeapCapabilities, HeapStats, PageBacking, PageKind, Reserved};
-use crate::sys::{HUGE, Region, page};
-use crate::{CpuBuf, Error, SharedBuf};
+use super::{Heap, HeapCapabilities, Reserved};
+use crate::account::{Account, Counters};
+use crate::sys::{HUGE, Home, Recycle, Region, page};
+use crate::{CpuBuf, Error, HeapStats, PageBacking, PageKind, SharedBuf};
 
 /// Smallest buffer that is cut out of a huge page. Smaller reads go through the page cache.
 const SLAB_FROM: usize = 64 << 10;
@@ -148,6 +148,20 @@ impl Cached {
     }
 }
 
+impl Recycle for Shelf {
+    fn recycle(&self, region: Region, backing: PageBacking, present: bool) {
+        let mut cached = self.cached();
+        if !present || region.len() > self.limit {
+            cached.stats.freed += 1;
+            drop(cached); // unmaps, without the lock
+            return;
+        }
+        let freed = cached.insert(region, backing, self.limit);
+        drop(cached);
+        drop(freed);
+    }
+}
+
 impl Heap for Pool {
     /// Allocates a zeroed buffer: recycled memory is cleared.
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
@@ -169,10 +183,9 @@ impl Heap for Pool {
     /// of a huge page where the heap below has private huge pages.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let base = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
-        let home = |backing: &PageBacking, absent| Home {
-            shelf: Arc::downgrade(&self.0),
-            backing: backing.clone(),
-            absent: AtomicUsize::new(absent),
+        let home = |backing: &PageBacking, absent| {
+            let shelf: Weak<Shelf> = Arc::downgrade(&self.0);
+            Home::new(shelf, backing.clone(), absent)
         };
         if let Some((mut region, backing)) = self.0.take(base) {
             region.set_home(Some(home(&backing, 0)));
@@ -213,34 +226,5 @@ impl Heap for Pool {
 
     fn name(&self) -> &'static str {
         "pool"
-    }
-}
-
-/// Where a region goes when it is dropped.
-pub(crate) struct Home {
-    shelf: Weak<Shelf>,
-    backing: PageBacking,
-    /// Bytes whose pages are not known to be present.
-    absent: AtomicUsize,
-}
-
-impl Home {
-    pub(crate) fn now_present(&self, bytes: usize) {
-        self.absent.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    /// Caches a region, or frees it.
-    pub(crate) fn welcome(self, region: Region) {
-        let Some(shelf) = self.shelf.upgrade() else { return };
-        let len = region.len();
-        let mut cached = shelf.cached();
-        if self.absent.into_inner() > 0 || len > shelf.limit {
-            cached.stats.freed += 1;
-            drop(cached); // unmaps, without the lock
-            return;
-        }
-        let freed = cached.insert(region, self.backing, shelf.limit);
-        drop(cached);
-        drop(freed);
     }
 }

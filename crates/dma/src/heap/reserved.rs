@@ -3,10 +3,10 @@
 use std::io;
 use std::sync::Arc;
 
-use super::{Account, PageBacking, PageKind};
-use crate::buf::Memory;
+use crate::account::Account;
+use crate::memory::Memory;
 use crate::sys::{FileMapping, Region, page};
-use crate::{BufferSlice, CopyHint, Error, SharedBuf, VolatileSlice};
+use crate::{BufferSlice, CopyHint, Error, PageBacking, PageKind, SharedBuf, VolatileSlice};
 
 /// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
 /// [`BufferSlice`] when it is populated.

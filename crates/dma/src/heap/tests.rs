@@ -1,8 +1,8 @@
 //! The conformance suite for all heaps, and tests of particular ones.
 
 use super::*;
-use crate::SharedBuf;
 use crate::sys::{HUGE, page};
+use crate::{CpuBuf, Error, HeapStats, NoPages, PageKind, SharedBuf};
 
 const PAGE_KINDS: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
 
@@ -131,7 +131,7 @@ fn a_driver() {
     let allocate = |len| {
         let len = std::num::NonZeroUsize::new(len).ok_or(Error::BadLength(len))?;
         let source = |source| Error::Allocate { len: len.get(), kind: "a driver's memory", source };
-        let region = crate::sys::Region::anonymous(len, crate::sys::Pages::Base).map_err(source)?;
+        let region = crate::sys::Region::anonymous(len, PageKind::Base).map_err(source)?;
         // Drivers give memory that was in use before.
         region.as_volatile_slice().fill(0x77);
         Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
@@ -372,12 +372,12 @@ fn absent_memory_takes_the_bytes_of_a_file() {
 
 #[test]
 fn pages_that_are_there_already_are_written() {
-    use crate::sys::{Pages, Region};
+    use crate::sys::Region;
     let len = 6 * page();
     let from = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
     from.as_volatile_slice().write(&(0u8..=250).cycle().take(len).collect::<Vec<_>>());
     for there in [0, 1, 3, 5] {
-        let region = Region::memfd("test", std::num::NonZeroUsize::new(len).unwrap(), Pages::Base).unwrap();
+        let region = Region::memfd("test", std::num::NonZeroUsize::new(len).unwrap(), PageKind::Base).unwrap();
         region.populate(there * page(), page()).unwrap();
         region.write_from_view(0, from.as_volatile_slice()).unwrap();
         assert_eq!(region.as_volatile_slice().first_difference(from.as_volatile_slice()), None, "page {there}");

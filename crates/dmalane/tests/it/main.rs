@@ -6,5 +6,6 @@ mod card_server;
 mod devices;
 mod manifest;
 mod path;
+mod peers;
 mod read_to_device;
 mod slash;

@@ -1,6 +1,7 @@
 //! Manifests: every bit that flips is found and named, alone and while loading or reading.
 
 use std::fs;
+use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -50,14 +51,14 @@ fn open(paths: &[PathBuf]) -> Vec<Input<FileQueue>> {
 }
 
 fn manifest(paths: &[PathBuf]) -> Manifest {
-    let made = Manifest::of(&mut open(paths), true, &mut |_| {}).unwrap();
+    let made = Manifest::of(&mut open(paths), true, &mut |_| ControlFlow::Continue(())).unwrap();
     let again = Manifest::parse(made.to_json().as_bytes()).unwrap();
     assert_eq!(again, made);
     made
 }
 
 fn verify(manifest: &Manifest, paths: &[PathBuf]) -> Vec<Difference> {
-    manifest.verify(&mut open(paths), true, &mut |_| {}).unwrap()
+    manifest.verify(&mut open(paths), true, &mut |_| ControlFlow::Continue(())).unwrap()
 }
 
 #[test]
@@ -132,7 +133,7 @@ fn other_lengths_and_other_files_are_named() {
         [Difference::Unlisted { file: "c.safetensors".into() }, Difference::Missing { file: "b.safetensors".into() }]
     );
     let twice = [paths[0].clone(), folder.path().join("./a.safetensors")];
-    let error = Manifest::of(&mut open(&twice), false, &mut |_| {}).unwrap_err();
+    let error = Manifest::of(&mut open(&twice), false, &mut |_| ControlFlow::Continue(())).unwrap_err();
     assert!(error.to_string().contains("is listed twice"), "{error}");
 }
 
@@ -157,7 +158,8 @@ fn loads_and_reads_are_checked_as_the_bytes_arrive() {
     for mode in [Mode::Auto, Mode::Buffered] {
         let read = |manifest: &Manifest| {
             let expected = manifest.expect(paths.iter().map(|path| (&**path, 9_000_000)))?;
-            let options = ReadOptions { mode, hash_regions: expected.hash_regions(), ..ReadOptions::default() };
+            let mut options = ReadOptions { mode, ..ReadOptions::default() };
+            options.fill.hash_regions = expected.hash_regions();
             let read = dmalane::Read::files(&paths).options(options).into_memory(&AnonHeap::new()).unwrap();
             expected.check(read.filled.buffers.iter().map(|buffer| buffer.digests()))
         };

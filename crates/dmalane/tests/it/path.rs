@@ -9,15 +9,17 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{CardAddr, DeviceVa, FileOffset, PageSize, SgTable, Span};
 use dmalane::card::{CardDevice, CardUse};
-use dmalane::device::{AddressSpace, Bind, Device, DeviceInfo, MemoryError, Region, SpaceError};
-use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar};
+use dmalane::device::{AddressSpace, Device, DeviceInfo, MemoryError, Region, SpaceError};
+use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar, VolatileSlice};
 use dmalane::file::{Fallback, FileQueue, Mode};
+use dmalane::load::fill::FillOptions;
 use dmalane::load::{DriveOptions, Error, Input, Manifest, OpenDevice, Placement, write_sample};
 use dmalane::queue::{
     AddressPolicy, Capabilities, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
     Refusal, Refused, Split, StopReason, Ticket,
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane::vm::BindRequest;
 use dmalane::{FileOptions, open_file};
 
 const MIB: u64 = 1 << 20;
@@ -36,8 +38,13 @@ struct Config {
     drive: DriveOptions,
 }
 
+fn drive(chunk: u64) -> DriveOptions {
+    let fill = FillOptions { chunk, ..DriveOptions::default().fill };
+    DriveOptions { fill, ..DriveOptions::default() }
+}
+
 fn config(chunk: u64) -> Config {
-    Config { drive: DriveOptions { chunk, ..DriveOptions::default() }, ..Config::default() }
+    Config { drive: drive(chunk), ..Config::default() }
 }
 
 /// A software card, and what only a test may look at.
@@ -120,7 +127,7 @@ fn every_setting_delivers_every_byte() {
                 let mut soft = Soft::open(Config {
                     card: CardConfig { workers, ..CardConfig::default() },
                     host: HostConfig { fragmentation, ..HostConfig::default() },
-                    drive: DriveOptions { queues, chunk, ..DriveOptions::default() },
+                    drive: DriveOptions { queues, ..drive(chunk) },
                 });
                 let before = resources(&mut soft);
                 let mut inputs = [open_file(&path, FileOptions::for_mode(mode)).unwrap()];
@@ -130,15 +137,15 @@ fn every_setting_delivers_every_byte() {
                 soft.device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
                 checksums.push(loaded.files[0].checksum);
 
-                let copy = folder.path().join("copy.safetensors");
-                soft.device.save(&loaded.files[0], &dmalane::load::Output::new(&copy).replace(true)).unwrap();
-                let copied = std::fs::read(&copy).unwrap();
-                let (a, b) = (&loaded.files[0].model.tensors, open(&copy).model().unwrap().tensors);
-                assert_eq!(a.len(), b.len());
-                for (a, b) in a.iter().zip(&b) {
-                    assert_eq!((&a.name, &a.dtype, &a.shape, a.len), (&b.name, &b.dtype, &b.shape, b.len));
-                    let range = |at: FileOffset| at.bits() as usize..(at.bits() + a.len) as usize;
-                    assert!(original[range(a.at)] == copied[range(b.at)], "{}", a.name);
+                for (index, tensor) in loaded.files[0].model.tensors.iter().enumerate() {
+                    let mut copied = Vec::new();
+                    let mut take = |offset: u64, view: VolatileSlice<'_>| {
+                        assert_eq!(offset, copied.len() as u64);
+                        view.for_each_block(|block| copied.extend_from_slice(block));
+                        Ok(())
+                    };
+                    soft.device.read_back(&loaded.files[0], index, &mut take).unwrap();
+                    assert!(original[tensor.at.bits() as usize..][..tensor.len as usize] == copied, "{}", tensor.name);
                 }
 
                 // Host memory: three buffers up, one down, whatever the size of the file.
@@ -323,8 +330,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, queue, select, .. } = open(path);
-    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, more: Vec::new(), select }]
+    let Input { source, queue, .. } = open(path);
+    [Input::new(source, Meddling { inner: queue, count: 0, meddle })]
 }
 
 #[test]
@@ -390,7 +397,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
 /// The fault of a [`Faulty`] device.
 #[derive(Default)]
 struct Faults {
-    /// It keeps so many completions for itself,
+    /// The number of completions that it keeps for itself,
     keeps: usize,
     kept: Vec<Completion>,
     /// and gives them up when it is stopped, or at once.
@@ -459,14 +466,14 @@ impl AddressSpace for Faulty {
         self.inner.address_space().reserve(memory, len)
     }
 
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        self.inner.address_space().bind(bind)
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        self.inner.address_space().apply(requests)
     }
 
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         match std::mem::take(&mut self.faults.lock().unwrap().remembers) {
             true => Err(SpaceError::Invalidate("the card is gone".into())),
-            false => self.inner.address_space().unbind(range),
+            false => self.inner.address_space().release(range),
         }
     }
 
@@ -550,8 +557,9 @@ fn faulty(chunk: u64, faults: Faults) -> (OpenDevice, Arc<Mutex<Faults>>) {
     let faults = Arc::new(Mutex::new(faults));
     let (inner, _bus) = card(&Config::default());
     let device = Box::new(Faulty { inner, faults: faults.clone() });
-    let timeout = Duration::from_millis(50);
-    (OpenDevice::new(device, DriveOptions { chunk, timeout, ..DriveOptions::default() }).unwrap(), faults)
+    let mut drive = drive(chunk);
+    drive.fill.timeout = Duration::from_millis(50);
+    (OpenDevice::new(device, drive).unwrap(), faults)
 }
 
 #[test]
@@ -692,7 +700,7 @@ fn any_heap_will_do() {
         Arc::new(MemfdHeap::starting_at(PageKind::Base)),
     ];
     for heap in heaps {
-        let drive = DriveOptions { heap: Some(heap), chunk: 2 * MIB, ..DriveOptions::default() };
+        let drive = DriveOptions { heap: Some(heap), ..drive(2 * MIB) };
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
         let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
@@ -708,11 +716,12 @@ fn the_reference_of_a_part_reads_what_the_load_reads() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 6 * MIB);
     for checksum in [true, false] {
-        let drive = DriveOptions { checksum, chunk: 2 * MIB, ..DriveOptions::default() };
+        let mut drive = drive(2 * MIB);
+        drive.fill.checksum = checksum;
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
-        let first = inputs[0].model().unwrap().tensors[0].name.clone();
-        inputs[0].select = Some(Arc::new(move |name| name == first));
+        let first = inputs[0].source.model().unwrap().tensors[0].name.clone();
+        inputs[0].source.select(Some(Arc::new(move |name| name == first)));
         let read = |inputs: &[Input<FileQueue>]| -> u64 {
             let moved = inputs[0].more.iter().chain([&inputs[0].queue]).map(FileQueue::moved);
             moved.map(|moved| moved.buffered + moved.direct).sum()
@@ -733,7 +742,8 @@ fn cached_files_have_several_workers_and_need_not_be_hashed() {
     let want = twox_hash::XxHash3_64::oneshot(&std::fs::read(&path).unwrap());
     let processors = std::thread::available_parallelism().unwrap().get();
     for checksum in [true, false] {
-        let drive = DriveOptions { checksum, chunk: 4 << 20, ..DriveOptions::default() };
+        let mut drive = drive(4 * MIB);
+        drive.fill.checksum = checksum;
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [dmalane::open_file(&path, FileOptions::default()).unwrap()];
         if inputs[0].more.is_empty() && processors > 1 {

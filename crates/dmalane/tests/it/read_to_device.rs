@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::card::{CardDevice, CardUse};
 use dmalane::dma::{AnonHeap, Heap, Pool};
-use dmalane::load::fill::{Event, Extent, FillError, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::load::{DriveOptions, OpenDevice, Stage, StageReport};
 use dmalane::queue::{DeviceAddr, OpError, Queue};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -79,8 +79,8 @@ impl Card {
 }
 
 fn options(threads: usize, checksum: bool) -> ReadOptions {
-    let (chunk, block, depth) = (CHUNK, 64 << 10, 4);
-    ReadOptions { chunk, block, depth, checksum, threads: Some(threads), ..ReadOptions::default() }
+    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, checksum, ..FillOptions::default() };
+    ReadOptions { depth: 4, threads: Some(threads), fill, ..ReadOptions::default() }
 }
 
 fn go(_: Event) -> ControlFlow<()> {

@@ -13,8 +13,9 @@ use dmalane_queue::{
 use rustix::io::Errno;
 
 use super::backend::{IoBackend, Mover};
+use super::opened::Opened;
 use super::probe::Count;
-use super::{BackendReason, FileDeviceHow, Opened};
+use super::{BackendReason, FileDeviceError, FileDeviceHow, FileDeviceOptions};
 use crate::Fallback;
 use crate::op::{self, Op};
 use crate::ring::{Ask, Request};
@@ -52,8 +53,10 @@ fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
 }
 
 impl FileDeviceQueue {
-    pub(super) fn new(device: Arc<Opened>, mover: Mover) -> Self {
-        Self {
+    pub(super) fn open(device: Arc<Opened>) -> Result<Self, FileDeviceError> {
+        let FileDeviceOptions { depth, threads, .. } = device.options;
+        let mover = Mover::new(device.how.backend, depth, threads).map_err(FileDeviceError::NoQueue)?;
+        Ok(Self {
             how: device.how.clone(),
             device,
             mover,
@@ -62,7 +65,7 @@ impl FileDeviceQueue {
             again: VecDeque::new(),
             flushed: 0,
             state: QueueState::default(),
-        }
+        })
     }
 
     /// The I/O backend in use and why: the kernel may refuse later what it accepted at first.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 
 use super::safetensors::{MAX_HEADER, MAX_PAIRS, short};
-use super::{Again, Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
+use super::{Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
 use crate::Error;
 
 /// The first bytes of every GGUF file.
@@ -64,8 +64,7 @@ const TYPES: &[(u32, &str, u64, u64)] = &[
 ];
 
 /// Its properties.
-pub(super) const KIND: Kind =
-    Kind { title: "GGUF", extensions: &["gguf"], magic: &[MAGIC], in_folders: true, again: Again::Never };
+pub(super) const KIND: Kind = Kind { title: "GGUF", extensions: &["gguf"], magic: &[MAGIC], in_folders: true };
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

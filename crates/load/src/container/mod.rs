@@ -86,11 +86,6 @@ impl Container {
     pub fn title(self) -> &'static str {
         self.kind().title
     }
-
-    /// Whether [`OpenDevice::save`](crate::OpenDevice::save) can write such a file again.
-    pub fn can_be_saved(self) -> bool {
-        !matches!(self.kind().again, Again::Never)
-    }
 }
 
 /// Properties of a kind of file.
@@ -104,8 +99,6 @@ pub(crate) struct Kind {
     magic: &'static [&'static [u8]],
     /// Whether a directory may stand for its files with these extensions.
     in_folders: bool,
-    /// What [`OpenDevice::save`](crate::OpenDevice::save) writes.
-    pub(crate) again: Again,
 }
 
 impl Kind {
@@ -118,16 +111,6 @@ impl Kind {
     fn is_name(&self, path: &Path) -> bool {
         path.extension().is_some_and(|found| self.extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
     }
-}
-
-/// What is written for a file of which the device has the tensors' bytes.
-pub(crate) enum Again {
-    /// Nothing: the tensors are not all of the file.
-    Never,
-    /// The tensors' bytes.
-    Bytes,
-    /// The tensors' bytes behind a header of these.
-    Behind(fn(&Model) -> io::Result<Vec<u8>>),
 }
 
 /// Bytes by which a kind may be recognized.
@@ -185,6 +168,31 @@ pub struct Tensor {
     pub at: FileOffset,
     /// Bytes; may be 0.
     pub len: u64,
+}
+
+impl Tensor {
+    /// Its shape; of bytes without a type it is their number.
+    pub fn dims(&self) -> Vec<u64> {
+        if self.dtype.is_empty() { vec![self.len] } else { self.shape.to_vec() }
+    }
+
+    /// Bits of an element of a type of safetensors; `None` for GGUF's blocks and for bytes without a type.
+    pub fn element_bits(&self) -> Option<u8> {
+        element_bits(&self.dtype)
+    }
+}
+
+/// As [`Tensor::element_bits`], of a type by its name.
+pub fn element_bits(dtype: &str) -> Option<u8> {
+    Some(match dtype {
+        "BOOL" | "U8" | "I8" | "F8_E5M2" | "F8_E4M3" | "F8_E8M0" | "F8_E4M3FNUZ" | "F8_E5M2FNUZ" => 8,
+        "U16" | "I16" | "F16" | "BF16" => 16,
+        "U32" | "I32" | "F32" => 32,
+        "U64" | "I64" | "F64" | "C64" => 64,
+        "F6_E2M3" | "F6_E3M2" => 6,
+        "F4" => 4,
+        _ => return None,
+    })
 }
 
 /// The names of types, each once: a file may have millions of tensors.
@@ -370,13 +378,8 @@ mod tests {
 
     #[test]
     fn a_kind_is_known_by_any_of_its_extensions_and_first_bytes() {
-        const KIND: Kind = Kind {
-            title: "",
-            extensions: &["one", "two"],
-            magic: &[b"MAGIC", b"magic"],
-            in_folders: true,
-            again: Again::Never,
-        };
+        const KIND: Kind =
+            Kind { title: "", extensions: &["one", "two"], magic: &[b"MAGIC", b"magic"], in_folders: true };
         for (name, head, claimed) in [
             ("a.one", "", true),
             ("a.TWO", "other", true),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 
 use super::safetensors::short;
-use super::{Again, Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor};
+use super::{Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor};
 use crate::Error;
 
 /// The first bytes of every file.
@@ -17,8 +17,7 @@ const MAGIC: &[u8] = b"\x93NUMPY";
 const MAX_HEADER: u64 = 64 << 10;
 
 /// Its properties.
-pub(super) const KIND: Kind =
-    Kind { title: "NumPy", extensions: &["npy"], magic: &[MAGIC], in_folders: false, again: Again::Never };
+pub(super) const KIND: Kind = Kind { title: "NumPy", extensions: &["npy"], magic: &[MAGIC], in_folders: false };
 
 /// The array of a file, with the file's name without its extension.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

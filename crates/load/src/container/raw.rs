@@ -4,12 +4,11 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::{Again, Container, ContainerFile, FormatError, Kind, Model, Tensor};
+use super::{Container, ContainerFile, FormatError, Kind, Model, Tensor};
 use crate::Error;
 
 /// Its properties: it takes the files that no other kind does.
-pub(super) const KIND: Kind =
-    Kind { title: "raw", extensions: &[], magic: &[], in_folders: false, again: Again::Bytes };
+pub(super) const KIND: Kind = Kind { title: "raw", extensions: &[], magic: &[], in_folders: false };
 
 /// The whole file as a tensor without a type.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

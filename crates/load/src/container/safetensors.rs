@@ -5,16 +5,16 @@
 //! module accepts the headers that the crate `safetensors` accepts, within limits.
 
 use std::cmp::Ordering;
+use std::fmt;
 use std::sync::Arc;
-use std::{fmt, io};
 
 use dmalane_addr::FileOffset;
-use safetensors::tensor::{Dtype, TensorInfo};
+use safetensors::tensor::Dtype;
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Again, Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
+use super::{Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
 use crate::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
@@ -24,13 +24,7 @@ pub const MAX_HEADER: u64 = 100_000_000;
 const PREFIX: u64 = 8;
 
 /// Its properties: it has no magic number.
-pub(super) const KIND: Kind = Kind {
-    title: "safetensors",
-    extensions: &["safetensors"],
-    magic: &[],
-    in_folders: true,
-    again: Again::Behind(front),
-};
+pub(super) const KIND: Kind = Kind { title: "safetensors", extensions: &["safetensors"], magic: &[], in_folders: true };
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -416,29 +410,6 @@ impl<'de> Visitor<'de> for Checked {
         }
         Ok(())
     }
-}
-
-/// What is in front of the tensors of `model` in a file: the length of the header, and the header, padded with spaces
-/// to 8 bytes as the format's own writer does.
-fn front(model: &Model) -> io::Result<Vec<u8>> {
-    let mut map = serde_json::Map::new();
-    if let Some(pairs) = &model.metadata {
-        let pairs = pairs.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
-        map.insert("__metadata__".into(), serde_json::Value::Object(pairs));
-    }
-    // Some tensors of a file may have been left out: those that are here follow each other.
-    let mut begin = 0;
-    for t in &model.tensors {
-        let dtype: Dtype = serde_json::from_value((&*t.dtype).into())?;
-        let shape = t.shape.iter().map(|d| *d as usize).collect();
-        let info = TensorInfo { dtype, shape, data_offsets: (begin, begin + t.len as usize) };
-        begin += t.len as usize;
-        map.insert(t.name.clone(), serde_json::to_value(info)?);
-    }
-    let mut header = serde_json::to_vec(&map)?;
-    header.resize(header.len().next_multiple_of(8), b' ');
-    drop(header.splice(..0, (header.len() as u64).to_le_bytes()));
-    Ok(header)
 }
 
 /// Characters of a name or a reason that go into a message: headers are hostile, and may be one name of 100 MB.

@@ -4,16 +4,19 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
     Refused, StallWatch, StopReason, Ticket, drain,
 };
 
-use super::state::{Fragment, Tag};
-use super::{FillError, FillOptions, QueueFailure, locked};
-use crate::clock::{Clocks, Stage};
+use super::error::{Failed, FillError, QueueFailure};
+use super::fragment::{Fragment, Tag};
+use super::options::FillOptions;
+use crate::clock::Clocks;
+use crate::lock::locked;
+use crate::stage::Stage;
 
 /// Where bytes go when they have arrived, and were hashed if checksums are on.
 pub enum Sink<'a> {
@@ -104,12 +107,9 @@ struct End<'a> {
     clocks: Clocks,
 }
 
-/// Where something failed, and how.
-pub(super) type Failed = ((usize, usize), FillError);
-
 impl<'a> DeviceSink<'a> {
     /// `None` for memory.
-    pub fn new(sink: Sink<'a>, options: &FillOptions) -> Option<Self> {
+    pub fn new(sink: Sink<'a>, options: &FillOptions, start: Instant) -> Option<Self> {
         let Sink::Device { queue, polled, targets, .. } = sink else { return None };
         let end = End {
             queue,
@@ -122,7 +122,7 @@ impl<'a> DeviceSink<'a> {
             halt: HaltWatch::default(),
             stall: StallWatch::default(),
             timeout: options.timeout,
-            clocks: Clocks::observed("device", options.timeline, options.live.as_ref()),
+            clocks: Clocks::recording("device", options.epoch(start)),
         };
         Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
     }
@@ -202,10 +202,8 @@ impl End<'_> {
 
     /// Counts what is in flight.
     fn count(&mut self) {
-        let n = self.flying.len();
-        match self.polled {
-            true => self.clocks.depth(Stage::Transfer, n),
-            false => self.clocks.in_flight(Stage::Transfer, n),
+        if !self.polled {
+            self.clocks.in_flight(Stage::Transfer, self.flying.len());
         }
     }
 
@@ -287,8 +285,8 @@ impl End<'_> {
         if let Some(failed) = failed {
             return Err(failed);
         }
-        // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it
-        // can. Only time in which a worker waited for it counts.
+        // A device that has halted gets no more time. One that hangs is stopped, and may let go of its transfers then.
+        // Only time in which a worker waited for it counts.
         let mut lost = self.halt.lost(&*self.queue).map(|reason| (reason, Duration::ZERO));
         if lost.is_none() && quiet && !timeout.is_zero() {
             lost = self.stall.lost(self.timeout).map(|reason| (reason, self.timeout.min(RELEASE_TIMEOUT)));

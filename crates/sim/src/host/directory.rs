@@ -6,9 +6,8 @@ use std::sync::RwLockReadGuard;
 
 use dmalane_addr::{Access, Iova, PhysAddr, SgTable};
 use dmalane_dma::{BufferRef, VolatileSlice};
-use dmalane_iopt::Format;
+use dmalane_iopt::{Format, HeapTables, PageTable};
 
-use super::Translation;
 use super::frames::{FRAME, ZONE, frame_of};
 
 /// Which page of which buffer; `FREE` when of none.
@@ -51,6 +50,12 @@ impl Stretch {
         let continues = self.slot == next.slot && self.offset + self.len == next.offset;
         continues.then_some(Stretch { len: self.len + next.len, ..self })
     }
+}
+
+/// State that the device side reads and the driver side changes.
+pub(super) struct Translation<F: Format> {
+    pub(super) table: PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>,
+    pub(super) directory: Directory,
 }
 
 /// The translations, locked against changes, with the bytes of the stretch that was used last: small copies often

@@ -27,7 +27,7 @@ use dmalane_dma::{
 };
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
-use self::directory::{Directory, Reading, Stretch};
+use self::directory::{Directory, Reading, Stretch, Translation};
 use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
 
@@ -58,12 +58,6 @@ const MSI_WINDOW: u64 = 0xfee0_0000;
 const MSI_LEN: u64 = 1 << 20;
 /// Faults in the log; older ones are only counted.
 const FAULT_LOG: usize = 256;
-
-/// State that the device side reads and the driver side changes.
-struct Translation<F: Format> {
-    table: PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>,
-    directory: Directory,
-}
 
 struct Inner<F: Format> {
     translation: RwLock<Translation<F>>,

@@ -17,8 +17,8 @@ use rustix::net::{
 };
 
 use super::{Answer, DriverModel, FileId};
-use crate::device::{DDR, HBM};
 use crate::kernel::Request;
+use crate::regions::{DDR, HBM};
 use crate::vrtd::{BLOCK, REGION, wide, word};
 
 /// Return codes (`enum vrtd_ret`).

@@ -1,12 +1,15 @@
 //! `dmalaned status`: clients and their resources.
 
 use std::fmt::Write;
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status_with};
 use dmalane_cli::failure::Failure;
+use dmalane_cli::layout::fit;
 use dmalane_cli::number::within;
 use dmalane_cli::output;
 use dmalane_cli::size::Size;
@@ -16,41 +19,76 @@ const EXAMPLES: &str = "\
 Examples:
   dmalaned status
   dmalaned status --socket /tmp/card.sock --json | jq '.clients[].pid'
+  dmalaned status --watch
 
 Exit status: 0 the daemon answered, 1 it did not, 2 usage error.";
+
+/// Clears a terminal.
+const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Show a daemon's clients and counters.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
     /// The daemon's socket
-    #[arg(long, value_name = "PATH", default_value = SOCKET)]
+    #[arg(long, value_name = "PATH", default_value = SOCKET, env = "DMALANE_SOCKET", hide_env_values = true)]
     socket: PathBuf,
 
     /// Trust a daemon of this user (by number), besides root and oneself; may be repeated
     #[arg(long = "server-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     server_uids: Vec<u32>,
 
-    /// Print JSON
+    /// Print JSON; with --watch an object a line
     #[arg(long)]
     json: bool,
+
+    /// Show it again every second, or as often as said, until it is interrupted or nobody reads it
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
+    watch: Option<Duration>,
 }
 
 impl Status {
-    /// Queries the daemon and prints the answer.
+    /// Queries the daemon and prints the answer, once or until it is ended.
     pub fn run(self) -> Result<ExitCode, Failure> {
+        let Some(every) = self.watch else {
+            let status = self.ask()?;
+            match self.json {
+                true => output::print_json(&json(&self.socket, &status))?,
+                false => output::print_text(&text(&status))?,
+            }
+            return Ok(ExitCode::SUCCESS);
+        };
+        loop {
+            let status = self.ask()?;
+            let shown = match self.json {
+                true => format!("{}\n", json(&self.socket, &status)),
+                false if io::stdout().is_terminal() => format!("{CLEAR}{}", fit(&text(&status))),
+                false => text(&status),
+            };
+            // A terminal that is gone is an error of the write.
+            if !output::print_or_closed(&shown)? {
+                return Ok(ExitCode::SUCCESS);
+            }
+            std::thread::sleep(every);
+        }
+    }
+
+    /// Queries the daemon.
+    fn ask(&self) -> Result<DaemonStatus, Failure> {
         let mut options = ClientOptions::new(&self.socket);
         options.server_uids.extend(&self.server_uids);
         let mut status = status_with(&options)?;
         // Leave out the connection of this query.
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
-        if self.json {
-            output::print_json(&json(&self.socket, &status))?;
-        } else {
-            output::print_text(&text(&status))?;
-        }
-        Ok(ExitCode::SUCCESS)
+        Ok(status)
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, &'static str> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("not a number of seconds from 0.1 to 3600"),
     }
 }
 

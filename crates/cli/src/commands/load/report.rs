@@ -14,7 +14,6 @@ use serde_json::{Value, json};
 use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
-use crate::output::{WallTimes, csv_line};
 use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -162,7 +161,6 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "references": references,
         "host": host,
         "card": card,
-        "saved": o.saved.iter().map(|path| path.to_string_lossy()).collect::<Value>(),
         "recorded": path(o.recorded.as_ref()),
         "traced": path(o.traced.as_ref()),
         "reported": path(o.reported.as_ref()),
@@ -265,31 +263,6 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     out
 }
 
-/// The stages of the median run as CSV, and the whole load as the last row, with the times of all runs.
-pub(super) fn csv(o: &Outcome) -> String {
-    let head = ["stage", "busy_s", "wall_s", "share", "bytes", "bytes_per_s", "reference_bytes_per_s"];
-    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-    let seconds = |time: Duration| time.as_secs_f64().to_string();
-    let r = &o.run.loaded.report;
-    let mut out = csv_line(head.iter().chain(&WallTimes::CSV_HEAD).map(|name| (*name).to_owned()));
-    for s in stages(o) {
-        let cells = [
-            s.stage.to_string(),
-            seconds(s.busy),
-            seconds(s.wall),
-            number(share(&s, r.wall)),
-            s.bytes.to_string(),
-            number(reached(&s)),
-            number(reference(&s, o)),
-        ];
-        out += &csv_line(cells.into_iter().chain(WallTimes::CSV_HEAD.map(|_| String::new())));
-    }
-    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
-    let (wall, bytes, none) = (seconds(r.wall), r.bytes.to_string(), String::new());
-    let all = ["load".to_owned(), wall.clone(), wall, "1".to_owned(), bytes, number(rate), none];
-    out + &csv_line(all.into_iter().chain(o.runs.csv()))
-}
-
 /// The line with size and rate, without a line end, and the line that names the bottleneck.
 pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
@@ -297,7 +270,7 @@ pub(super) fn answer(o: &Outcome) -> (String, String) {
     let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());
     let bytes = match binary(r.bytes) {
         // Headers and blocks around the tensors are not worth a word.
-        read if read != wanted && o.inputs.iter().any(|input| input.select.is_some()) => {
+        read if read != wanted && o.inputs.iter().any(|input| input.source.is_selected()) => {
             format!("{read} read for {wanted}")
         }
         read => read,
@@ -346,9 +319,6 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         };
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
-    }
-    for path in &o.saved {
-        out += &format!("Saved: {}\n", plain(&path.to_string_lossy()));
     }
     for (label, path) in [("Recorded", &o.recorded), ("Timeline", &o.traced), ("Report", &o.reported)] {
         if let Some(path) = path {
@@ -511,7 +481,7 @@ fn details(o: &Outcome) -> String {
             count(i.faults as usize, "fault"),
         ),
         None => {
-            let place = o.device.kind().served_by.map_or("not in this process".to_owned(), |who| format!("in {who}"));
+            let place = o.device.kind().served_by().map_or("not in this process".to_owned(), |who| format!("in {who}"));
             format!("{place}: {}", plain(&o.device.to_string()))
         }
     };

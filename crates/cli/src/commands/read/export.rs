@@ -19,7 +19,6 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::failure::Failure;
-use crate::job;
 
 /// A receiver that takes nothing for this long has failed.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -28,6 +27,7 @@ const NOT_RUN: [u8; 2] = [126, 127];
 
 /// The options that hand the memory on.
 #[derive(Args)]
+#[command(next_help_heading = "To another process")]
 pub struct Export {
     /// Run COMMAND in place of dmalane, with the memory as an open descriptor that it can map: its number is in
     /// DMALANE_FD, its bytes in DMALANE_SIZE (for several files, lists with spaces), and memfd or dma-buf in
@@ -146,8 +146,6 @@ impl Exported {
         let list = |number: &dyn Fn(&Buffer) -> u64| {
             self.buffers.iter().map(|buffer| number(buffer).to_string()).collect::<Vec<_>>().join(" ")
         };
-        // The command is no job of ours.
-        job::end();
         let error = command
             .env("DMALANE_FD", list(&|buffer| buffer.fd.as_raw_fd() as u64))
             .env("DMALANE_SIZE", list(&|buffer| buffer.bytes))

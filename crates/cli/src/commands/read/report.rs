@@ -1,7 +1,6 @@
 //! The outcome of reading, as text, JSON and CSV.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use dmalane::load::{Stage, StageReport};
 use serde_json::{Value, json};
@@ -9,7 +8,6 @@ use serde_json::{Value, json};
 use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
-use crate::output::{WallTimes, csv_line};
 use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
 
@@ -82,23 +80,6 @@ pub(super) fn json(o: &Outcome) -> Value {
         "reported": path(&o.reported),
         "files": o.run.files.iter().map(file).collect::<Value>(),
     })
-}
-
-/// The stages of the median run as CSV, and the whole as the last row, with the times of all runs.
-pub(super) fn csv(o: &Outcome) -> String {
-    let r = &o.run.report;
-    let head = ["stage", "busy_s", "wall_s", "bytes", "bytes_per_s"];
-    let mut out = csv_line(head.iter().chain(&WallTimes::CSV_HEAD).map(|name| (*name).to_owned()));
-    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-    let seconds = |time: Duration| time.as_secs_f64().to_string();
-    for s in &r.stages {
-        let bytes = s.bytes.to_string();
-        let cells = [s.stage.to_string(), seconds(s.busy), seconds(s.wall), bytes, number(per_stage(s))];
-        out += &csv_line(cells.into_iter().chain(WallTimes::CSV_HEAD.map(|_| String::new())));
-    }
-    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
-    let all = ["read_all".to_owned(), seconds(r.wall), seconds(r.wall), r.bytes.to_string(), number(rate)];
-    out + &csv_line(all.into_iter().chain(o.runs.csv()))
 }
 
 /// The stage that held the workers up for longest.

@@ -1,0 +1,99 @@
+//! The choice of a heap that meets requirements.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, Unsuitable};
+use crate::{Error, PageKind, memlock_left};
+
+/// The chosen heap, with the reasons against better ones.
+pub struct Picked {
+    /// The chosen heap.
+    pub heap: Arc<dyn Heap>,
+    /// Each better heap, with the requirement that it does not meet.
+    pub passed_over: Vec<(&'static str, Unsuitable)>,
+}
+
+impl fmt::Display for Picked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.heap.name(), self.heap.capabilities())?;
+        for (name, why) in &self.passed_over {
+            write!(f, "; not {name}: {why}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Chooses the fastest heap that meets the requirements: anonymous memory, then memfds (which `/dev/udmabuf` turns into
+/// dma-bufs), then the kernel's dma-buf heap.
+///
+/// # Errors
+/// [`Error::NoHeap`] with the reason for each heap; [`Error::PinLimit`] when `pinned`
+/// exceeds the lock limit.
+pub fn pick(needs: Needs) -> Result<Picked, Error> {
+    pick_within(needs, memlock_left())
+}
+
+fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
+    if let Some(limit) = left.filter(|left| needs.pinned > *left) {
+        // `left` already excludes memory that is pinned.
+        return Err(Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
+    }
+    let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
+    type Open<'a> = &'a dyn Fn() -> Result<Arc<dyn Heap>, Unsuitable>;
+    let dma_heap = || -> Result<Arc<dyn Heap>, Unsuitable> {
+        match needs.node {
+            Some(_) => Err(Unsuitable::NoNode),
+            None => Ok(Arc::new(DmaHeap::open("system").map_err(|e| Unsuitable::Kernel(e.to_string()))?)),
+        }
+    };
+    let heaps: &[(&'static str, Open<'_>)] = &[
+        ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best).bound_to(needs.node)))),
+        ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best).bound_to(needs.node)))),
+        ("dma-heap", &dma_heap),
+    ];
+    let mut passed_over = Vec::new();
+    for &(name, open) in heaps {
+        let why = match open() {
+            Ok(heap) => match needs.missing(&heap.capabilities()) {
+                None => return Ok(Picked { heap, passed_over }),
+                Some(Unsuitable::NoDmaBuf) if name == "memfd" => Unsuitable::NoUdmabuf,
+                Some(why) => why,
+            },
+            Err(why) => why,
+        };
+        passed_over.push((name, why));
+    }
+    Err(Error::NoHeap(passed_over))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn picks_the_first_suitable_heap() {
+        let plain = pick(Needs { direct_io: true, registrable: true, ..Needs::default() }).unwrap();
+        assert_eq!((plain.heap.name(), plain.passed_over.len()), ("anonymous", 0));
+        let shared = pick(Needs { shareable: true, direct_io: true, ..Needs::default() }).unwrap();
+        assert_eq!(shared.heap.name(), "memfd");
+        assert_eq!(shared.passed_over, [("anonymous", Unsuitable::NotShareable)]);
+        assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, direct I/O, "), "{shared}");
+        // Either a heap with dma-bufs is chosen, or the error names the reasons.
+        match pick(Needs { dma_buf: true, ..Needs::default() }) {
+            Ok(picked) => assert!(picked.heap.capabilities().dma_buf),
+            Err(e) => {
+                let text = e.to_string();
+                assert!(text.contains("memfd: there is no /dev/udmabuf for it"), "{text}");
+                assert!(text.contains("dma-heap: /dev/dma_heap/system: "), "{text}");
+                println!("SKIPPED: {e}");
+            }
+        }
+        let much = Needs { registrable: true, pinned: 8 << 20, ..Needs::default() };
+        assert!(pick_within(much, None).is_ok() && pick_within(much, Some(8 << 20)).is_ok());
+        let refused = pick_within(much, Some((8 << 20) - 1)).err().map(|e| e.to_string()).unwrap();
+        assert!(refused.contains("cannot pin 8388608 bytes") && refused.contains("ulimit -l"), "{refused}");
+        let base = pick(Needs { pages: Some(PageKind::Base), ..Needs::default() }).unwrap();
+        assert_eq!(base.heap.capabilities().best_pages, PageKind::Base);
+    }
+}

@@ -1,0 +1,149 @@
+//! The memory of a buffer, and counted references to it.
+
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::account::Account;
+use crate::sys::Region;
+use crate::{Error, PageBacking, VolatileSlice};
+
+/// The memory of a buffer that devices may reach.
+pub(crate) struct Memory {
+    pub(crate) region: Region,
+    pub(crate) backing: PageBacking,
+    pub(crate) account: Account,
+    uses: Mutex<Uses>,
+    /// Signalled when the last borrow ends.
+    returned: Condvar,
+}
+
+/// Uses of a memory that exclude each other.
+#[derive(Default)]
+struct Uses {
+    /// Mappings that let a device write.
+    writers: usize,
+    /// Slices of its bytes that are lent.
+    borrows: usize,
+}
+
+impl Memory {
+    pub(crate) fn new(region: Region, backing: PageBacking, account: Account) -> Self {
+        Self { region, backing, account, uses: Mutex::default(), returned: Condvar::new() }
+    }
+
+    fn uses(&self) -> MutexGuard<'_, Uses> {
+        // No code that may panic runs under this lock.
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `f` while no mapping lets a device write; `None` when one does, or when the memory was exported.
+    pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
+        /// Ends the borrow, also when `f` panics.
+        struct Borrow<'a>(&'a Memory);
+        impl Drop for Borrow<'_> {
+            fn drop(&mut self) {
+                let mut uses = self.0.uses();
+                uses.borrows -= 1;
+                if uses.borrows == 0 {
+                    self.0.returned.notify_all();
+                }
+            }
+        }
+        let mut uses = self.uses();
+        if uses.writers > 0 || self.region.is_exported() {
+            return None;
+        }
+        uses.borrows += 1;
+        drop(uses);
+        let _borrow = Borrow(self);
+        Some(f())
+    }
+}
+
+/// A counted reference to a buffer's memory. It keeps the memory alive but gives no access to its bytes.
+#[derive(Clone)]
+pub struct BufferRef(pub(crate) Arc<Memory>);
+
+impl BufferRef {
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)] // a buffer is never empty
+    pub fn len(&self) -> usize {
+        self.0.region.len()
+    }
+
+    /// True when both refer to the same memory.
+    pub fn same_memory(&self, other: &BufferRef) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// A number that identifies the memory while a reference to it exists.
+    pub fn id(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
+    /// The virtual address of the memory in this process, for kernel interfaces that pin by address.
+    pub fn address(&self) -> usize {
+        self.as_volatile_slice().as_ptr().addr()
+    }
+
+    /// The kind of pages behind the memory.
+    pub fn backing(&self) -> &PageBacking {
+        &self.0.backing
+    }
+
+    /// For registrars: checks that a range to pin is whole pages of this memory, of `page` bytes.
+    ///
+    /// # Errors
+    /// [`Error::BadRange`].
+    pub fn check_pages(&self, range: &Range<usize>, page: usize) -> Result<(), Error> {
+        let len = self.len();
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {
+            return Err(Error::BadRange { range: range.clone(), len });
+        }
+        Ok(())
+    }
+
+    /// As [`SharedBuf::export`], for code that registers memory without owning the buffer.
+    ///
+    /// # Errors
+    /// [`Error::NoDescriptor`] for anonymous memory; [`Error::Borrowed`] while [`BufferSlice::with_bytes`] lends bytes
+    /// of it.
+    pub fn export(&self) -> Result<BorrowedFd<'_>, Error> {
+        // Under this lock no thread borrows the bytes, and none will once the memory counts as exported.
+        let uses = self.0.uses();
+        if uses.borrows > 0 {
+            return Err(Error::Borrowed);
+        }
+        self.0.region.export().ok_or(Error::NoDescriptor)
+    }
+
+    /// True when this is the only reference: no buffer, slice or mapping of the memory exists.
+    pub fn is_last(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
+    /// Counts a mapping through which a device may write. Called before the device can write.
+    pub(crate) fn admit_writer(&self) {
+        let returned = &self.0.returned;
+        let mut uses =
+            returned.wait_while(self.0.uses(), |uses| uses.borrows > 0).unwrap_or_else(PoisonError::into_inner);
+        uses.writers += 1;
+    }
+
+    /// Counts one such mapping less. Called after the device can no longer write.
+    pub(crate) fn retire_writer(&self) {
+        self.0.uses().writers -= 1;
+    }
+
+    #[inline]
+    pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        self.0.region.as_volatile_slice()
+    }
+}
+
+impl std::fmt::Debug for BufferRef {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "BufferRef({} bytes)", self.len())
+    }
+}

@@ -1,0 +1,128 @@
+//! Files as a [`Device`]: one region of memory, no MMU, and a queue.
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError};
+
+use dmalane_addr::{CardAddr, Span};
+use dmalane_device::{AddressSpace, BackingFiles, Device, DeviceInfo, DeviceMemory, FlatSpace, Region, contents};
+use dmalane_dma::Registrar;
+use dmalane_queue::DeviceQueue;
+
+use super::opened::Opened;
+use super::protected::Protected;
+use super::{FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths, FileDeviceQueue};
+
+/// A device that is a file, or two: one region of memory, no MMU, and a queue.
+pub struct FileDevice {
+    opened: Arc<Opened>,
+    regions: Vec<Region>,
+    queue: Option<FileDeviceQueue>,
+    space: FlatSpace,
+}
+
+impl FileDevice {
+    /// Opens the files, and probes them if the options say where.
+    ///
+    /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its
+    /// length now: nothing is written past it.
+    ///
+    /// # Errors
+    /// [`FileDeviceError`].
+    pub fn open(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
+        let opened = Arc::new(Opened::new(paths, options)?);
+        let queue = Some(FileDeviceQueue::open(opened.clone())?);
+        // A character device does not say how long it is: as long as a file can be.
+        let len = opened.len.unwrap_or(i64::MAX as u64) & !0xfff;
+        let span = Span::new(CardAddr::new(0), len);
+        let regions = span.map(|span| Region::new("device", span)).into_iter().collect();
+        Ok(Self { opened, regions, queue, space: FlatSpace::new() })
+    }
+
+    /// For a file that is open: it is opened again, so that the position and flags of `file` stay as they are.
+    ///
+    /// # Errors
+    /// As [`FileDevice::open`].
+    pub fn from_file(file: &File, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        Self::open(FileDevicePaths::same(path), options)
+    }
+
+    /// The files.
+    pub fn paths(&self) -> &FileDevicePaths {
+        &self.opened.paths
+    }
+
+    /// Addresses, lengths and host memory are multiples of this: 1 unless [`FileDeviceOptions::direct`].
+    pub fn alignment(&self) -> usize {
+        self.opened.align.map_or(1, |a| a.memory.max(a.offset))
+    }
+
+    /// The I/O backend, and the reasons for it: what was chosen when it was opened, or what its queues use since the
+    /// kernel has refused that.
+    pub fn how(&self) -> FileDeviceHow {
+        let used = self.opened.used.lock().unwrap_or_else(PoisonError::into_inner);
+        used.as_ref().unwrap_or(&self.opened.how).clone()
+    }
+
+    /// A queue. There can be any number of them; only within one queue do operations wait for others on the same
+    /// addresses.
+    ///
+    /// # Errors
+    /// [`FileDeviceError::NoQueue`] when the kernel refuses threads or rings.
+    pub fn queue(&self) -> Result<FileDeviceQueue, FileDeviceError> {
+        FileDeviceQueue::open(self.opened.clone())
+    }
+}
+
+impl Device for FileDevice {
+    fn info(&self) -> DeviceInfo {
+        let FileDevicePaths { h2c, c2h } = &self.opened.paths;
+        let name = match h2c == c2h {
+            true => format!("file:{}", h2c.display()),
+            false => format!("file:{},c2h={}", h2c.display(), c2h.display()),
+        };
+        DeviceInfo { name, notes: vec![format!("by {}", self.how())], processors: 1, ..DeviceInfo::default() }
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        let memory = DeviceMemory::new(&self.regions);
+        if self.opened.options.overwrite {
+            return memory;
+        }
+        match contents::reopen(&self.opened.h2c) {
+            Ok(Some(file)) => memory.driven_by(Protected::new(file, self.opened.paths.h2c.clone())),
+            // A character device, or a file that may only be written: nobody can say what it holds.
+            _ => memory,
+        }
+    }
+
+    /// Registers memory for fixed buffers of io_uring; queues also take memory without a registration.
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        Arc::new(self.opened.registrar.clone())
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        self.queue.take().map(|queue| Box::new(queue) as Box<DeviceQueue>).into_iter().collect()
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        &mut self.space
+    }
+
+    fn backing_files(&self) -> Option<BackingFiles> {
+        Some(BackingFiles { written: self.opened.h2c.clone(), read: self.opened.c2h.clone() })
+    }
+}
+
+impl fmt::Debug for FileDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileDevice({}: {})", self.opened.paths.h2c.display(), self.opened.how)
+    }
+}

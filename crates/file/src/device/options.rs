@@ -1,0 +1,37 @@
+//! How a file device is to be used.
+
+use super::IoBackend;
+
+/// How a file device is used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FileDeviceOptions {
+    /// Tries io_uring. On a character device a probe writes 16 KiB here and reads them back: a multiple of 4 KiB, at
+    /// least 16 KiB. The bytes there, and at 0, are restored. Regular files and disks are not probed, because the
+    /// faults that it looks for are those of drivers, and their contents are somebody's. `None`: `pread` and `pwrite`.
+    pub probe_at: Option<u64>,
+    /// The best backend that is tried.
+    pub best: IoBackend,
+    /// Use this backend without a probe. For devices that are known to work.
+    pub trust: Option<IoBackend>,
+    /// Bypass the page cache. Then addresses, lengths and memory are multiples of [`FileDevice::alignment`](crate::FileDevice::alignment).
+    pub direct: bool,
+    /// Operations, and requests to the kernel, in flight on a queue. Clamped to 1..=4096.
+    pub depth: usize,
+    /// Threads of a queue that uses `pread` and `pwrite`. Clamped to 1..=64.
+    pub threads: usize,
+    /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of
+    /// two.
+    pub block: usize,
+    /// Memory may be allocated where a regular file or a block device holds data, which is then overwritten. Without it
+    /// such an allocation fails with [`HoldsData`](crate::HoldsData); operations on addresses that were not allocated are not checked. A
+    /// character device is never asked.
+    pub overwrite: bool,
+}
+
+impl Default for FileDeviceOptions {
+    /// No probe, through the page cache, 64 operations, four threads, requests of 4 MiB; data are not overwritten.
+    fn default() -> Self {
+        let (best, trust) = (IoBackend::Fixed, None);
+        Self { probe_at: None, best, trust, direct: false, depth: 64, threads: 4, block: 4 << 20, overwrite: false }
+    }
+}

@@ -1,0 +1,32 @@
+//! Manifests of files: made, and compared with the files.
+
+use std::path::PathBuf;
+
+use dmalane::FileOptions;
+use dmalane::load::{Inputs, Manifest};
+use pyo3::prelude::*;
+
+use crate::failure::Failure;
+use crate::interrupt;
+use crate::open::ManifestOf;
+
+/// Hashes every tensor, header and gap of files: the JSON of a manifest.
+#[pyfunction]
+pub(crate) fn manifest(py: Python<'_>, paths: Vec<PathBuf>, sha256: bool) -> PyResult<String> {
+    let mut inputs = Inputs::open(&paths, FileOptions::default()).map_err(Failure::from)?;
+    let made = interrupt::run(py, inputs.bytes(), None, |progress| {
+        Manifest::of(&mut inputs.files, sha256, &mut |n| progress.advance(n)).map_err(Failure::from)
+    })?;
+    Ok(made?.to_json())
+}
+
+/// Compares files with a manifest: the differences as JSON.
+#[pyfunction]
+pub(crate) fn verify(py: Python<'_>, paths: Vec<PathBuf>, manifest: ManifestOf) -> PyResult<String> {
+    let manifest = manifest.read()?;
+    let mut inputs = Inputs::open(&paths, FileOptions::default()).map_err(Failure::from)?;
+    let found = interrupt::run(py, inputs.bytes(), None, |progress| {
+        manifest.verify(&mut inputs.files, inputs.whole, &mut |n| progress.advance(n)).map_err(Failure::from)
+    })?;
+    serde_json::to_string(&found?).map_err(|e| Failure::new("Error", e.to_string()).into())
+}

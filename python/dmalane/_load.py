@@ -1,0 +1,127 @@
+"""Tensors that own their memory, and memory that exists already."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ._arguments import Manifest, Paths, Progress, manifest_of, parse_size, paths_of, watched
+from ._frameworks import Framework, converter, describe
+from ._last import remember
+from ._native import Buffer, Device, Files, Tensor
+from ._native import alloc_and_read as _alloc_and_read
+from .errors import UnknownTensorError
+
+
+def load_file(
+    path: Paths,
+    device: str | Device = "cpu",
+    framework: Framework = "numpy",
+    *,
+    align: int | None = None,
+    memory_limit: int | str | None = None,
+    direct: bool | None = None,
+    verify: Manifest | None = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, Any]:
+    """Loads all tensors of files. Each owns its memory, together with the others of its file.
+
+    path: a file, a directory, a `*.safetensors.index.json`, or several of these.
+    device: "cpu" for host memory, else the name of a device or an open one; then the values are `DeviceTensor`, and
+        framework, align, memory_limit and direct, which are about host memory, are refused.
+    framework: "numpy", "pt" or "bytes". Types that the framework does not have come as `Tensor`, which is their bytes.
+    align: each tensor starts at a multiple of this power of two, at most 4096, and shares no such unit with another.
+    memory_limit: refuse to allocate more than this (4096, "4GiB").
+    direct: past the page cache (True) or through it (False); by default what is cached decides.
+    verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
+        `IntegrityError` names the first tensor that differs.
+    progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
+    """
+    watch = watched(progress)
+    if device != "cpu":
+        host = {"align": align, "memory_limit": memory_limit, "direct": direct}
+        if given := [name for name, value in host.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
+        if framework != "numpy":
+            raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors (dmalane.torch: tensors)")
+        if device in get_args(Framework):
+            raise ValueError(f"device={device!r} is no device, but a framework: load_file(path, framework={device!r})")
+        on = Device(device) if isinstance(device, str) else device
+        on_device, report = on.load(paths_of(path), manifest=manifest_of(verify), progress=watch)
+        remember(report.copy)
+        return {tensor.name: tensor for tensor in on_device}
+    convert = converter(framework)
+    files = Files(paths_of(path), parse_size(memory_limit), direct, manifest_of(verify))
+    tensors = files.load(align, watch)
+    remember(files.report)
+    return {tensor.name: convert(tensor) for tensor in tensors}
+
+
+def load_into(
+    tensors: Mapping[str, Any],
+    path: Paths,
+    *,
+    memory_limit: int | str = "128MiB",
+    strict: bool = True,
+    direct: bool | None = None,
+    verify: Manifest | None = None,
+) -> None:
+    """Reads files into arrays or tensors that exist already, through buffers of `memory_limit` at most, or of twice the
+    largest tensor if that is more.
+
+    Types and shapes must be those of the file. With `strict`, so must the names. Tensors of any device of PyTorch are
+    written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
+    have been when `IntegrityError` is raised.
+    """
+    files = Files(paths_of(path), None, direct, manifest_of(verify))
+    names = files.keys()
+    if strict and (unknown := set(tensors).symmetric_difference(names)):
+        name = min(unknown)
+        where = "the files" if name in tensors else "the dictionary"
+        raise UnknownTensorError(f"{where} have no tensor {name!r}", tensor=name)
+    for name in set(tensors) & set(names):
+        dtype, shape, nbytes, file, _ = files.describe(name)
+        target = tensors[name]
+        if isinstance(target, Buffer):
+            if target.nbytes != nbytes:
+                raise ValueError(f"tensor {name!r} has {nbytes} bytes in {file}, the buffer {target.nbytes}")
+        elif describe(name, target) != (dtype, list(shape)):
+            raise ValueError(f"tensor {name!r} is {dtype} {list(shape)} in {file}, not {describe(name, target)}")
+    largest = max((files.describe(name)[2] for name in names), default=0)
+    files = files.within(max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20)))
+    stream = files.stream(set(tensors) & set(names))
+    while (tensor := next(stream, None)) is not None:
+        if tensor.nbytes:
+            _copy(tensors[tensor.name], tensor)
+        # The next one may need its memory.
+        del tensor
+    remember(files.report)
+
+
+def _copy(target: Any, tensor: Tensor) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(target, torch.Tensor):
+        with torch.no_grad():
+            source = converter("pt")(tensor)
+            if source.dtype == target.dtype and not source.dtype.is_complex and source.dtype.itemsize == 1:
+                target.view(torch.uint8).copy_(source.view(torch.uint8))
+            else:
+                target.copy_(source)
+        return
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(target, numpy.ndarray):
+        source = numpy.frombuffer(tensor, target.dtype).reshape(target.shape)
+        numpy.copyto(target, source)
+        return
+    memoryview(target).cast("B")[:] = memoryview(tensor)
+
+
+def alloc_and_read(
+    path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, direct: bool | None = None
+) -> Buffer:
+    """Reads bytes of a file, by default all, into a new buffer while that is still being allocated."""
+    buffer, report = _alloc_and_read(os.fspath(path), start, stop, direct)
+    remember(report.copy)
+    return buffer

@@ -1,0 +1,64 @@
+"""The program `dmalane` of the package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from package.models import random_tensors, write_model
+
+dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
+
+
+def program(*words):
+    command = [sys.executable, "-m", "dmalane", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_program_knows_itself():
+    assert program("--version").stdout == f"dmalane {dmalane.__version__}\n"
+    said = program("--help")
+    assert said.returncode == 0 and all(name in said.stdout for name in ("inspect", "manifest", "verify", "compare"))
+    assert program("compare", "--help").stdout.startswith("usage: dmalane compare ")
+    assert program().returncode == program("--nonsense").returncode == 2
+    script = Path(sys.executable).parent / "dmalane"
+    if script.exists():
+        done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"dmalane {dmalane.__version__}\n"
+
+
+def test_commands_of_the_other_program_are_named():
+    done = program("load", "model.safetensors")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dmalane: the Python package has no command 'load'; ")
+    assert "cargo install --path crates/cli" in line
+
+
+def test_tensors_are_listed(tmp_path):
+    tensors = random_tensors()
+    path = write_model(tmp_path / "m.safetensors", tensors)
+    done = program("inspect", path)
+    assert done.returncode == 0, done.stderr
+    kind, head, *rows = done.stdout.splitlines()
+    assert kind == f"{path}: safetensors" and head.split() == ["tensor", "dtype", "shape", "bytes"]
+    assert {row.split()[0]: row.split()[-1] for row in rows} == {n: str(len(t[2])) for n, t in tensors.items()}
+    missing = program("inspect", tmp_path / "missing")
+    assert missing.returncode == 1 and missing.stderr.startswith("dmalane: ") and missing.stdout == ""
+    with subprocess.Popen([sys.executable, "-m", "dmalane", "inspect", path], stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+    assert process.returncode == 0
+
+
+def test_files_are_compared_with_their_manifest(tmp_path):
+    path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [3], b"abc"), "b": ("U8", [2], b"de")})
+    made = program("manifest", path, "--sha256")
+    assert made.returncode == 0 and json.loads(made.stdout) == dmalane.manifest(path, sha256=True)
+    manifest = tmp_path / "m.manifest"
+    manifest.write_text(made.stdout)
+    assert (program("verify", path, "--manifest", manifest).stdout, program("verify", path).returncode) == (
+        "Verified\n", 2)  # fmt: skip
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    done = program("verify", path, "--manifest", manifest)
+    assert (done.returncode, done.stdout) == (1, "m.safetensors changed tensor 'b'\n1 differences\n")
