@@ -14,7 +14,7 @@ use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates, Select};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates, Select};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -66,7 +66,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 /// Measures and checks: the device memory is freed when the command ends.
 #[derive(Args)]
 #[command(
-    after_help = EXAMPLES.replace("FORMATS", &titles(|of| of != Container::Raw).join(", ")),
+    after_help = EXAMPLES.replace("FORMATS", &titles().join(", ")),
     group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
@@ -442,9 +442,9 @@ fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
 }
 
-/// The names of these kinds of files.
-fn titles(of: impl Fn(Container) -> bool) -> Vec<&'static str> {
-    Container::ALL.iter().filter(|kind| of(**kind)).map(|kind| kind.title()).collect()
+/// The kinds of files that have tensors: all but the last.
+fn titles() -> Vec<&'static str> {
+    CONTAINERS[..CONTAINERS.len() - 1].iter().map(|kind| kind.title).collect()
 }
 
 fn verify_failure(error: &Error) -> Failure {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
 use dmalane::file::FileQueue;
-use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
+use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
@@ -182,7 +182,7 @@ fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<imp
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
-        "format": file.model.container.name(),
+        "format": file.model.container.name,
         "metadata": metadata(file),
         "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
         "direct": how.direct,
@@ -196,7 +196,7 @@ fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
-        "format": file.model.container.name(),
+        "format": file.model.container.name,
         "metadata": metadata(file),
         "device_bytes": file.device_bytes(),
     });
@@ -250,7 +250,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     );
     for (file, input) in placed.files.iter().zip(inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let (kind, tensors) = (file.model.container.name(), count(file.model.tensors.len(), "tensor"));
+        let (kind, tensors) = (file.model.container.name, count(file.model.tensors.len(), "tensor"));
         let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
         let at = if at.is_empty() { String::new() } else { format!(", device VA {}", at.join(", ")) };
         let how = plain(&input.queue.how().to_string());
@@ -303,9 +303,10 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     out.push('\n');
     for (file, input) in o.run.loaded.files.iter().zip(&o.inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let content = match file.model.container {
-            Container::Raw => "raw, one run of bytes".to_owned(),
-            kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
+        let kind = file.model.container;
+        let content = match kind.parse_header {
+            None => format!("{}, one run of bytes", kind.name),
+            Some(_) => format!("{}, {}", kind.name, count(file.model.tensors.len(), "tensor")),
         };
         let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
