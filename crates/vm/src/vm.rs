@@ -802,7 +802,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.failed = true;
     }
 
-    /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
+    /// True once the VM has failed.
     pub fn has_failed(&self) -> bool {
         self.failed
     }
