@@ -50,8 +50,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
         let header = TraceHeader::read(&mut lines).unwrap();
         let mut replay = Replay::new(header.vm(FormatId::x86_64_4level).unwrap());
         for asked in Requests::default().of(lines) {
-            let (_, asked) = asked.unwrap();
-            assert_eq!(replay.apply(asked).name(), "ok");
+            assert_eq!(replay.apply(asked.unwrap().1).name(), "ok");
         }
         let card = mapping(device.address_space().vm().unwrap());
         assert!(!card.is_empty());
