@@ -419,7 +419,7 @@ fn programs_see_what_is_bound(device: &mut dyn Device) {
         Err(why) => return assert!(!why.to_string().is_empty(), "a reason"),
     };
     let (mut memory, page) = (device.memory(), device.regions()[0].granule.bytes());
-    // More than a program reads at once, where there is so much.
+    // More than a program reads at once, where the device has it.
     let most = device.address_space().longest() / page * page;
     let whole = if memory.is_driven() { (9u64 << 20).next_multiple_of(page).min(most) } else { 4 * page };
     let buffer = memory.allocate(whole, &Placement::Default).unwrap();

@@ -1,13 +1,14 @@
 //! Which channel of a device moved what, and when.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
 use dmalane_queue::{Direction, Piece, Policy};
 
-use crate::Stage;
+use crate::lock::locked;
+use crate::stage::Stage;
 use crate::timeline::{Recorder, Track};
 
 /// A recording of the pieces that channels were given, while there is an epoch.
@@ -39,7 +40,7 @@ impl Channels {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Recording>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.0)
     }
 }
 

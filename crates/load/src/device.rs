@@ -16,9 +16,12 @@ use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Polic
 use dmalane_vm::{BindRequest, Bo};
 
 use crate::channels::Channels;
+use crate::container::{Model, Tensor};
+use crate::error::Error;
 use crate::fill::{FillOptions, Staging};
-use crate::layout::{ALIGN, PAGE, VaRange};
-use crate::{Error, Layout, Model, Report, Tensor, Track};
+use crate::layout::{ALIGN, Layout, PAGE, VaRange};
+use crate::report::Report;
+use crate::timeline::Track;
 
 /// Settings for driving a device.
 #[derive(Clone)]
@@ -140,7 +143,7 @@ pub struct LoadedFile {
     /// Where it came from.
     pub path: PathBuf,
     /// Its tensors.
-    pub model: Model,
+    pub model: Arc<Model>,
     /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it, if it was hashed
     /// ([`FillOptions::checksum`]).
     pub checksum: Option<u64>,
@@ -167,7 +170,7 @@ pub struct LoadedTensor {
 }
 
 impl LoadedFile {
-    pub(crate) fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
+    pub(crate) fn new(path: PathBuf, model: Arc<Model>, layout: Layout, device: u64) -> Self {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
         let (bo, tensors) = (None, Vec::new());
@@ -376,7 +379,7 @@ impl OpenDevice {
         bounce.copy(queue, from.into(), to.into(), len)
     }
 
-    /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
+    /// A buffer for blocking calls, of at least `len` bytes or a chunk, and the queue that it goes through.
     pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
         let wanted = usize::try_from(len.clamp(1, self.staging.limit)).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {
@@ -407,7 +410,12 @@ impl OpenDevice {
     }
 
     /// Takes device memory and device virtual addresses for a file.
-    pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
+    pub(crate) fn place(
+        &mut self,
+        path: PathBuf,
+        model: Arc<Model>,
+        placement: &Placement,
+    ) -> Result<LoadedFile, Error> {
         let whole = self.binds_whole_files();
         let space = self.device.address_space();
         let layout = match space.kind() {

@@ -22,8 +22,8 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::container::lfs_pointer;
 use crate::container::safetensors::short;
+use crate::engine::{describe, workers};
 use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
-use crate::pipeline::{describe, workers};
 use crate::{Defect, Error, FormatError, Input, Model, Tensor};
 
 /// The version of the format.
@@ -296,21 +296,21 @@ impl Manifest {
     ) -> Result<Self, Error> {
         let mut files = Vec::new();
         for input in inputs.iter() {
-            let name = name(&input.path);
-            let bad = |defect| Error::Format { path: input.path.clone(), source: FormatError::Manifest(defect) };
+            let name = name(&input.source.path);
+            let bad = |defect| Error::Format { path: input.source.path.clone(), source: FormatError::Manifest(defect) };
             check_name(&name).map_err(bad)?;
             if files.iter().any(|file: &ManifestFile| file.name == name) {
                 return Err(bad(Defect::Twice { what: "file", name }));
             }
-            files.push(ManifestFile::of(name, &input.model()?));
+            files.push(ManifestFile::of(name, input.source.model()?));
         }
         let regions = HashRegions { ends: files.iter().map(ManifestFile::ends).collect(), sha256 };
         let lens: Vec<u64> = files.iter().map(|file| file.bytes).collect();
         let digests = digest(inputs, &lens, regions, progress)?;
         for ((file, digests), input) in files.iter_mut().zip(digests).zip(inputs.iter()) {
-            let (before, now) = (file.bytes, input.len()?);
+            let (before, now) = (file.bytes, input.source.size()?);
             if before != now {
-                return Err(Error::Changed { path: input.path.clone(), before, now });
+                return Err(Error::Changed { path: input.source.path.clone(), before, now });
             }
             for (region, digest) in file.regions.iter_mut().zip(digests) {
                 region.digest = digest;
@@ -331,11 +331,11 @@ impl Manifest {
         progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
     ) -> Result<Vec<Difference>, Error> {
         let mut differences = Vec::new();
-        let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.path));
+        let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.source.path));
         let (mut lens, mut found, mut pointers) = (Vec::new(), Vec::new(), Vec::new());
         for (input, file) in inputs.iter().zip(&files) {
-            let len = input.len()?;
-            let pointer = lfs_pointer(&input.path, &input.file)?;
+            let len = input.source.size()?;
+            let pointer = lfs_pointer(&input.source.path, &input.source.file)?;
             found.push(len);
             // Of a pointer, no byte is one of the file.
             lens.push(file.filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
@@ -344,7 +344,7 @@ impl Manifest {
         let digests = digest(inputs, &lens, self.hash_regions(&files), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
             let Some(file) = file else {
-                differences.push(Difference::Unlisted { file: name(&input.path) });
+                differences.push(Difference::Unlisted { file: name(&input.source.path) });
                 continue;
             };
             if let Some(size) = pointers[i] {
@@ -532,7 +532,7 @@ fn digest<S: Queue<Addr = FileOffset>>(
         &options,
         &mut watch,
     );
-    let done = result.map_err(|error| describe(error, |file| (inputs[file].path.clone(), None)))?;
+    let done = result.map_err(|error| describe(error, |file| (inputs[file].source.path.clone(), None)))?;
     Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
 }
 

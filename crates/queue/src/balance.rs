@@ -24,17 +24,16 @@ use crate::{Area, Direction, Piece, Policy, Route};
 /// Since whenever the clock began; a difference is enough for 584 years.
 type Nanos = u64;
 
-/// From so many bytes waiting on, work is handed out in pieces.
+/// Least bytes waiting for which work is handed out in pieces.
 const BULK: u64 = 8 << 20;
 /// The largest and the smallest piece of much work.
 const LARGEST: u64 = 4 << 20;
 const SMALLEST: u64 = 256 << 10;
 /// The largest piece while several areas have work: channels that swap areas overlap for the time of a piece.
 const SPREAD: u64 = 512 << 10;
-/// So many times more must be left in another area, and so many times slower must its channel be, before channels swap
-/// areas.
+/// Channels swap areas when this many times more is left in the other area, and its channel is this many times slower.
 const BEHIND: f64 = 1.1;
-/// The part of what a channel deficit that one piece may be.
+/// Largest piece: the channel's deficit divided by this.
 const FRACTION: f64 = 6.0;
 /// Pieces in flight on a channel and direction: one that runs and one that follows.
 const DEPTH: usize = 2;
@@ -43,7 +42,7 @@ const DEPTH: usize = 2;
 const SHORT: u64 = 512 << 10;
 /// Only pieces of this length say something about a rate; shorter ones measure latency.
 const TELLING: u64 = 64 << 10;
-/// A rate expires when it was not measured again for so long. A channel that was slow then gets another chance.
+/// A rate expires when it was not measured again for this time. A channel that was slow then gets another chance.
 const FORGET: Nanos = 100_000_000;
 /// Weight of a new measurement in a rate.
 const NEW: f64 = 0.5;
@@ -602,7 +601,7 @@ mod tests {
         assert_eq!(given, [32, 32]);
     }
 
-    /// A direction whose channels work on these areas (`None`: idle) at these rates; so many MiB are left in each area.
+    /// A direction whose channels work on these areas (`None`: idle) at these rates; `left` is in MiB for each area.
     fn at_work(left: [u64; 4], places: &[Option<usize>], rates: &[f64]) -> Backlog {
         let mut backlog = Backlog { bulk: true, ..Backlog::default() };
         backlog.fit(left.len(), places.len());

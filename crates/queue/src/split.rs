@@ -112,7 +112,7 @@ impl<A: QueueAddr> Copy<A> {
         Operation::copy(self.direction, host, at).hint(self.cache)
     }
 
-    /// Notes a failure behind so many bytes.
+    /// Notes a failure after `bytes` bytes.
     fn fail(&mut self, bytes: u64, error: OpError) {
         if self.failed.as_ref().is_none_or(|(first, _)| bytes < *first) {
             self.failed = Some((bytes, error));

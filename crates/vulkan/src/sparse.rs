@@ -704,7 +704,7 @@ fn mirror(
         });
     }
     for Change { at, len, to } in changes {
-        // What is taken away was waited for.
+        // The pages that are taken away were waited for.
         forget(bound, at, at + len);
         if let Some(To { area, .. }) = to {
             bound.insert(at, (len, Behind { area, or: Vec::new() }));

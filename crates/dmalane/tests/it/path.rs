@@ -330,8 +330,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, queue, select, .. } = open(path);
-    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, more: Vec::new(), select }]
+    let Input { source, queue, .. } = open(path);
+    [Input::new(source, Meddling { inner: queue, count: 0, meddle })]
 }
 
 #[test]
@@ -397,7 +397,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
 /// The fault of a [`Faulty`] device.
 #[derive(Default)]
 struct Faults {
-    /// It keeps so many completions for itself,
+    /// The number of completions that it keeps for itself,
     keeps: usize,
     kept: Vec<Completion>,
     /// and gives them up when it is stopped, or at once.
@@ -720,8 +720,8 @@ fn the_reference_of_a_part_reads_what_the_load_reads() {
         drive.fill.checksum = checksum;
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
-        let first = inputs[0].model().unwrap().tensors[0].name.clone();
-        inputs[0].select = Some(Arc::new(move |name| name == first));
+        let first = inputs[0].source.model().unwrap().tensors[0].name.clone();
+        inputs[0].source.select(Some(Arc::new(move |name| name == first)));
         let read = |inputs: &[Input<FileQueue>]| -> u64 {
             let moved = inputs[0].more.iter().chain([&inputs[0].queue]).map(FileQueue::moved);
             moved.map(|moved| moved.buffered + moved.direct).sum()

@@ -64,7 +64,7 @@ fn got(orders: &[Arc<Mutex<Orders>>; 2]) -> [Vec<u64>; 2] {
     [0, 1].map(|i| orders[i].lock().unwrap().got.clone())
 }
 
-/// Lets each queue end so many.
+/// Lets each queue end `each` operations.
 fn end(orders: &[Arc<Mutex<Orders>>; 2], each: usize) {
     orders.iter().for_each(|orders| orders.lock().unwrap().end = each);
 }

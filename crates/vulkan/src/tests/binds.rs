@@ -176,7 +176,7 @@ fn up_to_the_limit() -> Option<(MutexGuard<'static, ()>, Opened, u64)> {
     let (live, limit) = (Arc::<Live>::default(), crate::sparse::binds_left());
     // A number of its own, so that tests beside it have some left.
     live.held.set(Held::new(limit)).unwrap();
-    // Not under the layers, which take minutes for so many binds. The GPU reads, not the processor, which does not see
+    // Not under the layers, which take minutes for these binds. The GPU reads, not the processor, which does not see
     // what the driver has bound.
     let gpu = Opened::as_given(&VulkanOptions { direct: 0, ..VulkanOptions::default() }, live)?;
     if gpu.device.gpu().kind != "software GPU" {
@@ -372,7 +372,7 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
     too_many(space, &[hole(31)], 9);
     // A bind in the middle of another leaves two more.
     too_many(space, &[bind(20, 0, 1)], 10);
-    // What takes no more pieces is done: shorter ones, and one instead of others.
+    // Changes that need no more pieces are made: shorter ones, and one instead of others.
     holes.push(PAGES - 1);
     space.apply(&[hole(PAGES - 1)]).unwrap();
     space.apply(&[hole(0), bind(0, 0, 1)]).unwrap();
@@ -548,7 +548,7 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
     other_space.apply(&other[..3]).unwrap();
     assert!(space.apply(&one[6..7]).is_err());
-    // What one gives back the other may have, also when it goes.
+    // One may have the pieces that the other gives back, also when it goes.
     space.release(range).unwrap();
     other_space.apply(&other[..5]).unwrap();
     second.end();
@@ -663,7 +663,7 @@ fn random_binds() -> Option<u64> {
     std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok())
 }
 
-/// Three buffers of so many pages, of which each says which it is, and a table of the first.
+/// Three buffers of `pages` pages, of which each says which it is, and a table of the first.
 fn three_buffers(gpu: &mut Opened, pages: u64) -> ([Arc<Bo>; 3], SgTable<dmalane_addr::CardAddr>) {
     let page = gpu.page();
     let buffers = [0, 1, 2].map(|number| {
