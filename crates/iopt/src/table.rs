@@ -5,12 +5,12 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, PageSizes, Span};
 
+use crate::cursor::Cursor;
 use crate::format::{
     Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, table_offset,
     top_leaf_level,
 };
-use crate::map::Cursor;
-use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, Runs, TableShape, Tables, slots};
+use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
@@ -276,14 +276,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn entry_below(&self, level: u32, entry: u64, at: u64) -> Option<u64> {
         let table = T::Addr::new(next_table::<F>(level, entry)?);
         Some(self.load(table, index::<F>(at, level + 1)))
-    }
-
-    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
-    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
-    ///
-    /// Leaves that continue each other are not merged: one item is one entry of the table.
-    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
-        Runs::new(self, span)
     }
 
     /// The number of live leaves of each page size, smallest size first. Kept up to date, so this costs nothing.
