@@ -1,8 +1,8 @@
 //! Traces of what was bound in device virtual memory: recorded, and replayed into a VM.
 //!
 //! A trace is text, one JSON object a line; `docs/formats/vm-trace.md` says which. Nothing in it is trusted. [`Lines`]
-//! reads it without holding more than a line, [`Requests`] says what each line asks for, [`Replay`] does it in a VM, and
-//! [`Recorder`] writes what was asked of a VM.
+//! reads it without holding more than a line, [`Requests`] says what each line asks for, [`Replay`] does it in a VM,
+//! and [`Recorder`] writes what was asked of a VM.
 //!
 //! ```
 //! use dmalane_iopt::FormatId;
