@@ -45,7 +45,7 @@ impl OpenDevice {
         let hashed = self.options.fill.checksum || !manifest.files.is_empty();
         let models = inputs.iter().map(|input| input.source.model()).collect::<Result<Vec<_>, _>>()?;
         let wanted = inputs.iter().zip(models).map(|(input, model)| input.wanted(model, hashed));
-        let job = Parts::new(wanted).first(READ_AT_MOST).job();
+        let job = Parts::new(wanted).first(READ_AT_MOST);
         let start = Instant::now();
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
