@@ -109,7 +109,7 @@ pub fn limit() -> Option<usize> {
     terminal().or_else(named)
 }
 
-/// The lines of a report, of at most so many columns.
+/// The lines of a report, of at most `columns` columns.
 pub fn fit_to(text: &str, columns: usize) -> String {
     let fit = |line: &str| {
         let words = line.trim_start();
@@ -136,7 +136,7 @@ pub fn cut_front(name: &str, terminal: Option<usize>) -> String {
     }
 }
 
-/// `text` with at most so many characters.
+/// `text` with at most `most` characters.
 pub fn cut_end(text: &str, most: usize) -> String {
     match text.chars().count() > most {
         true => format!("{}...", text.chars().take(most.saturating_sub(3)).collect::<String>()),
