@@ -10,11 +10,10 @@ use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
-use dmalane::dma::PageBacking;
+use dmalane::device::BackingFiles;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
+use dmalane::load::{Container, DriveOptions, Error, Input, Manifest, Output};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -29,6 +28,7 @@ use crate::size::{Size, between, binary};
 use crate::source::{self, Copied};
 use crate::timeline::{self, Page};
 use record::Recording;
+use report::{Outcome, Run};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -188,46 +188,6 @@ impl Outputs {
     fn map(self, f: impl Fn(Output) -> Output) -> Self {
         Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
     }
-}
-
-/// The results of the loads, for the report.
-struct Outcome {
-    device: DeviceSpec,
-    inputs: Vec<Input<FileQueue>>,
-    /// The copies that were made before the first run.
-    copied: Copied,
-    /// The run with the median time.
-    run: Run,
-    /// The times of all runs.
-    runs: output::WallTimes,
-    verified: bool,
-    /// The manifest that the files were compared with.
-    manifest: Option<PathBuf>,
-    /// The files that were written.
-    recorded: Option<PathBuf>,
-    traced: Option<PathBuf>,
-    reported: Option<PathBuf>,
-    /// Measured after the last run.
-    references: Option<ReferenceRates>,
-}
-
-/// One load.
-struct Run {
-    loaded: Loaded,
-    /// Where tensors were bound, and so how they were read back.
-    space: AddressSpaceKind,
-    /// The pages behind the staging buffers.
-    backing: Option<PageBacking>,
-    /// At the end of the load, before reading back; of a card in this process.
-    iommu: Option<IommuCounters>,
-    /// Bytes of card memory that the load touched first; of a card in this process.
-    touched: Option<u64>,
-    /// High-water mark of the heap, reading back included.
-    heap_peak: u64,
-    /// High-water mark of the process, reading back included.
-    resident_peak: u64,
-    /// How the device was driven.
-    notes: Vec<String>,
 }
 
 impl Outcome {

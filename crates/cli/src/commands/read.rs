@@ -12,13 +12,11 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions,
-};
+use dmalane::{AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
 
 use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
 use crate::failure::Failure;
@@ -33,6 +31,7 @@ use crate::source::{self, Copied, SourceFile};
 use crate::timeline::{self, Page};
 use device::ReadTarget;
 use export::{Export, Exported};
+use report::{Outcome, ReadFile, Run};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -147,48 +146,6 @@ enum Heap {
     /// The kernel's dma-buf heap, /dev/dma_heap/system.
     #[value(name = "dma-heap")]
     Dma,
-}
-
-/// The result of reading, for the report.
-struct Outcome {
-    picked: Picked,
-    /// The copies that were made before the first run.
-    copied: Copied,
-    /// The run with the median time.
-    run: Run,
-    /// The times of all runs.
-    runs: output::WallTimes,
-    /// The device that got them.
-    device: Option<DeviceSpec>,
-    /// True when the data on the device was read back and compared.
-    verified: bool,
-    /// The manifest that the files were compared with.
-    manifest: Option<PathBuf>,
-    /// The files that were written.
-    traced: Option<PathBuf>,
-    reported: Option<PathBuf>,
-}
-
-/// Results of one run.
-struct Run {
-    report: FillReport,
-    files: Vec<ReadFile>,
-    /// Physically contiguous segments of the buffers, where the kernel tells.
-    segments: Option<u64>,
-    /// Device mappings of the buffers; `None` if none were asked for.
-    mappings: Option<usize>,
-    /// The heap of the device, where it reaches no other memory.
-    heap: Option<Arc<dyn dmalane::dma::Heap>>,
-    /// How the device was driven.
-    notes: Vec<String>,
-}
-
-/// A file that was read.
-struct ReadFile {
-    path: PathBuf,
-    bytes: u64,
-    checksum: Option<u64>,
-    method: ReadMethod,
 }
 
 impl Outcome {

@@ -10,19 +10,7 @@ use super::{CRATES, code_only, files, read, report, root};
 
 /// The circles that may stay: a crate, its files, and why a reader would draw them as one thing.
 const ALLOWED: &[(&str, &str, &str)] = &[
-    ("cli", "commands/compare.rs commands/compare/report.rs", "to be dissolved"),
-    ("cli", "commands/compare/loaders.rs commands/compare/worker.rs", "to be dissolved"),
-    (
-        "cli",
-        "commands/doctor.rs commands/doctor/bundle.rs commands/doctor/hardware.rs commands/doctor/host.rs \
-         commands/doctor/io.rs commands/doctor/pages.rs commands/doctor/slash.rs",
-        "to be dissolved",
-    ),
-    ("cli", "commands/iopt.rs commands/iopt/report.rs", "to be dissolved"),
-    ("cli", "commands/load.rs commands/load/report.rs", "to be dissolved"),
-    ("cli", "commands/read.rs commands/read/report.rs", "to be dissolved"),
     ("cli", "commands/validate.rs commands/validate/plot.rs commands/validate/report.rs", "to be dissolved"),
-    ("cli", "device.rs output.rs program.rs source.rs timeline/machine.rs", "to be dissolved"),
     (
         "cuda",
         "sys.rs sys/back_to_back.rs sys/by_hand.rs sys/context.rs sys/host.rs sys/stream.rs sys/window.rs",
@@ -31,7 +19,7 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ("dmalane", "open.rs registry.rs spec.rs", "to be dissolved"),
     ("dmalane", "read.rs read/alloc.rs read/plan.rs read/short.rs read/source.rs read/stream.rs", "to be dissolved"),
     ("iopt", "map.rs runs.rs table.rs unmap.rs", "to be dissolved"),
-    ("load", "clock.rs live.rs report.rs timeline.rs", "to be dissolved"),
+    ("load", "clock.rs report.rs timeline.rs", "to be dissolved"),
     (
         "load",
         "container/lfs.rs container/mod.rs container/safetensors.rs container/set.rs device.rs error.rs input.rs \

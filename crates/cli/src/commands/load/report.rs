@@ -1,20 +1,63 @@
-//! The outcome of a load, as text and as JSON.
+//! The outcome of a load, and how it is told: as text, as JSON and for a page.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use dmalane::DeviceSpec;
 use dmalane::addr::PageSize;
-use dmalane::device::AddressSpaceKind;
+use dmalane::device::{AddressSpaceKind, IommuCounters};
+use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
-use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
+use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Stage, StageReport, Verified};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
+use crate::output::WallTimes;
 use crate::size::{binary, duration, per_second, rate};
+use crate::source::Copied;
+
+/// The results of the loads, for the report.
+pub(super) struct Outcome {
+    pub(super) device: DeviceSpec,
+    pub(super) inputs: Vec<Input<FileQueue>>,
+    /// The copies that were made before the first run.
+    pub(super) copied: Copied,
+    /// The run with the median time.
+    pub(super) run: Run,
+    /// The times of all runs.
+    pub(super) runs: WallTimes,
+    pub(super) verified: bool,
+    /// The manifest that the files were compared with.
+    pub(super) manifest: Option<PathBuf>,
+    /// The files that were written.
+    pub(super) recorded: Option<PathBuf>,
+    pub(super) traced: Option<PathBuf>,
+    pub(super) reported: Option<PathBuf>,
+    /// Measured after the last run.
+    pub(super) references: Option<ReferenceRates>,
+}
+
+/// One load.
+pub(super) struct Run {
+    pub(super) loaded: Loaded,
+    /// Where tensors were bound, and so how they were read back.
+    pub(super) space: AddressSpaceKind,
+    /// The pages behind the staging buffers.
+    pub(super) backing: Option<PageBacking>,
+    /// At the end of the load, before reading back; of a card in this process.
+    pub(super) iommu: Option<IommuCounters>,
+    /// Bytes of card memory that the load touched first; of a card in this process.
+    pub(super) touched: Option<u64>,
+    /// High-water mark of the heap, reading back included.
+    pub(super) heap_peak: u64,
+    /// High-water mark of the process, reading back included.
+    pub(super) resident_peak: u64,
+    /// How the device was driven.
+    pub(super) notes: Vec<String>,
+}
 
 fn tensors(loaded: &Loaded) -> usize {
     loaded.files.iter().map(|f| f.model.tensors.len()).sum()
