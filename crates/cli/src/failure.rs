@@ -161,6 +161,6 @@ mod tests {
                 .contains("\nhint: each process may have only so many files open: raise it with ulimit -n")
         );
         let failure: Failure = Outer(io::Error::other("x\x1b[2Jy\nz")).into();
-        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");
+        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\\u{1b}[2Jy\\nz\n");
     }
 }

@@ -205,8 +205,11 @@ impl Read {
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
         let manifest = self.manifest;
-        let outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
-        outcome.write_timeline(&outputs)?;
+        let mut outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
+        let written = outcome.write_timeline(&outputs);
+        if written.is_err() {
+            (outcome.traced, outcome.reported) = (None, None);
+        }
         let output::OutputFormat { verbose, json, .. } = self.format;
         let text = match json {
             true => output::json(&report::json(&outcome))?,
@@ -214,6 +217,7 @@ impl Read {
         };
         match exported {
             Some((exported, receiver)) if self.export.runs_command() => {
+                written?;
                 // Stdout is the command's.
                 if verbose || json {
                     output::print_beside(&text);
@@ -224,7 +228,7 @@ impl Read {
             None => ExitCode::SUCCESS,
         };
         output::print(&text)?;
-        Ok(ExitCode::SUCCESS)
+        written.map(|()| ExitCode::SUCCESS)
     }
 
     /// The files, and what was copied first: a file without a size that is not read once from front to back is.

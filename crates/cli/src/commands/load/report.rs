@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
 use crate::output::WallTimes;
+use crate::phases::Phases;
 use crate::size::{binary, duration, per_second, rate};
 use crate::source::Copied;
 
@@ -38,11 +39,16 @@ pub(super) struct Outcome {
     pub(super) reported: Option<PathBuf>,
     /// Measured after the last run.
     pub(super) references: Option<ReferenceRates>,
+    /// A stage was much faster than its reference, twice.
+    pub(super) disturbed: bool,
+    pub(super) phases: Phases,
 }
 
 /// One load.
 pub(super) struct Run {
     pub(super) loaded: Loaded,
+    /// The trace of the binds, of the last run.
+    pub(super) recorded: Option<Vec<u8>>,
     /// Where tensors were bound, and so how they were read back.
     pub(super) space: AddressSpaceKind,
     /// The pages behind the staging buffers.
@@ -77,6 +83,15 @@ fn reference(s: &StageReport, o: &Outcome) -> Option<f64> {
         _ => return None,
     };
     (best.is_finite() && best > 0.0).then_some(best)
+}
+
+/// A stage that is faster than its reference by more than this was measured on a machine that was busy for one of them.
+const EXCEEDED: f64 = 1.2;
+
+/// Whether a stage was much faster than its reference.
+pub(super) fn exceeds_references(o: &Outcome) -> bool {
+    let of_reference = |s: &StageReport| Some(reached(s)? / reference(s, o)?);
+    stages(o).iter().filter_map(of_reference).any(|share| share > EXCEEDED)
 }
 
 /// The rate of a stage that moved bytes.
@@ -154,6 +169,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
             "read_bytes_per_s": rates.read,
             "copy_bytes_per_s": rates.copy,
             "first_touch_bytes_per_s": rates.first_touch,
+            "disturbed": o.disturbed,
         })
     });
     let passed_over = backing.iter().flat_map(|r| &r.passed_over);
@@ -482,6 +498,10 @@ fn details(o: &Outcome) -> String {
             0,
         );
     }
+    if o.disturbed {
+        out += &wrap("The references are disturbed: a stage was faster, and is compared with a busy machine.", 0);
+    }
+    out += &wrap(&o.phases.text(), 2);
     out.push('\n');
     let r = &o.run.loaded.report;
     let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
@@ -552,10 +572,7 @@ mod tests {
         let text = tensor_table(tensors.iter());
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 3);
-        assert!(
-            lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"),
-            "{text}"
-        );
+        assert!(lines[1].starts_with("a\\u{1b}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"), "{text}");
         let column =
             |line: &str| line.chars().collect::<String>().chars().count() - line.rsplit("  ").next().unwrap().len();
         assert!(lines.iter().all(|l| column(l) == column(lines[0])), "{text}");
