@@ -14,6 +14,7 @@ mod probe;
 pub mod program;
 mod progress;
 mod range;
+mod report;
 mod room;
 mod source;
 mod timeline;

@@ -15,7 +15,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Other devices have other names ([`registry::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
+//! Other devices have other names ([`devices::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
 //! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
 //!
 //! [`validate`] measures a device beside a reference.
@@ -24,10 +24,11 @@
 
 mod card_server;
 mod causes;
+pub mod devices;
 mod open;
+mod open_options;
 pub mod pci;
 mod pci_card;
-pub mod registry;
 pub mod size;
 mod spec;
 
@@ -51,14 +52,16 @@ pub use dmalane_vulkan as vulkan;
 
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
 pub use causes::error_chain;
+pub use devices::BadDeviceSpec;
 pub use dmalane_file::FileOptions;
 pub use dmalane_load::{
     AllocAndRead, AllocRead, HostModel, Input, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenFile, Placement,
     Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme, open_file,
 };
-pub use open::{OpenError, OpenOptions, open};
+pub use open::{OpenError, open};
+pub use open_options::OpenOptions;
 pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};
-pub use spec::{BadDeviceSpec, DeviceSpec};
+pub use spec::DeviceSpec;
 
 /// The programs of the documentation.
 #[cfg(doctest)]

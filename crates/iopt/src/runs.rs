@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, MAX_LEVELS, index, input_len, page_size, same_table};
+use crate::format::{Kind, MAX_LEVELS, index, page_size, same_table};
 use crate::{Entry, Format, PageTable, Tables};
 
 /// One leaf, or the part of it within the span asked for.
@@ -34,9 +34,9 @@ pub struct Runs<'a, F, I, O, T: Tables> {
 impl<'a, F: Format, I: Address, O: Address, T: Tables> Runs<'a, F, I, O, T> {
     pub(crate) fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
         let first = span.first().bits();
-        let last = span.last().bits().min(input_len::<F>() - 1);
+        let last = span.last().bits().min(table.input_len() - 1);
         let rest = (first <= last).then_some((first, last));
-        Self { table, path: [table.root; MAX_LEVELS], level: 0, rest }
+        Self { table, path: [table.root; MAX_LEVELS], level: table.root_level(), rest }
     }
 
     /// Goes on after the entries that translate the page of this size around `at`, at the present level.

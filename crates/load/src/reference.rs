@@ -7,10 +7,13 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_queue::Queue;
 
+use crate::device::OpenDevice;
+use crate::engine::describe;
+use crate::error::Error;
 use crate::fill::{self, FillOptions, Memory, Sink};
+use crate::input::Input;
+use crate::manifest::Manifest;
 use crate::parts::Parts;
-use crate::pipeline::describe;
-use crate::{Error, Input, Manifest, OpenDevice};
 
 /// Rates in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -53,7 +56,7 @@ impl OpenDevice {
         let hashed = self.options.fill.checksum || !manifest.files.is_empty();
         let models = inputs.iter().map(|input| input.source.model()).collect::<Result<Vec<_>, _>>()?;
         let wanted = inputs.iter().zip(models).map(|(input, model)| input.wanted(model, hashed));
-        let job = Parts::new(wanted).first(READ_AT_MOST).job();
+        let job = Parts::new(wanted).first(READ_AT_MOST);
         let start = Instant::now();
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];

@@ -83,7 +83,7 @@ impl Output {
             let mut saving = Saving::begin(self)?;
             match rustix::fs::fallocate(saving.file(), FallocateFlags::empty(), 0, ROOM) {
                 // Not every file system can be asked.
-                Err(Errno::NOSPC | Errno::DQUOT) => Err(ErrorKind::StorageFull.into()),
+                Err(full @ (Errno::NOSPC | Errno::DQUOT)) => Err(full.into()),
                 _ => Ok(()),
             }
         };

@@ -13,21 +13,22 @@ use clap::{ArgGroup, Args};
 use dmalane::device::BackingFiles;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Manifest, Output};
+use dmalane::load::{Container, DriveOptions, Error, Input, Manifest, Output, Select};
 use dmalane::queue::QueueChoice;
-use dmalane::{DeviceSpec, OpenDevice, OpenFile, OpenOptions, Placement};
+use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device::{self, CHUNK, CardOptions};
+use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
 use crate::number::within;
 use crate::output;
 use crate::phases::Phases;
 use crate::progress::Progress;
+use crate::report::{Page, Section};
 use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
 use crate::source::{self, Copied};
-use crate::timeline::{self, Page};
+use crate::timeline;
 use record::Recording;
 use report::{Outcome, Run};
 
@@ -134,11 +135,6 @@ pub(crate) struct Load {
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
     placement: Placement,
 
-    /// Fragmentation of the software host's physical memory, from 0 to 1
-    /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction, help_heading = "Device")]
-    fragmentation: Option<f64>,
-
     /// Write a trace of the binds to this file, for `dmalane vm replay`
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     #[arg(help_heading = "Outputs")]
@@ -147,16 +143,11 @@ pub(crate) struct Load {
     #[command(flatten, next_help_heading = "Outputs")]
     timeline: timeline::TimelineOptions,
 
-    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
-    /// addresses [default: 47]
-    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47), help_heading = "Device")]
-    va_bits: Option<u8>,
-
     #[command(flatten)]
     replace: output::Replace,
 
     #[command(flatten, next_help_heading = "Device")]
-    card: CardOptions,
+    consent: Consent,
 }
 
 /// The files that a load writes.
@@ -211,9 +202,12 @@ impl Outcome {
             command: "dmalane load",
             device: &self.device.to_string(),
             answer: report::answer(self),
-            wall: self.run.loaded.report.wall,
-            stages: report::page_stages(self),
-            files: std::iter::once(head).chain(files).collect(),
+            sections: vec![
+                Section::Timeline(timeline, self.run.loaded.report.wall),
+                report::page_rates(self),
+                report::page_stages(self),
+                Section::Table("Files", std::iter::once(head).chain(files).collect(), ""),
+            ],
         };
         outputs.timeline.write(timeline, &page, "the files are loaded")
     }
@@ -224,7 +218,7 @@ impl Load {
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let mut phases = Phases::new();
         let options = self.open_options();
-        device::check(&self.device, &options)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
@@ -233,16 +227,20 @@ impl Load {
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let (files, copied) = self.open_files()?;
+        let mut copied = Copied::default();
+        let files = match self.sample {
+            None => Some(self.open_files(&mut copied)?),
+            Some(_) => None,
+        };
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
-        let mut inputs = match self.sample {
-            Some(size) => vec![phases.time("sample", || self.make_sample(size.bytes(), &room))?],
-            None => files,
+        let mut inputs = match files {
+            Some(files) => files,
+            None => phases.time("sample", || self.make_sample(&room))?,
         };
         // Again, now that it is known which files are read.
         let outputs = outputs.excluding(&inputs, device.backing_files())?;
@@ -251,7 +249,6 @@ impl Load {
             read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
-        self.select(&mut inputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
         }
@@ -325,26 +322,6 @@ impl Load {
         Ok(())
     }
 
-    /// Leaves out what `--tensors` does not name, and files without any of it.
-    fn select(&self, inputs: &mut Vec<Input<FileQueue>>) -> Result<(), Failure> {
-        if self.tensors.is_empty() {
-            return Ok(());
-        }
-        for mut input in std::mem::take(inputs) {
-            let patterns = self.tensors.clone();
-            input.source.select(Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)))));
-            if !input.source.model()?.tensors.is_empty() {
-                inputs.push(input);
-            }
-        }
-        if inputs.is_empty() {
-            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
-            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
-            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
-        }
-        Ok(())
-    }
-
     /// Prints what a load would do.
     fn plan(
         &self,
@@ -374,9 +351,7 @@ impl Load {
                 },
                 ..DriveOptions::default()
             },
-            va_bits: self.va_bits,
-            fragmentation: self.fragmentation,
-            ..self.card.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -430,18 +405,28 @@ impl Load {
         })
     }
 
-    /// The sample, if it fits the card.
-    fn make_sample(&self, size: u64, room: &LoadRoom<'_>) -> Result<Input<FileQueue>, Failure> {
-        room.check_sample(size)?;
-        let file = sample::make(size, self.format.shows_progress())?;
-        OpenFile::new(sample::NAME, file).into_input(self.mode.options()).map_err(cannot_open)
+    /// The files, without the tensors that `--tensors` does not name.
+    fn open_files(&self, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let files = self.files.iter().map(|path| model::open(path, copied)).collect::<Result<Vec<_>, _>>()?;
+        let patterns = self.tensors.clone();
+        let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
+        let select = (!self.tensors.is_empty()).then_some(select);
+        let options = ModelOptions { mode: self.mode.mode(), select, ..ModelOptions::default() };
+        let model = HostModel::of_files(files, options).map_err(model::cannot_use)?;
+        if model.files().is_empty() {
+            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
+            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
+            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+        }
+        model.inputs(self.mode.options()).map_err(model::cannot_use)
     }
 
-    /// The files, and what had to be copied first.
-    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
-        let mut copied = Copied::default();
-        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
-        Ok((files.collect::<Result<_, _>>()?, copied))
+    /// The sample that was asked for, if it fits the card.
+    fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let size = self.sample.map_or(0, Size::bytes);
+        room.check_sample(size)?;
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
+        Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
     /// The files that are written.
@@ -455,13 +440,6 @@ impl Load {
 
 fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
-}
-
-fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
-        _ => Err("not a number from 0 to 1".to_owned()),
-    }
 }
 
 /// The names of these kinds of files.
@@ -495,9 +473,8 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, &load.record), (None, &None));
-        assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
+        assert_eq!((load.chunk.bytes(), &load.record), (16 << 20, &None));
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
         let format = load.format;
         assert!(!(format.verbose || format.json || format.quiet));
     }
@@ -506,18 +483,15 @@ mod tests {
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --record trace --card-ddr 1GB --card-hbm 4096 --workers --json -q \
-             --list",
+             --record trace --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
-        assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!(load.fragmentation, Some(1.0));
+        assert_eq!(load.chunk.bytes(), 2 << 20);
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.verify && load.card.workers && load.list);
+        assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
@@ -533,9 +507,6 @@ mod tests {
             "a --sample 1MB",
             "a --direct --buffered",
             "a --chunk 0",
-            "a --fragmentation 1.1",
-            "a --fragmentation -0.5",
-            "a --fragmentation NaN",
             "a --mm-channel both",
             "a --placement -half",
             "a -d gpu0",
@@ -543,8 +514,8 @@ mod tests {
             "--sample 0",
             "--sample 4095",
             "a --record -",
-            "a --card-ddr 257GiB",
-            "a --card-hbm 274877906945",
+            "a -d soft,ddr=257GiB",
+            "a -d soft,hbm=274877906945",
             "a --repeat 0",
         ] {
             assert!(load(line).is_err(), "{line}");

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
+use dmalane::devices::soft;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
@@ -18,7 +19,7 @@ use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
 
-use crate::device::{self as opening, LARGE_HOST, MemoryOptions};
+use crate::device::{self as opening, Consent};
 use crate::failure::Failure;
 use crate::layout::fit;
 use crate::model::{self, ReadMode};
@@ -26,9 +27,10 @@ use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
+use crate::report::{Page, Section};
 use crate::size::{Size, between, binary};
 use crate::source::{self, Copied, SourceFile};
-use crate::timeline::{self, Page};
+use crate::timeline;
 use device::ReadTarget;
 use export::{Export, Exported};
 use report::{Outcome, ReadFile, Run};
@@ -57,7 +59,6 @@ cannot be run.";
 #[derive(Args)]
 #[command(
     after_help = EXAMPLES,
-    mut_arg("card_ddr", |arg| arg.requires("device")),
     mut_arg("overwrite", |arg| arg.requires("device"))
 )]
 pub(crate) struct Read {
@@ -90,7 +91,7 @@ pub(crate) struct Read {
     device: Option<DeviceSpec>,
 
     #[command(flatten, next_help_heading = "Device")]
-    memory: MemoryOptions,
+    consent: Consent,
 
     /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
@@ -157,9 +158,12 @@ impl Outcome {
             command: "dmalane read",
             device: &device,
             answer: report::answer(self),
-            wall: self.run.report.wall,
-            stages: report::page_stages(self),
-            files: report::page_files(self),
+            sections: vec![
+                Section::Timeline(timeline, self.run.report.wall),
+                report::page_rates(self),
+                report::page_stages(self),
+                report::page_files(self),
+            ],
         };
         outputs.write(timeline, &page, "the files are read")
     }
@@ -172,7 +176,7 @@ impl Read {
         let files = model::files(&self.files)?;
         let mut outputs = self.timeline.files(self.replace)?;
         if let Some(spec) = &self.device {
-            opening::check(spec, &self.open_options())?;
+            self.consent.check(spec)?;
         }
         let mut picked = self.pick_heap()?;
         let (sources, copied) = self.sources(&files)?;
@@ -317,7 +321,8 @@ impl Read {
                 fill: FillOptions { timeline: self.timeline.any(), ..DriveOptions::default().fill },
                 ..DriveOptions::default()
             },
-            ..self.memory.open_options()
+            only: Some("ddr"),
+            ..self.consent.open_options()
         }
     }
 
@@ -336,7 +341,7 @@ impl Read {
 
     fn pick_heap(&self) -> Result<Picked, Failure> {
         let shareable =
-            self.export.shares() || self.device.as_ref().is_some_and(|spec| spec.kind().served_by.is_some());
+            self.export.shares() || self.device.as_ref().is_some_and(|spec| spec.kind().served_by().is_some());
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {
@@ -422,7 +427,7 @@ impl Read {
                 for source in sources {
                     read.push((source.path.clone(), source.file.metadata()?));
                 }
-                let target = ReadTarget::open(spec, self.open_options(), &read, &job.buffers)?;
+                let target = ReadTarget::open(spec, &self.open_options(), &read, &job.buffers)?;
                 *outputs = outputs.clone().excluding_device(target.device.backing_files())?;
                 Some(target)
             }
@@ -439,7 +444,7 @@ impl Read {
         if let Some(ReadTarget { device, to }) = &mut target {
             read = read.copy_to_device(device, to);
         } else if self.map {
-            host = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
+            host = SoftHost::new(HostConfig { memory: soft::HOST_MEMORY, ..HostConfig::default() })
                 .map_err(|e| Failure::because("no software host", &e))?;
             read = read.mapped(&host, Access::READ);
         }

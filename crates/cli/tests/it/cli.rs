@@ -80,7 +80,7 @@ fn wrong_usage_is_2() {
         &["load", "a", "--direct", "--buffered"],
         &["load", "a", "--frobnicate"],
         &["load", "a", "--device", "gpu0"],
-        &["load", "a", "--fragmentation", "-1"],
+        &["load", "a", "-d", "soft,fragmentation=-1"],
         &["doctor", "a", "b"],
         &["read"],
         &["read", "a", "--direct", "--buffered"],
@@ -110,10 +110,14 @@ fn a_bad_size_is_explained() {
         ("many", "not a size; write for example 16MiB, 1.5GiB, 90MB or 4096"),
         ("99999999999GiB", "too large"),
     ] {
-        for option in ["--sample", "--chunk", "--card-ddr", "--card-hbm"] {
+        for option in ["--sample", "--chunk"] {
             let text = complains(&["load", option, size], 2);
             assert!(text.starts_with(&format!("dmalane: invalid value '{size}' for '{option} <SIZE>': ")), "{text}");
             assert!(text.contains(why), "{text}");
+        }
+        for option in ["ddr", "hbm"] {
+            let text = complains(&["load", "-d", &format!("soft,{option}={size}")], 2);
+            assert!(text.contains(&format!("the option {option}=SIZE of soft: ")) && text.contains(why), "{text}");
         }
     }
     for (option, size, why) in [
@@ -122,9 +126,9 @@ fn a_bad_size_is_explained() {
         ("--chunk", "0", "not from 4KiB to 1GiB"),
         ("--chunk", "1", "not from 4KiB to 1GiB"),
         ("--chunk", "2GiB", "not from 4KiB to 1GiB"),
-        ("--card-ddr", "0", "at least 1 byte"),
-        ("--card-ddr", "257GiB", "a memory of the card has at most 256GiB"),
-        ("--card-hbm", "1EiB", "a memory of the card has at most 256GiB"),
+        ("-d", "soft,ddr=0", "at least 1 byte"),
+        ("-d", "soft,ddr=257GiB", "a memory of the card has at most 256GiB"),
+        ("-d", "soft,hbm=1EiB", "a memory of the card has at most 256GiB"),
     ] {
         let text = complains(&["load", option, size], 2);
         assert!(text.contains(why), "{text}");
@@ -176,7 +180,7 @@ fn the_software_card_is_listed_first() {
     let listing = json(&["devices", "--json"]);
     assert_eq!((&listing["schema"], &listing["command"]), (&1.into(), &"devices".into()));
     let soft = &listing["devices"][0];
-    assert_eq!((&soft["name"], &soft["kind"]), (&"soft".into(), &"soft_card".into()));
+    assert_eq!((&soft["name"], &soft["kind"]), (&"soft".into(), &"soft".into()));
     assert_eq!((&soft["supported"], &soft["channels"]), (&true.into(), &2.into()));
     assert_eq!(soft["memories"][0]["default_bytes"], 64u64 << 30);
     assert!(stdout(&run(&["devices"])).starts_with("soft\n"));
@@ -277,26 +281,22 @@ fn what_cannot_be_written_is_told_before_anything_is_loaded() {
 
 #[test]
 fn a_sample_that_does_not_fit_is_not_written() {
-    for (args, option) in [
-        (["--sample", "3MiB", "--card-ddr", "2MiB", "--placement", "ddr"], "--card-ddr "),
-        (["--sample", "3MiB", "--card-hbm", "4MiB", "--placement", "hbm-half"], "--card-hbm "),
-    ] {
-        let text = complains(&[&["load"], args.as_slice()].concat(), 1);
+    for (device, placement) in [("soft,ddr=2MiB", "ddr"), ("soft,hbm=4MiB", "hbm-half")] {
+        let load = |device| ["load", "--sample", "3MiB", "-d", device, "--placement", placement];
+        let text = complains(&load(device), 1);
         assert!(text.starts_with("dmalane: a sample of 3 MiB does not fit: "), "{text}");
-        // The amount that it names is enough.
-        let enough = text.split(option).nth(1).unwrap().split(' ').next().unwrap();
-        let mut args = args;
-        args[3] = enough;
-        assert!(run(&[&["load"], args.as_slice()].concat()).status.success(), "{enough}");
+        // The device that it names is enough.
+        let enough = text.split("\nhint: -d ").nth(1).unwrap().strip_suffix(" is enough\n").unwrap();
+        assert!(run(&load(enough)).status.success(), "{enough}");
     }
     let disk = rustix::fs::statvfs(std::env::temp_dir()).unwrap();
     let gib = ((disk.f_bavail * disk.f_frsize) >> 30) + 2;
     if gib < 250 {
-        let text = complains(&["load", "--sample", &format!("{gib}GiB"), "--card-ddr", "256GiB"], 1);
+        let text = complains(&["load", "--sample", &format!("{gib}GiB"), "-d", "soft,ddr=256GiB"], 1);
         assert!(text.contains(&format!("a sample of {gib} GiB does not fit in ")), "{text}");
     }
     let text = complains(&["load", "--sample", "1TiB"], 1);
-    assert!(text.contains("\nhint: that is more than --card-ddr can be (256GiB)"), "{text}");
+    assert!(text.contains("\nhint: that is more than ddr=SIZE can be (256GiB)"), "{text}");
 }
 
 #[test]
@@ -315,7 +315,7 @@ fn plain_memory_needs_no_more_than_its_files() {
             command(&words).current_dir(&folder).output().unwrap()
         };
         let said = stderr(&on(&format!("ram:{tight}"))).to_owned();
-        assert!(said.contains(&format!("{enough} is enough")), "{line}: {said}");
+        assert!(said.contains(&format!("hint: -d {enough} is enough")), "{line}: {said}");
         assert!(on(enough).status.success(), "{line}");
     }
 }
@@ -326,15 +326,15 @@ fn a_full_card_says_how_large_is_enough() {
     for name in ["a", "b", "c"] {
         std::fs::File::create(folder.join(name)).unwrap().set_len(5 << 20).unwrap();
     }
-    for (placement, option) in [("ddr", "--card-ddr"), ("hbm-half", "--card-hbm"), ("hbm", "--card-hbm")] {
-        let load = |size: &str| {
-            let args = ["load", "a", "b", "c", "--placement", placement, option, size];
+    for (placement, option) in [("ddr", "ddr"), ("hbm-half", "hbm"), ("hbm", "hbm")] {
+        let load = |device: &str| {
+            let args = ["load", "a", "b", "c", "--placement", placement, "-d", device];
             command(&args).current_dir(&folder).output().unwrap()
         };
-        let output = load("8MiB");
+        let output = load(&format!("soft,{option}=8MiB"));
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{text}");
-        let hint = text.split(&format!("\nhint: {option} ")).nth(1).unwrap_or_else(|| panic!("{text}"));
+        let hint = text.split("\nhint: -d ").nth(1).unwrap_or_else(|| panic!("{text}"));
         let enough = hint.strip_suffix(" is enough\n").unwrap();
         let output = load(enough);
         assert!(output.status.success(), "{placement} {enough}: {}", stderr(&output));
@@ -358,7 +358,7 @@ fn limits_of_the_shell_are_named() {
         stderr(&output).to_owned()
     };
     let text = limited("ulimit -v 4000000", "--sample 1MiB");
-    assert!(text.contains("\nhint: ") && text.contains("--card-ddr and --card-hbm, now 64 GiB and 32 GiB"), "{text}");
+    assert!(text.contains("\nhint: ") && text.contains("-d soft,ddr=SIZE,hbm=SIZE, now 64 GiB and 32 GiB"), "{text}");
     let many = "truncate -s 4096 a; for i in 1 2 3 4 5; do set -- \"$@\" a a a a; done; ulimit -n 20";
     let text = limited(many, "\"$@\"");
     assert!(text.contains("ulimit -n"), "{text}");
@@ -486,10 +486,10 @@ fn what_reading_says() {
         fails(&["a", "--range", "0..6MB"]),
         "dmalane: --range 0..6000000 does not lie in a: the file ends before, at 5000000\n"
     );
-    let text = fails(&["a", "-d", "soft", "--card-ddr", "4MiB"]);
-    let enough = text.split("\nhint: --card-ddr ").nth(1).unwrap().strip_suffix(" is enough\n").unwrap();
-    assert!(read(&["a", "-d", "soft", "--card-ddr", enough]).status.success(), "{enough}");
-    assert!(fails(&["a", "-d", "ram:4MiB"]).ends_with("\nhint: ram:5MiB is enough\n"));
+    let text = fails(&["a", "-d", "soft,ddr=4MiB"]);
+    let enough = text.split("\nhint: -d ").nth(1).unwrap().strip_suffix(" is enough\n").unwrap();
+    assert!(read(&["a", "-d", enough]).status.success(), "{enough}");
+    assert!(fails(&["a", "-d", "ram:4MiB"]).ends_with("\nhint: -d ram:5MiB is enough\n"));
     assert!(read(&["a", "-d", "ram:6MiB"]).status.success());
     let shm = std::path::Path::new("/dev/shm").exists();
     if shm {
@@ -910,7 +910,7 @@ fn sixty_thousand_tensors_take_little_time_and_memory() {
         ("inspect \"$0\"", "in the page cache"),
         ("load \"$0\" -d ram:100MiB --verify", "60000 tensors"),
         ("load \"$0\" -d ram:100MiB --list", "model.layers.59999.weight"),
-        ("load \"$0\" -d soft --card-ddr 256MiB --card-hbm 4MiB", "60000 tensors"),
+        ("load \"$0\" -d soft,ddr=256MiB,hbm=4MiB", "60000 tensors"),
         ("read \"$0\" -d ram:100MiB --verify", "GB/s"),
         ("manifest \"$0\"", "model.layers.59999.weight"),
     ] {
@@ -984,8 +984,8 @@ fn hints_about_memory_agree() {
         assert!(!text.contains("hugetlb 2 MiB") || text.contains(&said), "{said}: {text}");
     }
     // Tables do not take from the memory that is too small: what is enough is not much more than the file.
-    let text = complains(&["load", "--sample", "80MiB", "--card-ddr", "8MiB"], 1);
-    assert!(text.contains("--card-ddr 88MiB is enough"), "{text}");
-    let enough = ["load", "--sample", "80MiB", "--card-ddr", "88MiB"];
+    let text = complains(&["load", "--sample", "80MiB", "-d", "soft,ddr=8MiB"], 1);
+    assert!(text.contains("-d soft,ddr=88MiB is enough"), "{text}");
+    let enough = ["load", "--sample", "80MiB", "-d", "soft,ddr=88MiB"];
     assert!(run(&enough).status.success());
 }

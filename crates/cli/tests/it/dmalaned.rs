@@ -231,13 +231,13 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("does not fit: daemon"), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("(dmalaned --client-ddr)"), "{}", text(&output.stderr));
-    let output = load(&["--sample", "1MiB", "--card-ddr", "128MiB"]);
+    let output = dmalane(&["load", "-q", "--sample", "1MiB", "-d", &format!("{device},ddr=128MiB")]);
     assert!(text(&output.stderr).contains("a client may have 67108864"), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("hint: --card-ddr and --card-hbm ask for less"), "{}", text(&output.stderr));
-    for option in [&["--workers"][..], &["--fragmentation", "0"]] {
-        let output = load(&[&["--sample", "1MiB"], option].concat());
-        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    }
+    assert!(
+        text(&output.stderr).contains("hint: -d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less"),
+        "{}",
+        text(&output.stderr)
+    );
 
     let quick = ["validate", "-q", "-j", "2", "--buffer-size", "64KiB", "--iterations", "3", "--json"];
     let output = dmalane(&[&quick[..], &["-d", &device]].concat());
@@ -245,7 +245,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["integrity"].as_array().unwrap().len(), 3, "{json}");
     assert_eq!(json["figures"].as_array().unwrap().len(), 9, "{json}");
-    let output = dmalane(&[&quick[..], &["-d", &device, "--workers"]].concat());
+    let output = dmalane(&[&quick[..], &["-d", &format!("{device},workers=each")]].concat());
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
 
     let output = end(child, Signal::TERM);

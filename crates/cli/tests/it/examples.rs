@@ -100,7 +100,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 5] = ["--record", "--trace", "--report", "--plot", "-o"];
+pub const WRITES: [&str; 4] = ["--record", "--trace", "--report", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]

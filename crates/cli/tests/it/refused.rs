@@ -82,7 +82,7 @@ fn buffers_that_the_kernel_does_not_fix_are_not_said_to_be_fixed() {
     std::fs::copy(env!("CARGO_BIN_EXE_dmalane"), &program).unwrap();
     let validate = |buffer: &str| {
         let line = format!(
-            "ulimit -l 8192; exec {} validate -d file:{} --overwrite --probe-at 1MiB --buffer-size {buffer} \
+            "ulimit -l 8192; exec {} validate -d file:{},probe-at=1MiB --overwrite --buffer-size {buffer} \
              --iterations 1 -j 1 --pages 4k --read --json",
             program.display(),
             device.display()

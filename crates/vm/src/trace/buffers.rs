@@ -39,7 +39,7 @@ struct Takes {
 }
 
 impl Takes {
-    /// With so many more segments, and bytes that are scattered.
+    /// With `segments` more segments, and bytes that are scattered.
     fn and(self, count: usize, segments: usize, scattered: u64) -> Self {
         Self {
             count: self.count + count,
@@ -66,10 +66,6 @@ fn scattered(segments: usize, len: u64) -> u64 {
 impl Buffers {
     pub(crate) fn get(&self, id: u64) -> Result<&Arc<Bo>, TraceRefusal> {
         self.whole.get(&id).ok_or(TraceRefusal::NoBo { bo: id })
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.whole.len()
     }
 
     /// Makes a buffer object, or adds to one. A line that is refused changes nothing; but when there is no memory for
@@ -142,7 +138,7 @@ mod tests {
             all.add(id, &one, id % 2 == 0).unwrap();
             all.destroy(id).unwrap();
         }
-        assert!(all.destroyed.len() <= MAX_BOS && all.len() == 0);
+        assert!(all.destroyed.len() <= MAX_BOS && all.whole.is_empty());
         for id in 0..MAX_BOS as u64 {
             all.add(id, &one, false).unwrap();
         }

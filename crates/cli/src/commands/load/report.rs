@@ -17,6 +17,7 @@ use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
 use crate::output::WallTimes;
 use crate::phases::Phases;
+use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
 use crate::source::Copied;
 
@@ -436,13 +437,22 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// The stages for a page, with the names of the columns, and what these mean.
-pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
+/// The rates of the stages for a page.
+pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
+    let bar = |s: &StageReport| {
+        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: reached(s)?, reference: reference(s, o) })
+    };
+    let meaning =
+        "Measured rates above references: what this machine reached in the same run when it did nothing else.";
+    Section::Bars(stages(o).iter().filter_map(bar).collect(), meaning.to_owned())
+}
+
+/// The stages for a page.
+pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
     let head = STAGE_HEAD.map(str::to_owned);
     let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only \
-                   worked on the stage or waited for it. reference: what this machine reached in the same run when it \
-                   did nothing else.";
-    (std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
+                   worked on the stage or waited for it.";
+    Section::Table("Stages", std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
 }
 
 /// The stages.
@@ -533,7 +543,7 @@ fn details(o: &Outcome) -> String {
             count(i.faults as usize, "fault"),
         ),
         None => {
-            let place = o.device.kind().served_by.map_or("not in this process".to_owned(), |who| format!("in {who}"));
+            let place = o.device.kind().served_by().map_or("not in this process".to_owned(), |who| format!("in {who}"));
             format!("{place}: {}", plain(&o.device.to_string()))
         }
     };

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
 use crate::output::WallTimes;
+use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
 use crate::source::Copied;
 
@@ -199,22 +200,31 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// The stages for a page, with the names of the columns, and what these mean.
-pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
-    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
-                   worked on the stage or waited for it, summed over the workers.";
-    (std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect(), meaning)
+/// The rates of the stages for a page.
+pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
+    let bar = |s: &StageReport| {
+        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
+    };
+    Section::Bars(o.run.report.stages.iter().filter_map(bar).collect(), String::new())
 }
 
-/// The files for a page, with the names of the columns.
-pub(super) fn page_files(o: &Outcome) -> Vec<Vec<String>> {
+/// The stages for a page.
+pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
+    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
+                   worked on the stage or waited for it, summed over the workers.";
+    let rows = std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect();
+    Section::Table("Stages", rows, meaning)
+}
+
+/// The files for a page.
+pub(super) fn page_files(o: &Outcome) -> Section<'static> {
     let head = ["file", "size", "XXH3", "direct", "page cache"].map(str::to_owned).to_vec();
     let file = |file: &ReadFile| {
         let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
         let (path, moved) = (file.path.to_string_lossy().into_owned(), file.method.moved);
         vec![path, binary(file.bytes), hash, binary(moved.direct), binary(moved.buffered)]
     };
-    std::iter::once(head).chain(o.run.files.iter().map(file)).collect()
+    Section::Table("Files", std::iter::once(head).chain(o.run.files.iter().map(file)).collect(), "")
 }
 
 fn rows(o: &Outcome) -> impl Iterator<Item = [String; 5]> {
