@@ -159,6 +159,6 @@ mod tests {
                 .contains("\nhint: too many files are open at a time: raise the limit with ulimit -n")
         );
         let failure: Failure = Outer(io::Error::other("x\x1b[2Jy\nz")).into();
-        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");
+        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\\u{1b}[2Jy\\nz\n");
     }
 }

@@ -2,8 +2,8 @@
 
 use dmalane::dma::{NoPages, PageKind};
 
+use super::check::{Check, Subject};
 use super::host::HOST_BUFFERS;
-use super::{Check, Subject};
 use crate::probe::Probe;
 use crate::size::binary;
 
