@@ -189,7 +189,7 @@ fn binds(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Res
             took[2] = begun.elapsed().as_secs_f64();
             look(&mut bounce, &mut *queues[0], range.first(), len, &places)?;
             let begun = Instant::now();
-            device.address_space().unbind(range)?;
+            device.address_space().release(range)?;
             took[3] = begun.elapsed().as_secs_f64();
             if round > 0 {
                 samples.iter_mut().zip(took).for_each(|(samples, took)| samples.push(took));

@@ -55,18 +55,21 @@ pub(crate) struct Range<'a> {
     pub(crate) buffer: u32,
 }
 
+/// How the flags of a read or a model, of which there are no others, say that files are read.
+pub(crate) fn mode(flags: u32) -> Result<Mode, Refused> {
+    match flags {
+        0 => Ok(Mode::Auto),
+        DIRECT => Ok(Mode::Direct),
+        BUFFERED => Ok(Mode::Buffered),
+        _ if flags == DIRECT | BUFFERED => Err(Refused::new(Errno::Inval, "both direct and buffered")),
+        _ => Err(Refused::new(Errno::Inval, format_args!("flags {flags:#x}"))),
+    }
+}
+
 /// Options of a read, and the heap that it takes memory from.
 fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
     let has = |flag| request.flags & flag != 0;
-    let mode = match (has(DIRECT), has(BUFFERED)) {
-        (false, false) => Mode::Auto,
-        (true, false) => Mode::Direct,
-        (false, true) => Mode::Buffered,
-        (true, true) => return Err(Refused::new(Errno::Inval, "both direct and buffered")),
-    };
-    if request.flags & !(SHAREABLE | DIRECT | BUFFERED | CHECKSUM) != 0 {
-        return Err(Refused::new(Errno::Inval, format_args!("flags {:#x}", request.flags)));
-    }
+    let mode = mode(request.flags & !(SHAREABLE | CHECKSUM))?;
     if request.threads > 64 {
         return Err(Refused::new(Errno::Range, format_args!("{} threads", request.threads)));
     }
@@ -108,7 +111,7 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
     add(read.buffer)
 }
 
-/// Reads ranges into so many buffers.
+/// Reads ranges into a buffer each.
 pub(crate) fn read_ranges(
     ranges: &[Range<'_>],
     request: &Request,

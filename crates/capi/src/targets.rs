@@ -18,6 +18,7 @@ use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
 use crate::buffers::{self, os};
+use crate::models;
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
@@ -287,7 +288,7 @@ pub(crate) fn release(target: u64, va: u64) -> Result<(), Refused> {
     let mut opened = target.lock_idle()?;
     let missing = || Refused::new(Errno::NoEnt, format_args!("no range was reserved at {va:#x}"));
     let (range, _) = *opened.ranges.get(&va).ok_or_else(missing)?;
-    opened.device.address_space().unbind(range)?;
+    opened.device.address_space().release(range)?;
     opened.ranges.remove(&va);
     Ok(())
 }
@@ -313,14 +314,7 @@ pub(crate) fn bind(target: u64, bytes: &[u8], stride: usize, count: usize) -> Re
             return Err(Refused::new(Errno::NoEnt, format_args!("{va} is not in a range that was reserved")));
         }
     }
-    match (space.apply(&requests), &requests[..]) {
-        (Err(SpaceError::NoBatches), [BindRequest::Bind { va, bo, offset, len, access }]) => {
-            let bind = dmalane::device::Bind { va: *va, bo, offset: *offset, len: *len, access: *access };
-            Ok(space.bind(&bind)?)
-        }
-        (Err(SpaceError::NoBatches), []) => Ok(()),
-        (done, _) => Ok(done?),
-    }
+    Ok(space.apply(&requests)?)
 }
 
 const TO_DEVICE: u32 = 0;
@@ -560,12 +554,28 @@ pub(crate) fn restart(target: u64) -> Result<(), Refused> {
 
 /// Loads a file onto a target.
 pub(crate) fn load(target: u64, path: &str, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
+    let open = || Ok(HostModel::open([path], ModelOptions::default())?);
+    load_model(target, open, placement, verify)
+}
+
+/// Loads a model that is open onto a target.
+pub(crate) fn load_open(target: u64, model: u64, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
+    load_model(target, || Ok(HostModel::clone(&*models::get(model)?)), placement, verify)
+}
+
+/// Opens a model when the target is known to be idle, and loads it.
+fn load_model(
+    target: u64,
+    open: impl FnOnce() -> Result<HostModel, Refused>,
+    placement: Option<&str>,
+    verify: bool,
+) -> Result<u64, Refused> {
     let target = Target::of(target)?;
     let bad = |text| move |e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}"));
     let placement = placement.map_or(Ok(Placement::Default), |text| text.parse().map_err(bad(text)))?;
-    let model = HostModel::open([path], ModelOptions::default())?;
-    let options = LoadOptions { placement, verify };
-    let loaded = model.load_onto(&mut target.lock_idle()?.device, &options, |_| {})?;
+    let mut opened = target.lock_idle()?;
+    let loaded = open()?.load_onto(&mut opened.device, &LoadOptions { placement, verify }, |_| {})?;
+    drop(opened);
     Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))
 }
 
@@ -672,7 +682,7 @@ fn number_of_host(error: &dmalane::dma::Error) -> Number {
 fn number_of_space(error: &SpaceError) -> Number {
     match error {
         SpaceError::Exhausted(_) => Errno::NoMem.into(),
-        SpaceError::Fragmented(_) | SpaceError::NoBatches => Errno::NotSup.into(),
+        SpaceError::Fragmented(_) => Errno::NotSup.into(),
         SpaceError::TooShort { .. } => Errno::Range.into(),
         SpaceError::Elsewhere(_) => Errno::Inval.into(),
         SpaceError::NotReserved(_) => Errno::NoEnt.into(),
@@ -712,34 +722,32 @@ impl From<SpaceError> for Refused {
     }
 }
 
-impl From<ModelError> for Refused {
-    fn from(error: ModelError) -> Self {
-        let number = match &error {
-            ModelError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
-            ModelError::Load(LoadingError::File { source, .. }) => os(source),
-            ModelError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
-                number_of(source)
-            }
-            ModelError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
-            ModelError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
-            ModelError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
-            ModelError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
-            ModelError::Load(LoadingError::Memory(error)) => number_of_host(error),
-            ModelError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
-            ModelError::Open(error) => buffers::number_of_file(error),
-            ModelError::Read(error) => buffers::number_of_read(error),
-            ModelError::Memory(error) => number_of_host(error),
-            ModelError::NoTensor(_) => Errno::NoEnt.into(),
-            ModelError::Twice { .. } | ModelError::ByColumns { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
-            ModelError::Unlisted { .. } => Number::Kernel(EBADMSG),
-            ModelError::Load(LoadingError::Differs { .. }) => Number::Kernel(EBADMSG),
-            ModelError::Unchecked => Errno::NotSup.into(),
-            ModelError::Replaced { .. } => Number::Kernel(ESTALE),
-            ModelError::Limit { .. } | ModelError::TooLarge { .. } => Errno::NoMem.into(),
-            ModelError::Cancelled | ModelError::Closed => Number::Kernel(ECANCELED),
-            _ => Number::Kernel(EIO),
-        };
-        Self::new(number, error_chain(&error))
+/// The number of an error of a model.
+pub(crate) fn number_of_model(error: &ModelError) -> Number {
+    match error {
+        ModelError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
+        ModelError::Load(LoadingError::File { source, .. }) => os(source),
+        ModelError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
+            number_of(source)
+        }
+        ModelError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
+        ModelError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
+        ModelError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
+        ModelError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
+        ModelError::Load(LoadingError::Memory(error)) => number_of_host(error),
+        ModelError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
+        ModelError::Open(error) => buffers::number_of_file(error),
+        ModelError::Read(error) => buffers::number_of_read(error),
+        ModelError::Memory(error) => number_of_host(error),
+        ModelError::NoTensor(_) => Errno::NoEnt.into(),
+        ModelError::Twice { .. } | ModelError::ByColumns { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
+        ModelError::Unlisted { .. } => Number::Kernel(EBADMSG),
+        ModelError::Load(LoadingError::Differs { .. }) => Number::Kernel(EBADMSG),
+        ModelError::Unchecked => Errno::NotSup.into(),
+        ModelError::Replaced { .. } => Number::Kernel(ESTALE),
+        ModelError::Limit { .. } | ModelError::TooLarge { .. } => Errno::NoMem.into(),
+        ModelError::Cancelled | ModelError::Closed => Number::Kernel(ECANCELED),
+        _ => Number::Kernel(EIO),
     }
 }
 

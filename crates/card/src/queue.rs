@@ -354,7 +354,7 @@ impl<B: Mmio> CardQueue<B> {
         }
     }
 
-    /// Counts the end of an operation, which has failed after so many bytes or ended well.
+    /// Counts the end of an operation, which has ended well, or failed after a number of bytes.
     fn end(&mut self, mut completion: Completion, failed: Option<(OpError, u64)>) -> Completion {
         if let Some((error, bytes)) = failed {
             (completion.result, completion.bytes) = (Err(error), bytes);

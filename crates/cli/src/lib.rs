@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 mod commands;
-pub mod config;
 mod device;
 mod entry;
 pub mod failure;
@@ -14,6 +13,7 @@ mod probe;
 pub mod program;
 mod progress;
 mod range;
+mod report;
 mod room;
 mod source;
 mod timeline;

@@ -10,7 +10,6 @@ use dmalane::load::container::is_index;
 use dmalane::load::{Error, Output};
 use serde::Serialize;
 
-use crate::config;
 use crate::failure::Failure;
 use crate::layout::{fit, spaced};
 use crate::source::{is_stdin, stdin_metadata};
@@ -66,12 +65,8 @@ pub struct OutputFormat {
     pub verbose: bool,
 
     /// Print the result as JSON
-    #[arg(long, conflicts_with = "csv")]
-    pub json: bool,
-
-    /// Print the result as CSV
     #[arg(long)]
-    pub csv: bool,
+    pub json: bool,
 
     /// Show no progress bar
     #[arg(short, long)]
@@ -81,7 +76,7 @@ pub struct OutputFormat {
 impl OutputFormat {
     /// Whether progress is shown.
     pub fn shows_progress(self) -> bool {
-        !(self.quiet || self.json || self.csv)
+        !(self.quiet || self.json)
     }
 }
 
@@ -114,14 +109,6 @@ impl WallTimes {
         (runs, median)
     }
 
-    /// The names of the cells of a CSV.
-    pub const CSV_HEAD: [&str; 3] = ["median_s", "fastest_s", "slowest_s"];
-
-    /// The cells of a CSV.
-    pub fn csv(&self) -> [String; 3] {
-        [self.median_s, self.fastest_s, self.slowest_s].map(|seconds| seconds.to_string())
-    }
-
     /// A line for people; nothing for a single run.
     pub fn text(&self) -> String {
         match self.runs_s.len() {
@@ -146,6 +133,7 @@ pub fn csv_line(cells: impl IntoIterator<Item = String>) -> String {
 
 /// The option of every command that writes files.
 #[derive(Args, Clone, Copy)]
+#[command(next_help_heading = "Outputs")]
 pub struct Replace {
     /// Replace output files that exist; without it they are an error
     #[arg(long)]
@@ -153,10 +141,9 @@ pub struct Replace {
 }
 
 impl Replace {
-    /// The file at `path`, which replaces one that exists only by `--force`, and never the configuration file.
+    /// The file at `path`, which replaces one that exists only by `--force`.
     pub fn output(self, path: &Path) -> Output {
-        let to = Output::new(path).replace(self.force);
-        excluding(to, &config::path(&|name| std::env::var_os(name)))
+        Output::new(path).replace(self.force)
     }
 }
 

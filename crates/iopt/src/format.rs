@@ -105,9 +105,8 @@ pub trait Format: Copy + Debug + 'static {
         Self::encode_leaf(level, out, access)
     }
 
-    /// The leaf as it were if the limits in the entry of a table above it stood in the leaf itself: what remains is
-    /// what a device grants. The tables made here set no limits; those of others may. Formats without such limits leave
-    /// the leaf as it is.
+    /// The leaf with the limits of the entry of a table above it applied, as a device applies them. The tables made
+    /// here set no limits; those of others may. Formats without such limits return the leaf unchanged.
     #[inline]
     fn inherit(table: u64, leaf: u64) -> u64 {
         let _ = table;

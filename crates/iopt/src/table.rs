@@ -139,8 +139,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.tables
     }
 
-    /// [`Tables::reserve`], and what the page table itself needs beside: after `true`, calls that take so many tables
-    /// together cannot fail for want of memory.
+    /// [`Tables::reserve`], and what the page table itself needs beside: after `true`, calls that take this number of
+    /// tables together cannot fail for want of memory.
     pub fn reserve(&mut self, tables: usize) -> bool {
         self.made.clear();
         self.made.try_reserve(tables).is_ok() && self.tables.reserve(tables)
@@ -257,7 +257,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (1..F::LEVELS).map(of_level).sum()
     }
 
-    /// The number of tables that it would take to split every leaf into smallest pages. With so many in reserve a
+    /// The number of tables that it would take to split every leaf into smallest pages. With these in reserve a
     /// caller can unmap any pages, in any order.
     pub fn split_tables(&self) -> usize {
         let tables_of = |size: u64| {

@@ -373,7 +373,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok((span, bytes))
     }
 
-    /// Notes that so many tables have left the tree.
+    /// Notes that `tables` tables have left the tree.
     pub(crate) fn note_detached(&mut self, tables: usize) {
         if tables > 0 {
             self.linked = self.linked.wrapping_sub(tables); // another handle may have linked them
@@ -583,7 +583,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         *count = count.wrapping_add(leaves);
     }
 
-    /// Takes leaves at `level` off the count: entries, of which so many are members of groups.
+    /// Takes leaves at `level` off the count: entries, some of which are members of groups.
     #[inline]
     pub(crate) fn uncount(&mut self, level: u32, entries: u64, members: u64) {
         // Another handle may have counted them.

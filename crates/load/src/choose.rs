@@ -44,7 +44,7 @@ impl Choice {
     }
 }
 
-/// Workers that copy so many bytes out of the page cache.
+/// Workers that copy `copied` bytes out of the page cache.
 pub(crate) fn workers(copied: u64) -> usize {
     match copied >= WORKERS_FROM {
         true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(WORKERS),

@@ -18,10 +18,12 @@ pub mod container;
 
 mod device;
 mod direct;
+mod engine;
 mod error;
 pub mod fill;
 mod input;
 mod layout;
+mod lock;
 mod manifest;
 mod model;
 mod open_file;
@@ -33,10 +35,10 @@ mod reference;
 mod report;
 mod sample;
 mod save;
+mod stage;
 mod targets;
 mod timeline;
 
-pub use clock::Stage;
 pub use container::{Container, Defect, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use dmalane_device::Placement;
@@ -51,7 +53,8 @@ pub use model::{
 pub use open_file::{OpenFile, Select};
 pub use read::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme};
 pub use reference::ReferenceRates;
-pub use report::{Report, StageReport, Verified};
+pub use report::{Report, Verified};
 pub use sample::write_sample;
 pub use save::Output;
+pub use stage::{Stage, StageReport};
 pub use timeline::{StageSpan, StageTimeline, Track};

@@ -22,8 +22,8 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::container::lfs_pointer;
 use crate::container::safetensors::short;
+use crate::engine::{describe, workers};
 use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
-use crate::pipeline::{describe, workers};
 use crate::{Defect, Error, FormatError, Input, Model, Tensor};
 
 /// The version of the format.

@@ -24,12 +24,14 @@ pub struct OpenFile {
     /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
     select: Option<Select>,
     parsed: OnceLock<Arc<Model>>,
+    /// Its path opens it again.
+    pub(crate) by_name: bool,
 }
 
 impl OpenFile {
-    /// A file that is open already, and its name.
+    /// A file that is open already, and its name in messages.
     pub fn new(path: impl Into<PathBuf>, file: File) -> Self {
-        Self { path: path.into(), file, select: None, parsed: OnceLock::new() }
+        Self { path: path.into(), file, select: None, parsed: OnceLock::new(), by_name: false }
     }
 
     /// Opens a file by name.
@@ -39,7 +41,7 @@ impl OpenFile {
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         let file = File::open(path).map_err(|source| Error::File { path: path.to_owned(), what: "open it", source })?;
-        Ok(Self::new(path, file))
+        Ok(Self { by_name: true, ..Self::new(path, file) })
     }
 
     /// Opens a file whose header is known.

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 use dmalane_queue::Refusal;
 
+use crate::container::Tensor;
+use crate::device::LoadedFile;
 use crate::fill::{Extent, Job, Target, Targets};
-use crate::{LoadedFile, Tensor};
 
 /// Reads begin and end at multiples of this, as direct I/O needs it.
 const BLOCK: u64 = 4096;
@@ -19,7 +20,7 @@ const GAP: u64 = 64 << 10;
 pub(crate) struct Parts(Vec<Vec<Extent>>);
 
 impl Parts {
-    /// The parts of files of so many bytes: those in which these tensors lie, or all of a file without any.
+    /// The parts of files, each with its length: those in which these tensors lie, or all of a file without any.
     pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
         let of = |(i, (len, tensors)): (usize, (u64, Option<&[_]>))| match tensors {
             Some(tensors) => parts(i, tensors.iter().map(|t: &Arc<Tensor>| t.at.bits()..t.at.bits() + t.len), len),

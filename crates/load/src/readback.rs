@@ -8,7 +8,10 @@ use dmalane_dma::VolatileSlice;
 use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
 use crate::again::Reread;
-use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Verified};
+use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::error::Error;
+use crate::input::Input;
+use crate::report::Verified;
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,

@@ -7,10 +7,13 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_queue::Queue;
 
+use crate::device::OpenDevice;
+use crate::engine::describe;
+use crate::error::Error;
 use crate::fill::{self, FillOptions, Memory, Sink};
+use crate::input::Input;
+use crate::manifest::Manifest;
 use crate::parts::Parts;
-use crate::pipeline::describe;
-use crate::{Error, Input, Manifest, OpenDevice};
 
 /// Rates in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]

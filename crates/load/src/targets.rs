@@ -6,7 +6,7 @@ use std::ops::Range;
 use dmalane_addr::{CardAddr, FileOffset};
 use dmalane_queue::{DeviceAddr, Refusal};
 
-use crate::LoadedFile;
+use crate::device::LoadedFile;
 use crate::fill::{Target, Targets};
 
 /// The bytes of tensors go to their places in device memory. Bytes of no tensor, such as the header, stay on the host.

@@ -29,7 +29,7 @@ use script::{Fault, HELD, Random, Script, noise};
 
 /// Loads onto one card before it is opened anew.
 const LOADS: usize = 8;
-/// A device that loses doorbells may end nothing for so long, and any other for longer than a busy machine takes.
+/// Timeouts of a device: longer than a busy machine takes, and that of one that loses doorbells.
 const TIMEOUTS: [Duration; 2] = [Duration::from_secs(60), Duration::from_millis(40)];
 
 /// Calls of a kind left until one fails.

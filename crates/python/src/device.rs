@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dlpark::ffi::DLDevice;
+use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa};
-use dmalane::device::AddressSpaceKind;
+use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
 use dmalane::load::{Block, Loaded, OpenDevice, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement};
@@ -268,10 +268,10 @@ pub(crate) struct Pointers {
 
 impl Pointers {
     fn of(device: &mut OpenDevice) -> Option<Self> {
-        let number = i32::try_from(device.cuda_number()?).ok()?;
+        let DlpackDevice { kind, number } = device.dlpack()?;
         // Loads bind for reading; a flat space binds nothing.
         let read_only = device.address_space().kind() != AddressSpaceKind::Flat;
-        Some(Self { device: DLDevice::cuda(number), read_only })
+        Some(Self { device: DLDevice { device_type: DLDeviceType(kind), device_id: number }, read_only })
     }
 }
 

@@ -28,7 +28,7 @@ pub trait Fixture {
     /// The address at this offset of the target. An operation past `target_len` must fail, not be refused.
     fn at(&self, offset: u64) -> AddrOf<Self>;
 
-    /// A slice of exactly so many bytes of a buffer of its own, registered where the queue needs that.
+    /// A slice of exactly `len` bytes of a buffer of its own, registered where the queue needs that.
     fn host(&mut self, len: usize) -> HostSlice;
 
     /// Reads the target without the queue.

@@ -115,7 +115,7 @@ pub use choice::{BadQueueChoice, QueueChoice, parse_queues};
 pub use error::{OpError, Refusal, StopCause, StopReason};
 pub use operation::{CacheHint, GatherList, HostSlice, Operation, Shape, Work};
 pub use outcome::{Cancelled, Completion, Refused, Ticket};
-pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
+pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use queue::{DeviceQueue, Queue};
 pub use registered::Registered;
 pub use registry::{Registry, RegistryError, RegistryLimits, RegistryStats};

@@ -88,7 +88,7 @@ pub trait Queue: Send {
         Cancelled::TooLate
     }
 
-    /// Makes the queue stop when nothing has ended for so long although something is in flight; `None`: it waits for
+    /// Makes the queue stop when nothing has ended for this time although something is in flight; `None`: it waits for
     /// ever. False where the queue does not watch the time.
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         let _ = timeout;

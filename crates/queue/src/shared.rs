@@ -30,7 +30,7 @@ pub enum Class {
 }
 
 const CLASSES: usize = 3;
-/// One operation in so many comes from the least urgent class that has any, so that none starves.
+/// Length of a row of operations in which one comes from the least urgent class that has any: none starves.
 const FAIR_EVERY: u64 = 16;
 /// Polls of a waiting handle before its first sleep, and how long it sleeps.
 const SPINS: u32 = 64;

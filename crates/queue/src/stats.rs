@@ -45,8 +45,7 @@ impl Default for Latency {
 }
 
 impl Latency {
-    /// Reading the clock twice costs more than submitting, so only one operation in so many is timed, the first among
-    /// them.
+    /// Reading the clock twice costs more than submitting, so only the first of this many operations is timed.
     pub const ONE_IN: u64 = 64;
 
     /// Counts one.

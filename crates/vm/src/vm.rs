@@ -684,7 +684,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.reserve_lists(if batch.binds { tables } else { 0 }).map_err(|Full| self.no_memory())
     }
 
-    /// Reserves room for what a commit of a bind that makes at most so many tables may have to say, and an unbind of
+    /// Reserves room for what a commit of a bind that makes at most `tables` tables may have to say, and an unbind of
     /// one span after it.
     #[inline]
     fn reserve_lists(&mut self, tables: usize) -> Result<(), Full> {
@@ -769,7 +769,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.failed = true;
     }
 
-    /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
+    /// True once the VM has failed.
     pub fn has_failed(&self) -> bool {
         self.failed
     }

@@ -31,7 +31,7 @@ pub struct VulkanOptions {
     /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can. With
     /// `VK_EXT_queue_family_foreign`, submissions of several queues to one allocation then follow each other.
     pub exportable: bool,
-    /// Copies of at most so many bytes are the processor's while the GPU is idle, where it shares its memory with the
+    /// Longest copy in bytes that is the processor's while the GPU is idle, where it shares its memory with the
     /// host; 0 for none.
     pub direct: u64,
     /// Queues of the device, which share the queues of the driver; `None` for one on each.
@@ -42,7 +42,7 @@ pub struct VulkanOptions {
     pub validation: Option<Messages>,
 }
 
-/// A submission costs more than a copy of so many bytes. Of longer ones the GPU relieves the processor.
+/// Longest copy in bytes that costs less than a submission. Of longer ones the GPU relieves the processor.
 const DIRECT: u64 = 64 << 10;
 
 impl Default for VulkanOptions {

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockRea
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
-use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
+use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
 use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
 use dmalane_vm::{AnyVm, BindRequest, Bo, Vm};
 
@@ -473,21 +473,7 @@ impl AddressSpace for SparseSpace {
         self.map.reserve(len)
     }
 
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        let Bind { va, len, .. } = *bind;
-        let span = self.map.inside(Span::new(va, len).ok_or(SpaceError::Elsewhere(va))?)?;
-        let mut there = None;
-        self.map.lock().vm.mapping(span, &mut |mapped| {
-            there = self.map.turn(mapped.span);
-            ControlFlow::Break(())
-        });
-        match there {
-            Some(span) => Err(refused(Error::Bound(span.first()))),
-            None => self.apply(&[bind.request()]),
-        }
-    }
-
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         let low = self.map.inside(range)?;
         if self.map.lock().windows.get(&low.first().bits()).is_none_or(|window| window.range != low) {
             return Err(SpaceError::NotReserved(range));
@@ -718,7 +704,7 @@ fn mirror(
         });
     }
     for Change { at, len, to } in changes {
-        // What is taken away was waited for.
+        // The pages that are taken away were waited for.
         forget(bound, at, at + len);
         if let Some(To { area, .. }) = to {
             bound.insert(at, (len, Behind { area, or: Vec::new() }));

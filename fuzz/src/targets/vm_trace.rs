@@ -31,7 +31,7 @@ enum Op {
     Batch(Vec<Op>),
 }
 
-/// A segment: so many pages at a page.
+/// A segment: a number of pages at a page.
 #[derive(Arbitrary, Debug)]
 struct Piece {
     page: u16,

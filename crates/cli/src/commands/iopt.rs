@@ -5,11 +5,12 @@ mod image;
 mod report;
 mod spec;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
-use clap::{Args, Subcommand};
+use clap::builder::{PathBufValueParser, PossibleValue, TypedValueParser};
+use clap::{Arg, Args, Command, Subcommand};
 use dmalane::iopt::FormatId;
 use dmalane::load::Error;
 
@@ -99,8 +100,8 @@ struct Build {
     #[arg(value_name = "SPEC")]
     spec: PathBuf,
 
-    /// The page-table format
-    #[arg(short, long, value_parser = format())]
+    /// The page-table format, as `dmalane iopt formats` names it
+    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
     format: FormatId,
 
     /// The image to write
@@ -145,8 +146,8 @@ struct ImageSource {
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
 
-    /// The page-table format
-    #[arg(short, long, value_parser = format())]
+    /// The page-table format, as `dmalane iopt formats` names it
+    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
     format: FormatId,
 
     /// The address of the root table
@@ -238,9 +239,24 @@ impl Dump {
     }
 }
 
-/// Parses the name of a page-table format.
-pub fn format() -> impl TypedValueParser<Value = FormatId> {
-    PossibleValuesParser::new(FormatId::ALL.iter().map(|format| format.name())).try_map(|name| name.parse::<FormatId>())
+/// Parses the name of a page-table format, and tells completion scripts the names.
+#[derive(Clone)]
+pub struct FormatName;
+
+impl TypedValueParser for FormatName {
+    type Value = FormatId;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<FormatId, clap::Error> {
+        let parse = |text: &str| {
+            let parsed = text.parse::<FormatId>();
+            parsed.map_err(|e| format!("{e}\nhint: `dmalane iopt formats` lists them"))
+        };
+        parse.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(FormatId::ALL.iter().map(|format| PossibleValue::new(format.name()))))
+    }
 }
 
 /// An address on the command line. A type of its own, so that the default is printed in hexadecimal.

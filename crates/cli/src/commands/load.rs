@@ -14,20 +14,21 @@ use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
+use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates, Select};
 use dmalane::queue::QueueChoice;
-use dmalane::{DeviceSpec, OpenDevice, OpenFile, OpenOptions, Placement};
+use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
 use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
-use crate::number::{within, yes_or_no};
+use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
+use crate::report::{Page, Section};
 use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
 use crate::source::{self, Copied};
-use crate::timeline::{self, Page};
+use crate::timeline;
 use record::Recording;
 
 const EXAMPLES: &str = "\
@@ -35,7 +36,7 @@ Examples:
   dmalane load --sample 1GiB --verify -v
   dmalane load model.safetensors --verify --json
   dmalane load shard-*.safetensors --placement hbm -v
-  dmalane load model.safetensors --repeat 5 --csv
+  dmalane load model.safetensors --repeat 5 --json
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
   dmalane load model.safetensors --tensors '*.bias' --verify
@@ -79,7 +80,7 @@ pub(crate) struct Load {
     sample: Option<Size>,
 
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
-    #[arg(help = device::help("The device to load to"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
     /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
@@ -105,54 +106,47 @@ pub(crate) struct Load {
     manifest: Option<PathBuf>,
 
     #[command(flatten)]
-    mode: ReadMode,
-
-    /// Do not hash the data
-    #[arg(long)]
-    no_checksum: bool,
-
-    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
-    #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
-    hash_thread: Option<bool>,
-
-    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
-    /// in host memory
-    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
-    #[arg(allow_hyphen_values = true)]
-    chunk: Size,
-
-    /// DMA channels to use: auto, one, or several like 0,1
-    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: QueueChoice,
-
-    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
-    /// regions; or hbm-half for one region of a group [default: the first region]
-    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
-    placement: Placement,
-
-    /// Write a trace of the binds to this file, for `dmalane vm replay`
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    record: Option<PathBuf>,
-
-    #[command(flatten)]
-    timeline: timeline::TimelineOptions,
-
-    #[command(flatten)]
-    replace: output::Replace,
-
-    #[command(flatten)]
-    consent: Consent,
-
-    /// Seed of the sample
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
-    seed: u64,
+    format: output::OutputFormat,
 
     /// Load N times, onto the device opened anew, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
     #[command(flatten)]
-    format: output::OutputFormat,
+    mode: ReadMode,
+
+    /// Do not hash the data
+    #[arg(long, help_heading = "Reading")]
+    no_checksum: bool,
+
+    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
+    /// in host memory
+    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true, help_heading = "Reading")]
+    chunk: Size,
+
+    /// DMA channels to use: auto, one, or several like 0,1
+    #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
+    mm_channel: QueueChoice,
+
+    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
+    /// regions; or hbm-half for one region of a group [default: the first region]
+    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
+    placement: Placement,
+
+    /// Write a trace of the binds to this file, for `dmalane vm replay`
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    #[arg(help_heading = "Outputs")]
+    record: Option<PathBuf>,
+
+    #[command(flatten, next_help_heading = "Outputs")]
+    timeline: timeline::TimelineOptions,
+
+    #[command(flatten)]
+    replace: output::Replace,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 /// The files that a load writes.
@@ -241,9 +235,12 @@ impl Outcome {
             command: "dmalane load",
             device: &self.device.to_string(),
             answer: report::answer(self),
-            wall: self.run.loaded.report.wall,
-            stages: report::page_stages(self),
-            files: std::iter::once(head).chain(files).collect(),
+            sections: vec![
+                Section::Timeline(timeline, self.run.loaded.report.wall),
+                report::page_rates(self),
+                report::page_stages(self),
+                Section::Table("Files", std::iter::once(head).chain(files).collect(), ""),
+            ],
         };
         outputs.timeline.write(timeline, &page, "the files are loaded")
     }
@@ -262,14 +259,18 @@ impl Load {
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let (files, copied) = self.open_files()?;
+        let mut copied = Copied::default();
+        let files = match self.sample {
+            None => Some(self.open_files(&mut copied)?),
+            Some(_) => None,
+        };
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
-        let mut inputs = self.with_sample(files, &room)?;
+        let mut inputs = files.map_or_else(|| self.make_sample(&room), Ok)?;
         // Again, now that it is known which files are read.
         let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
@@ -277,7 +278,6 @@ impl Load {
             read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
-        self.select(&mut inputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
         }
@@ -314,33 +314,11 @@ impl Load {
             references,
         };
         outcome.write_timeline(&outputs)?;
-        let output::OutputFormat { verbose, json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::json(&outcome))?,
-            (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print_text(&report::text(&outcome, verbose, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::json(&outcome))?,
+            false => output::print_text(&report::text(&outcome, self.format.verbose, self.list))?,
         }
         Ok(ExitCode::SUCCESS)
-    }
-
-    /// Leaves out what `--tensors` does not name, and files without any of it.
-    fn select(&self, inputs: &mut Vec<Input<FileQueue>>) -> Result<(), Failure> {
-        if self.tensors.is_empty() {
-            return Ok(());
-        }
-        for mut input in std::mem::take(inputs) {
-            let patterns = self.tensors.clone();
-            input.source.select(Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)))));
-            if !input.source.model()?.tensors.is_empty() {
-                inputs.push(input);
-            }
-        }
-        if inputs.is_empty() {
-            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
-            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
-            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
-        }
-        Ok(())
     }
 
     /// Prints what a load would do.
@@ -351,11 +329,9 @@ impl Load {
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        let output::OutputFormat { json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
-            (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
-            _ => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
+            false => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
         }
         device.unload(placed)?;
         Ok(ExitCode::SUCCESS)
@@ -369,7 +345,6 @@ impl Load {
                 fill: FillOptions {
                     chunk: self.chunk.bytes(),
                     checksum: !self.no_checksum,
-                    hash_thread: self.hash_thread,
                     timeline: self.timeline.any(),
                     ..DriveOptions::default().fill
                 },
@@ -430,19 +405,28 @@ impl Load {
         })
     }
 
-    /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
-        let Some(size) = self.sample else { return Ok(files) };
-        room.check_sample(size.bytes())?;
-        let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
-        Ok(vec![OpenFile::new(sample::NAME, file).into_input(self.mode.options()).map_err(cannot_open)?])
+    /// The files, without the tensors that `--tensors` does not name.
+    fn open_files(&self, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let files = self.files.iter().map(|path| model::open(path, copied)).collect::<Result<Vec<_>, _>>()?;
+        let patterns = self.tensors.clone();
+        let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
+        let select = (!self.tensors.is_empty()).then_some(select);
+        let options = ModelOptions { mode: self.mode.mode(), select, ..ModelOptions::default() };
+        let model = HostModel::of_files(files, options).map_err(model::cannot_use)?;
+        if model.files().is_empty() {
+            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
+            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
+            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+        }
+        model.inputs(self.mode.options()).map_err(model::cannot_use)
     }
 
-    /// The files, and what had to be copied first.
-    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
-        let mut copied = Copied::default();
-        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
-        Ok((files.collect::<Result<_, _>>()?, copied))
+    /// The sample that was asked for, if it fits the card.
+    fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let size = self.sample.map_or(0, Size::bytes);
+        room.check_sample(size)?;
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
+        Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
     /// The files that are written.
@@ -489,23 +473,22 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.seed, &load.record), (16 << 20, 1, &None));
+        assert_eq!((load.chunk.bytes(), &load.record), (16 << 20, &None));
         assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
         let format = load.format;
-        assert!(!(format.verbose || format.json || format.csv || format.quiet));
+        assert!(!(format.verbose || format.json || format.quiet));
     }
 
     #[test]
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --record trace --seed 7 --json -q --list",
+             --record trace --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
-        assert_eq!(load.placement, Placement::HBM);
-        assert_eq!((load.chunk.bytes(), load.seed), (2 << 20, 7));
+        assert_eq!((load.placement, load.chunk.bytes()), (Placement::HBM, 2 << 20));
         assert_eq!(load.record, Some("trace".into()));
         assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
@@ -527,14 +510,12 @@ mod tests {
             "a --placement -half",
             "a -d gpu0",
             "a -d file:",
-            "a --seed -1",
             "--sample 0",
             "--sample 4095",
             "a --record -",
             "a -d soft,ddr=257GiB",
             "a -d soft,hbm=274877906945",
             "a --repeat 0",
-            "a --json --csv",
         ] {
             assert!(load(line).is_err(), "{line}");
         }

@@ -1,12 +1,12 @@
 //! `dmalane validate`: data integrity and speed of a device.
 
-mod plot;
+mod page;
 mod repeat;
 mod report;
 
 use std::fs::Metadata;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,7 +15,6 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::devices::Ability;
-use dmalane::load::Output;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
@@ -29,14 +28,16 @@ use crate::failure::{Failure, USAGE};
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
+use crate::report::Page;
 use crate::size::{Size, SizeError};
+use crate::timeline::Files;
 use repeat::Spread;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
-  dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
+  dmalane validate --sweep 4KiB,16MiB,MUL4 --report sizes.html
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
@@ -58,6 +59,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction
@@ -173,9 +175,14 @@ pub(crate) struct Validate {
     #[command(flatten)]
     format: output::OutputFormat,
 
-    /// Draw the results into this file, as SVG
+    /// Print the result as CSV
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+
+    /// Write a page (HTML) with the figures beside their references, bandwidth and latency over buffer sizes, the
+    /// machine and the command
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    plot: Option<PathBuf>,
+    report: Option<PathBuf>,
 
     #[command(flatten)]
     replace: output::Replace,
@@ -230,8 +237,7 @@ impl Validate {
         // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
         let settings = self.settings();
-        let mut plot = self.plot()?;
-        let mut target = self.target(&mut plot)?;
+        let (mut target, files) = self.target()?;
         target.stop_when(signals.stop.clone());
         let bar = Steps::new("validate", !self.format.quiet);
         let mut watch = |event| match event {
@@ -266,7 +272,7 @@ impl Validate {
         let complete = failed.is_none();
         let outcome = Outcome { device, notes, no_effect, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
-            self.print(&outcome, plot.as_ref())?;
+            self.print(&outcome, &files)?;
         }
         if let Some(failure) = failed {
             return Err(failure);
@@ -284,29 +290,23 @@ impl Validate {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Prints the figures, and draws them.
-    fn print(&self, outcome: &Outcome, plot: Option<&Output>) -> Result<(), Failure> {
-        let plot = plot.filter(|_| !outcome.report.figures.is_empty());
-        let drawn = plot.map(|to| {
-            let svg = plot::svg(outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
-            to.write(svg.as_bytes()).map_err(|e| cannot_write(to.path(), &e))
-        });
-        let path = plot.map(Output::path).filter(|_| matches!(drawn, Some(Ok(()))));
-        match (self.format.json, self.format.csv) {
+    /// Writes the page, and prints the figures.
+    fn print(&self, outcome: &Outcome, files: &Files) -> Result<(), Failure> {
+        let page = Page {
+            command: "dmalane validate",
+            device: &self.device.to_string(),
+            answer: page::answer(outcome),
+            sections: page::sections(outcome),
+        };
+        let written = files.write_report(&page, "the device was measured");
+        let path = self.report.as_deref().filter(|_| written.is_ok());
+        match (self.format.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,
             _ => output::print_text(&report::text(outcome, path, self.format.verbose, self.mb))?,
         }
-        drawn.unwrap_or(Ok(()))
-    }
-
-    /// The file of `--plot`. Checked before minutes of measuring.
-    fn plot(&self) -> Result<Option<Output>, Failure> {
-        let Some(path) = &self.plot else { return Ok(None) };
-        let to = self.replace.output(path);
-        to.check().map_err(|e| cannot_write(path, &e))?;
-        Ok(Some(to))
+        written
     }
 
     /// Refuses options that do not fit the device.
@@ -389,18 +389,19 @@ impl Validate {
         all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
-    /// The device to measure. Its files are none that `plot` may overwrite.
-    fn target(&self, plot: &mut Option<Output>) -> Result<TestedDevice, Failure> {
+    /// The device to measure, and the report to write: checked before minutes of measuring, and never one of the
+    /// device's files.
+    fn target(&self) -> Result<(TestedDevice, Files), Failure> {
+        let report = Files::report(self.report.as_ref().map(|path| self.replace.output(path)));
+        report.check()?;
         let options = self.open_options();
         let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
-        let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
-        let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-        if let Some(to) = plot.take() {
-            let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
-            to.check().map_err(|e| cannot_write(to.path(), &e))?;
-            *plot = Some(to);
-        }
-        TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))
+        let backing = device.backing_files();
+        let files = backing.iter().flat_map(|files| [&files.written, &files.read]);
+        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+        let report = report.excluding_device(backing)?;
+        let target = TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))?;
+        Ok((target, report))
     }
 
     /// The treatment of the contents of a device that is made of files.
@@ -510,8 +511,4 @@ fn seconds_or_none(text: &str) -> Result<Duration, String> {
         Ok(0.0) => Ok(Duration::ZERO),
         _ => seconds(text),
     }
-}
-
-fn cannot_write(path: &Path, error: &dmalane::load::Error) -> Failure {
-    output::refused(format!("cannot write {}", path.display()), error)
 }

@@ -13,7 +13,7 @@ use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
 use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
-use super::iopt::format;
+use super::iopt::FormatName;
 use crate::device;
 use crate::failure::Failure;
 use crate::output;
@@ -65,8 +65,8 @@ struct Replay {
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
 
-    /// The page-table format [default: that of the trace]
-    #[arg(short, long, value_parser = format())]
+    /// The page-table format, as `dmalane iopt formats` names it [default: that of the trace]
+    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
     format: Option<FormatId>,
 
     /// Print how long the first bind, the other binds and the unbinds took, without reading the trace
@@ -166,9 +166,10 @@ impl Replay {
 fn of_trace(header: &TraceHeader, name: &str) -> Result<FormatId, Failure> {
     let Some(format) = &header.format else {
         return Err(Failure::new(format!("{name} does not say which page-table format it is for"))
-            .hint("name one with --format; --help lists them"));
+            .hint("name one with --format; `dmalane iopt formats` lists them"));
     };
     format.parse().map_err(|e: UnknownFormat| {
-        Failure::because(format!("{name} cannot be replayed"), &e).hint("name another with --format; --help lists them")
+        Failure::because(format!("{name} cannot be replayed"), &e)
+            .hint("name another with --format; `dmalane iopt formats` lists them")
     })
 }

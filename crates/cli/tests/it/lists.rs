@@ -57,33 +57,6 @@ pub fn page(name: &str) -> String {
 }
 
 #[test]
-fn the_page_names_the_commands_that_share_an_option() {
-    let page = in_one_line(&page("reference/cli.md"));
-    for (before, after, words) in [
-        ("## Device names ", " take the same names", "`dmalane devices` describes them"),
-        ("## Standard input ", " and `--manifest` read", "; - for standard input"),
-        ("## Models of several files ", " take a directory", MODELS),
-        ("`--csv` (", ")", "--csv"),
-        ("`--repeat N` (", ")", "--repeat"),
-    ] {
-        let named = page.split_once(before).and_then(|(_, rest)| rest.split_once(after));
-        let (named, _) = named.unwrap_or_else(|| panic!("cli.md has no {before:?} with {after:?} behind it"));
-        // Names are between backquotes.
-        let named: BTreeSet<String> = named.split('`').skip(1).step_by(2).map(str::to_owned).collect();
-        assert_eq!(named, with(words), "cli.md between {before:?} and {after:?}, and each help with {words:?}");
-    }
-}
-
-#[test]
-fn the_page_has_a_section_for_each_json_object() {
-    let page = page("formats/json.md");
-    for name in with("--json") {
-        let has = |line: &str| line.starts_with("## ") && line.contains(&format!("{name} --json`"));
-        assert!(page.lines().any(has), "json.md has no heading with `dmalane {name} --json`");
-    }
-}
-
-#[test]
 fn every_text_is_looked_at_for_its_width() {
     for (name, _) in all() {
         // They need a PCI device; serve until they are stopped; print a script.

@@ -169,7 +169,7 @@ fn the_timeline_of_many_tensors_is_bounded() {
 }
 
 /// Tags that are open at the end, or closed out of order.
-fn unbalanced(page: &str) -> Vec<String> {
+pub fn unbalanced(page: &str) -> Vec<String> {
     let (mut open, mut wrong) = (Vec::new(), Vec::new());
     for tag in page.split('<').skip(1) {
         let (tag, _) = tag.split_once('>').unwrap();

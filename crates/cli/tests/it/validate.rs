@@ -216,10 +216,10 @@ fn a_repeated_measurement_has_a_median_and_a_spread() {
 }
 
 #[test]
-fn csv_and_plot() {
-    let plot = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.svg");
-    let _ = std::fs::remove_file(&plot);
-    let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--plot", plot.to_str().unwrap()]);
+fn csv_and_a_report_over_sizes() {
+    let page = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.html");
+    let _ = std::fs::remove_file(&page);
+    let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--report", page.to_str().unwrap()]);
     let mut lines = csv.lines();
     let head: Vec<&str> = lines.next().unwrap().split(',').collect();
     assert_eq!(head[..5], ["memory", "buffer_bytes", "pages", "direction", "read_bytes_per_s"]);
@@ -231,9 +231,14 @@ fn csv_and_plot() {
         assert!(total > 0.0 && row[9].parse::<f64>().unwrap() > 0.0, "{row:?}");
         assert_eq!((row[3] == "write", row[3] == "read"), (row[4].is_empty(), row[5].is_empty()));
     }
-    let svg = std::fs::read_to_string(plot).unwrap();
-    assert!(svg.starts_with("<svg") && svg.contains("HBM+DDR both, 4KiB pages") && svg.contains("GB/s"));
-    assert!(complains(&["--plot", "/nowhere/x.svg"], 1).contains("cannot write /nowhere/x.svg"));
+    let html = std::fs::read_to_string(page).unwrap();
+    assert_eq!(crate::timeline::unbalanced(&html), [""; 0]);
+    // A chart of bandwidth and one of latency for each memory, with a line and a dashed one for each direction.
+    assert_eq!((html.matches("<polyline").count(), html.matches("class=\"dash\"").count()), (2 * 3 * 6, 2 * 3 * 3));
+    for there in ["HBM+DDR both, 4 KiB pages, ", "Latency over buffer size", "class=\"ref\"", "2 of 2", "default-src"] {
+        assert!(html.contains(there), "{there}");
+    }
+    assert!(complains(&["--report", "/nowhere/x.html"], 1).contains("cannot write the report"));
 }
 
 #[test]
@@ -285,7 +290,7 @@ fn a_signal_ends_a_measurement_and_its_results_are_printed() {
         let (file, device) = file(1 << 20);
         let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
         std::fs::write(file.path(), &before).unwrap();
-        let plot = file.path().with_extension("svg");
+        let page = file.path().with_extension("html");
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
         command.args([
             "validate",
@@ -300,7 +305,7 @@ fn a_signal_ends_a_measurement_and_its_results_are_printed() {
             "--duration",
             "600",
         ]);
-        command.args(["--pages", "4k", "--plot", plot.to_str().unwrap()]);
+        command.args(["--pages", "4k", "--report", page.to_str().unwrap()]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
         // Into the measurement, where nothing else would end it.
@@ -316,7 +321,8 @@ fn a_signal_ends_a_measurement_and_its_results_are_printed() {
         assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
         assert_eq!(text(&output.stderr), "dmalane: interrupted\n");
         assert!(text(&output.stdout).contains("2/2 OK\nincomplete"), "{}", text(&output.stdout));
-        assert!(!plot.exists(), "no empty picture");
+        let html = std::fs::read_to_string(page).unwrap();
+        assert!(html.contains("<h1>Incomplete: ") && html.contains("2 of 2"), "{html}");
     }
 }
 
@@ -392,7 +398,7 @@ fn a_bad_command_line_is_explained() {
         (&["-d", "file:x", "--channel-allocation", "paired"], "--channel-allocation is for a card"),
         (&["--overwrite"], "--overwrite is for file, not for soft"),
         (&["-d", "file:x,probe-at=1M"], "could mean"),
-        (&["--plot", "-"], "stdout is for the report"),
+        (&["--report", "-"], "stdout is for the report"),
         (&["-d", "soft,ring=3"], "not a power of two from 2 to 65536"),
         (&["-d", "soft,ring=-1"], "not a power of two from 2 to 65536"),
         (&["-d", "soft,ring=many"], "not a power of two from 2 to 65536"),

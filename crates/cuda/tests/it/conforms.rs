@@ -3,11 +3,11 @@
 use dmalane_addr::{Access, SgIndex, Span};
 use dmalane_cuda::{Binds, CudaDevice, Error, GpuName, Which, gpus};
 use dmalane_device::conformance::suite;
-use dmalane_device::{AddressSpaceKind, Bind, Device};
+use dmalane_device::{AddressSpaceKind, Device};
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, OpError, Operation, QueueAddr, drain};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -79,7 +79,9 @@ impl Fixture for Queues {
             let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
             let space = gpu.device.address_space();
             let va = space.reserve(&table, TARGET).unwrap().first();
-            space.bind(&Bind { va, bo: &bo, offset: 0, len: TARGET, access: Access::RW }).unwrap();
+            space
+                .apply(&[BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: TARGET, access: Access::RW }])
+                .unwrap();
             at = space.at(va);
         }
         let queue = gpu.queues.remove(1);
@@ -257,7 +259,15 @@ fn writes_to_the_same_memory_by_two_addresses_keep_their_order() {
     let space = gpu.device.address_space();
     let ranges = [(); 2].map(|()| space.reserve(&table, 2 << 20).unwrap());
     for range in &ranges {
-        space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: 2 << 20, access: Access::RW }).unwrap();
+        space
+            .apply(&[BindRequest::Bind {
+                va: range.first(),
+                bo: bo.clone(),
+                offset: 0,
+                len: 2 << 20,
+                access: Access::RW,
+            }])
+            .unwrap();
     }
     let card = DeviceAddr::Card(span.first());
     let [a, b] = ranges.each_ref().map(|range| space.at(range.first()));
@@ -271,7 +281,7 @@ fn writes_to_the_same_memory_by_two_addresses_keep_their_order() {
         assert_eq!(gpu.read(0, card, 7).unwrap(), bytes[1].as_bytes(), "{first:?}, {second:?}");
     }
     for range in ranges {
-        gpu.device.address_space().unbind(range).unwrap();
+        gpu.device.address_space().release(range).unwrap();
     }
     drop(gpu);
     fake.assert_clean("two addresses");
@@ -285,11 +295,13 @@ fn a_small_copy_whose_address_is_unbound_before_the_doorbell_is_an_mmu_fault() {
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
     let space = gpu.device.address_space();
     let range = space.reserve(&table, 2 << 20).unwrap();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: 2 << 20, access: Access::RW }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 2 << 20, access: Access::RW }])
+        .unwrap();
     let at = space.at(range.first());
     let host = gpu.host(b"small").unwrap();
     let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.queues[0].flush();
     let ended = drain(&mut *gpu.queues[0], LONG);
     assert_eq!(ended[0].result, Err(OpError::MmuFault(range.first())));

@@ -4,7 +4,7 @@ use std::sync::{Arc, LazyLock};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_cuda::{Binds, Error, GpuName, gpus};
-use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy, MemoryError, Placement, SpaceError};
+use dmalane_device::{AddressSpaceKind, Device, DriverCopy, MemoryError, Placement, SpaceError};
 use dmalane_dma::{AnonHeap, Heap};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
@@ -124,9 +124,8 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
     let space = gpu.device.address_space();
     assert!(matches!(space.kind(), AddressSpaceKind::Driver { name: "cuMemMap" }) && space.page().bytes() == 2 << 20);
     let range = space.reserve(table, 4 << 20).map_err(|e| e.to_string())?;
-    let bind = Bind { va: range.first(), bo: &bo, offset: 0, len: 4 << 20, access: Access::READ };
-    space.bind(&bind).map_err(|e| e.to_string())?;
-    assert!(space.bind(&bind).is_err(), "something is bound there");
+    let bind = BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::READ };
+    space.apply(&[bind]).map_err(|e| e.to_string())?;
     let at = space.at(range.first());
     gpu.read(0, at, 5000)?;
     // The pages change places, then the second is taken away.
@@ -159,7 +158,7 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
         Err(e) if e.contains("MMU") => {}
         Err(e) => return Err(e),
     }
-    let unbound = gpu.device.address_space().unbind(range);
+    let unbound = gpu.device.address_space().release(range);
     unbound.map_err(|e| e.to_string())
 }
 
@@ -328,8 +327,8 @@ fn whatever_meets_a_lost_context_says_so() {
         let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
         let space = gpu.device.address_space();
         let bound = space.reserve(&table, 4 << 20).unwrap();
-        let bind = Bind { va: bound.first(), bo: &bo, offset: 0, len: 4 << 20, access: Access::RW };
-        space.bind(&bind).unwrap();
+        let bind = |va| [BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::RW }];
+        space.apply(&bind(bound.first())).unwrap();
         let free = space.reserve(&table, 4 << 20).unwrap();
         let host = gpu.host(&[1; 4096]).unwrap();
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
@@ -343,9 +342,8 @@ fn whatever_meets_a_lost_context_says_so() {
         let dmalane_dma::Error::Backend(registered) = registered else { panic!("{code}: {registered:?}") };
         let space = gpu.device.address_space();
         let SpaceError::Driver(reserved) = space.reserve(&table, 4 << 20).unwrap_err() else { panic!("{code}: range") };
-        let bind = Bind { va: free.first(), ..bind };
-        let SpaceError::Driver(bind) = space.bind(&bind).unwrap_err() else { panic!("{code}: bind") };
-        let SpaceError::Invalidate(unbound) = space.unbind(bound).unwrap_err() else { panic!("{code}: unbind") };
+        let SpaceError::Driver(bind) = space.apply(&bind(free.first())).unwrap_err() else { panic!("{code}: bind") };
+        let SpaceError::Invalidate(unbound) = space.release(bound).unwrap_err() else { panic!("{code}: unbind") };
         for error in [memory, registered, reserved, bind, unbound] {
             let says = error.to_string().contains("the GPU's context is lost");
             assert!(matches!(error.downcast_ref(), Some(Error::Lost(_))) == lost && says == lost, "{code}: {error}");

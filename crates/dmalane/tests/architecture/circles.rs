@@ -31,14 +31,12 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ("dmalane", "open.rs registry.rs spec.rs", "to be dissolved"),
     ("dmalane", "read.rs read/alloc.rs read/plan.rs read/short.rs read/source.rs read/stream.rs", "to be dissolved"),
     ("iopt", "map.rs runs.rs table.rs unmap.rs", "to be dissolved"),
-    ("load", "clock.rs live.rs report.rs timeline.rs", "to be dissolved"),
     (
         "load",
-        "container/lfs.rs container/mod.rs container/safetensors.rs container/set.rs device.rs error.rs input.rs \
-         layout.rs manifest.rs parts.rs pipeline.rs",
+        "container/lfs.rs container/mod.rs container/safetensors.rs container/set.rs engine.rs error.rs input.rs \
+         manifest.rs",
         "to be dissolved",
     ),
-    ("load", "fill/hash.rs fill/landing.rs fill/mod.rs fill/sink.rs fill/state.rs fill/worker.rs", "to be dissolved"),
     ("python", "device.rs expected.rs memory.rs open.rs stream.rs", "to be dissolved"),
     (
         "validate",

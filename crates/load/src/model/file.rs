@@ -36,15 +36,15 @@ fn identity(meta: &Metadata) -> (u64, u64, u64, i64, i64) {
 }
 
 impl ModelFile {
-    /// Reads the header of a file that can be opened by its name again, or is `kept` open.
-    pub(super) fn new(mut file: OpenFile, kept: bool, select: Option<Select>) -> Result<Self, Error> {
+    /// Reads the header of a file, and keeps it open where its name does not open it again.
+    pub(super) fn new(mut file: OpenFile, select: Option<Select>) -> Result<Self, Error> {
         if select.is_some() {
             file.select(select.clone());
         }
         let contents = file.model()?.clone();
         let meta = file.file.metadata().map_err(|source| file.error("read its size", source))?;
-        let OpenFile { path, file, .. } = file;
-        Ok(Self { path, contents, identity: identity(&meta), kept: kept.then_some(file), select, expected: None })
+        let OpenFile { path, file, by_name, .. } = file;
+        Ok(Self { path, contents, identity: identity(&meta), kept: (!by_name).then_some(file), select, expected: None })
     }
 
     /// Its name.

@@ -104,18 +104,18 @@ impl HostModel {
         let mut files = Vec::new();
         for path in paths {
             for path in model_files(path.as_ref())? {
-                files.push(ModelFile::new(OpenFile::open(path)?, false, options.select.clone())?);
+                files.push(ModelFile::new(OpenFile::open(path)?, options.select.clone())?);
             }
         }
         Self::new(files, options)
     }
 
-    /// The same of files that are open already, and stay open with the model.
+    /// The same of files that are open already. Those that were not opened by name stay open with the model.
     ///
     /// # Errors
     /// As of [`HostModel::open`].
     pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, ModelError> {
-        let files = files.into_iter().map(|file| ModelFile::new(file, true, options.select.clone()));
+        let files = files.into_iter().map(|file| ModelFile::new(file, options.select.clone()));
         Self::new(files.collect::<Result<_, _>>()?, options)
     }
 

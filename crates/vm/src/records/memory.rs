@@ -74,7 +74,7 @@ impl<F: Format> Records<F> {
         (class, groups)
     }
 
-    /// Makes room for so many nodes more, their words apart.
+    /// Makes room for `count` nodes more, their words apart.
     fn keep_numbers(&mut self, count: u64) -> Result<(), Full> {
         let Some(fresh) = count.checked_sub(self.spare.len() as u64) else { return Ok(()) };
         let fresh = u32::try_from(fresh + self.nodes.len() as u64).map_err(|_| Full)? as usize - self.nodes.len();

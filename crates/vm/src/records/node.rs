@@ -54,7 +54,7 @@ pub(super) const ALL: u64 = u64::MAX;
 pub(super) const MIXED: u32 = u32::MAX;
 
 impl<F: Format> Node<F> {
-    /// Logarithm of the entries of a group: at least 32, and so many that 64 groups are a table.
+    /// Logarithm of the entries of a group: at least 32, and at least a 64th of a table.
     pub(super) const GROUP: u32 = if F::INDEX_BITS > 11 { F::INDEX_BITS - 6 } else { 5 };
 
     /// The bits of the groups that entries `i` to `j` lie in.

@@ -39,7 +39,7 @@ struct Takes {
 }
 
 impl Takes {
-    /// With so many more segments, and bytes that are scattered.
+    /// With `segments` more segments, and bytes that are scattered.
     fn and(self, count: usize, segments: usize, scattered: u64) -> Self {
         Self {
             count: self.count + count,

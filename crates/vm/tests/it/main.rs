@@ -4,7 +4,6 @@ mod array;
 #[path = "../geometries/mod.rs"]
 mod geometries;
 mod long;
-mod queue;
 mod shapes;
 #[cfg(feature = "trace")]
 mod trace;

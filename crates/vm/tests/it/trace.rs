@@ -312,40 +312,6 @@ proptest! {
     }
 }
 
-/// The names of errors and their numbers, as a source file has them.
-fn names(source: &str) -> Vec<(&str, String)> {
-    let tables = source.split("=> (\"").skip(1);
-    let rows = tables.filter_map(|rest| rest.split_once(')')).filter_map(|(row, _)| row.split_once("\", Errno::"));
-    let number = |variant: &str| match variant {
-        "TooBig" => "E2BIG".to_owned(),
-        "NotSup" => "EOPNOTSUPP".to_owned(),
-        other => format!("E{}", other.to_uppercase()),
-    };
-    rows.map(|(name, variant)| (name, number(variant))).collect()
-}
-
-#[test]
-fn every_error_and_operation_is_documented() {
-    let page = |name: &str| {
-        std::fs::read_to_string(format!("{}/../../docs/formats/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
-    };
-    let (array, trace) = (page("vm-array.md"), page("vm-trace.md"));
-    let vm = names(include_str!("../../src/errno.rs"));
-    let of_array = names(include_str!("../../src/array.rs"));
-    let of_trace = names(include_str!("../../src/trace/error.rs"));
-    assert!(vm.len() >= 17 && of_array.len() >= 7 && of_trace.len() >= 11, "the tables were not found");
-    for (page, list) in [(&array, &vm), (&array, &of_array), (&trace, &of_trace)] {
-        for (name, number) in list {
-            assert!(page.contains(&format!("| `{name}` | {number} |")), "{name} {number} has no line");
-        }
-    }
-    for op in
-        ["bo", "destroy", "bind", "repeat", "null", "unbind", "unbind_bo", "prefetch", "merge", "batch", "reserved"]
-    {
-        assert!(trace.contains(&format!("| `{op}` | ")), "{op} has no line");
-    }
-}
-
 /// A batch as long as the longest of the posted patch, and of several faults the first.
 #[test]
 fn long_batches_and_their_first_fault() {

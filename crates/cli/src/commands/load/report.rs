@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
-use crate::output::{WallTimes, csv_line};
+use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
 
 fn tensors(loaded: &Loaded) -> usize {
@@ -263,31 +263,6 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     out
 }
 
-/// The stages of the median run as CSV, and the whole load as the last row, with the times of all runs.
-pub(super) fn csv(o: &Outcome) -> String {
-    let head = ["stage", "busy_s", "wall_s", "share", "bytes", "bytes_per_s", "reference_bytes_per_s"];
-    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-    let seconds = |time: Duration| time.as_secs_f64().to_string();
-    let r = &o.run.loaded.report;
-    let mut out = csv_line(head.iter().chain(&WallTimes::CSV_HEAD).map(|name| (*name).to_owned()));
-    for s in stages(o) {
-        let cells = [
-            s.stage.to_string(),
-            seconds(s.busy),
-            seconds(s.wall),
-            number(share(&s, r.wall)),
-            s.bytes.to_string(),
-            number(reached(&s)),
-            number(reference(&s, o)),
-        ];
-        out += &csv_line(cells.into_iter().chain(WallTimes::CSV_HEAD.map(|_| String::new())));
-    }
-    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
-    let (wall, bytes, none) = (seconds(r.wall), r.bytes.to_string(), String::new());
-    let all = ["load".to_owned(), wall.clone(), wall, "1".to_owned(), bytes, number(rate), none];
-    out + &csv_line(all.into_iter().chain(o.runs.csv()))
-}
-
 /// The line with size and rate, without a line end, and the line that names the bottleneck.
 pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
@@ -403,13 +378,22 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// The stages for a page, with the names of the columns, and what these mean.
-pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
+/// The rates of the stages for a page.
+pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
+    let bar = |s: &StageReport| {
+        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: reached(s)?, reference: reference(s, o) })
+    };
+    let meaning =
+        "Measured rates above references: what this machine reached in the same run when it did nothing else.";
+    Section::Bars(stages(o).iter().filter_map(bar).collect(), meaning.to_owned())
+}
+
+/// The stages for a page.
+pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
     let head = STAGE_HEAD.map(str::to_owned);
     let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only \
-                   worked on the stage or waited for it. reference: what this machine reached in the same run when it \
-                   did nothing else.";
-    (std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
+                   worked on the stage or waited for it.";
+    Section::Table("Stages", std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
 }
 
 /// The stages.

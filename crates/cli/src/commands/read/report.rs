@@ -1,7 +1,6 @@
 //! The outcome of reading, as text, JSON and CSV.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use dmalane::load::StageReport;
 use serde_json::{Value, json};
@@ -9,7 +8,7 @@ use serde_json::{Value, json};
 use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
-use crate::output::{WallTimes, csv_line};
+use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
 
 fn per_stage(s: &StageReport) -> Option<f64> {
@@ -83,23 +82,6 @@ pub(super) fn json(o: &Outcome) -> Value {
     })
 }
 
-/// The stages of the median run as CSV, and the whole as the last row, with the times of all runs.
-pub(super) fn csv(o: &Outcome) -> String {
-    let r = &o.run.report;
-    let head = ["stage", "busy_s", "wall_s", "bytes", "bytes_per_s"];
-    let mut out = csv_line(head.iter().chain(&WallTimes::CSV_HEAD).map(|name| (*name).to_owned()));
-    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-    let seconds = |time: Duration| time.as_secs_f64().to_string();
-    for s in &r.stages {
-        let bytes = s.bytes.to_string();
-        let cells = [s.stage.to_string(), seconds(s.busy), seconds(s.wall), bytes, number(per_stage(s))];
-        out += &csv_line(cells.into_iter().chain(WallTimes::CSV_HEAD.map(|_| String::new())));
-    }
-    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
-    let all = ["read_all".to_owned(), seconds(r.wall), seconds(r.wall), r.bytes.to_string(), number(rate)];
-    out + &csv_line(all.into_iter().chain(o.runs.csv()))
-}
-
 /// The stage that held the workers up for longest.
 fn slowest(o: &Outcome) -> Option<&StageReport> {
     o.run.report.stages.iter().max_by_key(|s| s.wall)
@@ -171,22 +153,31 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// The stages for a page, with the names of the columns, and what these mean.
-pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
-    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
-                   worked on the stage or waited for it, summed over the workers.";
-    (std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect(), meaning)
+/// The rates of the stages for a page.
+pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
+    let bar = |s: &StageReport| {
+        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
+    };
+    Section::Bars(o.run.report.stages.iter().filter_map(bar).collect(), String::new())
 }
 
-/// The files for a page, with the names of the columns.
-pub(super) fn page_files(o: &Outcome) -> Vec<Vec<String>> {
+/// The stages for a page.
+pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
+    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
+                   worked on the stage or waited for it, summed over the workers.";
+    let rows = std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect();
+    Section::Table("Stages", rows, meaning)
+}
+
+/// The files for a page.
+pub(super) fn page_files(o: &Outcome) -> Section<'static> {
     let head = ["file", "size", "XXH3", "direct", "page cache"].map(str::to_owned).to_vec();
     let file = |file: &super::ReadFile| {
         let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
         let (path, moved) = (file.path.to_string_lossy().into_owned(), file.method.moved);
         vec![path, binary(file.bytes), hash, binary(moved.direct), binary(moved.buffered)]
     };
-    std::iter::once(head).chain(o.run.files.iter().map(file)).collect()
+    Section::Table("Files", std::iter::once(head).chain(o.run.files.iter().map(file)).collect(), "")
 }
 
 fn rows(o: &Outcome) -> impl Iterator<Item = [String; 5]> {
