@@ -488,8 +488,7 @@ mod tests {
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
-        assert_eq!(load.placement, Placement::HBM);
-        assert_eq!(load.chunk.bytes(), 2 << 20);
+        assert_eq!((load.placement, load.chunk.bytes()), (Placement::HBM, 2 << 20));
         assert_eq!(load.record, Some("trace".into()));
         assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
