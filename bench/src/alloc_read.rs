@@ -424,7 +424,7 @@ impl Bench {
         Ok(medians)
     }
 
-    /// Drops the file from the page cache, and makes sure that so much of it is there.
+    /// Puts the share `cached` of the file into the page cache, and no more.
     fn prepare(&self, cached: Cached) -> Result<()> {
         let mut file = File::open(&self.path)?;
         if cached != Cached::All {
@@ -513,7 +513,7 @@ impl Bench {
             UDMABUF | UDMABUF_DIRECT => {
                 let mode = if row == UDMABUF { Mode::Buffered } else { Mode::Direct };
                 let buf = self.mmap_read(mode)?;
-                // There is no udmabuf, or one of so many bytes is more than it takes: 64 MiB unless told otherwise.
+                // There is no udmabuf, or the buffer exceeds its limit: 64 MiB unless told otherwise.
                 if let Err(e) = export_dma_buf(&buf.reference()) {
                     self.missing.insert(row, e.to_string());
                     return Ok(None);

@@ -38,7 +38,7 @@ pub trait Binder {
     }
     fn bind(&mut self, jobs: &[Job]);
     fn unbind(&mut self, jobs: &[Job]);
-    /// One unbind of so many pages from [`BASE`] on.
+    /// One unbind of `pages` pages from [`BASE`] on.
     fn unbind_range(&mut self, pages: u64);
     /// Where the table leads, by walking it.
     fn translate(&self, va: u64) -> Option<u64>;
@@ -359,7 +359,7 @@ impl Pages for Ranges {
     }
 }
 
-/// The bind manager through its public interface, one call for each request, with so many buffers.
+/// The bind manager through its public interface, one call for each request, with `BUFFERS` buffers.
 struct Ours<const BUFFERS: u64> {
     name: &'static str,
     vm: Vm<AgxUat, HeapTables<CardAddr>>,

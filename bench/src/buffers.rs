@@ -30,7 +30,7 @@ impl Layout {
     }
 }
 
-/// A buffer of so many segments.
+/// A buffer of `count` segments.
 pub fn of_segments(layout: Layout, count: usize) -> Vec<Segment<CardAddr>> {
     let mut random = Mt19937::new(count as u32);
     let lengths = (0..count).map(|i| match layout {
@@ -40,7 +40,7 @@ pub fn of_segments(layout: Layout, count: usize) -> Vec<Segment<CardAddr>> {
     place(lengths.collect(), &mut random)
 }
 
-/// A buffer of so many pages.
+/// A buffer of `pages` pages.
 pub fn of_pages(layout: Layout, pages: u64) -> Vec<Segment<CardAddr>> {
     let mut random = Mt19937::new(pages as u32);
     let (mut lengths, mut left) = (Vec::new(), pages);
@@ -61,7 +61,7 @@ pub fn of_pages(layout: Layout, pages: u64) -> Vec<Segment<CardAddr>> {
     place(lengths, &mut random)
 }
 
-/// A buffer of so many blocks of 2 MiB, and among them single pages at equal distances.
+/// A buffer of `count` blocks of 2 MiB, and among them `odd` single pages at equal distances.
 pub fn blocks(count: usize, odd: usize) -> Vec<Segment<CardAddr>> {
     let mut lengths = vec![(2 << 20) / PAGE; count];
     for n in (0..odd).rev() {

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex, Span};
-use dmalane::cuda::{CudaDevice, GpuName};
+use dmalane::DeviceSpec;
+use dmalane::cuda::{Binds, CudaDevice, GpuName};
 use dmalane::device::{Bounce, Device, DriverCopy, Placement};
 use dmalane::dma::{BufferSlice, Heap};
 use dmalane::queue::{DeviceAddr, DeviceQueue, Direction, Registered};
@@ -21,7 +22,7 @@ use crate::vulkan::{LONG, by_queue, byte, scattered};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// The GPU: its number or UUID, or `N,lib=PATH` for another library of the driver
+    /// The GPU, as `cuda:` names it: its number or UUID, and `,lib=PATH` for another library of the driver
     #[arg(long, default_value = "0")]
     gpu: String,
 
@@ -40,12 +41,10 @@ pub struct Options {
 
 pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     let mut report = Report::new("cuda");
-    let (number, library) = options.gpu.split_once(',').unwrap_or((&options.gpu, ""));
-    let named = |binds: &str| -> Result<GpuName, Box<dyn Error>> {
-        let rest = if library.is_empty() { String::new() } else { format!(",{library}") };
-        Ok(format!("{number}{binds}{rest}").parse()?)
-    };
-    let mut device = match CudaDevice::open(&named("")?) {
+    let spec: DeviceSpec = format!("cuda:{}", options.gpu).parse()?;
+    let gpu = &spec.get::<CudaSpec>().ok_or("no GPU")?.gpu;
+    let named = |binds| GpuName { binds, ..gpu.clone() };
+    let mut device = match CudaDevice::open(&named(Binds::Flat)) {
         Ok(device) => device,
         Err(e) => {
             report.say(format!("SKIPPED: {e}"));
@@ -57,7 +56,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     copies(&mut device, options, &mut report)?;
     drop(device);
     match virtual_memory {
-        true => binds(&mut CudaDevice::open(&named(",vmm")?)?, options, &mut report)?,
+        true => binds(&mut CudaDevice::open(&named(Binds::CuMemMap))?, options, &mut report)?,
         false => report.say("SKIPPED: no binds: the GPU has no virtual memory".to_owned()),
     }
     Ok(report)
@@ -190,7 +189,7 @@ fn binds(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Res
             took[2] = begun.elapsed().as_secs_f64();
             look(&mut bounce, &mut *queues[0], range.first(), len, &places)?;
             let begun = Instant::now();
-            device.address_space().unbind(range)?;
+            device.address_space().release(range)?;
             took[3] = begun.elapsed().as_secs_f64();
             if round > 0 {
                 samples.iter_mut().zip(took).for_each(|(samples, took)| samples.push(took));

@@ -168,7 +168,7 @@ fn unaligned_holes(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std
     Ok(())
 }
 
-/// Ranges of so many lengths in turn, from a cache.
+/// Ranges of many lengths in turn, from a cache.
 fn many_lengths(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
     const CALLS: u64 = 4096;
     let mut medians = Vec::new();

@@ -113,8 +113,7 @@ impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
         let mut drive = DriveOptions::default();
         drive.fill.chunk = options.chunk;
-        let how =
-            OpenOptions { drive, workers: options.workers.then_some(Workers::PerChannel), ..OpenOptions::default() };
+        let how = OpenOptions { drive, ..OpenOptions::default() };
         let heap = AnonHeap::new();
         let chunk = usize::try_from(options.chunk)?;
         let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(chunk)?.share().into_slice())).collect::<Result<_>>()?;
@@ -124,7 +123,7 @@ impl Bench {
         let mut bench = Self {
             path,
             size: options.size,
-            device: how.open(&"soft".parse()?)?,
+            device: how.open(&if options.workers { "soft,workers=each" } else { "soft" }.parse()?)?,
             checksum: None,
             parts,
             whole: heap.allocate(size)?.share(),

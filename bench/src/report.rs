@@ -166,8 +166,8 @@ impl Report {
         row.details.instructions_per_item
     }
 
-    /// The next goal is about rows of so many rounds: of less than [`PROOF`] it is not proven, of less than [`LEAST`]
-    /// not judged.
+    /// The next goal is about rows with this number of rounds: below [`PROOF`] it is not proven, below [`LEAST`] not
+    /// judged.
     pub fn of_rounds(&mut self, rounds: usize) -> &mut Self {
         self.rounds = Some(rounds);
         self

@@ -422,7 +422,7 @@ fn binds(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resul
                 }
             }
             let begun = Instant::now();
-            device.address_space().unbind(range)?;
+            device.address_space().release(range)?;
             if round > 0 {
                 samples[4].push(took);
                 samples[5].push(begun.elapsed().as_secs_f64());

@@ -1,4 +1,4 @@
-//! Runs the seeds of a fuzz target, then seeds with random changes for so long: `replay TARGET SECONDS`, in the root of
+//! Runs the seeds of a fuzz target, then seeds with random changes for a time: `replay TARGET SECONDS`, in the root of
 //! the repository. The input that runs lies in `fuzz/artifacts/TARGET/running` and stays there after a
 //! panic. Without coverage it explores less than `scripts/fuzz`, and needs no special build.
 

@@ -44,7 +44,7 @@ pub struct ScriptQueue {
 }
 
 impl ScriptQueue {
-    /// A queue for at most so many operations.
+    /// A queue for at most `capacity` operations.
     pub fn new(script: &Arc<Mutex<Script>>, capacity: usize) -> Self {
         Self { script: script.clone(), waiting: Vec::new(), capacity, next: 0, stopped: None }
     }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from ._arguments import Manifest, Paths, Progress, manifest_of, parse_size, paths_of, watched
-from ._frameworks import Framework, converter, describe, raw_bytes
+from ._frameworks import Framework, converter, describe
 from ._last import remember
-from ._lend import safe_open
 from ._native import Buffer, Device, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
 from .errors import UnknownTensorError
@@ -76,7 +75,7 @@ def load_into(
     written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
     have been when `IntegrityError` is raised.
     """
-    files = Files(paths_of(path), None, direct)
+    files = Files(paths_of(path), None, direct, manifest_of(verify))
     names = files.keys()
     if strict and (unknown := set(tensors).symmetric_difference(names)):
         name = min(unknown)
@@ -91,18 +90,17 @@ def load_into(
         elif describe(name, target) != (dtype, list(shape)):
             raise ValueError(f"tensor {name!r} is {dtype} {list(shape)} in {file}, not {describe(name, target)}")
     largest = max((files.describe(name)[2] for name in names), default=0)
-    files.close()
-    limit = max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20))
-    with safe_open(path, "bytes", memory_limit=limit, direct=direct, verify=verify) as f:
-        for name, tensor in f.tensors(set(tensors) & set(names)):
-            target = tensors[name]
-            if tensor.nbytes:
-                _copy(target, tensor, raw_bytes)
-            del tensor
-        remember(f.report)
+    files = files.within(max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20)))
+    stream = files.stream(set(tensors) & set(names))
+    while (tensor := next(stream, None)) is not None:
+        if tensor.nbytes:
+            _copy(tensors[tensor.name], tensor)
+        # The next one may need its memory.
+        del tensor
+    remember(files.report)
 
 
-def _copy(target: Any, tensor: Tensor, raw_bytes: Callable[[Any], memoryview]) -> None:
+def _copy(target: Any, tensor: Tensor) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(target, torch.Tensor):
         with torch.no_grad():

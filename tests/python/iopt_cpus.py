@@ -234,7 +234,7 @@ def read_control(number, to):
 
 
 def behind(to, instructions):
-    """The address so many instructions behind this pair of them."""
+    """The address `instructions` instructions behind this pair of them."""
     return [to << 7 | 0x17, add(to, to, 4 * instructions + 8)]  # auipc to, 0
 
 

@@ -83,7 +83,7 @@ class Machine:
     flips: tuple = ()
     # Bytes of an entry.
     entry_bytes: int = 8
-    # It takes so many times as long as the fastest.
+    # How many times as long as the fastest it takes.
     cost: int = 1
     # Where Unicorn is known to differ from the architecture.
     differs: str = ""

@@ -204,7 +204,7 @@ VTD, PCI_BAR = 0xFED9_0000, 0xE000_0000
 
 
 class Vtd(Qemu):
-    """The intel-iommu of the machine `q35`, with second-stage tables of so many levels."""
+    """The intel-iommu of the machine `q35`, with second-stage tables of a given number of levels."""
 
     LEVELS = 4
 

@@ -150,17 +150,17 @@ def test_a_card_too_small(dmalane, files, placement):
     with file.open("wb") as f:
         f.write(content)
         f.truncate(len(content) + length)  # sparse, and never read
-    card = "--card-ddr" if placement == "ddr" else "--card-hbm"
-    options = ["--placement", placement, card, "512MiB"]
+    card = "ddr" if placement == "ddr" else "hbm"
+    options = ["--placement", placement, "-d", f"soft,{card}=512MiB"]
     done = dmalane.run("load", file, "--json", "--record", files / "out" / "binds", *options)
     assert_refused(done, file, rf"{length >> 20} MiB are needed", files)
-    assert card in done.stderr, "the message says what would help"
+    assert f"-d soft,{card}=" in done.stderr, "the message says what would help"
 
 
 def test_a_tiny_card(dmalane, files):
     file = files / "in" / "large.safetensors"
     file.write_bytes(build({"a": u8(0, 4 << 20)}, pattern(4 << 20)))
-    done = dmalane.run("load", file, "--json", "--card-ddr", "1MiB", "--record", files / "out" / "binds")
+    done = dmalane.run("load", file, "--json", "-d", "soft,ddr=1MiB", "--record", files / "out" / "binds")
     assert_refused(done, file, r"4 MiB are needed", files)
 
 
@@ -174,7 +174,7 @@ def test_an_output_in_a_place_that_is_not_there(dmalane, files):
 
 @pytest.mark.parametrize(
     "options",
-    [["--placement", "cache"], ["--fragmentation", "2"], ["--fragmentation", "x"], ["--chunk", "0"],
+    [["--placement", "cache"], ["-d", "soft,fragmentation=2"], ["-d", "soft,fragmentation=x"], ["--chunk", "0"],
      ["--chunk", "1XiB"], ["--mm-channel", "2"], ["--buffered", "--direct"], ["--no-such-option"]],
     ids=lambda o: " ".join(o),
 )  # fmt: skip

@@ -52,12 +52,12 @@ def checked(dmalane, files, *options):
 
 @pytest.mark.parametrize(("placement", "fragmentation"), pairs(PLACEMENTS, FRAGMENTATIONS))
 def test_the_real_file(dmalane, minilm, placement, fragmentation):
-    checked(dmalane, [minilm], "--placement", placement, "--fragmentation", fragmentation)
+    checked(dmalane, [minilm], "--placement", placement, "-d", f"soft,fragmentation={fragmentation}")
 
 
 @pytest.mark.parametrize(("placement", "fragmentation"), pairs(PLACEMENTS, FRAGMENTATIONS, 1))
 def test_the_real_file_in_seven_shards(dmalane, shards, placement, fragmentation):
-    checked(dmalane, shards, "--placement", placement, "--fragmentation", fragmentation)
+    checked(dmalane, shards, "--placement", placement, "-d", f"soft,fragmentation={fragmentation}")
 
 
 @pytest.mark.parametrize(("placement", "channel"), pairs(PLACEMENTS, CHANNELS, 1))
@@ -84,7 +84,7 @@ def test_the_real_file_read_both_ways(dmalane, minilm, shards, how):
 
 
 def test_the_real_file_in_small_chunks(dmalane, minilm, shards):
-    checked(dmalane, [minilm], "--chunk", "1MiB", "--fragmentation", "1")
+    checked(dmalane, [minilm], "--chunk", "1MiB", "-d", "soft,fragmentation=1")
     checked(dmalane, shards, "--chunk", "1MiB")
 
 

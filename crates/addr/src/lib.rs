@@ -2,8 +2,7 @@
 //!
 //! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes
 //! a buffer as physically contiguous segments, [`SgIndex`] finds any of its pages at once, [`RangeAllocator`] hands out
-//! IOVAs, card memory and device VAs (faster with a [`RangeCache`] in front), and [`Timeline`] is the fence that every
-//! layer signals and waits for.
+//! IOVAs, card memory and device VAs (faster with a [`RangeCache`] in front).
 //!
 //! Mixing two address spaces does not compile:
 //!
@@ -41,7 +40,6 @@ mod page;
 mod range;
 mod sg;
 mod span;
-mod timeline;
 
 pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
@@ -50,4 +48,3 @@ pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
 pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
 pub use span::Span;
-pub use timeline::{Fence, Signaller, Timeline};

@@ -202,6 +202,61 @@ int32_t dml_buffer_export(dml_buffer buffer, int *fd);
 int32_t dml_buffer_export_dma_buf(dml_buffer buffer, int *fd);
 int32_t dml_buffer_destroy(dml_buffer buffer);
 
+/* Files of tensors in host memory: their headers are parsed once, when they are opened. */
+typedef uint64_t dml_model;
+/* A tensor in host memory, or a slice of one. */
+typedef uint64_t dml_host_tensor;
+/* The tensors of a model, read ahead in the order of their bytes. */
+typedef uint64_t dml_stream;
+
+/* How a model is opened. Zero it, set `size`, then the fields that are needed. */
+struct dml_model_config {
+	uint64_t size; /* sizeof(struct dml_model_config) */
+	uint64_t memory_limit; /* most bytes that its tensors take at a time; 0 for no limit */
+	uint32_t flags; /* DML_READ_DIRECT, DML_READ_BUFFERED or 0 */
+	uint32_t zero;
+};
+
+#define DML_DIMS 8
+
+struct dml_model_tensor {
+	uint64_t len; /* bytes */
+	uint64_t name_len; /* bytes of its name, without the terminating zero */
+	uint64_t dims; /* dimensions, at most DML_DIMS */
+	uint64_t shape[DML_DIMS];
+	char dtype[16]; /* type of an element, as the file spells it ("F32"); empty for bytes without a type */
+};
+
+/* A range of a dimension, in elements. */
+struct dml_slice {
+	uint64_t start;
+	uint64_t stop; /* behind the last one */
+};
+
+/* Opens files of tensors: `paths` are files, directories or indices. -EINVAL for files that are no models, and where two
+ * have a tensor of one name. */
+int32_t dml_model_open(const char *const *paths, size_t count, const struct dml_model_config *config, dml_model *model);
+/* Tensor `index`, from 0 in the order of the files and of their bytes, and its name, cut to `size` bytes including the
+ * terminating zero; `name` may be null. -ENOENT behind the last, -EOVERFLOW for one of more than DML_DIMS dimensions. */
+int32_t dml_model_tensor(dml_model model, uint64_t index, struct dml_model_tensor *tensor, char *name, size_t size);
+/* Reads a tensor. `filled` says where its bytes are until the tensor is destroyed; it has no checksum. -ENOMEM where the
+ * memory limit does not allow it now. */
+int32_t dml_model_read(dml_model model, const char *name, dml_host_tensor *tensor, struct dml_filled *filled);
+/* Reads a slice: `count` ranges, one for each dimension. -EINVAL for ranges beyond the tensor, and for types without a
+ * size. */
+int32_t dml_model_slice(dml_model model, const char *name, const struct dml_slice *slices, size_t count,
+			dml_host_tensor *tensor, struct dml_filled *filled);
+/* Begins to read all tensors on a thread, ahead within the memory limit. */
+int32_t dml_model_stream(dml_model model, dml_stream *stream);
+/* Waits for the next tensor of a stream, and its name as for dml_model_tensor(). -ENOENT behind the last; -ENOMEM when
+ * the limit is in use by tensors that are not destroyed within half a second. */
+int32_t dml_stream_next(dml_stream stream, dml_host_tensor *tensor, struct dml_filled *filled, char *name, size_t size);
+int32_t dml_stream_destroy(dml_stream stream);
+/* Gives the bytes back to the memory limit when no other tensor of the same read is left. */
+int32_t dml_host_tensor_destroy(dml_host_tensor tensor);
+/* Tensors and streams of the model stay until they are destroyed. */
+int32_t dml_model_destroy(dml_model model);
+
 /* An open device: a card, a GPU, a file. Calls on one target take turns. */
 typedef uint64_t dml_target;
 /* Host memory that a target reaches. */
@@ -255,8 +310,8 @@ int32_t dml_target_free(dml_target target, uint32_t handle);
 int32_t dml_target_reserve(dml_target target, uint32_t handle, uint64_t len, uint64_t *va, uint64_t *reserved);
 /* Unbinds all in the range that begins at `va`, and gives it back. -EBUSY while completions have not been polled. */
 int32_t dml_target_release(dml_target target, uint64_t va);
-/* Applies `count` operations, as dml_vm_bind() does, within reserved ranges, all or none. A device without batches
- * (-EOPNOTSUPP) takes a single DML_BIND where nothing is bound. After -EIO nothing is bound there. */
+/* Applies `count` operations, as dml_vm_bind() does, within reserved ranges, all or none. After -EIO nothing is bound
+ * there. */
 int32_t dml_target_bind(dml_target target, const void *operations, size_t stride, size_t count);
 
 /* Kinds of operations: */
@@ -324,6 +379,8 @@ struct dml_tensor {
 /* Loads a file, as one tensor if it is of no known format, and binds each tensor for reading. `placement` as above.
  * -EBUSY while completions have not been polled. After an error nothing stays on the device. */
 int32_t dml_target_load(dml_target target, const char *path, const char *placement, uint32_t flags, dml_load *load);
+/* The same for a model that is open. */
+int32_t dml_target_load_model(dml_target target, dml_model model, const char *placement, uint32_t flags, dml_load *load);
 /* Tensor `index`, from 0 in the order of the file, and its name, cut to `size` bytes including the terminating zero;
  * `name` may be null. -ENOENT behind the last. */
 int32_t dml_load_tensor(dml_load load, uint64_t index, struct dml_tensor *tensor, char *name, size_t size);

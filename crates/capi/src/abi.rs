@@ -17,6 +17,7 @@ use dmalane_addr::{CardAddr, Segment};
 use dmalane_vm::Errno;
 
 use crate::buffers::{self, Request};
+use crate::models::{self, Described, Placed};
 use crate::objects::{self, Callback, Callbacks, Refused, call};
 use crate::targets;
 
@@ -226,6 +227,46 @@ pub struct DmlTensor {
     pub name_len: u64,
 }
 
+/// `struct dml_model_config`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlModelConfig {
+    /// `sizeof(struct dml_model_config)` as the caller knows it.
+    pub size: u64,
+    /// Bytes of host memory that its tensors may take at a time; 0 for no limit.
+    pub memory_limit: u64,
+    /// `DML_READ_DIRECT`, `DML_READ_BUFFERED` or 0.
+    pub flags: u32,
+    /// 0.
+    pub zero: u32,
+}
+
+/// `struct dml_model_tensor`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DmlModelTensor {
+    /// Bytes.
+    pub len: u64,
+    /// Length of its name in bytes, without the terminating zero.
+    pub name_len: u64,
+    /// Dimensions.
+    pub dims: u64,
+    /// Its shape.
+    pub shape: [u64; models::DIMS],
+    /// The type of its elements ("F32"), with a terminating zero; empty for bytes without a type.
+    pub dtype: [u8; 16],
+}
+
+/// `struct dml_slice`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlSlice {
+    /// The first element.
+    pub start: u64,
+    /// The element behind the last one.
+    pub stop: u64,
+}
+
 /// `DML_LOAD_VERIFY`.
 const LOAD_VERIFY: u32 = 1;
 
@@ -410,6 +451,17 @@ const NOTHING: DmlFilled = DmlFilled { data: std::ptr::null_mut(), len: 0, check
 fn filled_by(made: &FilledBuf) -> DmlFilled {
     let view = made.as_volatile_slice();
     DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) }
+}
+
+/// Writes a tensor in host memory to memory of C.
+///
+/// # Safety
+/// As for [`put`].
+unsafe fn put_placed(tensor: *mut u64, filled: *mut DmlFilled, (number, data, len): Placed) -> Result<(), Refused> {
+    // SAFETY: of the caller.
+    unsafe { put(filled, DmlFilled { data: data.cast(), len, checksum: 0 })? };
+    // SAFETY: of the caller.
+    unsafe { put(tensor, number) }
 }
 
 fn read_request(c: DmlReadConfig) -> Request {
@@ -838,6 +890,129 @@ exported! {
         let found = self::tensor(load, Some(unsafe { text(name)? }), 0)?;
         // SAFETY: the contract of the function.
         unsafe { put(tensor, found.0) }
+    }
+
+    /// Opens files of tensors.
+    fn dml_model_open(
+        paths: *const *const c_char,
+        count: usize,
+        config: *const DmlModelConfig,
+        model: *mut u64,
+    ) {
+        // SAFETY: the contract of the function.
+        unsafe { put(model, 0)? };
+        // SAFETY: the contract of the function; the header says that `size` is the first field.
+        let config = unsafe { self::config(config)? };
+        if config.zero != 0 {
+            return Err(refused(Errno::Inval, "a field that is not 0"));
+        }
+        let len = count.checked_mul(size_of::<*const c_char>()).ok_or_else(|| fault("too many paths"))?;
+        // SAFETY: the contract of the function: `count` pointers are there.
+        let all = unsafe { bytes(paths.cast(), len)? };
+        let each = all.chunks_exact(size_of::<usize>()).map(|at| {
+            let at = std::ptr::with_exposed_provenance(number(at, 0) as usize);
+            // SAFETY: the contract of the function: each is null or a text that stays as it is during the call.
+            unsafe { text(at) }
+        });
+        let opened = models::open(&each.collect::<Result<Vec<_>, _>>()?, config.flags, config.memory_limit)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(model, opened) }
+    }
+
+    /// A tensor of a model, in the order of the files and of the bytes in them.
+    fn dml_model_tensor(model: u64, index: u64, tensor: *mut DmlModelTensor, name: *mut c_char, size: usize) {
+        // SAFETY: the contract of the function.
+        unsafe { put(tensor, DmlModelTensor::default())? };
+        let Described { name: called, dtype, shape, len } = models::describe(model, index)?;
+        let mut found = DmlModelTensor { len, name_len: called.len() as u64, dims: shape.len() as u64, ..Default::default() };
+        found.shape = models::shape(&shape)?;
+        let room = found.dtype.len() - 1;
+        found.dtype.iter_mut().zip(dtype.bytes().take(room)).for_each(|(to, byte)| *to = byte);
+        // SAFETY: the contract of the function.
+        unsafe { put_text(name, size, &called) };
+        // SAFETY: the contract of the function.
+        unsafe { put(tensor, found) }
+    }
+
+    /// Reads a tensor of a model.
+    fn dml_model_read(model: u64, name: *const c_char, tensor: *mut u64, filled: *mut DmlFilled) {
+        // SAFETY: the contract of the function.
+        unsafe { put_placed(tensor, filled, (0, std::ptr::null_mut(), 0))? };
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let placed = models::read(model, unsafe { text(name)? }, None)?;
+        // SAFETY: the contract of the function.
+        unsafe { put_placed(tensor, filled, placed) }
+    }
+
+    /// Reads a slice of a tensor of a model.
+    fn dml_model_slice(
+        model: u64,
+        name: *const c_char,
+        slices: *const DmlSlice,
+        count: usize,
+        tensor: *mut u64,
+        filled: *mut DmlFilled,
+    ) {
+        // SAFETY: the contract of the function.
+        unsafe { put_placed(tensor, filled, (0, std::ptr::null_mut(), 0))? };
+        let len = count.checked_mul(size_of::<DmlSlice>()).ok_or_else(|| fault("too many ranges"))?;
+        // SAFETY: the contract of the function: `count` slices are there.
+        let all = unsafe { bytes(slices.cast(), len)? };
+        let slice = |at: &[u8]| number(at, offset_of!(DmlSlice, start))..number(at, offset_of!(DmlSlice, stop));
+        let ranges: Vec<_> = all.chunks_exact(size_of::<DmlSlice>()).map(slice).collect();
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let placed = models::read(model, unsafe { text(name)? }, Some(&ranges))?;
+        // SAFETY: the contract of the function.
+        unsafe { put_placed(tensor, filled, placed) }
+    }
+
+    /// Begins to read all tensors of a model.
+    fn dml_model_stream(model: u64, stream: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(stream, 0)? };
+        let begun = models::stream(model)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(stream, begun) }
+    }
+
+    /// The next tensor of a stream.
+    fn dml_stream_next(stream: u64, tensor: *mut u64, filled: *mut DmlFilled, name: *mut c_char, size: usize) {
+        // SAFETY: the contract of the function.
+        unsafe { put_placed(tensor, filled, (0, std::ptr::null_mut(), 0))? };
+        let (called, placed) = models::next(stream)?.ok_or_else(|| refused(Errno::NoEnt, "no tensor is left"))?;
+        // SAFETY: the contract of the function.
+        unsafe { put_text(name, size, &called) };
+        // SAFETY: the contract of the function.
+        unsafe { put_placed(tensor, filled, placed) }
+    }
+
+    /// Ends a stream.
+    fn dml_stream_destroy(stream: u64) {
+        models::end_stream(stream)
+    }
+
+    /// Frees a tensor in host memory.
+    fn dml_host_tensor_destroy(tensor: u64) {
+        models::release(tensor)
+    }
+
+    /// Closes a model. Its tensors and streams stay.
+    fn dml_model_destroy(model: u64) {
+        models::close(model)
+    }
+
+    /// Loads a model onto a device.
+    fn dml_target_load_model(target: u64, model: u64, placement: *const c_char, flags: u32, load: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(load, 0)? };
+        if flags & !LOAD_VERIFY != 0 {
+            return Err(refused(Errno::Inval, format_args!("flags {flags:#x}")));
+        }
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let placement = unsafe { optional(placement)? };
+        let loaded = targets::load_open(target, model, placement, flags & LOAD_VERIFY != 0)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(load, loaded) }
     }
 
     /// Unbinds and frees what a load brought to its device.

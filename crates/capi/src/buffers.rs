@@ -13,7 +13,8 @@ use std::time::Duration;
 use dmalane::dma::{Needs, Picked, pick};
 use dmalane::file::{Error, Mode};
 use dmalane::load::fill::{Extent, FillError, FillOptions, FilledBuf, Job};
-use dmalane::{AllocAndRead, Read, ReadError, ReadOptions, ReadSource, error_chain};
+use dmalane::queue::OpError;
+use dmalane::{AllocAndRead, ModelError, OpenFile, Read, ReadError, ReadOptions, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
@@ -54,18 +55,21 @@ pub(crate) struct Range<'a> {
     pub(crate) buffer: u32,
 }
 
+/// How the flags of a read or a model, of which there are no others, say that files are read.
+pub(crate) fn mode(flags: u32) -> Result<Mode, Refused> {
+    match flags {
+        0 => Ok(Mode::Auto),
+        DIRECT => Ok(Mode::Direct),
+        BUFFERED => Ok(Mode::Buffered),
+        _ if flags == DIRECT | BUFFERED => Err(Refused::new(Errno::Inval, "both direct and buffered")),
+        _ => Err(Refused::new(Errno::Inval, format_args!("flags {flags:#x}"))),
+    }
+}
+
 /// Options of a read, and the heap that it takes memory from.
 fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
     let has = |flag| request.flags & flag != 0;
-    let mode = match (has(DIRECT), has(BUFFERED)) {
-        (false, false) => Mode::Auto,
-        (true, false) => Mode::Direct,
-        (false, true) => Mode::Buffered,
-        (true, true) => return Err(Refused::new(Errno::Inval, "both direct and buffered")),
-    };
-    if request.flags & !(SHAREABLE | DIRECT | BUFFERED | CHECKSUM) != 0 {
-        return Err(Refused::new(Errno::Inval, format_args!("flags {:#x}", request.flags)));
-    }
+    let mode = mode(request.flags & !(SHAREABLE | CHECKSUM))?;
     if request.threads > 64 {
         return Err(Refused::new(Errno::Range, format_args!("{} threads", request.threads)));
     }
@@ -107,7 +111,7 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
     add(read.buffer)
 }
 
-/// Reads ranges into so many buffers.
+/// Reads ranges into a buffer each.
 pub(crate) fn read_ranges(
     ranges: &[Range<'_>],
     request: &Request,
@@ -126,7 +130,7 @@ pub(crate) fn read_ranges(
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
                 let name = format!("file descriptor {}", range.file.as_raw_fd());
-                sources.push(ReadSource { file: owned(range.file)?, path: name.into() });
+                sources.push(OpenFile::new(name, owned(range.file)?));
                 *new.insert(sources.len() - 1)
             }
         };
@@ -137,7 +141,7 @@ pub(crate) fn read_ranges(
                     let what = format_args!("range {i} goes to the end of a stream, which has none");
                     return Err(Refused::new(Number::Kernel(ESPIPE), what));
                 }
-                sources[source].size()?.saturating_sub(range.offset)
+                sources[source].size().map_err(ModelError::from)?.saturating_sub(range.offset)
             }
             len => len,
         };
@@ -215,24 +219,25 @@ pub(crate) fn number_of_file(error: &Error) -> Number {
     }
 }
 
+/// The number of an error of a read into memory.
+pub(crate) fn number_of_read(error: &ReadError) -> Number {
+    match error {
+        ReadError::Open { source, .. } => os(source),
+        ReadError::File(error) => number_of_file(error),
+        ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => Number::Kernel(ENODATA),
+        ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
+        ReadError::Changed { .. } => Number::Kernel(ESTALE),
+        ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
+            Errno::NoMem.into()
+        }
+        ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
+        ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
+        _ => Number::Kernel(EIO),
+    }
+}
+
 impl From<ReadError> for Refused {
     fn from(error: ReadError) -> Self {
-        use dmalane::queue::OpError;
-        let number = match &error {
-            ReadError::Open { source, .. } => os(source),
-            ReadError::File(error) => number_of_file(error),
-            ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => {
-                Number::Kernel(ENODATA)
-            }
-            ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
-            ReadError::Changed { .. } => Number::Kernel(ESTALE),
-            ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
-                Errno::NoMem.into()
-            }
-            ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
-            ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
-            _ => Number::Kernel(EIO),
-        };
-        Self::new(number, error_chain(&error))
+        Self::new(number_of_read(&error), error_chain(&error))
     }
 }

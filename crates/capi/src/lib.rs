@@ -1,4 +1,5 @@
-//! The C interface of dmalane: overlapped allocation and reading of files, the bind manager, and open devices.
+//! The C interface of dmalane: overlapped allocation and reading of files, models in host memory, the
+//! bind manager, and open devices.
 //!
 //! `include/dmalane.h` documents it; this crate builds a shared and a static library for that header. C refers to
 //! objects by numbers, not pointers, so that using a destroyed object is an error instead of a crash. Memory that C
@@ -8,6 +9,7 @@
 
 mod abi;
 mod buffers;
+mod models;
 mod objects;
 mod targets;
 

@@ -173,7 +173,12 @@ impl<T> Numbered<T> {
     }
 
     pub(crate) fn remove(&mut self, number: u64, what: &str) -> Result<(), Refused> {
-        self.objects.remove(&number).map(drop).ok_or_else(|| none(number, what))
+        self.remove_object(number, what).map(drop)
+    }
+
+    /// As [`Numbered::remove`], for an object whose drop takes long: the caller drops it without the lock.
+    pub(crate) fn remove_object(&mut self, number: u64, what: &str) -> Result<Arc<T>, Refused> {
+        self.objects.remove(&number).ok_or_else(|| none(number, what))
     }
 
     /// As [`Numbered::remove`], and gives the object; it stays while another call uses it.

@@ -13,11 +13,12 @@ use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal,
     Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
-use dmalane::{Load, LoadError, OpenDevice, OpenError, Placement, error_chain};
+use dmalane::{HostModel, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenError, Placement, error_chain};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
 use crate::buffers::{self, os};
+use crate::models;
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
@@ -31,6 +32,7 @@ const ENODEV: i32 = 19;
 const ENODATA: i32 = 61;
 const EBADMSG: i32 = 74;
 const ETIMEDOUT: i32 = 110;
+const ECANCELED: i32 = 125;
 const EALREADY: i32 = 114;
 const ESTALE: i32 = 116;
 
@@ -286,7 +288,7 @@ pub(crate) fn release(target: u64, va: u64) -> Result<(), Refused> {
     let mut opened = target.lock_idle()?;
     let missing = || Refused::new(Errno::NoEnt, format_args!("no range was reserved at {va:#x}"));
     let (range, _) = *opened.ranges.get(&va).ok_or_else(missing)?;
-    opened.device.address_space().unbind(range)?;
+    opened.device.address_space().release(range)?;
     opened.ranges.remove(&va);
     Ok(())
 }
@@ -312,14 +314,7 @@ pub(crate) fn bind(target: u64, bytes: &[u8], stride: usize, count: usize) -> Re
             return Err(Refused::new(Errno::NoEnt, format_args!("{va} is not in a range that was reserved")));
         }
     }
-    match (space.apply(&requests), &requests[..]) {
-        (Err(SpaceError::NoBatches), [BindRequest::Bind { va, bo, offset, len, access }]) => {
-            let bind = dmalane::device::Bind { va: *va, bo, offset: *offset, len: *len, access: *access };
-            Ok(space.bind(&bind)?)
-        }
-        (Err(SpaceError::NoBatches), []) => Ok(()),
-        (done, _) => Ok(done?),
-    }
+    Ok(space.apply(&requests)?)
 }
 
 const TO_DEVICE: u32 = 0;
@@ -559,13 +554,28 @@ pub(crate) fn restart(target: u64) -> Result<(), Refused> {
 
 /// Loads a file onto a target.
 pub(crate) fn load(target: u64, path: &str, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
+    let open = || Ok(HostModel::open([path], ModelOptions::default())?);
+    load_model(target, open, placement, verify)
+}
+
+/// Loads a model that is open onto a target.
+pub(crate) fn load_open(target: u64, model: u64, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
+    load_model(target, || Ok(HostModel::clone(&*models::get(model)?)), placement, verify)
+}
+
+/// Opens a model when the target is known to be idle, and loads it.
+fn load_model(
+    target: u64,
+    open: impl FnOnce() -> Result<HostModel, Refused>,
+    placement: Option<&str>,
+    verify: bool,
+) -> Result<u64, Refused> {
     let target = Target::of(target)?;
-    let mut load = Load::files([path]).verify(verify);
-    if let Some(text) = placement {
-        let bad = |e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}"));
-        load = load.placement(text.parse().map_err(bad)?);
-    }
-    let loaded = load.onto(&mut target.lock_idle()?.device)?;
+    let bad = |text| move |e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}"));
+    let placement = placement.map_or(Ok(Placement::Default), |text| text.parse().map_err(bad(text)))?;
+    let mut opened = target.lock_idle()?;
+    let loaded = open()?.load_onto(&mut opened.device, &LoadOptions { placement, verify }, |_| {})?;
+    drop(opened);
     Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))
 }
 
@@ -595,7 +605,7 @@ pub(crate) fn unload(number: u64) -> Result<(), Refused> {
     let mut opened = load.target.lock_idle()?;
     let loaded = lock(&load.loaded).take();
     lock(&LOADS).remove(number, "load")?;
-    loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded)).map_err(|e| LoadError::from(e).into())
+    loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded)).map_err(|e| ModelError::from(e).into())
 }
 
 fn number_of_stop(reason: &StopReason) -> Number {
@@ -672,7 +682,7 @@ fn number_of_host(error: &dmalane::dma::Error) -> Number {
 fn number_of_space(error: &SpaceError) -> Number {
     match error {
         SpaceError::Exhausted(_) => Errno::NoMem.into(),
-        SpaceError::Fragmented(_) | SpaceError::NoBatches => Errno::NotSup.into(),
+        SpaceError::Fragmented(_) => Errno::NotSup.into(),
         SpaceError::TooShort { .. } => Errno::Range.into(),
         SpaceError::Elsewhere(_) => Errno::Inval.into(),
         SpaceError::NotReserved(_) => Errno::NoEnt.into(),
@@ -687,7 +697,7 @@ fn number_of_space(error: &SpaceError) -> Number {
 impl From<OpenError> for Refused {
     fn from(error: OpenError) -> Self {
         let number = match &error {
-            OpenError::Spec(_) | OpenError::Option { .. } => Errno::Inval.into(),
+            OpenError::Spec(_) => Errno::Inval.into(),
             _ => Number::Kernel(ENODEV),
         };
         Self::new(number, error_chain(&error))
@@ -712,24 +722,32 @@ impl From<SpaceError> for Refused {
     }
 }
 
-impl From<LoadError> for Refused {
-    fn from(error: LoadError) -> Self {
-        let number = match &error {
-            LoadError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
-            LoadError::Load(LoadingError::File { source, .. }) => os(source),
-            LoadError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
-                number_of(source)
-            }
-            LoadError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
-            LoadError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
-            LoadError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
-            LoadError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
-            LoadError::Load(LoadingError::Memory(error)) => number_of_host(error),
-            LoadError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
-            LoadError::Open(error) => buffers::number_of_file(error),
-            _ => Number::Kernel(EIO),
-        };
-        Self::new(number, error_chain(&error))
+/// The number of an error of a model.
+pub(crate) fn number_of_model(error: &ModelError) -> Number {
+    match error {
+        ModelError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
+        ModelError::Load(LoadingError::File { source, .. }) => os(source),
+        ModelError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
+            number_of(source)
+        }
+        ModelError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
+        ModelError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
+        ModelError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
+        ModelError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
+        ModelError::Load(LoadingError::Memory(error)) => number_of_host(error),
+        ModelError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
+        ModelError::Open(error) => buffers::number_of_file(error),
+        ModelError::Read(error) => buffers::number_of_read(error),
+        ModelError::Memory(error) => number_of_host(error),
+        ModelError::NoTensor(_) => Errno::NoEnt.into(),
+        ModelError::Twice { .. } | ModelError::ByColumns { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
+        ModelError::Unlisted { .. } => Number::Kernel(EBADMSG),
+        ModelError::Load(LoadingError::Differs { .. }) => Number::Kernel(EBADMSG),
+        ModelError::Unchecked => Errno::NotSup.into(),
+        ModelError::Replaced { .. } => Number::Kernel(ESTALE),
+        ModelError::Limit { .. } | ModelError::TooLarge { .. } => Errno::NoMem.into(),
+        ModelError::Cancelled | ModelError::Closed => Number::Kernel(ECANCELED),
+        _ => Number::Kernel(EIO),
     }
 }
 
@@ -742,7 +760,7 @@ mod tests {
     #[test]
     fn a_device_that_is_lost_is_gone_whatever_notices_it() {
         let lost = || StopReason::Lost("the GPU is lost".into());
-        let load = |source| LoadError::Load(LoadingError::Queue { path: "model".into(), end: "device", source });
+        let load = |source| ModelError::Load(LoadingError::Queue { path: "model".into(), end: "device", source });
         let vulkan = vulkan::CallError { call: "vkQueueBindSparse", result: Default::default() };
         let cuda = || cuda::Error::Call { call: "cuMemMap", code: 1, name: String::new(), text: String::new() };
         let cuda_lost = || cuda::Error::Lost(Box::new(cuda()));

@@ -50,7 +50,7 @@ impl InFlight {
         (self.oldest..self.next).contains(&number)
     }
 
-    /// Adds an operation of so many bytes, and gives its number: one more than that of the one before.
+    /// Adds an operation of `bytes` bytes, and gives its number: one more than that of the one before.
     #[inline(never)] // inlined, it copies the operation once more
     pub(crate) fn push(&mut self, operation: Operation, bytes: u64) -> u64 {
         let number = self.next;

@@ -354,7 +354,7 @@ impl<B: Mmio> CardQueue<B> {
         }
     }
 
-    /// Counts the end of an operation, which has failed after so many bytes or ended well.
+    /// Counts the end of an operation, which has ended well, or failed after a number of bytes.
     fn end(&mut self, mut completion: Completion, failed: Option<(OpError, u64)>) -> Completion {
         if let Some((error, bytes)) = failed {
             (completion.result, completion.bytes) = (Err(error), bytes);
@@ -611,7 +611,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
             self.taken_back.insert(number);
-            self.state.taken_back(ticket);
+            self.state.taken_back();
             return Cancelled::Removed(operation);
         }
         if let Err(place) = self.cancels.binary_search(&number) {

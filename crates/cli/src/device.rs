@@ -11,72 +11,41 @@ use clap::{Arg, Args, Command};
 use dmalane::daemon::ClientError;
 use dmalane::daemon::wire::Code;
 use dmalane::device::{BackingFiles, MemoryError};
+use dmalane::devices::soft::SoftSpec;
+use dmalane::devices::{Ability, KINDS};
 use dmalane::file::{FileDeviceError, HoldsData};
-use dmalane::registry::{self, KINDS};
-use dmalane::sim::Workers;
 use dmalane::vfio::Bdf;
+use dmalane::vfio_user;
 use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
-use crate::size::{self, Size, binary};
-
-/// Default size of the software card's DDR.
-pub const CARD_DDR: Size = Size::new(registry::CARD_DDR);
-/// Default size of the software card's HBM.
-pub const CARD_HBM: Size = Size::new(registry::CARD_HBM);
-/// Largest size of either memory of the software card.
-pub const CARD_MOST: Size = Size::new(registry::CARD_MOST);
+use crate::size::{Size, binary};
 
 /// Default size of a chunk that `dmalane load` reads and transfers.
 pub const CHUNK: Size = Size::mib(16);
 
-/// Synthetic memory of the software host, so much that it never runs out; it costs nothing until it is pinned.
-pub const LARGE_HOST: u64 = 16 << 40;
-
-/// The memory of a device that some kinds have.
+/// Consent to lose data.
 #[derive(Args, Clone, Copy)]
-pub struct MemoryOptions {
+pub struct Consent {
     /// Overwrite the data of a file, a block device or a character device that serves as device memory
     #[arg(long)]
     pub overwrite: bool,
-
-    /// DDR size of the software card, or of a share of a daemon's card, at most 256GiB, rounded up to 2MiB
-    /// [default: 64GiB, or the most that a daemon gives a client]
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
-    pub card_ddr: Option<Size>,
 }
 
-impl MemoryOptions {
+impl Consent {
     /// How the device is opened.
     pub fn open_options(self) -> OpenOptions {
-        OpenOptions { overwrite: self.overwrite, card_ddr: self.card_ddr.map(Size::bytes), ..OpenOptions::default() }
+        OpenOptions { overwrite: self.overwrite, ..OpenOptions::default() }
     }
-}
 
-/// The memory and the threads of a device that some kinds have.
-#[derive(Args, Clone, Copy)]
-pub struct CardOptions {
-    #[command(flatten)]
-    pub memory: MemoryOptions,
-
-    /// HBM size of the software card (two halves), or of a share of a daemon's card, at most 256GiB, rounded up to
-    /// 4MiB [default: 32GiB, or the most that a daemon gives a client]
-    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
-    pub card_hbm: Option<Size>,
-
-    /// Run the software card on its own threads, one per channel
-    #[arg(long)]
-    pub workers: bool,
-}
-
-impl CardOptions {
-    /// How the device is opened.
-    pub fn open_options(self) -> OpenOptions {
-        OpenOptions {
-            card_hbm: self.card_hbm.map(Size::bytes),
-            workers: self.workers.then_some(Workers::PerChannel),
-            ..self.memory.open_options()
+    /// Refuses what a device of this kind has no use for. To be called before anything else is touched.
+    pub fn check(self, spec: &DeviceSpec) -> Result<(), Failure> {
+        if !self.overwrite || spec.kind().has(Ability::KeepsData) {
+            return Ok(());
         }
+        let kinds = KINDS.iter().filter(|kind| kind.has(Ability::KeepsData)).map(|kind| kind.name);
+        let kinds = kinds.collect::<Vec<_>>().join(" and ");
+        Err(Failure::usage(format!("--overwrite is for {kinds}, not for {spec}")))
     }
 }
 
@@ -104,7 +73,7 @@ impl TypedValueParser for Name {
 /// The help of `-d`: what it is for, and the kinds of devices.
 pub fn help(what: &str) -> String {
     let kinds: Vec<_> = KINDS.iter().filter_map(|kind| kind.syntax.split('[').next()).collect();
-    format!("{what}: {}; `dmalane devices` describes them", kinds.join(", "))
+    format!("{what}: {}; options follow, as in soft,ddr=1GiB, and `dmalane devices` describes all", kinds.join(", "))
 }
 
 /// Parses the name of a device.
@@ -120,29 +89,14 @@ pub fn parse(text: &str) -> Result<DeviceSpec, String> {
     })
 }
 
-/// Refuses options that devices of this kind do not have. To be called before anything else is touched.
-pub fn check(spec: &DeviceSpec, options: &OpenOptions) -> Result<(), Failure> {
-    match options.refused(spec) {
-        Some(option) => Err(refused(spec, option)),
-        None => Ok(()),
-    }
-}
-
-/// The error of an option that devices of this kind do not have.
-fn refused(spec: &DeviceSpec, option: &str) -> Failure {
-    let have: Vec<_> = KINDS.iter().filter(|kind| kind.options.contains(&option)).map(|kind| kind.name).collect();
-    Failure::usage(format!("--{option} is for {}, not for {spec}", have.join(" and ")))
-}
-
 /// Opens a device.
 pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Failure> {
-    options.open(spec).map_err(|e| cannot_open(&e, options))
+    options.open(spec).map_err(|e| cannot_open(&e))
 }
 
 /// The error of opening a device, with what helps against it.
-pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
+pub fn cannot_open(error: &OpenError) -> Failure {
     let (spec, source) = match error {
-        OpenError::Option { option, .. } => return Failure::usage(format!("--{option}: {error}")),
         // The option calls queues channels, as v80-smi does.
         OpenError::Drive(load::Error::NoQueue { wanted, has }) => {
             let message = format!("the device has no channel {wanted}, it has {has}, numbered from 0");
@@ -152,19 +106,20 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         _ => return Failure::because("cannot open the device", error),
     };
     let failure = Failure::because(format!("cannot open {spec}"), source);
-    let hint = match source.downcast_ref::<PciCardError>() {
-        Some(PciCardError::VfioUser(_)) => {
+    let hint = match (source.downcast_ref::<PciCardError>(), spec.get::<SoftSpec>()) {
+        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { .. })), _) => {
             "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time".to_owned()
         }
-        Some(PciCardError::NotACard { .. }) => "`dmalane devices` lists what is bound to vfio-pci".to_owned(),
+        (Some(PciCardError::NotACard { .. }), _) => "`dmalane devices` lists what is bound to vfio-pci".to_owned(),
         _ if matches!(source.downcast_ref(), Some(ClientError::Refused { code: Code::Quota, .. })) => {
-            "--card-ddr and --card-hbm ask for less; dmalaned gives more with --client-ddr and --client-hbm".to_owned()
+            "-d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives more with --client-ddr and --client-hbm"
+                .to_owned()
         }
-        _ if spec.kind().options.contains(&"host-memory") && Failure::is_out_of_memory(source) => format!(
-            "the card reserves address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
-             --card-hbm, now {} and {}",
-            binary(options.card_ddr.unwrap_or(CARD_DDR.bytes())),
-            binary(options.card_hbm.unwrap_or(CARD_HBM.bytes()))
+        (_, Some(card)) if Failure::is_out_of_memory(source) => format!(
+            "the card reserves address space for all of its memory (ulimit -v): make it smaller with \
+             -d soft,ddr=SIZE,hbm=SIZE, now {} and {}",
+            binary(card.ddr),
+            binary(card.hbm)
         ),
         _ if matches!(source.downcast_ref(), Some(ClientError::Connect { .. })) => {
             "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it".to_owned()
@@ -174,7 +129,7 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
                 Some(hint) => hint,
                 None => return failure,
             },
-            None if spec.kind().needs_driver => {
+            None if spec.kind().has(Ability::NeedsDriver) => {
                 "`dmalane doctor` says what this machine lacks for it, `dmalane devices` lists what it has".to_owned()
             }
             None => return failure,
@@ -205,10 +160,10 @@ fn file_hint(error: &FileDeviceError) -> Option<String> {
             _ => return None,
         },
         FileDeviceError::InUse(_) => "unmount it first: device memory is written",
-        FileDeviceError::ProbeAt { .. } => "for example --probe-at 1MiB",
-        FileDeviceError::ProbeDamage { .. } => "load the driver anew; without --probe-at, pread and pwrite are used",
+        FileDeviceError::ProbeAt { .. } => "for example file:PATH,probe-at=1MiB",
+        FileDeviceError::ProbeDamage { .. } => "load the driver anew; without ,probe-at pread and pwrite are used",
         FileDeviceError::NotMemory { .. } => "name the file of each direction: file:PATH,c2h=PATH",
-        FileDeviceError::NoDirect { .. } => "without --direct it is used through the page cache",
+        FileDeviceError::NoDirect { .. } => "without ,direct it is used through the page cache",
         _ => return None,
     };
     Some(hint.to_owned())
@@ -250,42 +205,17 @@ pub fn with_overwrite_hint(failure: Failure, error: &MemoryError) -> Failure {
     }
 }
 
-/// Parses the size of a memory of the software card.
-pub fn card_memory(text: &str) -> Result<Size, String> {
-    match size::nonzero(text) {
-        Ok(size) if size.bytes() <= CARD_MOST.bytes() => Ok(size),
-        Ok(_) => Err(format!("a memory of the card has at most {CARD_MOST}")),
-        Err(e) => Err(e.to_string()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     #[test]
-    fn an_option_of_another_kind_is_refused_with_the_kinds_that_have_it() {
-        let options = OpenOptions { card_ddr: Some(1), ..OpenOptions::default() };
-        let spec = parse("vfio:0000:01:00.0").unwrap();
-        let Err(failure) = check(&spec, &options) else { panic!("vfio takes sizes") };
-        assert!(failure.text("x").contains("--card-ddr is for soft and daemon, not for vfio:0000:01:00.0"));
-        assert!(check(&parse("soft").unwrap(), &options).is_ok());
+    fn only_what_keeps_data_is_overwritten() {
+        let overwrite = Consent { overwrite: true };
+        let Err(failure) = overwrite.check(&parse("vfio:0000:01:00.0").unwrap()) else { panic!("vfio keeps no data") };
+        assert!(failure.text("x").contains("--overwrite is for file, not for vfio:0000:01:00.0"));
+        assert!(overwrite.check(&parse("file:x").unwrap()).is_ok());
+        assert!(Consent { overwrite: false }.check(&parse("soft").unwrap()).is_ok());
         assert!(parse("gpu0").unwrap_err().contains("`dmalane devices`"));
-    }
-
-    #[test]
-    fn options_of_devices_are_flags_of_the_same_name() {
-        use crate::commands::Commands;
-        use clap::Subcommand;
-
-        let commands = Commands::augment_subcommands(Command::new("dmalane"));
-        let arguments = commands.get_subcommands().flat_map(Command::get_arguments);
-        let flags: Vec<_> = arguments.filter_map(Arg::get_long).collect();
-        let options: BTreeSet<_> = KINDS.iter().flat_map(|kind| kind.options).copied().collect();
-        let without: Vec<_> = options.into_iter().filter(|option| !flags.contains(option)).collect();
-        // `validate` has the flags --ring-size, --ring-size-index, and some of files.
-        assert_eq!(without, ["channels", "file", "flat", "host-memory", "ring", "slash", "vulkan"]);
     }
 }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
 use crate::program::{self, Completions, Man};
 use crate::{commands, completion_examples};
@@ -19,9 +19,6 @@ Examples:
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
 Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.
 
-Options can also be set in ~/.config/dmalane.toml, in a table for each command ([load]), and in environment \
-variables (DMALANE_LOAD_CHUNK for `load --chunk`, DMALANE_CHUNK for every command with --chunk).
-
 Exit status:
   0  success
   1  the job failed: a bad file, a mismatch, a machine that cannot do it
@@ -30,6 +27,7 @@ Exit status:
 /// Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
 #[derive(Parser)]
 #[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100)]
+#[command(help_template = commands::help_template())]
 struct Dmalane {
     #[command(subcommand)]
     command: Command,
@@ -47,7 +45,7 @@ enum Command {
 
 /// Runs the program `dmalane` with these words, of which the first is its name.
 pub fn run(words: Vec<OsString>) -> ExitCode {
-    program::start(true, words, |dmalane: Dmalane| match dmalane.command {
+    program::start(words, |dmalane: Dmalane| match dmalane.command {
         Command::Work(command) => command.run(),
         Command::Completions(completions) => completions.run::<Dmalane>(),
         Command::Man(man) => man.run::<Dmalane>(),
@@ -56,7 +54,7 @@ pub fn run(words: Vec<OsString>) -> ExitCode {
 
 /// The commands of the program `dmalane`, with their arguments.
 pub fn definition() -> clap::Command {
-    Dmalane::command()
+    program::command::<Dmalane>()
 }
 
 #[cfg(test)]

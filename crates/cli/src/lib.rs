@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 mod commands;
-pub mod config;
 mod device;
 mod entry;
 pub mod failure;
@@ -10,10 +9,12 @@ pub mod layout;
 mod model;
 pub mod number;
 pub mod output;
+mod phases;
 mod probe;
 pub mod program;
 mod progress;
 mod range;
+mod report;
 mod room;
 mod source;
 mod timeline;

@@ -7,13 +7,14 @@ use clap::Args;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::container::{self, model_files};
 use dmalane::load::{Error, Input, Manifest};
-use dmalane::{FileOptions, open_as, open_file};
+use dmalane::{FileOptions, ModelError, OpenFile};
 
 use crate::failure::Failure;
 use crate::source::{Copied, SourceFile};
 
 /// How files are read.
 #[derive(Args, Clone, Copy)]
+#[command(next_help_heading = "Reading")]
 pub struct ReadMode {
     /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
     /// file system supports it]
@@ -47,7 +48,8 @@ impl ReadMode {
             let found = files(std::slice::from_ref(path))?;
             opened.whole |= found[..] != [path.clone()];
             for path in found {
-                opened.inputs.push(open(&path, self.options(), &mut opened.copied)?);
+                let file = open(&path, &mut opened.copied)?;
+                opened.inputs.push(file.into_input(self.options()).map_err(cannot_open)?);
             }
         }
         Ok(opened)
@@ -80,17 +82,28 @@ fn cannot_read(path: &Path, error: &Error) -> Failure {
 }
 
 /// Opens a file, or `-`, and adds what had to be copied first.
-pub fn open(path: &Path, options: FileOptions, all: &mut Copied) -> Result<Input<FileQueue>, Failure> {
+pub fn open(path: &Path, all: &mut Copied) -> Result<OpenFile, Failure> {
     let source = SourceFile::open(path)?;
-    let input = match source.is_stdin() || !source.has_size() {
+    match source.is_stdin() || !source.has_size() {
         true => {
             let SourceFile { file, path, copied, .. } = source.with_size()?;
             all.add(copied);
-            open_as(file, path, options)
+            Ok(OpenFile::new(path, file))
         }
-        false => open_file(path, options),
-    };
-    input.map_err(cannot_open)
+        false => OpenFile::open(path).map_err(|e| cannot_read(path, &e)),
+    }
+}
+
+/// The failure to open a model.
+pub fn cannot_use(error: ModelError) -> Failure {
+    match error {
+        ModelError::Open(error) => cannot_open(error),
+        ModelError::Load(error) => Failure::because("nothing was loaded", &error),
+        error @ ModelError::Twice { .. } => {
+            Failure::because("nothing was loaded", &error).hint("name the files of one model, or load them one by one")
+        }
+        error => Failure::because("nothing was loaded", &error),
+    }
 }
 
 /// The error with the path in its first line, once.

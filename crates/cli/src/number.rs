@@ -1,8 +1,6 @@
-//! Whole numbers, and yes or no, on the command line.
+//! Whole numbers on the command line.
 
 use std::ops::RangeInclusive;
-
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 /// Returns a parser of whole numbers in `range`.
 pub fn within<T: TryFrom<u64>>(
@@ -16,11 +14,6 @@ pub fn within<T: TryFrom<u64>>(
             (least, most) => format!("not a whole number from {least} to {most}"),
         })
     }
-}
-
-/// Returns a parser of `yes` and `no`.
-pub fn yes_or_no() -> impl TypedValueParser<Value = bool> {
-    PossibleValuesParser::new(["yes", "no"]).map(|word| word == "yes")
 }
 
 #[cfg(test)]

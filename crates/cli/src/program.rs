@@ -11,54 +11,69 @@ use clap_complete::Shell;
 
 use crate::failure::{Failure, USAGE};
 use crate::layout::{shell_words, wrap_message};
-use crate::{config, output};
+use crate::output;
 
-/// Parses a command line, the program's name first, as `P` and runs it; reports what fails. `configured` programs take
-/// options from the configuration file and the environment too.
-pub fn start<P: Parser>(
-    configured: bool,
-    words: Vec<OsString>,
-    run: impl FnOnce(P) -> Result<ExitCode, Failure>,
-) -> ExitCode {
-    let result = match parse::<P>(configured, words) {
-        Ok(Ok(program)) => run(program),
-        Ok(Err(error)) => not_run::<P>(&error),
-        Err(failure) => Err(failure),
-    };
-    result.unwrap_or_else(|failure| failure.report(P::command().get_name()))
-}
+/// A variable that is read elsewhere than for an option: by the driver of CUDA devices.
+const READ: &str = "DMALANE_CUDA_LIB";
 
-fn parse<P: Parser>(configured: bool, mut words: Vec<OsString>) -> Result<Result<P, clap::Error>, Failure> {
-    if configured {
-        let matches = match command::<P>().try_get_matches_from(&words) {
-            Ok(matches) => matches,
-            Err(error) => return Ok(Err(error)),
-        };
-        words = config::complete(&mut P::command(), words, &matches, &|name| std::env::var_os(name))?;
-    }
+/// Parses a command line, the program's name first, as `P` and runs it; reports what fails.
+pub fn start<P: Parser>(words: Vec<OsString>, run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
     let mut command = command::<P>();
+    warn_of_typos(&command);
     let parsed = command.try_get_matches_from_mut(words).and_then(|matches| P::from_arg_matches(&matches));
-    Ok(parsed.map_err(|error| error.format(&mut command)))
+    let result = match parsed {
+        Ok(program) => run(program),
+        Err(error) => not_run(&error.format(&mut command), command.get_name()),
+    };
+    result.unwrap_or_else(|failure| failure.report(command.get_name()))
 }
 
-/// The command line of `P`, in which a negative number is a wrong value and not an option.
-fn command<P: Parser>() -> clap::Command {
-    fn numbers(command: clap::Command) -> clap::Command {
+/// Reports environment variables that are nearly those of options.
+fn warn_of_typos(program: &clap::Command) {
+    fn known(command: &clap::Command, names: &mut Vec<String>) {
+        names.extend(command.get_arguments().filter_map(|arg| Some(arg.get_env()?.to_str()?.to_owned())));
+        command.get_subcommands().for_each(|below| known(below, names));
+    }
+    let mut names = vec![READ.to_owned()];
+    known(program, &mut names);
+    for (name, _) in std::env::vars_os() {
+        let Some(name) = name.to_str().filter(|name| name.starts_with("DMALANE_")) else { continue };
+        let nearly = names.iter().find(|known| (1..=2).contains(&strsim::damerau_levenshtein(name, known)));
+        if let Some(known) = nearly.filter(|_| names.iter().all(|known| known != name)) {
+            let message = format!("warning: {name} has no effect; did you mean {known}?");
+            Failure::new(message).report(program.get_name());
+        }
+    }
+}
+
+/// The command line of `P`. A negative number is a wrong value and not an option; `-h` shows the first examples, and
+/// `--help` all that there is to say.
+pub fn command<P: CommandFactory>() -> clap::Command {
+    fn shaped(mut command: clap::Command) -> clap::Command {
+        if let Some(long) = command.get_after_help().map(ToString::to_string) {
+            command = command.after_help(first_examples(&long)).after_long_help(long);
+        }
         let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
         let command = command.mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg });
-        command.mut_subcommands(numbers)
+        command.mut_subcommands(shaped)
     }
-    numbers(P::command())
+    P::command().mut_subcommands(shaped)
+}
+
+/// The first examples of a help.
+fn first_examples(help: &str) -> String {
+    let lines = help.lines().take_while(|line| !line.is_empty());
+    let first: Vec<&str> = lines.filter(|line| !line.starts_with("   ")).take(4).collect();
+    format!("{}\n\nMore with --help.", first.join("\n"))
 }
 
 /// Prints the help or version that was asked for, or reports the usage error in the form of a [`Failure`].
-fn not_run<P: Parser>(error: &clap::Error) -> Result<ExitCode, Failure> {
+fn not_run(error: &clap::Error, name: &str) -> Result<ExitCode, Failure> {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         output::written(error.print())?;
         return Ok(ExitCode::SUCCESS);
     }
     let text = error.render().to_string();
-    let name = P::command().get_name().to_owned();
     let text = text.strip_prefix("error: ").map_or(text.clone(), |rest| format!("{name}: {rest}"));
     // clap advises to put what looks like an option behind `--`, but there `read` has a command.
     let advice = text.lines().find(|line| line.starts_with("  tip: to pass '") && text.contains("-- <COMMAND>"));
@@ -84,7 +99,7 @@ impl Completions {
     pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
         // Into memory first: the generator panics when a pipe breaks.
         let mut script = Vec::new();
-        let mut program = P::command();
+        let mut program = command::<P>();
         let name = program.get_name().to_owned();
         clap_complete::generate(self.shell, &mut program, name, &mut script);
         output::print(&String::from_utf8_lossy(&script))?;
@@ -127,7 +142,7 @@ impl Man {
     /// # Errors
     /// The directory cannot be written.
     pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
-        clap_mangen::generate_to(P::command(), self.directory)?;
+        clap_mangen::generate_to(command::<P>(), self.directory)?;
         Ok(ExitCode::SUCCESS)
     }
 }

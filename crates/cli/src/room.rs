@@ -2,11 +2,12 @@
 
 use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
+use dmalane::devices::soft;
 use dmalane::file::FileQueue;
 use dmalane::load::{Error, Input, Layout};
 use dmalane::{DeviceSpec, OpenDevice, Placement};
 
-use crate::device::{self, CARD_MOST};
+use crate::device;
 use crate::failure::Failure;
 use crate::size::{Size, binary};
 
@@ -78,7 +79,7 @@ impl<'a> LoadRoom<'a> {
         };
         match error {
             Error::DeviceMemory { source: dmalane::device::MemoryError::Full { .. }, .. } => {
-                let layouts = inputs.iter().map(|i| Layout::new(&i.model().ok()?, u64::MAX).map(|l| l.bo_len));
+                let layouts = inputs.iter().map(|i| Layout::new(i.source.model().ok()?, u64::MAX).map(|l| l.bo_len));
                 match layouts.collect::<Option<Vec<_>>>() {
                     Some(files) => failure.hint(self.hint(&files)),
                     None => failure,
@@ -86,20 +87,20 @@ impl<'a> LoadRoom<'a> {
             }
             Error::DeviceMemory { source, .. } => device::with_overwrite_hint(failure, source),
             e if Failure::is_out_of_memory(e) => failure.hint(
-                "the card's memory is this machine's: load less at a time; under ulimit -v a smaller --card-ddr or \
-                 --card-hbm leaves more",
+                "the card's memory is this machine's: load less at a time; under ulimit -v a smaller card leaves more \
+                 (-d soft,ddr=SIZE,hbm=SIZE)",
             ),
             _ => failure,
         }
     }
 
-    /// The option that gives the device room for `files` of so many bytes.
+    /// The device that has room for files of these sizes.
     fn hint(&self, files: &[u64]) -> String {
-        let option = format!("card-{}", self.group);
         match self.more(files) {
             Some(what) => what,
-            None if self.spec.kind().options.contains(&&*option) => {
-                format!("that is more than --{option} can be ({CARD_MOST}): load less at a time")
+            None if self.spec.kind().options().iter().any(|option| option.key == self.group) => {
+                let (group, most) = (&self.group, Size::new(soft::MOST));
+                format!("that is more than {group}=SIZE can be ({most}): load less at a time")
             }
             None => format!(
                 "load less at a time, or onto a device with more ({} is enough)",
@@ -108,12 +109,12 @@ impl<'a> LoadRoom<'a> {
         }
     }
 
-    /// An option value with room for buffers of so many bytes; `None` where there is no such option or device.
+    /// A device with room for buffers of these sizes; `None` where no name gives one.
     pub fn more(&self, buffers: &[u64]) -> Option<String> {
-        Some(format!("{} is enough", (self.spec.kind().more)(&self.group, self.enough(buffers))?))
+        Some(format!("{} is enough", self.spec.more(&self.group, self.enough(buffers))?))
     }
 
-    /// Bytes of the group in which `files` of so many bytes fit, and the page tables.
+    /// Bytes of the group in which files of these sizes fit, and the page tables.
     fn enough(&self, files: &[u64]) -> u64 {
         if self.plain {
             // A long file begins at a large page.

@@ -2,7 +2,7 @@
 
 use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -131,7 +131,7 @@ impl SourceFile {
         }
     }
 
-    /// All that it holds, at most so many bytes.
+    /// All that it holds, at most `most` bytes.
     pub fn read(self, most: u64) -> Result<Vec<u8>, Failure> {
         let path = self.path.clone();
         let mut bytes = Vec::new();
@@ -163,19 +163,6 @@ impl SourceFile {
             true => Err(Failure::new(format!("{} is a character device, which has no end", self.path.display()))),
             false => Ok(()),
         }
-    }
-
-    /// The name by which this very file can be opened, if it has one. Of standard input it tells the kind, too.
-    fn own_name(&self) -> Option<PathBuf> {
-        let path = match self.stdin {
-            true => std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?,
-            false => self.path.clone(),
-        };
-        if self.path.extension().is_some_and(|kind| path.extension() != Some(kind)) {
-            return None;
-        }
-        let (there, own) = (std::fs::metadata(&path).ok()?, self.file.metadata().ok()?);
-        ((there.dev(), there.ino()) == (own.dev(), own.ino())).then_some(path)
     }
 
     /// The same bytes in a file with a size: what has none is read to its end, into a temporary file without a name.

@@ -65,7 +65,7 @@ fn a_memory_cgroup() {
     };
     let join = format!("echo $$ > {}/cgroup.procs || exit 99;", cgroup.0.display());
     let file = file();
-    for args in ["", "--buffered", "--heap memfd", "--pages 4k --chunk 64KiB", "--threads 4 --buffered"] {
+    for args in ["", "--buffered", "--heap memfd", "--pages 4k --chunk 64KiB", "--buffered --chunk 1MiB"] {
         let output = run(&join, args, file.path());
         if output.status.code() == Some(99) {
             return println!("SKIPPED: cannot enter {}", cgroup.0.display());

@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
-use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, NoIommu, Region};
+use dmalane_device::{
+    AddressSpace, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu, Region,
+};
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
@@ -291,8 +293,8 @@ impl Device for CudaDevice {
         &mut *self.space
     }
 
-    fn cuda_number(&self) -> Option<u32> {
-        Some(self.gpu.number)
+    fn dlpack(&self) -> Option<DlpackDevice> {
+        DlpackDevice::cuda(self.gpu.number)
     }
 
     fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {

@@ -47,7 +47,7 @@ pub enum Error {
         have: String,
     },
     /// A text that names no GPU.
-    #[error("{0:?} is neither the number of a GPU nor its UUID (GPU-...), with ,vmm or ,lib=PATH behind it")]
+    #[error("{0:?} is neither the number of a GPU nor its UUID (GPU-...)")]
     Name(String),
     /// The GPU does not support what was asked for.
     #[error("the GPU does not support {0}")]

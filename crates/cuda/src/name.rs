@@ -5,16 +5,7 @@ use std::str::FromStr;
 
 use crate::Error;
 
-/// A GPU by name: `N` or its UUID, then `,vmm` for [`Binds::CuMemMap`], then `,lib=PATH` for another library of the
-/// driver.
-///
-/// ```
-/// use dmalane_cuda::{Binds, GpuName, Which};
-/// let name: GpuName = "1,vmm".parse()?;
-/// assert_eq!((&name.which, name.binds), (&Which::Number(1), Binds::CuMemMap));
-/// assert!("GPU-2918fc3f-fcbc-3130-da30-c5d0e1ccbe32".parse::<GpuName>().is_ok());
-/// # Ok::<(), dmalane_cuda::Error>(())
-/// ```
+/// A GPU, and how it is used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct GpuName {
     /// Which GPU.
@@ -53,29 +44,18 @@ impl GpuName {
     }
 }
 
-impl FromStr for GpuName {
+impl FromStr for Which {
     type Err = Error;
 
+    /// Parses a number or a UUID.
     fn from_str(text: &str) -> Result<Self, Error> {
         let bad = || Error::Name(text.to_owned());
-        // A path may contain commas, so it comes last.
-        let (rest, library) = match text.split_once(",lib=") {
-            Some((_, "")) => return Err(bad()),
-            Some((rest, path)) => (rest, Some(path.to_owned())),
-            None => (text, None),
-        };
-        let (which, binds) = match rest.split_once(',') {
-            Some((which, "vmm")) => (which, Binds::CuMemMap),
-            Some(_) => return Err(bad()),
-            None => (rest, Binds::Flat),
-        };
         let digits = |text: &str| text.len() >= 4 && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
-        let which = match which.strip_prefix("GPU-") {
-            Some(uuid) if digits(uuid) => Which::Uuid(which.to_ascii_lowercase().replacen("gpu", "GPU", 1)),
-            Some(_) => return Err(bad()),
-            None => Which::Number(which.parse().map_err(|_| bad())?),
-        };
-        Ok(Self { which, binds, library })
+        match text.strip_prefix("GPU-") {
+            Some(uuid) if digits(uuid) => Ok(Self::Uuid(text.to_ascii_lowercase().replacen("gpu", "GPU", 1))),
+            Some(_) => Err(bad()),
+            None => text.parse().map(Self::Number).map_err(|_| bad()),
+        }
     }
 }
 
@@ -94,12 +74,10 @@ mod tests {
 
     #[test]
     fn names_are_read() {
-        let read = |text: &str| text.parse::<GpuName>().map(|n| (n.which.to_string(), n.binds, n.library));
-        assert_eq!(read("0"), Ok(("0".into(), Binds::Flat, None)));
-        assert_eq!(read("3,vmm,lib=/a,b"), Ok(("3".into(), Binds::CuMemMap, Some("/a,b".into()))));
-        assert_eq!(read("GPU-2918FC3F,lib=x"), Ok(("GPU-2918fc3f".into(), Binds::Flat, Some("x".into()))));
-        for bad in ["", "x", "-1", "0,", "0,flat", "0,vmm,", "0,lib=", "GPU-", "GPU-12", "GPU-xyzw", "4294967296"] {
-            assert_eq!(read(bad), Err(Error::Name(bad.to_owned())), "{bad}");
+        assert_eq!("3".parse(), Ok(Which::Number(3)));
+        assert_eq!("GPU-2918FC3F-fcbc".parse(), Ok(Which::Uuid("GPU-2918fc3f-fcbc".into())));
+        for bad in ["", "x", "-1", "0,", "0,vmm", "GPU-", "GPU-12", "GPU-xyzw", "4294967296"] {
+            assert_eq!(bad.parse::<Which>(), Err(Error::Name(bad.to_owned())), "{bad}");
         }
     }
 }

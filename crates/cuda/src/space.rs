@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
-use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
-use dmalane_vm::BindRequest;
+use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::sys::{Context, Window};
 
@@ -32,8 +32,7 @@ impl MapSpace {
     }
 
     /// The memory of a bind, in whole pages that are allocated: addresses and lengths.
-    fn runs_of(&self, bind: &Bind<'_>) -> Result<Vec<(u64, u64)>, SpaceError> {
-        let Bind { va, bo, offset, len, .. } = *bind;
+    fn runs_of(&self, va: DeviceVa, bo: &Bo, offset: u64, len: u64) -> Result<Vec<(u64, u64)>, SpaceError> {
         let end = offset.checked_add(len);
         let runs = end.and_then(|end| bo.sg().runs(offset..end)).into_iter().flatten();
         let from: Vec<(u64, u64)> = runs.map(|run| (run.addr.bits(), run.len)).collect();
@@ -56,7 +55,7 @@ impl MapSpace {
                 BindRequest::Bind { va, bo, offset, len, access } => {
                     let span = Span::new(*va, *len).ok_or(SpaceError::Exhausted(*len))?;
                     self.window(&span).ok_or(SpaceError::NotReserved(span))?;
-                    let from = self.runs_of(&Bind { va: *va, bo, offset: *offset, len: *len, access: *access })?;
+                    let from = self.runs_of(*va, bo, *offset, *len)?;
                     let memory = from.into_iter().flat_map(|(first, len)| each(first, len));
                     let writable = access.contains(Access::WRITE);
                     pages.extend(each(va.bits(), *len).zip(memory.map(|at| Some((at, writable)))));
@@ -132,17 +131,7 @@ impl AddressSpace for MapSpace {
         Ok(span)
     }
 
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        let Bind { va, len, access, .. } = *bind;
-        let span = Span::new(va, len).ok_or(SpaceError::Exhausted(len))?;
-        let window = self.window(&span).ok_or(SpaceError::NotReserved(span))?;
-        let from = self.runs_of(bind)?;
-        window.map_again(va.bits(), &from, access.contains(Access::WRITE)).map_err(driver)?;
-        self.observer.see(&[bind.request()]);
-        Ok(())
-    }
-
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         let window = self.reserved.get(&range.first()).filter(|window| window.len() == range.len());
         let window = window.ok_or(SpaceError::NotReserved(range))?;
         window.unmap(range.first().bits(), range.len()).map_err(|e| SpaceError::Invalidate(Box::new(e)))?;

@@ -41,7 +41,7 @@ impl Account {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes so much for a user.
+    /// Takes an amount for a user.
     ///
     /// # Errors
     /// Why the user cannot have it; then nothing is taken.
@@ -157,7 +157,7 @@ mod tests {
         assert!(second.take(10) && !second.take(1));
         assert!(Charge::new(&account, 3, 1).unwrap_err().contains("all clients use 100 of 100 (--memory)"));
         assert!(Charge::new(&account, 3, u64::MAX).is_err());
-        // What is there already counts beyond the limits, and keeps others from more.
+        // Amounts that exist already count beyond the limits, and keep others from more.
         let forced = Charge::forced(&account, 2, 30);
         assert!(account.is_over(2, false) && !account.is_over(1, false) && account.is_over(1, true));
         drop(forced);

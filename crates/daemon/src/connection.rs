@@ -34,7 +34,8 @@ const POPULATED_AT_ONCE: usize = 8 << 20;
 /// Registers whose writes wait for a step under way that uses the MMU.
 const WAITING: [u64; 3] = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE];
 
-/// A mapping of so many bytes takes a byte of the daemon's memory: page tables here and in the kernel, and the frames.
+/// Bytes of a mapping for each byte of the daemon's memory that it takes: page tables here and in the kernel, and
+/// frames.
 const MAPPED_PER_BYTE: u64 = 64;
 /// And what a mapping takes beside that, and each of its segments: 207 bytes were measured for one of a single page.
 const MAPPING_BYTES: u64 = 512;

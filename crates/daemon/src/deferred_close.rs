@@ -14,9 +14,9 @@ use crate::account::Account;
 use crate::pool::{take_time, yield_to_worker};
 use crate::worker::RunQueue;
 
-/// While so many descriptors of one user wait to be closed, none are received from that user.
+/// Most descriptors of one user that wait to be closed; then none are received from that user.
 const USER_LIMIT: usize = 256;
-/// While so many descriptors wait in all, no connection is accepted.
+/// Most descriptors that wait in all; then no connection is accepted.
 const TOTAL_LIMIT: usize = 1024;
 
 #[derive(Default)]

@@ -189,7 +189,7 @@ impl Function {
         }
     }
 
-    /// True when it takes so long to wake the client that the worker does not do it any more.
+    /// True when waking the client takes too long for the worker to go on doing it.
     pub(crate) fn calls_take_long(&self) -> bool {
         self.call_times.are_too_long()
     }

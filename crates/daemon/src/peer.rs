@@ -50,7 +50,7 @@ fn supplementary(socket: impl AsFd) -> Result<Vec<u32>, Errno> {
     loop {
         let mut bytes = libc::socklen_t::try_from(size_of_val(&groups[..])).expect("256 KiB at most");
         let fd = socket.as_fd().as_raw_fd();
-        // SAFETY: `bytes` is the length of `groups` (the line before); the kernel writes at most so many bytes into it.
+        // SAFETY: `bytes` is the length of `groups` (the line before); the kernel writes no more into it.
         let result = unsafe {
             libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, groups.as_mut_ptr().cast(), &raw mut bytes)
         };

@@ -292,7 +292,7 @@ mod tests {
             let (pause, go, most) = (pause.clone(), go.clone(), most.clone());
             pool.put(user, move || {
                 pause(&|| go.load(Ordering::Relaxed));
-                // At most so many run then.
+                // The most that run at a time.
                 let mut running = most.lock().unwrap();
                 *running = (running.0 + 1, running.1.max(running.0 + 1));
                 drop(running);

@@ -40,10 +40,10 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const BURST: Duration = Duration::from_millis(20);
 /// Requests of a user in the pool. Further ones wait in their sockets: each may have 64 descriptors.
 const MAX_IN_POOL: usize = 4;
-/// After a connection that nobody pays for, none is accepted for so many times as long as that took: it was refused, or
-/// its user owes so much already that more may be forgotten. These must not take much of the processors' time. At most
-/// for 1 ms: another process may have had the processor.
+/// An unpaid connection blocks `accept` for this many times its cost, so that such connections do not take much of the
+/// processors' time. It was refused, or its user owes more than is remembered.
 const UNPAID_REST: u32 = 3;
+/// The longest that an unpaid connection blocks `accept`: another process may have had the processor.
 const MAX_REST: Duration = Duration::from_millis(1);
 /// Why a client is disconnected whose sockets have thousands of waiters.
 const SLOW_TO_WAKE: &str = "it takes too long to wake the client: too many wait at its sockets";

@@ -28,11 +28,11 @@ use crate::pool::thread_time;
 
 /// Bytes of a round: what a step may cost.
 const QUANTUM: i64 = 1 << 20;
-/// A nanosecond of a step costs its user at least so many bytes, more than any memory copies in one: so users share the
-/// worker's time, whether they copy or do what is slow for reasons that the card does not see, such as pages of a
-/// buffer that the client has given back to the kernel. With less, a user who copies fast gets less time than others.
+/// Bytes charged for each nanosecond of a step. No memory copies as fast, so users share the worker's time, whether
+/// they copy or do what the card does not see, such as touching pages that the client has given back to the kernel.
+/// With less, a user who copies fast gets less time than others.
 const NANOSECOND_COST: i64 = 64;
-/// The thread's usage is read again after so much time, since each reading takes 0.1 us or more. A shorter step is
+/// Time between two readings of the thread's usage, since each takes 0.1 us or more. A shorter step is
 /// charged for the time that it took.
 const SAMPLE_TIME: Duration = Duration::from_micros(20);
 /// The most that a user can owe for work of other threads, 64 ms: who maps memory all the time, and then stops, is
@@ -61,7 +61,7 @@ const MIN_STEP: u64 = 32 << 10;
 const STEP_TIME: Duration = Duration::from_micros(200);
 /// A step that cost fewer bytes than this in each nanosecond did more than copy: no memory is so slow.
 const SLOW: u128 = 2;
-/// After so many kicks in a row that bring no work, the function's kicks are ignored for [`IGNORE_TIME`]: each takes a
+/// Kicks in a row without work after which the function's kicks are ignored for [`IGNORE_TIME`]: each takes a
 /// processor that another client may wait for.
 const EMPTY_KICKS: u32 = 32;
 /// The worker looks at the doorbells of a function whose kicks are ignored after this time at the latest.
@@ -149,7 +149,7 @@ struct Usage {
     waits: i64,
 }
 
-/// What was done in a round, of a user or of a function.
+/// Work done in a round, of a user or of a function.
 #[derive(Clone, Copy, Default)]
 struct Served {
     cost: i64,
@@ -476,7 +476,7 @@ impl Gaps {
         all
     }
 
-    /// Until when a user who owes so much waits: who owes more than a round, no longer than time takes to pay it. So
+    /// Until when a user with this debt waits: who owes more than a round, no longer than time takes to pay it. So
     /// others have about 0.4 of the time even beside a user who comes back at the last moment each time.
     fn end(&self, debt: i64, now: Instant) -> Option<Instant> {
         let end = match debt {
@@ -498,7 +498,7 @@ fn turn_of(users: &mut Vec<UserTurn>, user: u32) -> &mut UserTurn {
     &mut users[found]
 }
 
-/// The least that so much time costs.
+/// The least cost of this time.
 fn cost_of(took: Duration) -> i64 {
     i64::try_from(took.as_nanos()).unwrap_or(i64::MAX).saturating_mul(NANOSECOND_COST)
 }
@@ -527,7 +527,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// The time that a user pays for a step that took so long and has just ended: not that of other processes, which
+    /// The time that a user pays for a step of this length that has just ended: not that of other processes, which
     /// may have had the processor. But a client can have a step wait, for a page of its buffer that it is giving back
     /// to the kernel, or that a control group of its own has swapped out: such a step is charged for all of its time.
     fn charged(&self, now: Instant, took: Duration) -> Duration {

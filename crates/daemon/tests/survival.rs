@@ -413,7 +413,7 @@ fn completions_wake_a_waiter() {
     daemon.end_empty();
 }
 
-/// A mapping is of as many segments and buffers as fit a message: of so many each, not one less.
+/// A mapping has as many segments and buffers as fit a message, not one less.
 #[test]
 fn a_mapping_is_of_as_many_buffers_as_fit_a_message() {
     let daemon = Daemon::start(Config::default());

@@ -13,7 +13,7 @@ use dmalane_queue::{
 };
 use dmalane_vm::{BindRequest, Bo};
 
-use crate::{AddressSpaceKind, Bind, Bounce, Device, DeviceMemory, DriverCopy, NoIommu, Placement, Region, SpaceError};
+use crate::{AddressSpaceKind, Bounce, Device, DeviceMemory, DriverCopy, NoIommu, Placement, Region, SpaceError};
 
 const LONG: Duration = Duration::from_secs(30);
 /// Bytes that are moved at each edge: a page, and a length that is no multiple of anything.
@@ -338,13 +338,13 @@ fn a_flat_space_shows_memory_where_it_lies(device: &mut dyn Device) {
     assert_eq!(space.at(range.first()), DeviceAddr::Card(span.first()));
     let bo = bo(&buffer);
     let at = |offset: u64| DeviceVa::new(range.first().bits() + offset);
-    let bind = |va, offset| Bind { va, bo: &bo, offset, len: page, access: Access::READ };
-    space.bind(&bind(at(page), page)).unwrap();
-    assert!(space.bind(&bind(at(page), 0)).is_err(), "it does not lie there");
-    assert!(space.bind(&bind(at(span.len()), 0)).is_err(), "that is not reserved");
+    let bind = |va, offset| [BindRequest::Bind { va, bo: bo.clone(), offset, len: page, access: Access::READ }];
+    space.apply(&bind(at(page), page)).unwrap();
+    assert!(space.apply(&bind(at(page), 0)).is_err(), "it does not lie there");
+    assert!(space.apply(&bind(at(span.len()), 0)).is_err(), "that is not reserved");
     assert!(!space.observe(Box::new(|_| {})) && space.vm().is_none());
-    space.unbind(range).unwrap();
-    assert!(matches!(space.unbind(range), Err(SpaceError::NotReserved(_))), "only once");
+    space.release(range).unwrap();
+    assert!(matches!(space.release(range), Err(SpaceError::NotReserved(_))), "only once");
 }
 
 fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
@@ -371,7 +371,9 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     let range = space.reserve(&buffer, whole).unwrap();
     let other = space.reserve(&buffer, page).unwrap();
     assert!(range.len() >= whole && range.intersect(&other).is_none(), "ranges are nobody else's");
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: whole, access: Access::READ }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: whole, access: Access::READ }])
+        .unwrap();
     let at = space.at(range.first());
     for queue in 0..taken.queues.len() {
         assert!(taken.read(queue, at, whole).unwrap() == bytes, "through the address space, by queue {queue}");
@@ -381,7 +383,7 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
         let denied = run_write(&mut taken, queue, at, &bytes[..4096]);
         assert!(matches!(denied, Err(RunError::Failed(..) | RunError::Refused(_))), "it is bound for reading");
     }
-    taken.device.address_space().unbind(range).unwrap();
+    taken.device.address_space().release(range).unwrap();
     for queue in 0..taken.queues.len() {
         let gone = taken.read(queue, at, 4096);
         assert!(
@@ -390,9 +392,11 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
         );
     }
     let space = taken.device.address_space();
-    space.unbind(other).unwrap();
+    space.release(other).unwrap();
     let again = space.reserve(&buffer, whole).unwrap();
-    space.bind(&Bind { va: again.first(), bo: &bo, offset: half, len: half, access: Access::RW }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: again.first(), bo: bo.clone(), offset: half, len: half, access: Access::RW }])
+        .unwrap();
     let at = space.at(again.first());
     let (front, back) = bytes.split_at(half as usize);
     assert!(taken.read(0, at, half).unwrap() == back);
@@ -401,18 +405,12 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     // Of the two pages that are bound, a batch replaces the first and takes the second away.
     let second = Span::new(again.sub(page, 1).unwrap().first(), page).unwrap();
     let first = BindRequest::Bind { va: again.first(), bo: bo.clone(), offset: 0, len: page, access: Access::READ };
-    let in_batches = match taken.device.address_space().apply(&[first, BindRequest::Unbind(second)]) {
-        Ok(()) => {
-            assert!(taken.read(0, at, page).unwrap() == bytes[..page as usize], "the page that was bound instead");
-            assert!(taken.read(0, at_offset(at, page), page).is_err(), "the page that was taken away");
-            2
-        }
-        Err(SpaceError::NoBatches) => 0,
-        Err(e) => panic!("{e}"),
-    };
-    taken.device.address_space().unbind(again).unwrap();
-    let expected = if observes { 5 + in_batches } else { 0 };
-    assert_eq!(*seen.lock().unwrap(), expected, "two binds, three unbinds, and a batch");
+    taken.device.address_space().apply(&[first, BindRequest::Unbind(second)]).unwrap();
+    assert!(taken.read(0, at, page).unwrap() == bytes[..page as usize], "the page that was bound instead");
+    assert!(taken.read(0, at_offset(at, page), page).is_err(), "the page that was taken away");
+    taken.device.address_space().release(again).unwrap();
+    let expected = if observes { 7 } else { 0 };
+    assert_eq!(*seen.lock().unwrap(), expected, "two binds, three releases, and a batch of two");
 }
 
 fn programs_see_what_is_bound(device: &mut dyn Device) {
@@ -421,7 +419,7 @@ fn programs_see_what_is_bound(device: &mut dyn Device) {
         Err(why) => return assert!(!why.to_string().is_empty(), "a reason"),
     };
     let (mut memory, page) = (device.memory(), device.regions()[0].granule.bytes());
-    // More than a program reads at once, where there is so much.
+    // More than a program reads at once, where the device has it.
     let most = device.address_space().longest() / page * page;
     let whole = if memory.is_driven() { (9u64 << 20).next_multiple_of(page).min(most) } else { 4 * page };
     let buffer = memory.allocate(whole, &Placement::Default).unwrap();
@@ -431,7 +429,9 @@ fn programs_see_what_is_bound(device: &mut dyn Device) {
     taken.write(0, card, &bytes);
     let space = taken.device.address_space();
     let range = space.reserve(&buffer, whole).unwrap();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: whole, access: Access::READ }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: whole, access: Access::READ }])
+        .unwrap();
     let at = space.at(range.first());
     let read = |programs: &mut DeviceQueue, taken: &Taken<'_>, offset: u64, len: u64| {
         // The host's bytes begin at an odd address, and the ones beside them stay.
@@ -463,7 +463,7 @@ fn programs_see_what_is_bound(device: &mut dyn Device) {
     let nowhere = run(&mut *programs, Operation::read(taken.host(&bytes[..16]), top), LONG);
     assert!(matches!(nowhere, Err(RunError::Failed(..))), "{nowhere:?}");
     let flat = taken.device.address_space().kind() == AddressSpaceKind::Flat;
-    taken.device.address_space().unbind(range).unwrap();
+    taken.device.address_space().release(range).unwrap();
     assert!(flat || read(&mut *programs, &taken, 0, 16).is_err(), "nothing is bound there any more");
     assert_eq!(taken.device.program_queue().unwrap().in_flight(), 0, "there may be several");
 }

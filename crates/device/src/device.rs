@@ -44,9 +44,9 @@ pub trait Device: Send {
     /// Where programs on the device see its memory.
     fn address_space(&mut self) -> &mut dyn AddressSpace;
 
-    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are, so that
-    /// kernels and other libraries can use them as they are; `None` for addresses that are no such pointers.
-    fn cuda_number(&self) -> Option<u32> {
+    /// The device in the words of DLPack, where its device virtual addresses are the pointers that DLPack hands on, so
+    /// that kernels and other libraries can use them as they are; `None` for other addresses.
+    fn dlpack(&self) -> Option<DlpackDevice> {
         None
     }
 
@@ -84,6 +84,23 @@ pub struct DeviceInfo {
     /// Processors of this machine that the device needs for itself while it works: threads of a device in software, or
     /// of the process that serves it. 0 for hardware, and where the caller's time is used.
     pub processors: usize,
+}
+
+/// A device as other libraries of this process name it: `DLDevice` of DLPack.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DlpackDevice {
+    /// The type of device (`DLDeviceType`).
+    pub kind: u32,
+    /// Its number among those of that type.
+    pub number: i32,
+}
+
+impl DlpackDevice {
+    /// The CUDA device of this number.
+    pub fn cuda(number: u32) -> Option<Self> {
+        const CUDA: u32 = 2;
+        Some(Self { kind: CUDA, number: i32::try_from(number).ok()? })
+    }
 }
 
 /// The files behind a device; often both are the same.

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use dmalane_addr::{CardAddr, DeviceVa, SgTable, Span};
 use dmalane_queue::DeviceAddr;
+use dmalane_vm::BindRequest;
 
-use crate::{AddressSpace, AddressSpaceKind, Bind, SpaceError};
+use crate::{AddressSpace, AddressSpaceKind, SpaceError};
 
 /// Virtual addresses that are card addresses: a buffer is seen where it lies, and binding only checks that.
 #[derive(Debug, Default)]
@@ -20,10 +21,10 @@ impl FlatSpace {
         Self::default()
     }
 
-    /// True when all of the span lies in one range that is reserved.
-    fn holds(&self, span: &Span<DeviceVa>) -> bool {
+    /// Refuses a span that does not lie in one range that is reserved.
+    fn check(&self, span: &Span<DeviceVa>) -> Result<(), SpaceError> {
         let range = self.reserved.range(..=span.first()).next_back();
-        range.is_some_and(|(_, last)| span.last() <= *last)
+        range.filter(|(_, last)| span.last() <= **last).map(drop).ok_or(SpaceError::NotReserved(*span))
     }
 }
 
@@ -44,21 +45,7 @@ impl AddressSpace for FlatSpace {
         Ok(span)
     }
 
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        let elsewhere = SpaceError::Elsewhere(bind.va);
-        let Some(span) = Span::new(bind.va, bind.len) else { return Err(elsewhere) };
-        if !self.holds(&span) {
-            return Err(SpaceError::NotReserved(span));
-        }
-        let end = bind.offset.checked_add(bind.len);
-        let mut runs = end.and_then(|end| bind.bo.sg().runs(bind.offset..end)).into_iter().flatten();
-        match (runs.next(), runs.next()) {
-            (Some(run), None) if run.addr.bits() == bind.va.bits() && run.len == bind.len => Ok(()),
-            _ => Err(elsewhere),
-        }
-    }
-
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         match self.reserved.get(&range.first()) {
             Some(last) if *last == range.last() => {
                 self.reserved.remove(&range.first());
@@ -66,6 +53,25 @@ impl AddressSpace for FlatSpace {
             }
             _ => Err(SpaceError::NotReserved(range)),
         }
+    }
+
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        requests.iter().try_for_each(|request| match request {
+            BindRequest::Bind { va, bo, offset, len, .. } => {
+                let span = Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?;
+                self.check(&span)?;
+                let end = offset.checked_add(*len);
+                let mut runs = end.and_then(|end| bo.sg().runs(*offset..end)).into_iter().flatten();
+                match (runs.next(), runs.next()) {
+                    (Some(run), None) if run.addr.bits() == va.bits() && run.len == *len => Ok(()),
+                    _ => Err(SpaceError::Elsewhere(*va)),
+                }
+            }
+            BindRequest::Unbind(span) | BindRequest::Prefetch(span) => self.check(span),
+            BindRequest::Repeat { va, .. } | BindRequest::Null { va, .. } => Err(SpaceError::Elsewhere(*va)),
+            // Of a buffer object nothing is bound elsewhere.
+            _ => Ok(()),
+        })
     }
 
     fn at(&self, va: DeviceVa) -> DeviceAddr {
@@ -93,16 +99,23 @@ mod tests {
         assert_eq!((range.first().bits(), range.len()), (0x10_000, 0x4000));
         assert_eq!(space.at(range.first()), DeviceAddr::Card(CardAddr::new(0x10_000)));
         let bo = Arc::new(Bo::new(1, SgIndex::from_table(&memory).unwrap()));
-        let bind = |va, offset, len| Bind { va: DeviceVa::new(va), bo: &bo, offset, len, access: Access::READ };
-        space.bind(&bind(0x11_000, 0x1000, 0x3000)).unwrap();
-        assert!(matches!(space.bind(&bind(0x11_000, 0, 0x1000)), Err(SpaceError::Elsewhere(_))));
-        assert!(matches!(space.bind(&bind(0x11_000, 0x1000, 0x3001)), Err(SpaceError::NotReserved(_))));
-        assert!(matches!(space.bind(&bind(0x11_000, u64::MAX, 0x1000)), Err(SpaceError::Elsewhere(_))));
-        assert!(matches!(space.bind(&bind(u64::MAX, 0, 2)), Err(SpaceError::Elsewhere(_))));
+        let request = |va, offset, len| {
+            let va = DeviceVa::new(va);
+            BindRequest::Bind { va, bo: bo.clone(), offset, len, access: Access::READ }
+        };
+        let mut bind = |va, offset, len| space.apply(&[request(va, offset, len)]);
+        bind(0x11_000, 0x1000, 0x3000).unwrap();
+        assert!(matches!(bind(0x11_000, 0, 0x1000), Err(SpaceError::Elsewhere(_))));
+        assert!(matches!(bind(0x11_000, 0x1000, 0x3001), Err(SpaceError::NotReserved(_))));
+        assert!(matches!(bind(0x11_000, u64::MAX, 0x1000), Err(SpaceError::Elsewhere(_))));
+        assert!(matches!(bind(u64::MAX, 0, 2), Err(SpaceError::Elsewhere(_))));
         let half = range.sub(0, 0x2000).unwrap();
-        assert!(matches!(space.unbind(half), Err(SpaceError::NotReserved(_))), "only as a whole");
-        space.unbind(range).unwrap();
-        assert!(matches!(space.unbind(range), Err(SpaceError::NotReserved(_))));
+        space.apply(&[BindRequest::Unbind(half), BindRequest::Prefetch(range)]).unwrap();
+        let null = BindRequest::Null { va: range.first(), len: 0x1000 };
+        assert!(matches!(space.apply(&[BindRequest::Unbind(half), null]), Err(SpaceError::Elsewhere(_))));
+        assert!(matches!(space.release(half), Err(SpaceError::NotReserved(_))), "only as a whole");
+        space.release(range).unwrap();
+        assert!(matches!(space.release(range), Err(SpaceError::NotReserved(_))));
         memory.push(CardAddr::new(0x20_000), 0x1000).unwrap();
         assert!(matches!(space.reserve(&memory, 4096), Err(SpaceError::Fragmented(2))));
     }

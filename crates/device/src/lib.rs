@@ -87,7 +87,7 @@ mod region;
 mod space;
 
 pub use bounce::{Bounce, IoError};
-pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters};
+pub use device::{BackingFiles, Counters, Device, DeviceInfo, DlpackDevice, IommuCounters};
 pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};
@@ -96,4 +96,4 @@ pub use page_tables::PageTableSpace;
 pub use polled::PolledQueue;
 pub use ram::RamDevice;
 pub use region::{Region, areas};
-pub use space::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
+pub use space::{AddressSpace, AddressSpaceKind, Observer, SpaceError};

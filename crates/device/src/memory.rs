@@ -647,7 +647,7 @@ mod tests {
         assert_eq!(m.reserve(5000).unwrap().len(), 8192);
     }
 
-    /// A driver that has so many bytes, and counts what it gave.
+    /// A driver with a number of bytes, which counts what it gave.
     struct Driver(u64, std::sync::Arc<std::sync::Mutex<Vec<Span<CardAddr>>>>);
 
     impl MemoryDriver for Driver {

@@ -6,13 +6,15 @@ use dmalane_addr::{CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
 use dmalane_iopt::{Format, Tables};
 use dmalane_vm::{AnyVm, BindRequest, Vm};
 
-use crate::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
+use crate::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
 
 /// The address space of a device whose MMU walks tables of format `F` in table memory `T`.
 pub struct PageTableSpace<F: Format, T: Tables<Addr = CardAddr>> {
     vm: Vm<F, T>,
     free: RangeAllocator<DeviceVa>,
     invalidate: Invalidate,
+    /// The device may remember translations that are gone.
+    stale: bool,
     observer: Observer,
 }
 
@@ -29,7 +31,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> PageTableSpace<F, T> {
         invalidate: impl FnMut() -> Result<(), Box<dyn Error + Send + Sync>> + Send + 'static,
     ) -> Self {
         let free = RangeAllocator::new(vm.range(), F::GRANULE);
-        Self { vm, free, invalidate: Box::new(invalidate), observer: Observer::default() }
+        Self { vm, free, invalidate: Box::new(invalidate), stale: false, observer: Observer::default() }
     }
 }
 
@@ -43,30 +45,23 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
         whole.and_then(|whole| self.free.allocate(whole, LARGE).ok()).ok_or(SpaceError::Exhausted(len))
     }
 
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        let Bind { va, bo, offset, len, access } = *bind;
-        let committed = self.vm.bind(va, bo, offset, len, access)?;
-        // Nothing was bound there before, so there is nothing that the device would have to forget.
-        debug_assert!(committed.is_empty());
-        self.vm.invalidated(committed);
-        self.observer.see(&[bind.request()]);
-        Ok(())
-    }
-
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
-        let committed = self.vm.unbind(range)?;
-        self.observer.see(&[BindRequest::Unbind(range)]);
-        (self.invalidate)().map_err(SpaceError::Invalidate)?;
-        self.vm.invalidated(committed);
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+        self.apply(&[BindRequest::Unbind(range)])?;
         self.free.free(range).map_err(|_| SpaceError::NotReserved(range))
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
-        let plan = self.vm.plan(requests.iter().cloned()).map_err(|e| SpaceError::Vm(e.error))?;
-        let committed = plan.commit();
+        let committed = match requests {
+            // The VM has a shorter way for one.
+            [BindRequest::Bind { va, bo, offset, len, access }] => self.vm.bind(*va, bo, *offset, *len, *access)?,
+            [BindRequest::Unbind(span)] => self.vm.unbind(*span)?,
+            _ => self.vm.plan(requests.iter().cloned()).map_err(|e| SpaceError::Vm(e.error))?.commit(),
+        };
         self.observer.see(requests);
-        if !committed.is_empty() {
+        self.stale |= !committed.is_empty();
+        if self.stale {
             (self.invalidate)().map_err(SpaceError::Invalidate)?;
+            self.stale = false;
         }
         self.vm.invalidated(committed);
         Ok(())
@@ -117,14 +112,16 @@ mod tests {
         let got = space.reserve(&memory, 8192).unwrap();
         assert_eq!(got, range, "rounded up to 2 MiB");
         assert!(matches!(space.reserve(&memory, 1), Err(SpaceError::Exhausted(1))));
-        space.bind(&Bind { va: got.first(), bo: &bo, offset: 0, len: 8192, access: Access::READ }).unwrap();
+        space
+            .apply(&[BindRequest::Bind { va: got.first(), bo: bo.clone(), offset: 0, len: 8192, access: Access::READ }])
+            .unwrap();
         assert_eq!(space.leaf_counts().iter().map(|(_, n)| n).sum::<u64>(), 2);
         assert_eq!(space.vm().unwrap().binding_count(), 1);
-        let error = space.unbind(got).unwrap_err();
+        let error = space.release(got).unwrap_err();
         assert!(matches!(error, SpaceError::Invalidate(_)), "{error}");
         assert!(matches!(space.reserve(&memory, 1), Err(SpaceError::Exhausted(1))));
         // The second try reaches the device.
-        space.unbind(got).unwrap();
+        space.release(got).unwrap();
         assert_eq!(space.reserve(&memory, 8192).unwrap(), range);
         assert_eq!(*seen.lock().unwrap(), 3, "a bind and two unbinds");
     }

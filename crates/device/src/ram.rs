@@ -28,7 +28,7 @@ struct Ram {
 const BLOCK: usize = 2 << 20;
 
 impl RamDevice {
-    /// A device with so many bytes of memory, rounded up to 4 KiB; they read as zeroes.
+    /// A device with `bytes` bytes of memory, rounded up to 4 KiB; they read as zeroes.
     ///
     /// # Errors
     /// [`Error`] when the system does not have them, or for 0.

@@ -1,14 +1,13 @@
 //! Where programs on a device see its memory.
 
 use std::error::Error;
-use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_addr::{CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_queue::DeviceAddr;
-use dmalane_vm::{AnyVm, BindRequest, Bo};
+use dmalane_vm::{AnyVm, BindRequest};
 use thiserror::Error;
 
-/// A device's virtual addresses: reserve a range for a buffer, bind parts of the buffer there, unbind the range.
+/// A device's virtual addresses: reserve a range for a buffer, bind parts of the buffer there, release the range.
 pub trait AddressSpace: Send {
     /// Its kind.
     fn kind(&self) -> AddressSpaceKind;
@@ -30,33 +29,24 @@ pub trait AddressSpace: Send {
     /// [`SpaceError::Exhausted`]; [`SpaceError::Fragmented`] and [`SpaceError::TooShort`] in a flat space.
     fn reserve(&mut self, memory: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError>;
 
-    /// Makes part of a buffer visible in a reserved range, where nothing is bound.
-    ///
-    /// # Errors
-    /// [`SpaceError`]; nothing has changed.
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError>;
-
     /// Unbinds everything in a range that was reserved, all of it, and gives the range back. When this returns, the
     /// device has forgotten what was bound there, so that the memory can be used for something else.
     ///
     /// # Errors
     /// [`SpaceError`]; the range stays reserved, and after [`SpaceError::Invalidate`] the memory must not be used
     /// again.
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError>;
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError>;
 
-    /// Carries out several requests within ranges that are reserved, whole or not at all; later ones see what earlier
-    /// ones did, and what was bound before is replaced. When this returns, the device has forgotten what was taken
-    /// away. New bindings may become visible later, but before any operation submitted after this call.
+    /// Carries out requests within ranges that are reserved, whole or not at all; later ones see what earlier ones did,
+    /// and what was bound before is replaced. When this returns, the device has forgotten what was taken away. New
+    /// bindings may become visible later, but before any operation submitted after this call. In a
+    /// [flat](AddressSpaceKind::Flat) space a buffer can be bound where it lies, which changes nothing.
     ///
     /// # Errors
-    /// [`SpaceError::NoBatches`] where a space binds one range at a time, [`SpaceError::NotReserved`],
-    /// [`SpaceError::Vm`], [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and
-    /// [`SpaceError::Invalidate`] nothing is bound where the requests were; after the latter the memory must not be
-    /// used again.
-    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
-        let _ = requests;
-        Err(SpaceError::NoBatches)
-    }
+    /// [`SpaceError::NotReserved`], [`SpaceError::Elsewhere`], [`SpaceError::Vm`], [`SpaceError::Refused`]: nothing has
+    /// changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is bound where the requests were;
+    /// after the latter the memory must not be used again.
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError>;
 
     /// Waits until everything that was bound is seen by programs on the device.
     ///
@@ -126,29 +116,6 @@ pub enum AddressSpaceKind {
     Flat,
 }
 
-/// A binding to make.
-#[derive(Clone, Debug)]
-pub struct Bind<'a> {
-    /// Where, in a range that was reserved.
-    pub va: DeviceVa,
-    /// Of which buffer.
-    pub bo: &'a Arc<Bo>,
-    /// From which byte of the buffer.
-    pub offset: u64,
-    /// Bytes, whole pages.
-    pub len: u64,
-    /// The access of programs on the device.
-    pub access: Access,
-}
-
-impl Bind<'_> {
-    /// The same as a request of a batch.
-    pub fn request(&self) -> BindRequest {
-        let Self { va, bo, offset, len, access } = *self;
-        BindRequest::Bind { va, bo: bo.clone(), offset, len, access }
-    }
-}
-
 /// Why an address space did not do something.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -167,9 +134,6 @@ pub enum SpaceError {
         /// Bytes of the buffer.
         has: u64,
     },
-    /// Requests for a space that binds one range at a time.
-    #[error("this device's address space takes no batches of binds")]
-    NoBatches,
     /// A bind in a flat space that is not where the buffer lies.
     #[error("this device has no MMU, so only what lies at {0} can be seen there")]
     Elsewhere(DeviceVa),

@@ -8,7 +8,7 @@
 //!
 //! In terms of the abstract machine, each function is an acquire fence after a message from the agent that keeps the
 //! memory, or a release fence before one to it (a copy: both). Who borrows the memory as a slice ([`CpuBuf`],
-//! [`BufferSlice::with_bytes`]) takes it from that agent for so long, and nobody else has access meanwhile.
+//! [`BufferSlice::with_bytes`]) takes it from that agent, and nobody else has access meanwhile.
 //!
 //! On processors without an implementation, words are volatile accesses between fences, and copies are `ptr::copy`.
 //! That works in practice, but Rust does not define it where another thread of this process writes.

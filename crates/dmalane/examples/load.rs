@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use dmalane::{Load, Placement};
+use dmalane::{HostModel, LoadOptions, ModelOptions, Placement};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
@@ -15,7 +15,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     let mut device = dmalane::open("soft")?;
-    let loaded = Load::files([path]).placement(Placement::HBM).verify(true).onto(&mut device)?;
+    let options = LoadOptions { placement: Placement::HBM, verify: true };
+    let loaded = HostModel::open([path], ModelOptions::default())?.load_onto(&mut device, &options, |_| {})?;
     for t in loaded.files.iter().flat_map(|f| f.tensors()) {
         match t.va {
             Some(va) => {

@@ -1,19 +1,21 @@
 //! Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
 //!
 //! This crate is the face of the workspace: it re-exports the layers, each usable alone, and holds the glue that has to
-//! know two of them at once. [`open`] opens a device by name, [`open_file`] a file for it.
+//! know two of them at once. [`open`] opens a device by name, [`HostModel`] the files of a
+//! model.
 //!
 //! ```
 //! # let folder = tempfile::tempdir()?;
 //! # let path = folder.path().join("model.safetensors");
 //! # dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
 //! let mut device = dmalane::open("soft")?;
-//! let model = dmalane::Load::files([&path]).onto(&mut device)?;
-//! println!("{:?}", model["embeddings.weight"].va);
+//! let model = dmalane::HostModel::open([&path], Default::default())?;
+//! let loaded = model.load_onto(&mut device, &Default::default(), |_| {})?;
+//! println!("{:?}", loaded["embeddings.weight"].va);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Other devices have other names ([`registry::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
+//! Other devices have other names ([`devices::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
 //! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
 //!
 //! [`validate`] measures a device beside a reference.
@@ -22,14 +24,11 @@
 
 mod card_server;
 mod causes;
-mod choose;
-mod loading;
+pub mod devices;
 mod open;
-mod open_file;
+mod open_options;
 pub mod pci;
 mod pci_card;
-mod read;
-pub mod registry;
 pub mod size;
 mod spec;
 
@@ -54,14 +53,16 @@ pub use dmalane_vulkan as vulkan;
 
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
 pub use causes::error_chain;
+pub use devices::BadDeviceSpec;
 pub use dmalane_file::FileOptions;
-pub use dmalane_load::{OpenDevice, Placement};
-pub use loading::{Load, LoadError};
-pub use open::{OpenError, OpenOptions, open};
-pub use open_file::{open_as, open_file};
+pub use dmalane_load::{
+    AllocAndRead, AllocRead, HostModel, Input, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenFile, Placement,
+    Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme, open_file,
+};
+pub use open::{OpenError, open};
+pub use open_options::OpenOptions;
 pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};
-pub use read::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
-pub use spec::{BadDeviceSpec, DeviceSpec};
+pub use spec::DeviceSpec;
 
 /// The programs of the documentation.
 #[cfg(doctest)]

@@ -2,12 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use dmalane_dma::trusted_users;
 use dmalane_vfio::{Bdf, VfioBus, VfioContainer};
 use dmalane_vfio_user::UserBus;
 use thiserror::Error;
 
-use crate::CARD_PCI_ID;
+use crate::card_server::CARD_PCI_ID;
 
 /// Why a PCI device cannot be opened as a card.
 #[derive(Debug, Error)]
@@ -50,12 +49,12 @@ pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, PciCardError> {
     }
 }
 
-/// Connects to the card that a process serves over vfio-user, as `dmalane card serve` does.
+/// Connects to the card that a process of one of these users serves over vfio-user, as `dmalane card serve` does.
 ///
 /// # Errors
 /// Those of [`UserBus::connect`]; [`PciCardError::NotAServedCard`] for another device.
-pub fn connect_pci_card(socket: &Path) -> Result<UserBus, PciCardError> {
-    let bus = UserBus::connect(socket, &trusted_users())?;
+pub fn connect_pci_card(socket: &Path, trusted: &[u32]) -> Result<UserBus, PciCardError> {
+    let bus = UserBus::connect(socket, trusted)?;
     match bus.id()? {
         CARD_PCI_ID => Ok(bus),
         found => Err(PciCardError::NotAServedCard { path: socket.to_owned(), found }),

@@ -1,100 +1,82 @@
-//! The name of a device: `KIND` or `KIND:REST`.
+//! The name of a device: `KIND` or `KIND:WHAT`, then `,option` or `,option=value`.
 
-use std::error::Error as StdError;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-use dmalane_daemon::ClientOptions;
-use dmalane_vfio::Bdf;
-use thiserror::Error;
+use crate::devices::{AnySpec, BadDeviceSpec, DeviceKind, KINDS, OpenResult, Spec, nearest};
+use crate::open_options::OpenOptions;
 
-use crate::registry::{DeviceKind, KINDS, daemon_options};
-
-/// A device by name, as after `-d`.
+/// A device by name, as after `-d`: parsed, and ready to be opened.
 ///
 /// ```
 /// use dmalane::DeviceSpec;
-/// let spec: DeviceSpec = "ram:64MiB".parse()?;
-/// assert_eq!((spec.kind().name, spec.rest(), &*spec.to_string()), ("ram", "64MiB", "ram:64MiB"));
+/// use dmalane::devices::soft::SoftSpec;
+///
+/// let spec: DeviceSpec = "soft,ddr=1GiB".parse()?;
+/// assert_eq!((spec.kind().name, &*spec.to_string()), ("soft", "soft,ddr=1GiB"));
+/// assert_eq!(spec.get::<SoftSpec>().unwrap().ddr, 1 << 30);
 /// # Ok::<(), dmalane::BadDeviceSpec>(())
 /// ```
 #[derive(Clone)]
-pub struct DeviceSpec {
-    kind: &'static DeviceKind,
-    rest: String,
-}
+pub struct DeviceSpec(Arc<dyn AnySpec>);
 
 impl DeviceSpec {
+    /// A device with options that its name may not have.
+    pub fn new(spec: impl Spec) -> Self {
+        Self(Arc::new(spec))
+    }
+
     /// The kind of device.
     pub fn kind(&self) -> &'static DeviceKind {
-        self.kind
+        self.0.kind()
     }
 
-    /// The text after `KIND:`; empty when there is none.
-    pub fn rest(&self) -> &str {
-        &self.rest
+    /// What the name was parsed into; `None` for another kind.
+    pub fn get<S: Spec>(&self) -> Option<&S> {
+        self.0.as_any().downcast_ref()
     }
 
-    /// The PCI address of a `vfio:BDF`; `None` for other kinds.
-    pub fn bdf(&self) -> Option<Bdf> {
-        self.rest.parse().ok().filter(|_| self.kind.name == "vfio")
+    /// Names the same device with that many bytes in a group of its regions, in words of the command line ("-d
+    /// soft,ddr=64GiB"); `None` where there is none.
+    pub fn more(&self, group: &str, bytes: u64) -> Option<String> {
+        self.0.more(group, bytes)
     }
 
-    /// How a client connects to the daemon of a `daemon[:SOCKET]`; `None` for other kinds.
-    pub fn daemon(&self) -> Option<ClientOptions> {
-        daemon_options(&self.rest).ok().filter(|_| self.kind.name == "daemon")
+    pub(crate) fn open(&self, options: &OpenOptions) -> OpenResult {
+        self.0.open(options)
     }
-}
-
-/// A text that names no device.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum BadDeviceSpec {
-    /// No kind has this name.
-    #[error("{text:?} is not a device; there are {}", syntaxes())]
-    Kind {
-        /// The text.
-        text: String,
-    },
-    /// The text after the kind is invalid.
-    #[error("{text:?} is not {syntax}: {source}")]
-    Rest {
-        /// The text.
-        text: String,
-        /// How devices of this kind are named.
-        syntax: &'static str,
-        /// The reason: an error of the crate that drives such devices, or a text.
-        source: Box<dyn StdError + Send + Sync>,
-    },
-}
-
-/// How all kinds of devices are named.
-fn syntaxes() -> String {
-    KINDS.iter().map(|kind| kind.syntax).collect::<Vec<_>>().join(", ")
 }
 
 impl FromStr for DeviceSpec {
     type Err = BadDeviceSpec;
 
     fn from_str(text: &str) -> Result<Self, BadDeviceSpec> {
-        let (name, rest) = text.split_once(':').unwrap_or((text, ""));
-        let kind = KINDS.iter().find(|kind| kind.name == name);
-        let kind = kind.ok_or_else(|| BadDeviceSpec::Kind { text: text.to_owned() })?;
-        let checked = match (kind.check)(rest) {
-            Ok(()) if text.ends_with(':') && rest.is_empty() => Err("nothing follows the colon".into()),
-            checked => checked,
-        };
-        match checked {
-            Ok(()) => Ok(Self { kind, rest: rest.to_owned() }),
-            Err(source) => Err(BadDeviceSpec::Rest { text: text.to_owned(), syntax: kind.syntax, source }),
-        }
+        let name = text.split([':', ',']).next().unwrap_or_default();
+        let kind = KINDS.iter().find(|kind| kind.name == name).ok_or_else(|| BadDeviceSpec::Kind {
+            text: text.to_owned(),
+            kinds: KINDS.iter().map(|kind| kind.syntax).collect::<Vec<_>>().join(", "),
+            nearest: nearest(name, KINDS.iter().map(|kind| kind.name)),
+        })?;
+        let spec = kind.parse(text).map_err(|mut e| {
+            if let BadDeviceSpec::NoOption { option, others, .. } = &mut e {
+                let has = |kind: &&DeviceKind| kind.options().iter().any(|other| other.key == option);
+                let names: Vec<_> = KINDS.iter().filter(has).map(|kind| kind.name).collect();
+                if !names.is_empty() {
+                    *others =
+                        format!(", which {} {}", names.join(" and "), if names.len() == 1 { "has" } else { "have" });
+                }
+            }
+            e
+        })?;
+        Ok(Self(spec))
     }
 }
 
 impl fmt::Display for DeviceSpec {
+    /// Formats the name, without options that have their default value.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.kind.name)?;
-        if self.rest.is_empty() { Ok(()) } else { write!(f, ":{}", self.rest) }
+        f.write_str(&self.0.name())
     }
 }
 
@@ -106,7 +88,7 @@ impl fmt::Debug for DeviceSpec {
 
 impl PartialEq for DeviceSpec {
     fn eq(&self, other: &Self) -> bool {
-        (self.kind.name, &self.rest) == (other.kind.name, &other.rest)
+        self.0.name() == other.0.name()
     }
 }
 
@@ -115,63 +97,138 @@ impl Eq for DeviceSpec {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::devices::daemon::DaemonSpec;
+    use crate::devices::vfio::VfioSpec;
+
+    /// Names as [`Spec::name`] writes them.
+    const NAMES: &[&str] = &[
+        "soft",
+        "soft,ddr=1GiB,hbm=4MiB,channels=3,workers=each,fragmentation=0.25,seed=7,ring=16,flat,va-bits=32",
+        "daemon",
+        "daemon:/tmp/a:b",
+        "daemon:/tmp/a,b,ddr=1GiB,hbm=4MiB,server-uid=5,ring=16",
+        "daemon,flat",
+        "vfio:0000:01:00.0",
+        "vfio:0000:01:00.0,va-bits=40",
+        "vfio-user:/tmp/a:b",
+        "vfio-user:/tmp/a,server-uid=0,flat",
+        "file:/dev/shm/x",
+        "file:a,c2h=b,c,probe-at=1MiB,direct",
+        "ram:1536MiB",
+        "vulkan:0",
+        "vulkan:Tesla: 1, two,flat,channels=2",
+        "cuda:1,vmm",
+        "cuda:GPU-2918fc3f,vmm,lib=/a,b",
+        "slash:0",
+        "slash:1,ring=11",
+        "vrtd:/tmp/a:b#1,ring=0",
+    ];
 
     #[test]
     fn names_are_read_and_written() {
-        let names = [
-            "soft",
-            "daemon",
-            "daemon:/tmp/a:b",
-            "vfio:0000:01:00.0",
-            "vfio:01:00.0",
-            "vfio-user:/tmp/a:b",
-            "file:/dev/shm/x",
-            "file:a,c2h=b",
-            "ram:1.5GiB",
-            "vulkan:0",
-            "vulkan:Tesla: 1",
-            "cuda:1,vmm",
-            "cuda:GPU-2918fc3f",
-            "slash:0",
-            "vrtd",
-            "vrtd:/tmp/a:b#1",
-        ];
-        for text in names {
-            assert_eq!(text.parse::<DeviceSpec>().unwrap().to_string(), text);
+        for text in NAMES {
+            let spec: DeviceSpec = text.parse().unwrap();
+            assert_eq!(spec.to_string(), *text);
+            assert_eq!(text.split([':', ',']).next(), Some(spec.kind().name));
         }
-        for kind in KINDS {
-            assert!(names.iter().any(|name| name.split(':').next() == Some(kind.name)), "no name of {}", kind.name);
-        }
-        let spec = |text: &str| text.parse::<DeviceSpec>().unwrap();
-        assert_eq!(spec("vfio:01:00.0").bdf().unwrap().to_string(), "0000:01:00.0");
-        assert_eq!(spec("daemon:/tmp/a").daemon().unwrap().path, std::path::Path::new("/tmp/a"));
-        assert!(spec("daemon").bdf().is_none() && spec("vfio:01:00.0").daemon().is_none());
+        let written = |text: &str| text.parse::<DeviceSpec>().unwrap().to_string();
+        let others = ["vfio:01:00.0", "ram:1.5GiB", "vrtd", "soft,ddr=64GiB,seed=1", "daemon,hbm=4MiB,ddr=2MiB"];
+        assert_eq!(
+            others.map(written),
+            ["vfio:0000:01:00.0", "ram:1536MiB", "vrtd:/run/vrtd.sock#0", "soft", "daemon,ddr=2MiB,hbm=4MiB"]
+        );
         assert_ne!("ram:1".parse::<DeviceSpec>().unwrap(), "ram:2".parse().unwrap());
     }
 
     #[test]
-    fn what_is_wrong_names_the_syntax() {
+    fn every_option_of_every_kind_is_in_a_name_above() {
+        for kind in KINDS {
+            let options = kind.options();
+            assert!(options.iter().all(|option| !option.about.is_empty()));
+            for option in options {
+                let own = NAMES.iter().filter(|name| name.split([':', ',']).next() == Some(kind.name));
+                let has = |name: &&str| name.contains(&format!(",{}", option.key));
+                let shared = ["ring", "flat", "va-bits"].contains(&option.key);
+                assert!(shared || own.clone().any(|name| has(&name)), "{}: {option}", kind.name);
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_is_parsed_into_the_type_of_its_kind() {
+        let spec: DeviceSpec = "vfio:01:00.0".parse().unwrap();
+        assert_eq!(spec.get::<VfioSpec>().unwrap().bdf.to_string(), "0000:01:00.0");
+        assert!(spec.get::<DaemonSpec>().is_none());
+        let spec: DeviceSpec = "daemon:/tmp/a,ddr=1,server-uid=7".parse().unwrap();
+        let client = spec.get::<DaemonSpec>().unwrap().client();
+        assert_eq!((client.path.to_str(), client.ddr, client.hbm), (Some("/tmp/a"), 2 << 20, 0));
+        assert!(client.server_uids.contains(&7) && client.server_uids.contains(&0));
+        let more = |name: &str, bytes| name.parse::<DeviceSpec>().unwrap().more("ddr", bytes);
+        assert_eq!(more("soft,ddr=1MiB,seed=2", 3 << 20).unwrap(), "-d soft,ddr=3MiB,seed=2");
+        assert_eq!((more("soft", 257 << 30), more("vfio:01:00.0", 1)), (None, None));
+        assert_eq!(more("ram:1", 5).unwrap(), "-d ram:5");
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_what_is_right() {
         for (bad, why) in [
-            ("", "there are soft, daemon[:SOCKET"),
-            ("daemons", "ram:SIZE"),
-            ("soft:1", "nothing follows"),
-            ("daemon:", "daemon[:SOCKET[,server-uid=UID]]: nothing follows the colon"),
+            ("", "there are soft, daemon[:SOCKET]"),
+            (
+                "daemons",
+                "ram:SIZE, vulkan:NUMBER|NAME|UUID, cuda:NUMBER|UUID, slash:N, vrtd[:SOCKET][#N]; did you mean daemon?",
+            ),
+            ("vulcan:0", "did you mean vulkan?"),
+            ("soft:1", "soft: nothing follows it but options, as in soft,ddr=1GiB"),
+            ("soft:ddr=1GiB", "soft: nothing follows it but options"),
+            ("daemon:", "daemon[:SOCKET]: nothing follows the colon"),
+            ("daemon:,flat", "daemon[:SOCKET]: nothing follows the colon"),
+            ("daemon:/x,server-uid=me", "the option server-uid=UID of daemon: not the number of a user"),
             ("vfio:", "vfio:BDF"),
             ("vfio:1", "vfio:BDF"),
             ("vfio-user", "vfio-user:SOCKET: a socket is missing"),
-            ("file", "file:PATH[,c2h=PATH]"),
+            (
+                "vfio-user:/x,ddr=1GiB",
+                "vfio-user has no option \"ddr\", which soft and daemon have; its options: server-uid",
+            ),
+            ("file", "file:PATH: a path is missing"),
+            (
+                "file:x,dirct",
+                "file has no option \"dirct\"; its options: c2h=PATH, probe-at=OFFSET, direct; did you mean direct?",
+            ),
+            ("file:x,c2h=", "the option c2h=PATH of file: a value is missing"),
+            ("file:x,probe-at=1M", "could mean"),
             ("ram", "ram:SIZE"),
             ("ram:0", "at least 1 byte"),
             ("ram:1M", "could mean"),
-            ("cuda", "cuda:NUMBER|UUID[,vmm][,lib=PATH]: "),
+            ("ram:1MiB,ddr=1GiB", "ram has no option \"ddr\", which soft and daemon have; its options: none"),
+            ("ram:1MiB,seed=1", "which soft has;"),
+            ("soft,ddr=0", "the option ddr=SIZE of soft: the size must be at least 1 byte"),
+            ("soft,ddr=257GiB", "a memory of the card has at most 256GiB"),
+            ("soft,ddr", "a value is missing"),
+            ("soft,dddr=1GiB", "did you mean ddr?"),
+            ("soft,channels=17", "not a number from 1 to 16"),
+            ("soft,workers=2", "not none, one or each"),
+            ("soft,fragmentation=1.1", "not a number from 0 to 1"),
+            ("soft,fragmentation=NaN", "not a number from 0 to 1"),
+            ("soft,seed=-1", "not a whole number"),
+            ("soft,ring=3", "not a power of two from 2 to 65536"),
+            ("soft,va-bits=48", "not a number from 32 to 47"),
+            ("soft,flat=1", "it has no value"),
+            ("soft,seed=1,seed=1", "it is given twice"),
+            ("cuda", "cuda:NUMBER|UUID: "),
             ("cuda:x", "neither the number of a GPU nor its UUID"),
-            ("vulkan", "vulkan:NUMBER|NAME|UUID[,flat][,channels=N]: the number, name or UUID of a GPU is missing"),
+            (
+                "cuda:0,flat",
+                "cuda has no option \"flat\", which soft and daemon and vfio and vfio-user and vulkan have",
+            ),
+            ("vulkan", "vulkan:NUMBER|NAME|UUID: the number, name or UUID of a GPU is missing"),
             ("slash", "slash:N: "),
             ("slash:x", "slash:N: "),
+            ("slash:0,ring=16", "the option ring=INDEX of slash: not a number from 0 to 15"),
             ("vrtd:/x#y", "vrtd[:SOCKET][#N]: "),
         ] {
             let error = bad.parse::<DeviceSpec>().unwrap_err().to_string();
-            assert!(error.contains(why), "{error}");
+            assert!(error.contains(why), "{bad}: {error}");
         }
     }
 }

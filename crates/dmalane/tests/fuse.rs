@@ -31,11 +31,11 @@ struct Orders {
     fail: Option<(u64, i32)>,
     /// The next reads fail with this, and then no more.
     fail_next: Option<(u32, i32)>,
-    /// Each read takes so long.
+    /// Time that each read takes.
     delay: Duration,
     /// Opening with `O_DIRECT` is refused.
     no_direct: bool,
-    /// Once a read begins there or beyond, the size changes by so much.
+    /// Where a read must begin for the size to change, and by how many bytes.
     resize: Option<(u64, i64)>,
     /// The kernel keeps nothing of the file.
     uncached: bool,

@@ -31,7 +31,7 @@ enum Fault {
     CountsMore,
     /// Not done, and answered with 0.
     ErrorAsZero,
-    /// No more than so many bytes at once.
+    /// Most bytes at once.
     Short(usize),
     /// This error at this byte.
     Fails(i32, u64),
@@ -68,7 +68,7 @@ impl Driver {
         }
     }
 
-    /// Where a request of so many bytes goes and how many of them are done; an error; or `None` for none of them.
+    /// Where a request of `len` bytes goes and how many of them are done; an error; or `None` for none of them.
     fn ask(&self, offset: u64, len: usize) -> Result<(usize, usize), i32> {
         let touches = |at: u64| (offset..offset + len as u64).contains(&at);
         let mut state = self.0.memory.lock().unwrap();

@@ -8,7 +8,7 @@ use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Pinned,
 use dmalane::load::Stage;
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{Read, ReadError, ReadFiles, ReadOptions, ReadSource};
+use dmalane::{OpenFile, Read, ReadError, ReadFiles, ReadOptions};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
@@ -170,7 +170,7 @@ fn what_can_never_be_pinned_is_not_read() {
     assert_eq!((registrar.calls.load(Ordering::Relaxed), heap.stats().buffers), (0, 0));
     // An error of the file comes as it is, and whatever was mapped goes.
     registrar.host.set_pin_limit(u64::MAX);
-    let sources = vec![ReadSource::open(a.path()).unwrap()];
+    let sources = vec![OpenFile::open(a.path()).unwrap()];
     let cancel = |event: Event| match event {
         Event::Arrived { .. } => ControlFlow::Break(()),
         _ => ControlFlow::Continue(()),

@@ -66,7 +66,7 @@ pub(crate) struct Job {
 /// Something that a stream comes to.
 pub(crate) enum Item {
     Job(Job),
-    /// Nothing before this stream has done so many.
+    /// Waits until a stream has done a number of jobs.
     Wait(u64, u64),
 }
 

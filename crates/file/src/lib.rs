@@ -44,8 +44,8 @@ mod stream;
 
 pub use cache::residency;
 pub use device::{
-    BackendReason, BadFileDevicePaths, BadProbeAddress, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions,
-    FileDevicePaths, FileDeviceQueue, HoldsData, IoBackend, ProbeError,
+    BackendReason, BadProbeAddress, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
+    FileDeviceQueue, HoldsData, IoBackend, ProbeError,
 };
 pub use error::{Error, Fallback};
 pub use options::{FileOptions, How, Io, Mode};

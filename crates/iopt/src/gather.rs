@@ -184,7 +184,7 @@ impl<I: Address, A, K> Gather<I, A, K> {
         self.kept.is_empty()
     }
 
-    /// Takes everything, if there are at least so many unmaps; this gather is empty then.
+    /// Takes everything, if there are at least `unmaps` unmaps; this gather is empty then.
     pub fn take_from(&mut self, unmaps: usize) -> Option<Self> {
         (self.kept.len() >= unmaps.max(1)).then(|| mem::take(self))
     }

@@ -132,7 +132,7 @@ impl<'m, A: Address> TablePool<'m, A> {
         }
     }
 
-    /// The words of so many tables from this one on.
+    /// The words of `tables` tables from this one on.
     fn words_of(&self, table: A, tables: usize) -> Range<usize> {
         let first = self.first(table);
         first..first + tables * self.table_words()
@@ -481,7 +481,7 @@ impl<A: Address> LocalPool<'_, A> {
         }
     }
 
-    /// Gives back all but so many, those that were used longest ago.
+    /// Gives back all but `to`, those that were used longest ago.
     fn shrink(&mut self, to: usize) {
         let surplus = self.tables.len().saturating_sub(to);
         for table in self.tables.drain(..surplus) {

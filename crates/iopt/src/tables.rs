@@ -269,7 +269,7 @@ impl<A: Address> HeapTables<A> {
         Some(addr)
     }
 
-    /// Room for every table in the list of freed ones, so many new ones included: freeing must not fail.
+    /// Room for every table in the list of freed ones, `fresh` new ones included: freeing must not fail.
     fn room_to_free(&mut self, fresh: usize) -> Option<()> {
         let tables = self.slots().checked_add(fresh)?;
         self.free.try_reserve(tables - self.free.len()).ok()

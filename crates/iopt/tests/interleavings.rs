@@ -72,7 +72,7 @@ type Shared = &'static TablePool<'static, PhysAddr>;
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
 type Walking = loom::sync::Arc<loom::sync::Mutex<()>>;
 
-/// A pool of so many tables, and its memory. Loom's threads want `'static`, so every run leaks some hundred bytes.
+/// A pool of `tables` tables, and its memory. Loom's threads want `'static`, so every run leaks some hundred bytes.
 fn pool<F: Format>(tables: usize) -> (Shared, &'static [AtomicU64]) {
     assert_eq!(TableShape::of::<F>().table.bytes(), 16);
     let memory: Vec<AtomicU64> = (0..2 * tables).map(|_| AtomicU64::new(RUBBISH)).collect();
@@ -80,8 +80,8 @@ fn pool<F: Format>(tables: usize) -> (Shared, &'static [AtomicU64]) {
     (Box::leak(Box::new(TablePool::new::<F>(PhysAddr::new(BASE), memory))), memory)
 }
 
-/// Runs the model in every order; with `most`, only those with at most so many changes of thread where none is needed.
-/// `LOOM_MAX_PREEMPTIONS=1000` in the environment takes all limits away.
+/// Runs the model in every order; with `most`, only those with at most that number of changes of thread where none is
+/// needed. `LOOM_MAX_PREEMPTIONS=1000` in the environment takes all limits away.
 fn explore(name: &str, most: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let runs = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&runs);

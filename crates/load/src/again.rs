@@ -9,8 +9,9 @@ use dmalane_dma::{BufferSlice, VolatileSlice};
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
 use crate::clock::Clocks;
+use crate::container::Model;
+use crate::error::Error;
 use crate::fill::{QueueFailure, Staging};
-use crate::{Error, Model};
 
 /// Staging memory to read into, at most.
 const AHEAD: u64 = 16 << 20;

@@ -1,24 +1,25 @@
 //! Which channel of a device moved what, and when.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
-use dmalane_queue::{Direction, Fragment, Policy};
+use dmalane_queue::{Direction, Piece, Policy};
 
-use crate::Stage;
+use crate::lock::locked;
+use crate::stage::Stage;
 use crate::timeline::{Recorder, Track};
 
-/// A recording of the fragments that channels were given, while there is an epoch.
+/// A recording of the pieces that channels were given, while there is an epoch.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Channels(Arc<Mutex<Option<Recording>>>);
 
 #[derive(Debug)]
 struct Recording {
     epoch: Instant,
-    /// For each channel what it has moved, and the fragments that it has.
-    channels: Vec<(Recorder, VecDeque<(Fragment, Instant)>)>,
+    /// For each channel what it has moved, and the pieces that it has.
+    channels: Vec<(Recorder, VecDeque<(Piece, Instant)>)>,
 }
 
 impl Channels {
@@ -39,7 +40,7 @@ impl Channels {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Recording>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.0)
     }
 }
 
@@ -58,23 +59,23 @@ impl Policy for Recorded {
         self.policy.arrive(transfer, direction, at, len, channels);
     }
 
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment> {
-        let fragment = self.policy.next(channel, now)?;
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
+        let piece = self.policy.next(channel, now)?;
         if let Some((_, flying)) = self.channels.lock().as_mut().and_then(|all| all.channels.get_mut(channel)) {
-            flying.push_back((fragment, Instant::now()));
+            flying.push_back((piece, Instant::now()));
         }
-        Some(fragment)
+        Some(piece)
     }
 
-    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool) {
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
         if let Some((recorder, flying)) = self.channels.lock().as_mut().and_then(|all| all.channels.get_mut(channel))
-            && let Some(place) = flying.iter().position(|(known, _)| known == fragment)
+            && let Some(place) = flying.iter().position(|(known, _)| known == piece)
             && let Some((_, begun)) = flying.remove(place)
             && moved
         {
-            recorder.add(Stage::Transfer, begun, Instant::now(), fragment.len);
+            recorder.add(Stage::Transfer, begun, Instant::now(), piece.len);
         }
-        self.policy.ended(channel, fragment, now, moved);
+        self.policy.ended(channel, piece, now, moved);
     }
 
     fn forget(&mut self, transfer: u64) {

@@ -8,17 +8,20 @@ use std::time::Instant;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
-    MemoryError, Placement, Region, areas,
+    AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory, DlpackDevice,
+    IoError, MemoryError, Placement, Region, areas,
 };
 use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::channels::Channels;
+use crate::container::{Model, Tensor};
+use crate::error::Error;
 use crate::fill::{FillOptions, Staging};
-use crate::layout::{ALIGN, PAGE, VaRange};
-use crate::{Error, Layout, Model, Report, Tensor, Track};
+use crate::layout::{ALIGN, Layout, PAGE, VaRange};
+use crate::report::Report;
+use crate::timeline::Track;
 
 /// Settings for driving a device.
 #[derive(Clone)]
@@ -140,7 +143,7 @@ pub struct LoadedFile {
     /// Where it came from.
     pub path: PathBuf,
     /// Its tensors.
-    pub model: Model,
+    pub model: Arc<Model>,
     /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it, if it was hashed
     /// ([`FillOptions::checksum`]).
     pub checksum: Option<u64>,
@@ -167,7 +170,7 @@ pub struct LoadedTensor {
 }
 
 impl LoadedFile {
-    pub(crate) fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
+    pub(crate) fn new(path: PathBuf, model: Arc<Model>, layout: Layout, device: u64) -> Self {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
         let (bo, tensors) = (None, Vec::new());
@@ -193,8 +196,8 @@ impl LoadedFile {
     pub(crate) fn bind(&self, index: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
         let place = &self.layout.places[index];
         let (Some(bo), Some(va)) = (&self.bo, self.tensors[index].va) else { return Ok(()) };
-        let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
-        space.bind(&bind).map_err(|source| Error::Bind {
+        let (va, bo, offset, len) = (va.first(), bo.clone(), place.bo_offset, place.bound);
+        space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(|source| Error::Bind {
             path: self.path.clone(),
             tensor: Some(self.model.tensors[index].name.clone()),
             source,
@@ -315,10 +318,9 @@ impl OpenDevice {
         self.device.address_space()
     }
 
-    /// The number, in this process, of the CUDA device whose pointers its device virtual addresses are
-    /// ([`Device::cuda_number`]).
-    pub fn cuda_number(&self) -> Option<u32> {
-        self.device.cuda_number()
+    /// The device in the words of DLPack ([`Device::dlpack`]).
+    pub fn dlpack(&self) -> Option<DlpackDevice> {
+        self.device.dlpack()
     }
 
     /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
@@ -377,7 +379,7 @@ impl OpenDevice {
         bounce.copy(queue, from.into(), to.into(), len)
     }
 
-    /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
+    /// A buffer for blocking calls, of at least `len` bytes or a chunk, and the queue that it goes through.
     pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
         let wanted = usize::try_from(len.clamp(1, self.staging.limit)).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {
@@ -408,7 +410,12 @@ impl OpenDevice {
     }
 
     /// Takes device memory and device virtual addresses for a file.
-    pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
+    pub(crate) fn place(
+        &mut self,
+        path: PathBuf,
+        model: Arc<Model>,
+        placement: &Placement,
+    ) -> Result<LoadedFile, Error> {
         let whole = self.binds_whole_files();
         let space = self.device.address_space();
         let layout = match space.kind() {
@@ -464,8 +471,8 @@ impl OpenDevice {
             if whole {
                 // Up to the end of the memory, which is allocated in pages.
                 let len = (*len).min(bo.len() - bo_offset);
-                let bind = Bind { va: range.first(), bo, offset: *bo_offset, len, access: Access::READ };
-                space.bind(&bind).map_err(failed)?;
+                let (va, bo, offset) = (range.first(), bo.clone(), *bo_offset);
+                space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(failed)?;
             }
         }
         Ok(())
@@ -523,7 +530,7 @@ impl OpenDevice {
         memory: impl Iterator<Item = Segment<CardAddr>>,
     ) -> Result<(), Error> {
         let space = self.device.address_space();
-        let unbound: Vec<_> = ranges.into_iter().map(|range| space.unbind(range)).collect();
+        let unbound: Vec<_> = ranges.into_iter().map(|range| space.release(range)).collect();
         let unbound = unbound.into_iter().collect::<Result<(), _>>();
         unbound.map_err(|source| Error::Bind { path, tensor: None, source })?;
         self.memory.free(memory).map_err(Error::Free)

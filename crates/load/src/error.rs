@@ -7,8 +7,9 @@ use dmalane_device::{MemoryError, SpaceError};
 use dmalane_queue::OpError;
 use thiserror::Error;
 
+use crate::container::FormatError;
+use crate::difference::Difference;
 use crate::fill::{FillError, QueueFailure};
-use crate::{Difference, FormatError};
 
 /// Reason why a load, a verification or the writing of an output failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]

@@ -1,71 +1,84 @@
-//! Files to load.
+//! Files with the queues that read them: the inputs of a load.
 
 use std::fs::File;
-use std::io::{Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 
-use crate::container::ContainerFile;
-use crate::{Container, Error, Model, Tensor};
+use dmalane_file::{Error, FileOptions, FileQueue, Mode};
 
-/// A file to load.
+use crate::choose::{Choice, workers};
+use crate::container::{Model, Tensor};
+use crate::open_file::{OpenFile, size};
+
+/// A file to load, and the queues that read it.
 pub struct Input<S> {
-    /// Its name in messages; the extension may tell its kind.
-    pub path: PathBuf,
     /// For its header, its size, and comparisons.
-    pub file: File,
+    pub source: OpenFile,
     /// For its bytes.
     pub queue: S,
     /// Queues of further workers: each file is read by as many workers as every file has queues. Empty for a file
     /// that the disk reads; where the processor copies out of the page cache, several do so, and hash, at a time.
     pub more: Vec<S>,
-    /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
-    pub select: Option<Select>,
 }
 
-/// Chooses tensors by name.
-pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
-
 impl<S> Input<S> {
-    /// The file's size now.
-    pub(crate) fn len(&self) -> Result<u64, Error> {
-        let size = self.file.metadata().and_then(|meta| match meta.file_type().is_block_device() {
-            // A block device has no length of its own; all reads here name their offset, so the position does not
-            // matter.
-            true => (&self.file).seek(SeekFrom::End(0)),
-            false => Ok(meta.len()),
-        });
-        size.map_err(|source| self.error("read its size", source))
-    }
-
-    pub(crate) fn error(&self, what: &'static str, source: std::io::Error) -> Error {
-        Error::File { path: self.path.clone(), what, source }
+    /// A file that one worker reads through `queue`.
+    pub fn new(source: OpenFile, queue: S) -> Self {
+        Self { source, queue, more: Vec::new() }
     }
 
     /// The length of a file of these contents, and the tensors that are read of it; `None` where all of it is, as where
     /// it is hashed.
     pub(crate) fn wanted<'a>(&self, model: &'a Model, hashed: bool) -> (u64, Option<&'a [Arc<Tensor>]>) {
-        (model.len, Some(&*model.tensors).filter(|_| self.select.is_some() && !hashed))
+        (model.len, Some(&*model.tensors).filter(|_| self.source.is_selected() && !hashed))
     }
+}
 
-    /// The kind of the file.
+/// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], short files and mostly
+/// cached files are read from the page cache. Of any other file, cached blocks are read from there, and the rest with
+/// direct I/O where the file system supports it.
+///
+/// # Errors
+/// Those of [`FileQueue::open`].
+pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
+    let queue = FileQueue::open(path, options)?;
+    let source = OpenFile::new(queue.path(), duplicate(&queue)?);
+    choose(source, queue, options)
+}
+
+impl OpenFile {
+    /// Adds the queues that read it, as [`open_file`] does.
     ///
     /// # Errors
-    /// [`Error::File`].
-    pub fn container(&self) -> Result<Container, Error> {
-        ContainerFile { path: &self.path, file: &self.file, len: self.len()? }.kind()
+    /// Those of [`FileQueue::from_file`].
+    pub fn into_input(self, options: FileOptions) -> Result<Input<FileQueue>, Error> {
+        let file = self.file.try_clone().map_err(|source| Error::Open { path: self.path.clone(), source })?;
+        let queue = FileQueue::from_file(file, &self.path, options)?;
+        choose(self, queue, options)
     }
+}
 
-    /// The selected tensors of the file, as its [`Container`](crate::Container) has them.
-    ///
-    /// # Errors
-    /// [`Error::Format`], [`Error::File`].
-    pub fn model(&self) -> Result<Model, Error> {
-        let mut model = ContainerFile { path: &self.path, file: &self.file, len: self.len()? }.model()?;
-        if let Some(select) = &self.select {
-            model.tensors.retain(|tensor| select(&tensor.name));
+/// Chooses how a file is read that was opened with these options.
+fn choose(source: OpenFile, queue: FileQueue, mut options: FileOptions) -> Result<Input<FileQueue>, Error> {
+    if options.mode != Mode::Auto {
+        return Ok(Input::new(source, queue));
+    }
+    let failed = |source| Error::Open { path: queue.path().to_owned(), source };
+    let len = size(queue.file()).map_err(failed)?;
+    let Choice { mode, fallback, cached } = Choice::new(queue.file(), options.mode, 0..len, len);
+    let first = match fallback {
+        // Without direct I/O, its reason is the one that counts.
+        Some(why) if queue.how().direct => {
+            options.mode = mode;
+            FileQueue::from_file(duplicate(&queue)?, queue.path(), options)?.because(why)
         }
-        Ok(model)
-    }
+        _ => queue,
+    };
+    let open = |_| Ok(FileQueue::from_file(duplicate(&first)?, first.path(), options)?.from_cache_where_cached());
+    let more = (1..workers(cached.map_or(0, |cached| cached.cached))).map(open).collect::<Result<_, Error>>()?;
+    Ok(Input { source, queue: first.from_cache_where_cached(), more })
+}
+
+fn duplicate(queue: &FileQueue) -> Result<File, Error> {
+    queue.file().try_clone().map_err(|source| Error::Open { path: queue.path().to_owned(), source })
 }

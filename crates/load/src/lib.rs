@@ -12,36 +12,51 @@
 
 mod again;
 mod channels;
+mod choose;
 mod clock;
 pub mod container;
 
 mod device;
+mod difference;
 mod direct;
+mod engine;
 mod error;
 pub mod fill;
 mod input;
 mod layout;
+mod lock;
 mod manifest;
+mod model;
+mod open_file;
 mod parts;
 mod pipeline;
+mod read;
 mod readback;
 mod reference;
 mod report;
 mod sample;
 mod save;
+mod stage;
 mod targets;
 mod timeline;
 
-pub use clock::Stage;
-pub use container::{Container, Defect, FormatError, Model, Tensor};
+pub use container::{CONTAINERS, Container, Defect, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
+pub use difference::{Difference, RegionKind};
 pub use dmalane_device::Placement;
 pub use error::Error;
-pub use input::{Input, Select};
+pub use input::{Input, open_file};
 pub use layout::{Layout, Place, VaRange};
-pub use manifest::{Difference, Expected, Manifest, ManifestFile, ManifestRegion, RegionKind};
+pub use manifest::{Expected, Manifest, ManifestFile, ManifestRegion};
+pub use model::{
+    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelError, ModelFile, ModelOptions, Next, Part,
+    Reads, TensorStream, model_heap,
+};
+pub use open_file::{OpenFile, Select};
+pub use read::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme};
 pub use reference::ReferenceRates;
-pub use report::{Report, StageReport, Verified};
+pub use report::{Report, Verified};
 pub use sample::write_sample;
 pub use save::Output;
+pub use stage::{Stage, StageReport};
 pub use timeline::{StageSpan, StageTimeline, Track};

@@ -1,18 +1,23 @@
 //! Loading: places files on the device, runs the engine with staging buffers, and binds each tensor when it is whole.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use dmalane_addr::{Access, FileOffset};
 use dmalane_device::Placement;
-use dmalane_queue::{DeviceAddr, OpError, Queue};
+use dmalane_queue::{DeviceAddr, Queue};
 
-use crate::clock::{Clocks, Stage};
+use crate::clock::Clocks;
+use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::engine::{describe, workers};
+use crate::error::Error;
 use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Watch};
+use crate::input::Input;
+use crate::manifest::{Expected, Manifest};
 use crate::parts::{PartTargets, Parts};
-use crate::{Error, Expected, Input, Loaded, LoadedFile, Manifest, Model, OpenDevice, Report};
+use crate::report::Report;
+use crate::stage::Stage;
 
 impl OpenDevice {
     /// Loads files: when this returns, every tensor is on the device and bound, for reading, at its own device virtual
@@ -52,8 +57,8 @@ impl OpenDevice {
         let expected = match manifest.files.is_empty() {
             true => Expected::default(),
             false => {
-                let lens = inputs.iter().map(Input::len).collect::<Result<Vec<u64>, _>>()?;
-                manifest.expect(inputs.iter().map(|input| &*input.path).zip(lens))?
+                let lens = inputs.iter().map(|input| input.source.size()).collect::<Result<Vec<u64>, _>>()?;
+                manifest.expect(inputs.iter().map(|input| &*input.source.path).zip(lens))?
             }
         };
         let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
@@ -69,7 +74,7 @@ impl OpenDevice {
                 // Slots may be incomplete now. They are cheap to make again.
                 self.staging.clear();
                 match self.queue.in_flight() {
-                    // As above.
+                    // The first error matters more than one of unloading.
                     0 => drop(self.unload(loaded)),
                     _ => self.abandon(loaded),
                 }
@@ -133,7 +138,8 @@ impl OpenDevice {
     pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
         for input in inputs {
-            match input.model().and_then(|model| self.place(input.path.clone(), model, placement)) {
+            match input.source.model().and_then(|model| self.place(input.source.path.clone(), model.clone(), placement))
+            {
                 Ok(file) => files.push(file),
                 Err(e) => {
                     // The reason for the failure matters more than a second one while cleaning up.
@@ -196,7 +202,7 @@ impl OpenDevice {
         let targets = &PartTargets { files: placed, parts: &parts };
         let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
         let mut workers = workers(inputs);
-        let result = fill::run(start, Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
+        let result = fill::run(start, Memory::Staging(staging), sink, job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }
@@ -206,10 +212,10 @@ impl OpenDevice {
             }
             other => other,
         };
-        let about = |file: usize| (files[file].path.clone(), Some(&files[file].model));
+        let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
         let mut done = result.map_err(|error| describe(in_file(error), about))?;
         for (input, file) in inputs.iter().zip(&*files) {
-            let (before, now) = (file.model.len, input.len()?);
+            let (before, now) = (file.model.len, input.source.size()?);
             if before != now {
                 return Err(Error::Changed { path: file.path.clone(), before, now });
             }
@@ -220,48 +226,5 @@ impl OpenDevice {
         }
         done.clocks.add(binds);
         Ok((done.clocks, transfers, job.bytes()))
-    }
-}
-
-/// A worker for each queue that every input has.
-pub(crate) fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
-    let more = inputs.iter().map(|input| input.more.len()).min().unwrap_or(0);
-    let mut workers: Vec<Vec<&mut S>> = (0..=more).map(|_| Vec::new()).collect();
-    for input in inputs {
-        for (worker, queue) in workers.iter_mut().zip([&mut input.queue].into_iter().chain(&mut input.more)) {
-            worker.push(queue);
-        }
-    }
-    workers
-}
-
-/// An error of the engine with the file and the tensor that it is about. `about` returns the path and the contents of a
-/// file.
-pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, Option<&'a Model>)) -> Error {
-    let named = |file: usize, at| {
-        let (path, model) = about(file);
-        (path, model.and_then(|model| Some(model.tensor_at(at)?.name.clone())))
-    };
-    let lost = |file: usize, end, source| Error::Queue { path: about(file).0, end, source };
-    match error {
-        FillError::Read { source_index, at, error: source } => {
-            // The queue knows best where it stopped.
-            let at = match &source {
-                OpError::EndOfFile { at, .. } | OpError::Io { at, .. } => *at,
-                _ => at,
-            };
-            let (path, tensor) = named(source_index, at);
-            Error::Read { path, at, tensor, source }
-        }
-        FillError::Queue { source_index, source } => lost(source_index, "file", source),
-        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => lost(buffer, "device", reason.into()),
-        FillError::Transfer { buffer, offset, error: source } => {
-            let at = FileOffset::new(offset);
-            let (path, tensor) = named(buffer, at);
-            Error::Transfer { path, at, tensor, source }
-        }
-        FillError::Refused { buffer, reason, .. } => lost(buffer, "device", reason.into()),
-        FillError::Memory { source, .. } | FillError::Map { source, .. } => Error::Memory(source),
-        other => Error::Fill(other),
     }
 }

@@ -8,7 +8,10 @@ use dmalane_dma::VolatileSlice;
 use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
 use crate::again::Reread;
-use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Verified};
+use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::error::Error;
+use crate::input::Input;
+use crate::report::Verified;
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
@@ -73,10 +76,10 @@ impl OpenDevice {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Verified, Error> {
         let start = Instant::now();
-        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.path)) {
+        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.source.path)) {
             return Err(Error::OtherInputs {
                 loaded: loaded.files.iter().map(|f| f.path.clone()).collect(),
-                inputs: inputs.iter().map(|i| i.path.clone()).collect(),
+                inputs: inputs.iter().map(|i| i.source.path.clone()).collect(),
             });
         }
         let (mut program, by_copies) = match self.device.program_queue() {

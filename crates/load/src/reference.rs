@@ -7,10 +7,13 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_queue::Queue;
 
+use crate::device::OpenDevice;
+use crate::engine::describe;
+use crate::error::Error;
 use crate::fill::{self, FillOptions, Memory, Sink};
+use crate::input::Input;
+use crate::manifest::Manifest;
 use crate::parts::Parts;
-use crate::pipeline::describe;
-use crate::{Error, Input, Manifest, OpenDevice};
 
 /// Rates in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -21,6 +24,17 @@ pub struct ReferenceRates {
     pub copy: f64,
     /// First touch of sparse shared memory, as the software card's memory is.
     pub first_touch: f64,
+}
+
+impl ReferenceRates {
+    /// The higher of each rate, of two measurements: what disturbs one makes it slower.
+    pub fn best(self, other: Self) -> Self {
+        Self {
+            read: self.read.max(other.read),
+            copy: self.copy.max(other.copy),
+            first_touch: self.first_touch.max(other.first_touch),
+        }
+    }
 }
 
 /// No more than this is read again.
@@ -40,9 +54,9 @@ impl OpenDevice {
         manifest: &Manifest,
     ) -> Result<ReferenceRates, Error> {
         let hashed = self.options.fill.checksum || !manifest.files.is_empty();
-        let models = inputs.iter().map(Input::model).collect::<Result<Vec<_>, _>>()?;
-        let wanted = inputs.iter().zip(&models).map(|(input, model)| input.wanted(model, hashed));
-        let job = Parts::new(wanted).first(READ_AT_MOST).job();
+        let models = inputs.iter().map(|input| input.source.model()).collect::<Result<Vec<_>, _>>()?;
+        let wanted = inputs.iter().zip(models).map(|(input, model)| input.wanted(model, hashed));
+        let job = Parts::new(wanted).first(READ_AT_MOST);
         let start = Instant::now();
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
@@ -53,7 +67,7 @@ impl OpenDevice {
         if let Err(error) = fill::run(start, memory, Sink::Memory, &job, &mut workers, &options, &mut go) {
             // Slots that were in flight are incomplete: new ones are made next time.
             self.staging.clear();
-            return Err(describe(error, |file| (inputs[file].path.clone(), None)));
+            return Err(describe(error, |file| (inputs[file].source.path.clone(), None)));
         }
         let read = job.bytes() as f64 / start.elapsed().as_secs_f64();
         let (copy, first_touch) = memory_rates()?;

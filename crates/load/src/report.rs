@@ -6,21 +6,8 @@ use std::time::Duration;
 
 use dmalane_addr::PageSize;
 
-use crate::{Stage, StageTimeline};
-
-/// One stage of a load.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct StageReport {
-    /// Which stage.
-    pub stage: Stage,
-    /// Time in which the stage had work under way. Stages overlap, so these may add up to more than the wall time.
-    pub busy: Duration,
-    /// Time in which the pipeline did this stage's work or waited for it, and nothing else. These add up to about the
-    /// wall time, and show where it went.
-    pub wall: Duration,
-    /// Bytes that went through.
-    pub bytes: u64,
-}
+use crate::stage::StageReport;
+use crate::timeline::StageTimeline;
 
 /// A verification that found every tensor equal to its file.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use std::ops::Range;
 use dmalane_addr::{CardAddr, FileOffset};
 use dmalane_queue::{DeviceAddr, Refusal};
 
-use crate::LoadedFile;
+use crate::device::LoadedFile;
 use crate::fill::{Target, Targets};
 
 /// The bytes of tensors go to their places in device memory. Bytes of no tensor, such as the header, stay on the host.
@@ -57,7 +57,8 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    use crate::{Container, Layout, Model, Tensor};
+    use crate::container::{Model, Tensor, raw};
+    use crate::layout::Layout;
     use dmalane_addr::{SgIndex, SgTable};
     use dmalane_vm::Bo;
     use proptest::prelude::*;
@@ -80,7 +81,7 @@ mod tests {
                 t.into()
             });
             let tensors = tensors.collect();
-            let container = Container::Safetensors;
+            let container = &raw::CONTAINER;
             let model = Model { tensors, len: at, metadata: None, by_columns: false, container };
             let layout = Layout::new(&model, u64::MAX).unwrap();
             let mut sg = SgTable::new();
@@ -94,7 +95,7 @@ mod tests {
             let (from, to) = (a.min(b), a.max(b));
             let sg = SgIndex::from_table(&sg).unwrap();
             let mut cuts = VecDeque::new();
-            let mut file = LoadedFile::new("model".into(), model, layout, 0);
+            let mut file = LoadedFile::new("model".into(), Arc::new(model), layout, 0);
             file.bo = Some(Arc::new(Bo::new(1, sg)));
             (&std::slice::from_ref(&file)).cut(0, from..to, max, &mut cuts).unwrap();
             let LoadedFile { model, layout, bo: Some(bo), .. } = &file else { unreachable!() };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::Stage;
+use crate::stage::Stage;
 
 /// Spans that a track keeps at most. Where there are more, short ones that lie close together become one.
 const MOST: usize = 1 << 14;

@@ -16,7 +16,7 @@ use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
 use dmalane_load::fill::{BufferMemory, Event, FillOptions, Job, Sink, fill};
-use dmalane_load::{DriveOptions, Input, OpenDevice, Placement, Stage};
+use dmalane_load::{DriveOptions, Input, OpenDevice, OpenFile, Placement, Stage};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
 };
@@ -96,7 +96,7 @@ fn loads_are_what_the_obvious_loop_does() {
             let file = File::open(&path).unwrap();
             let capacity = 1 + random.below(6) as usize;
             let queue = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
-            inputs.push(Input { path, file, queue, more: Vec::new(), select: None });
+            inputs.push(Input::new(OpenFile::new(path, file), queue));
         }
         let inner = device(random);
         let (drive, placement) = settings(random, &*inner);
@@ -107,7 +107,7 @@ fn loads_are_what_the_obvious_loop_does() {
         let mut plain = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
         let mut total = 0;
         for (file, input) in loaded.files.iter().zip(&inputs) {
-            let bytes = pread(&input.file);
+            let bytes = pread(&input.source.file);
             total += bytes.len() as u64;
             assert_eq!(file.checksum, Some(XxHash3_64::oneshot(&bytes)), "seed {seed}");
             for loaded in file.tensors() {
@@ -321,7 +321,7 @@ fn a_disk_that_ends_its_reads_in_bursts_is_full_again_at_once() {
     file.as_file().set_len(len).unwrap();
     let queue = Bursts { waiting: Vec::new(), submitted: 0, len, polls: 0, starved: starved.clone() };
     let (path, file) = (file.path().to_owned(), file.reopen().unwrap());
-    let mut inputs = [Input { path, file, queue, more: Vec::new(), select: None }];
+    let mut inputs = [Input::new(OpenFile::new(path, file), queue)];
     // One thread, so that nothing is late where others run.
     let mut drive = DriveOptions::default();
     drive.fill.hash_thread = Some(false);

@@ -23,13 +23,13 @@ use dmalane_dma::{
     Registrar, Reserved, footprint,
 };
 use dmalane_load::fill::FillOptions;
-use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, Placement};
+use dmalane_load::{DriveOptions, Input, Loaded, OpenDevice, OpenFile, Placement};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use script::{Fault, HELD, Random, Script, noise};
 
 /// Loads onto one card before it is opened anew.
 const LOADS: usize = 8;
-/// A device that loses doorbells may end nothing for so long, and any other for longer than a busy machine takes.
+/// Timeouts of a device: longer than a busy machine takes, and that of one that loses doorbells.
 const TIMEOUTS: [Duration; 2] = [Duration::from_secs(60), Duration::from_millis(40)];
 
 /// Calls of a kind left until one fails.
@@ -328,7 +328,7 @@ fn load(
         .map(|(source, faults)| {
             let queue = Script::new(source.bytes.clone(), 1 + random.below(5) as usize, random.0, faults.clone());
             let (path, file) = (source.path.clone(), File::open(&source.path).unwrap());
-            Input { path, file, queue, more: Vec::new(), select: None }
+            Input::new(OpenFile::new(path, file), queue)
         })
         .collect();
     let placement = [Placement::DDR, Placement::HBM][random.below(2) as usize].clone();

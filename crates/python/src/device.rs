@@ -3,22 +3,21 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dlpark::ffi::DLDevice;
+use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa};
-use dmalane::device::AddressSpaceKind;
+use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::container::model_files;
-use dmalane::load::{Loaded, OpenDevice};
-use dmalane::{Load, OpenOptions, Placement};
+use dmalane::load::{Block, Loaded, OpenDevice, model_heap};
+use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
-use crate::expected::ManifestOf;
 use crate::failure::Failure;
 use crate::interrupt;
-use crate::memory::{Buffer, Described, Tensor, heap};
+use crate::memory::{Buffer, Described, Tensor};
+use crate::open::ManifestOf;
 use crate::report;
 
 type Shared = Arc<Mutex<OpenDevice>>;
@@ -89,17 +88,16 @@ impl Device {
             }
         };
         let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
-        let mut files = Vec::new();
-        for path in &paths {
-            files.extend(model_files(path).map_err(Failure::from)?);
-        }
-        let total = files.iter().filter_map(|file| file.metadata().ok()).map(|meta| meta.len()).sum();
+        let options = ModelOptions { manifest, ..ModelOptions::default() };
+        let (model, interrupted) = interrupt::quietly(py, || HostModel::open(&paths, options));
+        interrupted?;
+        let model = model.map_err(Failure::from)?;
+        let total = model.files().iter().map(|file| file.contents().len).sum();
+        let options = LoadOptions { placement, verify };
         let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
-            let load = Load::files(&files).placement(placement).manifest(manifest).verify(verify);
-            let load = load.progress(|bytes| progress.add(bytes));
             let mut device = lock(&self.device);
             device.stop_when(Some(progress.stop()));
-            let loaded = load.onto(&mut device);
+            let loaded = model.load_onto(&mut device, &options, |bytes| progress.add(bytes));
             device.stop_when(None);
             loaded
         });
@@ -187,7 +185,7 @@ enum Host<'a> {
     /// Immutable.
     Bytes(&'a [u8]),
     /// A part of a block that Python may write meanwhile.
-    Block(Arc<crate::memory::Block>, usize, usize),
+    Block(Arc<Block>, usize, usize),
 }
 
 impl<'a> Host<'a> {
@@ -270,10 +268,10 @@ pub(crate) struct Pointers {
 
 impl Pointers {
     fn of(device: &mut OpenDevice) -> Option<Self> {
-        let number = i32::try_from(device.cuda_number()?).ok()?;
+        let DlpackDevice { kind, number } = device.dlpack()?;
         // Loads bind for reading; a flat space binds nothing.
         let read_only = device.address_space().kind() != AddressSpaceKind::Flat;
-        Some(Self { device: DLDevice::cuda(number), read_only })
+        Some(Self { device: DLDevice { device_type: DLDeviceType(kind), device_id: number }, read_only })
     }
 }
 
@@ -311,7 +309,7 @@ impl DeviceTensor {
             index,
             name: tensor.name.clone(),
             dtype: tensor.dtype.to_string(),
-            shape: crate::open::shape_of(&tensor),
+            shape: tensor.dims(),
             nbytes: tensor.len,
             address: va.map(|va| va.first()),
         }
@@ -394,7 +392,7 @@ impl DeviceTensor {
         }
         let read = interrupt::run(py, self.nbytes, None, |_| {
             let size = usize::try_from(self.nbytes.max(1)).unwrap_or(usize::MAX);
-            let buf = heap().allocate(size)?.share();
+            let buf = model_heap().allocate(size)?.share();
             self.read_back(&mut |offset, view| {
                 if let Some(to) = buf.as_volatile_slice().sub(offset, view.len()) {
                     to.copy_from(view, CopyHint::Keep);

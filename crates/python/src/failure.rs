@@ -5,8 +5,8 @@ use std::path::Path;
 use dmalane::load::fill::FillError;
 use dmalane::load::{Difference, Error as LoadError};
 use dmalane::queue::OpError;
-use dmalane::{OpenError, ReadError};
-use pyo3::exceptions::PyRuntimeError;
+use dmalane::{ModelError, OpenError, ReadError};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -16,7 +16,7 @@ const EEXIST: i32 = 17;
 /// An error that becomes a Python exception when it reaches the interpreter.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// The class in `dmalane.errors`.
+    /// The class in `dmalane.errors`, or Python's own `ValueError`.
     class: &'static str,
     message: String,
     fields: Vec<(&'static str, Field)>,
@@ -55,11 +55,6 @@ impl Failure {
         }
     }
 
-    /// No tensor of this name.
-    pub(crate) fn unknown(name: &str) -> Self {
-        Self::new("UnknownTensorError", format!("no tensor is called {name:?}")).text("tensor", name)
-    }
-
     /// Bytes that the limit does not allow.
     pub(crate) fn limit(wanted: u64, limit: u64, message: impl Into<String>) -> Self {
         Self::new("MemoryLimitError", message).number("wanted", wanted).number("limit", limit)
@@ -73,6 +68,9 @@ impl Failure {
 
 impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
+        if failure.class == "ValueError" {
+            return PyValueError::new_err(failure.message);
+        }
         Python::attach(|py| {
             let made = || {
                 let class = py.import("dmalane.errors")?.getattr(failure.class)?;
@@ -180,11 +178,33 @@ impl From<LoadError> for Failure {
     }
 }
 
-impl From<dmalane::LoadError> for Failure {
-    fn from(error: dmalane::LoadError) -> Self {
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        let message = error.to_string();
         match error {
-            dmalane::LoadError::Load(error) => error.into(),
-            other => Self::new("FileError", other.to_string()),
+            ModelError::Load(error) => error.into(),
+            ModelError::Read(error) => error.into(),
+            ModelError::Memory(error) => error.into(),
+            ModelError::Twice { path, tensor, .. } => {
+                Self::new("FormatError", message).path(&path).text("tensor", tensor)
+            }
+            ModelError::ByColumns { path } | ModelError::TooLarge { path } => {
+                Self::new("FormatError", message).path(&path)
+            }
+            ModelError::Replaced { path, before, now } => {
+                Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
+            }
+            ModelError::NoTensor(name) => Self::new("UnknownTensorError", message).text("tensor", name),
+            ModelError::Limit { wanted, used, limit } => Self::limit(wanted, limit, message).number("used", used),
+            ModelError::Unlisted { path, tensor } => {
+                Self::new("IntegrityError", message).path(&path).text("tensor", tensor)
+            }
+            ModelError::Unchecked => Self::new("IntegrityError", message),
+            ModelError::BadSlice(_) => Self::new("ValueError", message),
+            ModelError::Cancelled => Self::new("CancelledError", message),
+            ModelError::Closed => Self::closed(),
+            ModelError::Open(_) => Self::new("FileError", message),
+            _ => Self::new("Error", message),
         }
     }
 }

@@ -58,7 +58,7 @@ pub(crate) fn quietly<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) 
     (result, py.check_signals())
 }
 
-/// Runs `work` of so many bytes on a thread of its own, without the interpreter's lock. Meanwhile this thread looks for
+/// Runs `work` of `total` bytes on a thread of its own, without the interpreter's lock. Meanwhile this thread looks for
 /// signals and calls `watch(done, total)`; an exception in either cancels the work and is returned once that has ended.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,

@@ -4,7 +4,6 @@
 //! needs the engine: `memory.rs` is the only file with `unsafe`.
 
 mod device;
-mod expected;
 mod failure;
 mod interrupt;
 mod machine;
@@ -13,7 +12,6 @@ mod memory;
 mod open;
 mod report;
 mod save;
-mod stream;
 
 use pyo3::prelude::*;
 
@@ -30,7 +28,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(manifest::verify, module)?)?;
     module.add_function(wrap_pyfunction!(machine::cached_share, module)?)?;
     module.add_function(wrap_pyfunction!(machine::room, module)?)?;
-    module.add_class::<stream::Stream>()?;
+    module.add_class::<open::Stream>()?;
     module.add_class::<device::Device>()?;
     module.add_class::<device::DeviceTensor>()?;
     module.add_class::<device::Registration>()?;

@@ -2,47 +2,20 @@
 
 use std::path::PathBuf;
 
-use dmalane::file::FileQueue;
-use dmalane::load::container::model_files;
-use dmalane::load::{Input, Manifest};
-use dmalane::{FileOptions, open_file};
+use dmalane::FileOptions;
+use dmalane::load::{Inputs, Manifest};
 use pyo3::prelude::*;
 
-use crate::expected::ManifestOf;
 use crate::failure::Failure;
 use crate::interrupt;
-
-/// Files to hash.
-struct Opened {
-    inputs: Vec<Input<FileQueue>>,
-    /// Their length.
-    bytes: u64,
-    /// A directory or an index stands for some of them.
-    whole: bool,
-}
-
-impl Opened {
-    fn new(paths: &[PathBuf]) -> Result<Self, Failure> {
-        let mut opened = Self { inputs: Vec::new(), bytes: 0, whole: false };
-        for path in paths {
-            let found = model_files(path)?;
-            opened.whole |= found[..] != [path.clone()];
-            for file in found {
-                let input = open_file(file, FileOptions::default())?;
-                opened.bytes += input.file.metadata().map_or(0, |meta| meta.len());
-                opened.inputs.push(input);
-            }
-        }
-        Ok(opened)
-    }
-}
+use crate::open::ManifestOf;
 
 /// Hashes every tensor, header and gap of files: the JSON of a manifest.
 #[pyfunction]
 pub(crate) fn manifest(py: Python<'_>, paths: Vec<PathBuf>, sha256: bool) -> PyResult<String> {
-    let Opened { mut inputs, bytes, .. } = Opened::new(&paths)?;
-    let made = interrupt::run(py, bytes, None, |progress| {
-        Manifest::of(&mut inputs, sha256, &mut |n| progress.advance(n)).map_err(Failure::from)
+    let mut inputs = Inputs::open(&paths, FileOptions::default()).map_err(Failure::from)?;
+    let made = interrupt::run(py, inputs.bytes(), None, |progress| {
+        Manifest::of(&mut inputs.files, sha256, &mut |n| progress.advance(n)).map_err(Failure::from)
     })?;
     Ok(made?.to_json())
 }
@@ -51,9 +24,9 @@ pub(crate) fn manifest(py: Python<'_>, paths: Vec<PathBuf>, sha256: bool) -> PyR
 #[pyfunction]
 pub(crate) fn verify(py: Python<'_>, paths: Vec<PathBuf>, manifest: ManifestOf) -> PyResult<String> {
     let manifest = manifest.read()?;
-    let Opened { mut inputs, bytes, whole } = Opened::new(&paths)?;
-    let found = interrupt::run(py, bytes, None, |progress| {
-        manifest.verify(&mut inputs, whole, &mut |n| progress.advance(n)).map_err(Failure::from)
+    let mut inputs = Inputs::open(&paths, FileOptions::default()).map_err(Failure::from)?;
+    let found = interrupt::run(py, inputs.bytes(), None, |progress| {
+        manifest.verify(&mut inputs.files, inputs.whole, &mut |n| progress.advance(n)).map_err(Failure::from)
     })?;
     serde_json::to_string(&found?).map_err(|e| Failure::new("Error", e.to_string()).into())
 }

@@ -7,13 +7,15 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLManagedTensor, DLManagedTensorVersioned};
 use dlpark::metadata::Dynamic;
 use dlpark::python::{DlpackExporter, ExportAbi, ExportRequest, export_dlpack};
 use dlpark::{DlpackFlags, Managed, ManagedTensorBase, OpaqueContext};
-use dmalane::dma::{AnonHeap, BufferRef, Heap, PageKind, Pool, SharedBuf, VolatileSlice};
+use dmalane::dma::{AnonHeap, Heap, PageKind, SharedBuf};
+use dmalane::load::container::element_bits;
+use dmalane::load::{Block, HostTensor};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -22,39 +24,6 @@ use pyo3::types::{PyBytes, PyTuple};
 use crate::device::OnCuda;
 use crate::failure::Failure;
 use crate::interrupt;
-use crate::stream::Charge;
-
-/// Bytes of freed blocks that are kept for the next ones, whose pages then need not be mapped, zeroed and unmapped.
-const CACHED_BYTES: usize = 8 << 20;
-
-/// The heap that files are read into. The previous contents of a block are never visible: reads overwrite it or fail,
-/// and the engine zeroes what no read fills.
-pub(crate) fn heap() -> &'static Pool {
-    static HEAP: LazyLock<Pool> = LazyLock::new(|| Pool::new(AnonHeap::new(), CACHED_BYTES));
-    &HEAP
-}
-
-/// An allocation that Python objects keep alive together.
-pub(crate) struct Block {
-    buf: SharedBuf,
-    /// Gives the bytes back to a memory limit when the block is freed.
-    _charge: Option<Charge>,
-}
-
-impl Block {
-    /// Takes a buffer that the engine has filled.
-    pub(crate) fn new(buf: SharedBuf, charge: Option<Charge>) -> Arc<Self> {
-        Arc::new(Self { buf, _charge: charge })
-    }
-
-    pub(crate) fn reference(&self) -> BufferRef {
-        self.buf.reference()
-    }
-
-    pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
-        self.buf.as_volatile_slice()
-    }
-}
 
 /// A slice of a block, until it is released, and the number of buffers that Python has of it.
 pub(crate) struct BlockSlice {
@@ -68,7 +37,7 @@ impl BlockSlice {
     /// # Panics
     /// When the slice does not lie within the block.
     fn new(block: Arc<Block>, offset: usize, len: usize) -> Self {
-        assert!(offset.checked_add(len).is_some_and(|end| end <= block.buf.len()), "a slice lies within its block");
+        assert!(offset.checked_add(len).is_some_and(|end| end <= block.len()), "a slice lies within its block");
         Self { block: Mutex::new(Some(block)), offset, len, exports: AtomicUsize::new(0) }
     }
 
@@ -149,36 +118,31 @@ impl BlockSlice {
     }
 }
 
-/// Types of elements: name, bits of one, DLPack's code.
-const TYPES: &[(&str, u8, DLDataTypeCode)] = &[
-    ("BOOL", 8, DLDataTypeCode::BOOL),
-    ("U8", 8, DLDataTypeCode::UINT),
-    ("I8", 8, DLDataTypeCode::INT),
-    ("U16", 16, DLDataTypeCode::UINT),
-    ("I16", 16, DLDataTypeCode::INT),
-    ("U32", 32, DLDataTypeCode::UINT),
-    ("I32", 32, DLDataTypeCode::INT),
-    ("U64", 64, DLDataTypeCode::UINT),
-    ("I64", 64, DLDataTypeCode::INT),
-    ("F16", 16, DLDataTypeCode::FLOAT),
-    ("BF16", 16, DLDataTypeCode::BFLOAT),
-    ("F32", 32, DLDataTypeCode::FLOAT),
-    ("F64", 64, DLDataTypeCode::FLOAT),
-    ("C64", 64, DLDataTypeCode::COMPLEX),
-    ("F8_E5M2", 8, DLDataTypeCode::FLOAT8_E5M2),
-    ("F8_E4M3", 8, DLDataTypeCode::FLOAT8_E4M3FN),
-    ("F8_E8M0", 8, DLDataTypeCode::FLOAT8_E8M0FNU),
-    ("F8_E4M3FNUZ", 8, DLDataTypeCode::FLOAT8_E4M3FNUZ),
-    ("F8_E5M2FNUZ", 8, DLDataTypeCode::FLOAT8_E5M2FNUZ),
-    ("F6_E2M3", 6, DLDataTypeCode::FLOAT6_E2M3FN),
-    ("F6_E3M2", 6, DLDataTypeCode::FLOAT6_E3M2FN),
-    ("F4", 4, DLDataTypeCode::FLOAT4_E2M1FN),
+/// DLPack's codes of the types of safetensors.
+const TYPES: &[(&str, DLDataTypeCode)] = &[
+    ("BOOL", DLDataTypeCode::BOOL),
+    ("U8", DLDataTypeCode::UINT),
+    ("I8", DLDataTypeCode::INT),
+    ("U16", DLDataTypeCode::UINT),
+    ("I16", DLDataTypeCode::INT),
+    ("U32", DLDataTypeCode::UINT),
+    ("I32", DLDataTypeCode::INT),
+    ("U64", DLDataTypeCode::UINT),
+    ("I64", DLDataTypeCode::INT),
+    ("F16", DLDataTypeCode::FLOAT),
+    ("BF16", DLDataTypeCode::BFLOAT),
+    ("F32", DLDataTypeCode::FLOAT),
+    ("F64", DLDataTypeCode::FLOAT),
+    ("C64", DLDataTypeCode::COMPLEX),
+    ("F8_E5M2", DLDataTypeCode::FLOAT8_E5M2),
+    ("F8_E4M3", DLDataTypeCode::FLOAT8_E4M3FN),
+    ("F8_E8M0", DLDataTypeCode::FLOAT8_E8M0FNU),
+    ("F8_E4M3FNUZ", DLDataTypeCode::FLOAT8_E4M3FNUZ),
+    ("F8_E5M2FNUZ", DLDataTypeCode::FLOAT8_E5M2FNUZ),
+    ("F6_E2M3", DLDataTypeCode::FLOAT6_E2M3FN),
+    ("F6_E3M2", DLDataTypeCode::FLOAT6_E3M2FN),
+    ("F4", DLDataTypeCode::FLOAT4_E2M1FN),
 ];
-
-/// Bits of an element of a type of safetensors; `None` for GGUF's blocks and for bytes without a type.
-pub(crate) fn bits(dtype: &str) -> Option<u8> {
-    TYPES.iter().find(|(name, ..)| *name == dtype).map(|(_, bits, _)| *bits)
-}
 
 /// A tensor in host memory: its bytes with their name, type and shape.
 ///
@@ -194,11 +158,10 @@ pub(crate) struct Tensor {
 }
 
 impl Tensor {
-    /// # Panics
-    /// When the bytes do not lie within the block.
-    pub(crate) fn new(of: &dmalane::load::Tensor, shape: Vec<u64>, block: Arc<Block>, offset: u64, len: u64) -> Self {
-        let slice = BlockSlice::new(block, offset as usize, len as usize);
-        Self { name: of.name.clone(), dtype: of.dtype.to_string(), shape, slice }
+    pub(crate) fn new(of: HostTensor) -> Self {
+        let HostTensor { tensor, shape, block, offset, len } = of;
+        let slice = BlockSlice::new(block, offset, len);
+        Self { name: tensor.name.clone(), dtype: tensor.dtype.to_string(), shape, slice }
     }
 
     fn described(&self) -> Described<'_> {
@@ -224,13 +187,14 @@ pub(crate) struct Described<'a> {
 
 impl Described<'_> {
     pub(crate) fn dlpack_type(&self) -> PyResult<DLDataType> {
-        match TYPES.iter().find(|(name, ..)| *name == self.dtype) {
+        let code = TYPES.iter().find(|(name, _)| *name == self.dtype).map(|(_, code)| *code);
+        match (code, element_bits(self.dtype)) {
             // DLPack packs them otherwise than safetensors does, or says nothing about it.
-            Some((_, 6 | 4, _)) => {
+            (_, Some(6 | 4)) => {
                 Err(PyBufferError::new_err(format!("DLPack has no layout for the packed type {}", self.dtype)))
             }
-            Some((_, bits, code)) => Ok(DLDataType::scalar(*code, *bits)),
-            None => Err(PyBufferError::new_err(format!("DLPack has no type for {:?}", self.dtype))),
+            (Some(code), Some(bits)) => Ok(DLDataType::scalar(code, bits)),
+            _ => Err(PyBufferError::new_err(format!("DLPack has no type for {:?}", self.dtype))),
         }
     }
 
@@ -268,7 +232,7 @@ impl Described<'_> {
     /// When they are fewer than the tensor's.
     pub(crate) fn export_copy(&self, py: Python<'_>, abi: ExportAbi, copy: SharedBuf) -> PyResult<Py<PyAny>> {
         assert!(copy.len() as u64 >= self.nbytes, "the copy is whole");
-        let (block, flags) = (Block::new(copy, None), DlpackFlags::IS_COPIED);
+        let (block, flags) = (Block::new(copy), DlpackFlags::IS_COPIED);
         let data = block.as_volatile_slice().as_ptr().cast();
         match abi {
             ExportAbi::Versioned => {
@@ -432,7 +396,7 @@ pub(crate) struct Buffer {
 impl Buffer {
     pub(crate) fn from_shared(buf: SharedBuf, len: usize) -> Self {
         let pages = buf.backing().kind.to_string();
-        Self { slice: BlockSlice::new(Block::new(buf, None), 0, len), pages }
+        Self { slice: BlockSlice::new(Block::new(buf), 0, len), pages }
     }
 }
 
@@ -455,7 +419,7 @@ host_memory!(Buffer {
         let buf = buf.map_err(Failure::from)?;
         let offset = buf.as_volatile_slice().as_ptr().addr().wrapping_neg() & (align - 1);
         let pages = buf.backing().kind.to_string();
-        Ok(Self { slice: BlockSlice::new(Block::new(buf, None), offset, size), pages })
+        Ok(Self { slice: BlockSlice::new(Block::new(buf), offset, size), pages })
     }
 
     #[getter]

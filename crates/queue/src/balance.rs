@@ -1,17 +1,17 @@
 //! Distributes transfers by the measured rates of the channels.
 //!
-//! Work waits in one list per direction and area of card memory; a channel that has room is given a fragment. The size
-//! of a fragment follows from one idea, the *level*: if all bytes that are waiting or in flight were divided in
+//! Work waits in one list per direction and area of card memory; a channel that has room is given a piece. The size
+//! of a piece follows from one idea, the *level*: if all bytes that are waiting or in flight were divided in
 //! proportion to the channels' rates, all channels would end at the same time. The *deficit* of a channel is what is
 //! missing to its proportion.
 //!
 //! - Little work (below 8 MiB): the channel takes all of its deficit. That is a split in proportion to the rates.
-//! - Much work: a fraction of it, so that fragments shrink towards the end, from 4 MiB to 256 KiB, two in flight on
+//! - Much work: a fraction of it, so that pieces shrink towards the end, from 4 MiB to 256 KiB, two in flight on
 //!   each channel. That is guided self-scheduling (Polychronopoulos and Kuck, "Guided Self-Scheduling", IEEE
 //!   Transactions on Computers, 1987), and it needs no known rate: a faster channel asks again sooner.
 //!
 //! While no rates are known, the address policy applies: areas that are shared are halved, the others belong to their
-//! channel, and only much work, whose fragments are small, lets another channel help.
+//! channel, and only much work, whose pieces are small, lets another channel help.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -19,31 +19,30 @@ use std::time::Duration;
 use dmalane_addr::CardAddr;
 
 use crate::policy::{WHOLE_BELOW, for_each_area};
-use crate::{Area, Direction, Fragment, Policy, Route};
+use crate::{Area, Direction, Piece, Policy, Route};
 
 /// Since whenever the clock began; a difference is enough for 584 years.
 type Nanos = u64;
 
-/// From so many bytes waiting on, work is handed out in fragments.
+/// Least bytes waiting for which work is handed out in pieces.
 const BULK: u64 = 8 << 20;
-/// The largest and the smallest fragment of much work.
+/// The largest and the smallest piece of much work.
 const LARGEST: u64 = 4 << 20;
 const SMALLEST: u64 = 256 << 10;
-/// The largest fragment while several areas have work: channels that swap areas overlap for the time of a fragment.
+/// The largest piece while several areas have work: channels that swap areas overlap for the time of a piece.
 const SPREAD: u64 = 512 << 10;
-/// So many times more must be left in another area, and so many times slower must its channel be, before channels swap
-/// areas.
+/// Channels swap areas when this many times more is left in the other area, and its channel is this many times slower.
 const BEHIND: f64 = 1.1;
-/// The part of what a channel deficit that one fragment may be.
+/// Largest piece: the channel's deficit divided by this.
 const FRACTION: f64 = 6.0;
-/// Fragments in flight on a channel and direction: one that runs and one that follows.
+/// Pieces in flight on a channel and direction: one that runs and one that follows.
 const DEPTH: usize = 2;
-/// Short fragments do not count as long as they are no more than this together, so that many small transfers can be in
+/// Short pieces do not count as long as they are no more than this together, so that many small transfers can be in
 /// flight.
 const SHORT: u64 = 512 << 10;
-/// Only fragments of this length say something about a rate; shorter ones measure latency.
+/// Only pieces of this length say something about a rate; shorter ones measure latency.
 const TELLING: u64 = 64 << 10;
-/// A rate expires when it was not measured again for so long. A channel that was slow then gets another chance.
+/// A rate expires when it was not measured again for this time. A channel that was slow then gets another chance.
 const FORGET: Nanos = 100_000_000;
 /// Weight of a new measurement in a rate.
 const NEW: f64 = 0.5;
@@ -70,7 +69,7 @@ struct Rules {
 #[derive(Clone, Debug, Default)]
 struct Backlog {
     /// Per area, the last one for what lies in none: what no channel was given yet.
-    queues: Vec<VecDeque<Fragment>>,
+    queues: Vec<VecDeque<Piece>>,
     /// Per area: the bytes of its queue.
     left: Vec<u64>,
     /// The bytes of all queues.
@@ -88,7 +87,7 @@ struct Load {
     flights: VecDeque<Flight>,
     /// The bytes of all flights.
     bytes: u64,
-    /// When the last fragment ended.
+    /// When the last piece ended.
     idle_since: Nanos,
     /// Per area, then once for all of them together.
     rates: Vec<Option<Rate>>,
@@ -96,7 +95,7 @@ struct Load {
 
 #[derive(Clone, Copy, Debug)]
 struct Flight {
-    fragment: Fragment,
+    piece: Piece,
     area: usize,
     since: Nanos,
 }
@@ -167,7 +166,7 @@ impl Load {
     fn unmoved(&self, rate: Option<f64>, now: Nanos) -> f64 {
         let head = self.flights.front().map_or(0.0, |f| {
             let ran = now.saturating_sub(f.since.max(self.idle_since)) as f64;
-            (ran * rate.unwrap_or(0.0)).min(f.fragment.len as f64)
+            (ran * rate.unwrap_or(0.0)).min(f.piece.len as f64)
         });
         self.bytes as f64 - head
     }
@@ -196,8 +195,8 @@ impl Backlog {
         }
     }
 
-    /// Chooses the next fragment for `channel` in this direction.
-    fn next(&mut self, rules: &Rules, channel: usize, now: Nanos) -> Option<Fragment> {
+    /// Chooses the next piece for `channel` in this direction.
+    fn next(&mut self, rules: &Rules, channel: usize, now: Nanos) -> Option<Piece> {
         if self.waiting == 0 || !self.channels.get(channel)?.has_room() {
             return None;
         }
@@ -211,20 +210,20 @@ impl Backlog {
             return None;
         };
         self.declined = 0;
-        let fragment = Fragment { len, ..front };
+        let piece = Piece { len, ..front };
         let queue = &mut self.queues[area];
         if len == front.len {
             queue.pop_front();
         } else {
-            queue[0] = Fragment { offset: front.offset + len, len: front.len - len, ..front };
+            queue[0] = Piece { offset: front.offset + len, len: front.len - len, ..front };
         }
         self.left[area] -= len;
         self.waiting -= len;
         self.bulk &= self.waiting > 0;
         let load = &mut self.channels[channel];
-        load.flights.push_back(Flight { fragment, area, since: now });
+        load.flights.push_back(Flight { piece, area, since: now });
         load.bytes += len;
-        Some(fragment)
+        Some(piece)
     }
 
     /// Every channel has left the work to another one: then the channel that is asked takes it.
@@ -246,7 +245,7 @@ impl Backlog {
     /// slow one's, whose memory may be too slow for both. So they swap areas at the moment from which both end together
     /// (the level algorithm for machines of different speeds: Horvath, Lam and Sethi, Journal of the ACM, 1977).
     fn choose(&self, rules: &Rules, channel: usize, now: Nanos) -> Option<usize> {
-        // The area of the fragment that the channel was given last.
+        // The area of the piece that the channel was given last.
         let place = |c: usize| self.channels[c].flights.back().map(|f| f.area);
         let others = |area: usize| {
             let there = move |c: &usize| *c != channel && place(*c) == Some(area);
@@ -332,7 +331,7 @@ impl Backlog {
         let spread = (0..self.queues.len()).filter(|&a| self.left[a] > 0).count() > 1;
         let want = match (self.bulk, me.rate(area, now)) {
             (false, _) => mine,
-            // A slow channel would take long for its first fragment.
+            // A slow channel would take long for its first piece.
             (true, None) => least as f64,
             (true, Some(_)) => (mine / FRACTION).min(if spread { SPREAD } else { LARGEST } as f64),
         };
@@ -351,33 +350,33 @@ impl Policy for BalancePolicy {
         let backlog = &mut backlogs[index_of(direction)];
         for_each_area(areas, at, len, |area, offset, len| {
             let area = area.unwrap_or(areas.len());
-            backlog.queues[area].push_back(Fragment { transfer, offset, len });
+            backlog.queues[area].push_back(Piece { transfer, offset, len });
             backlog.left[area] += len;
             backlog.waiting += len;
         });
         backlog.bulk |= backlog.waiting >= BULK;
     }
 
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment> {
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
         let Self { rules, backlogs, first } = self;
         let now = now.as_nanos() as Nanos;
         let found = [*first, 1 - *first].into_iter().find_map(|i| Some((i, backlogs[i].next(rules, channel, now)?)));
-        let (i, fragment) = found?;
+        let (i, piece) = found?;
         *first = 1 - i;
-        Some(fragment)
+        Some(piece)
     }
 
-    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool) {
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
         let now = now.as_nanos() as Nanos;
         for backlog in &mut self.backlogs {
             let Some(load) = backlog.channels.get_mut(channel) else { continue };
-            let Some(i) = load.flights.iter().position(|f| f.fragment == *fragment) else { continue };
+            let Some(i) = load.flights.iter().position(|f| f.piece == *piece) else { continue };
             let Some(flight) = load.flights.remove(i) else { continue };
-            load.bytes -= fragment.len;
+            load.bytes -= piece.len;
             let took = now.saturating_sub(flight.since.max(load.idle_since));
             load.idle_since = now;
-            if moved && fragment.len >= TELLING && took > 0 {
-                load.measure(flight.area, fragment.len as f64 / took as f64, now);
+            if moved && piece.len >= TELLING && took > 0 {
+                load.measure(flight.area, piece.len as f64 / took as f64, now);
             }
             return;
         }
@@ -418,12 +417,12 @@ mod tests {
         p.arrive(transfer, Direction::ToHost, Some(CardAddr::new(at)), len, 2);
     }
 
-    fn next(p: &mut BalancePolicy, c: usize, us: u64) -> Option<Fragment> {
+    fn next(p: &mut BalancePolicy, c: usize, us: u64) -> Option<Piece> {
         p.next(c, Duration::from_micros(us))
     }
 
-    fn ended(p: &mut BalancePolicy, c: usize, fragment: Fragment, us: u64) {
-        p.ended(c, &fragment, Duration::from_micros(us), true);
+    fn ended(p: &mut BalancePolicy, c: usize, piece: Piece, us: u64) {
+        p.ended(c, &piece, Duration::from_micros(us), true);
     }
 
     #[test]
@@ -444,7 +443,7 @@ mod tests {
 
     #[test]
     fn what_is_unmoved_is_told_from_the_rate() {
-        let flight = |len, since| Flight { fragment: Fragment { transfer: 1, offset: 0, len }, area: 0, since };
+        let flight = |len, since| Flight { piece: Piece { transfer: 1, offset: 0, len }, area: 0, since };
         let mut load = Load { bytes: 1500, idle_since: 200, ..Load::default() };
         load.flights = [flight(1000, 100), flight(500, 100)].into();
         assert_eq!([None, Some(2.0)].map(|rate| load.unmoved(rate, 300)), [1500.0, 1300.0]);
@@ -459,22 +458,22 @@ mod tests {
 
     #[test]
     fn the_rate_is_in_bytes_per_second() {
-        let (mut p, fragments) = both_busy();
-        ended(&mut p, 0, fragments[0], 100);
+        let (mut p, pieces) = both_busy();
+        ended(&mut p, 0, pieces[0], 100);
         let rate = p.rate(0, Direction::ToHost).unwrap();
         assert!((rate - 2.0 * MIB as f64 / 100e-6).abs() < 1.0, "{rate}");
-        // Too short a fragment says nothing, nor does one that took no time.
+        // Too short a piece says nothing, nor does one that took no time.
         for (len, took) in [(TELLING - 1, 1000), (MIB, 0)] {
             let mut p = BalancePolicy::only(&[0]);
             arrive(&mut p, 1, 0, len);
-            let fragment = next(&mut p, 0, 100).unwrap();
-            ended(&mut p, 0, fragment, 100 + took);
+            let piece = next(&mut p, 0, 100).unwrap();
+            ended(&mut p, 0, piece, 100 + took);
             assert_eq!(p.rate(0, Direction::ToHost), None);
         }
         let mut p = BalancePolicy::only(&[0]);
         arrive(&mut p, 1, 0, TELLING);
-        let fragment = next(&mut p, 0, 100).unwrap();
-        ended(&mut p, 0, fragment, 200);
+        let piece = next(&mut p, 0, 100).unwrap();
+        ended(&mut p, 0, piece, 200);
         assert!(p.rate(0, Direction::ToHost).is_some());
     }
 
@@ -505,19 +504,19 @@ mod tests {
         assert_eq!(next(&mut p, 1, 0).unwrap().len, 4 * MIB, "HBM goes to its own channel");
     }
 
-    /// A policy whose two channels have a fragment of DDR each.
-    fn both_busy() -> (BalancePolicy, [Fragment; 2]) {
+    /// A policy whose two channels have a piece of DDR each.
+    fn both_busy() -> (BalancePolicy, [Piece; 2]) {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
-        let fragments = [0, 1].map(|channel| next(&mut p, channel, 0).unwrap());
-        (p, fragments)
+        let pieces = [0, 1].map(|channel| next(&mut p, channel, 0).unwrap());
+        (p, pieces)
     }
 
     #[test]
     fn little_work_is_split_by_the_rates() {
-        let (mut p, fragments) = both_busy();
-        ended(&mut p, 0, fragments[0], 100);
-        ended(&mut p, 1, fragments[1], 300);
+        let (mut p, pieces) = both_busy();
+        ended(&mut p, 0, pieces[0], 100);
+        ended(&mut p, 1, pieces[1], 300);
         assert!(p.rate(0, Direction::ToHost).unwrap() > 2.9 * p.rate(1, Direction::ToHost).unwrap());
         assert_eq!(p.rate(0, Direction::FromHost), None);
         arrive(&mut p, 2, 0, 4 * MIB);
@@ -526,16 +525,16 @@ mod tests {
 
     #[test]
     fn a_channel_without_a_rate_counts_as_fast_as_the_others() {
-        let (mut p, fragments) = both_busy();
-        ended(&mut p, 0, fragments[0], 100);
-        p.ended(1, &fragments[1], Duration::from_micros(100), false);
-        assert_eq!(p.rate(1, Direction::ToHost), None, "a fragment that failed says nothing");
+        let (mut p, pieces) = both_busy();
+        ended(&mut p, 0, pieces[0], 100);
+        p.ended(1, &pieces[1], Duration::from_micros(100), false);
+        assert_eq!(p.rate(1, Direction::ToHost), None, "a piece that failed says nothing");
         arrive(&mut p, 2, 0, 4 * MIB);
         assert_eq!([next(&mut p, 0, 200).unwrap().len, next(&mut p, 1, 200).unwrap().len], [2 * MIB, 2 * MIB]);
     }
 
     #[test]
-    fn one_long_fragment_runs_and_one_follows() {
+    fn one_long_piece_runs_and_one_follows() {
         let mut p = BalancePolicy::only(&[0]);
         (0..3).for_each(|i| arrive(&mut p, i, i * MIB, MIB));
         let first = next(&mut p, 0, 0).unwrap();
@@ -550,9 +549,9 @@ mod tests {
         let mut p = BalancePolicy::only(&[0]);
         arrive(&mut p, 1, 0, 16 * MIB);
         let take = |p: &mut BalancePolicy| {
-            let fragment = next(p, 0, 0).unwrap();
-            ended(p, 0, fragment, 0);
-            fragment.len
+            let piece = next(p, 0, 0).unwrap();
+            ended(p, 0, piece, 0);
+            piece.len
         };
         assert_eq!([take(&mut p), take(&mut p), take(&mut p)], [LARGEST; 3]);
         // A little more does not make it little work.
@@ -571,9 +570,9 @@ mod tests {
     fn an_old_rate_is_forgotten() {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
-        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
-        ended(&mut p, 0, fragments[0], 100);
-        ended(&mut p, 1, fragments[1], 100_000);
+        let pieces = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        ended(&mut p, 0, pieces[0], 100);
+        ended(&mut p, 1, pieces[1], 100_000);
         arrive(&mut p, 2, 0, 4 * MIB);
         let late = 100_000 + FORGET / 1000;
         assert_eq!([next(&mut p, 0, late).unwrap().len, next(&mut p, 1, late).unwrap().len], [2 * MIB, 2 * MIB]);
@@ -584,7 +583,7 @@ mod tests {
         let mut p = BalancePolicy::only(&[1]);
         arrive(&mut p, 1, 1 << 30, 4 * MIB);
         assert_eq!(next(&mut p, 0, 0), None);
-        assert_eq!(next(&mut p, 1, 0), Some(Fragment { transfer: 1, offset: 0, len: 4 * MIB }));
+        assert_eq!(next(&mut p, 1, 0), Some(Piece { transfer: 1, offset: 0, len: 4 * MIB }));
         let mut p = BalancePolicy::only(&[9]);
         arrive(&mut p, 1, 1 << 30, 4 * MIB);
         assert!(next(&mut p, 0, 0).is_some(), "a channel that does not exist is passed over");
@@ -602,14 +601,14 @@ mod tests {
         assert_eq!(given, [32, 32]);
     }
 
-    /// A direction whose channels work on these areas (`None`: idle) at these rates; so many MiB are left in each area.
+    /// A direction whose channels work on these areas (`None`: idle) at these rates; `left` is in MiB for each area.
     fn at_work(left: [u64; 4], places: &[Option<usize>], rates: &[f64]) -> Backlog {
         let mut backlog = Backlog { bulk: true, ..Backlog::default() };
         backlog.fit(left.len(), places.len());
         backlog.left = left.map(|mib| mib * MIB).into();
-        let fragment = Fragment { transfer: 0, offset: 0, len: MIB };
+        let piece = Piece { transfer: 0, offset: 0, len: MIB };
         for (c, (load, place)) in backlog.channels.iter_mut().zip(places).enumerate() {
-            load.flights.extend(place.map(|area| Flight { fragment, area, since: 0 }));
+            load.flights.extend(place.map(|area| Flight { piece, area, since: 0 }));
             if let (Some(area), Some(rate)) = (place, rates.get(c)) {
                 load.measure(*area, *rate, 0);
             }
@@ -691,7 +690,7 @@ mod tests {
         p
     }
 
-    /// Bytes of the next fragment of a channel, of a transfer to shared memory that has just arrived.
+    /// Bytes of the next piece of a channel, of a transfer to shared memory that has just arrived.
     fn first(rates: &[Option<f64>], len: u64, channel: usize) -> Option<u64> {
         let mut p = with_rates(rates);
         p.arrive(1, Direction::ToHost, Some(CardAddr::new(0)), len, rates.len());
@@ -705,10 +704,10 @@ mod tests {
         // Bytes in flight count, less those already moved.
         let mut p = with_rates(&[Some(3.0), Some(1.0)]);
         arrive(&mut p, 1, 0, 4 * MIB);
-        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
-        assert_eq!(fragments.map(|f| f.len), [3 * MIB, MIB]);
+        let pieces = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        assert_eq!(pieces.map(|f| f.len), [3 * MIB, MIB]);
         let half = Duration::from_nanos(MIB / 2);
-        p.ended(1, &fragments[1], half, false);
+        p.ended(1, &pieces[1], half, false);
         arrive(&mut p, 2, 0, 4 * MIB);
         // Together 5.5 MiB are left, a quarter of them for the slow one.
         assert_eq!(p.next(1, half).unwrap().len, 11 * MIB / 8);
@@ -716,13 +715,13 @@ mod tests {
     }
 
     #[test]
-    fn fragments_are_not_too_short() {
+    fn pieces_are_not_too_short() {
         const KIB: u64 = 1 << 10;
         let two = |fast| [Some(fast), Some(1.0)];
         // Short transfers go whole, to the channel that is most behind.
         assert_eq!([0, 1].map(|c| first(&two(1.0), WHOLE_BELOW - 1, c)), [Some(WHOLE_BELOW - 1), None]);
         assert_eq!([0, 1].map(|c| first(&two(1.0), WHOLE_BELOW, c)), [Some(64 * KIB); 2]);
-        // A share of half a fragment is rounded up, less is left to the other one; a short rest goes along.
+        // A share of half a piece is rounded up, less is left to the other one; a short rest goes along.
         assert_eq!([0, 1].map(|c| first(&two(3.0), 256 * KIB, c)), [Some(192 * KIB), Some(64 * KIB)]);
         assert_eq!([0, 1].map(|c| first(&two(7.0), 256 * KIB, c)), [Some(256 * KIB), Some(64 * KIB)]);
         assert_eq!([0, 1].map(|c| first(&two(15.0), 256 * KIB, c)), [Some(256 * KIB), None]);
@@ -739,8 +738,8 @@ mod tests {
         for transfer in 1..3 {
             arrive(&mut p, transfer, 0, 4096);
             assert_eq!([(); 2].map(|()| next(&mut p, 1, 0).is_some()), [false, true]);
-            let fragment = Fragment { transfer, offset: 0, len: 4096 };
-            p.ended(1, &fragment, Duration::ZERO, true);
+            let piece = Piece { transfer, offset: 0, len: 4096 };
+            p.ended(1, &piece, Duration::ZERO, true);
         }
         // Who is asked while there is no work, or another channel has some, does not decline.
         assert_eq!([(); 3].map(|()| next(&mut p, 1, 0)), [None; 3]);
@@ -758,7 +757,7 @@ mod tests {
         let two = [Some(1.0), Some(1.0)];
         assert_eq!([24, 64].map(|mib| first(&two, mib * MIB, 0)), [Some(2 * MIB), Some(LARGEST)]);
         assert_eq!(first(&[None, None], 64 * MIB, 0), Some(SMALLEST), "its rate is not known yet");
-        // While several areas have work, fragments are short.
+        // While several areas have work, pieces are short.
         let mut p = with_rates(&two);
         arrive(&mut p, 1, 0, 64 * MIB);
         arrive(&mut p, 2, 1 << 30, 4096);
@@ -794,7 +793,7 @@ mod tests {
         ) {
             let mut p = if restricted { BalancePolicy::only(&only) } else { BalancePolicy::new(areas()) };
             let mut seen: HashMap<u64, Vec<(u64, u64)>> = HashMap::new();
-            let mut flying: Vec<Vec<Fragment>> = vec![Vec::new(); channels];
+            let mut flying: Vec<Vec<Piece>> = vec![Vec::new(); channels];
             let (mut now, mut step) = (0, steps.iter().cycle());
             let mut arriving = transfers.iter().enumerate();
             let mut left: u64 = transfers.iter().map(|t| t.1).sum();
@@ -805,11 +804,11 @@ mod tests {
                 }
                 // Two rounds, as a poll makes them.
                 for c in (0..channels).chain(0..channels) {
-                    while let Some(fragment) = next(&mut p, c, now) {
-                        prop_assert!(fragment.len > 0 && fragment.len <= left);
-                        left -= fragment.len;
-                        seen.entry(fragment.transfer).or_default().push((fragment.offset, fragment.len));
-                        flying[c].push(fragment);
+                    while let Some(piece) = next(&mut p, c, now) {
+                        prop_assert!(piece.len > 0 && piece.len <= left);
+                        left -= piece.len;
+                        seen.entry(piece.transfer).or_default().push((piece.offset, piece.len));
+                        flying[c].push(piece);
                     }
                 }
                 let busy: Vec<usize> = (0..channels).filter(|&c| !flying[c].is_empty()).collect();
@@ -819,14 +818,14 @@ mod tests {
                 if !busy.is_empty() {
                     let c = busy[pick % busy.len()];
                     let k = pick % flying[c].len();
-                    let fragment = flying[c].remove(k);
-                    ended(&mut p, c, fragment, now);
+                    let piece = flying[c].remove(k);
+                    ended(&mut p, c, piece, now);
                 }
             }
             for (i, t) in transfers.iter().enumerate() {
-                let mut fragments = seen.remove(&(i as u64)).unwrap();
-                fragments.sort_unstable();
-                let end = fragments.iter().try_fold(0, |end, &(at, len)| (at == end).then_some(end + len));
+                let mut pieces = seen.remove(&(i as u64)).unwrap();
+                pieces.sort_unstable();
+                let end = pieces.iter().try_fold(0, |end, &(at, len)| (at == end).then_some(end + len));
                 prop_assert_eq!(end, Some(t.1));
             }
         }

@@ -28,7 +28,7 @@ pub trait Fixture {
     /// The address at this offset of the target. An operation past `target_len` must fail, not be refused.
     fn at(&self, offset: u64) -> AddrOf<Self>;
 
-    /// A slice of exactly so many bytes of a buffer of its own, registered where the queue needs that.
+    /// A slice of exactly `len` bytes of a buffer of its own, registered where the queue needs that.
     fn host(&mut self, len: usize) -> HostSlice;
 
     /// Reads the target without the queue.
@@ -562,7 +562,6 @@ fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
     let did = |f: fn(&crate::Stats) -> u64| f(&stats) - f(&before);
     assert_eq!((did(|s| s.submitted), did(|s| s.ok), did(|s| s.failed)), (count, count - failed, failed));
     assert_eq!(did(|s| s.bytes), bytes_done);
-    assert!(stats.latency.count() > 0 && stats.latency.p50() <= stats.latency.p99());
 }
 
 fn compares_to_the_byte<F: Fixture>(fixture: &mut F) {

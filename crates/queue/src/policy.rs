@@ -9,7 +9,7 @@ use crate::Direction;
 
 /// Bytes of a transfer for one channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Fragment {
+pub struct Piece {
     /// Which transfer, by the number that [`Policy::arrive`] was given.
     pub transfer: u64,
     /// The first byte, counted from the start of the transfer.
@@ -21,21 +21,21 @@ pub struct Fragment {
 /// Distributes transfers over channels. Knows neither buffers nor queues, only numbers and the time, so that the same
 /// policy runs over a card and in a simulation.
 ///
-/// Its driver ([`Split`](crate::Split)) announces each transfer, asks for the next fragment of every channel that has
-/// room until there are none, and reports when a fragment has ended.
+/// Its driver ([`Split`](crate::Split)) announces each transfer, asks for the next piece of every channel that has
+/// room until there are none, and reports when a piece has ended.
 pub trait Policy: Send {
     /// A transfer of `len` bytes (at least 1) at `at` (`None`: it has no address of card memory) has arrived; there are
     /// `channels` channels. From now on its bytes are handed out by [`Policy::next`], each exactly once.
     fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize);
 
-    /// Chooses the next fragment for `channel`; `None`: nothing for now. Once every fragment handed out has ended,
-    /// some channel must be given a fragment as long as there are bytes left.
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment>;
+    /// Chooses the next piece for `channel`; `None`: nothing for now. Once every piece handed out has ended,
+    /// some channel must be given a piece as long as there are bytes left.
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece>;
 
-    /// A fragment that `channel` was given is over; `moved` says whether its bytes were moved.
-    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool);
+    /// A piece that `channel` was given is over; `moved` says whether its bytes were moved.
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool);
 
-    /// Hands out no more of this transfer. Fragments that were handed out still end.
+    /// Hands out no more of this transfer. Pieces that were handed out still end.
     fn forget(&mut self, transfer: u64);
 
     /// Whether `channel`, of `channels`, may be given operations that are not cut. It is true for at least one.
@@ -50,12 +50,12 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
         (**self).arrive(transfer, direction, at, len, channels);
     }
 
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment> {
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
         (**self).next(channel, now)
     }
 
-    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool) {
-        (**self).ended(channel, fragment, now, moved);
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
+        (**self).ended(channel, piece, now, moved);
     }
 
     fn forget(&mut self, transfer: u64) {
@@ -122,7 +122,7 @@ pub struct AddressPolicy {
     only: Option<usize>,
     turn: usize,
     /// Per channel: what it was given and has not taken yet.
-    queues: Vec<VecDeque<Fragment>>,
+    queues: Vec<VecDeque<Piece>>,
 }
 
 impl AddressPolicy {
@@ -136,22 +136,22 @@ impl AddressPolicy {
         Self { only: Some(channel), ..Self::new(Vec::new()) }
     }
 
-    fn distribute(turn: &mut usize, fragment: Fragment, queues: &mut [VecDeque<Fragment>]) {
+    fn distribute(turn: &mut usize, piece: Piece, queues: &mut [VecDeque<Piece>]) {
         let channels = queues.len();
         let first = *turn % channels;
         *turn = first + 1;
-        if fragment.len < WHOLE_BELOW {
-            queues[first].push_back(fragment);
+        if piece.len < WHOLE_BELOW {
+            queues[first].push_back(piece);
             return;
         }
         // Cut at 4 KiB so that no page is split between channels.
-        let step = fragment.len.div_ceil(channels as u64).next_multiple_of(4096);
-        let mut left = fragment;
+        let step = piece.len.div_ceil(channels as u64).next_multiple_of(4096);
+        let mut left = piece;
         for queue in queues {
             let len = step.min(left.len);
             if len > 0 {
-                queue.push_back(Fragment { len, ..left });
-                left = Fragment { offset: left.offset + len, len: left.len - len, ..left };
+                queue.push_back(Piece { len, ..left });
+                left = Piece { offset: left.offset + len, len: left.len - len, ..left };
             }
         }
     }
@@ -163,22 +163,22 @@ impl Policy for AddressPolicy {
         queues.resize_with(channels.max(1), VecDeque::new);
         let last = queues.len() - 1;
         if let Some(only) = *only {
-            return queues[only.min(last)].push_back(Fragment { transfer, offset: 0, len });
+            return queues[only.min(last)].push_back(Piece { transfer, offset: 0, len });
         }
         for_each_area(areas, at, len, |area, offset, len| {
-            let fragment = Fragment { transfer, offset, len };
+            let piece = Piece { transfer, offset, len };
             match area.map(|i| areas[i].route) {
-                Some(Route::Channel(c)) => queues[c.min(last)].push_back(fragment),
-                Some(Route::Shared) | None => Self::distribute(turn, fragment, queues),
+                Some(Route::Channel(c)) => queues[c.min(last)].push_back(piece),
+                Some(Route::Shared) | None => Self::distribute(turn, piece, queues),
             }
         });
     }
 
-    fn next(&mut self, channel: usize, _: Duration) -> Option<Fragment> {
+    fn next(&mut self, channel: usize, _: Duration) -> Option<Piece> {
         self.queues.get_mut(channel)?.pop_front()
     }
 
-    fn ended(&mut self, _: usize, _: &Fragment, _: Duration, _: bool) {}
+    fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
 
     fn forget(&mut self, transfer: u64) {
         for queue in &mut self.queues {
@@ -207,17 +207,17 @@ mod tests {
         ])
     }
 
-    /// The fragments in the order of their offsets, each with its channel.
-    fn cut(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, Fragment)> {
+    /// The pieces in the order of their offsets, each with its channel.
+    fn cut(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, Piece)> {
         p.arrive(7, Direction::FromHost, Some(CardAddr::new(at)), len, 2);
-        let mut fragments = Vec::new();
+        let mut pieces = Vec::new();
         for c in 0..2 {
-            while let Some(fragment) = p.next(c, Duration::ZERO) {
-                fragments.push((c, fragment));
+            while let Some(piece) = p.next(c, Duration::ZERO) {
+                pieces.push((c, piece));
             }
         }
-        fragments.sort_by_key(|(_, p)| p.offset);
-        fragments
+        pieces.sort_by_key(|(_, p)| p.offset);
+        pieces
     }
 
     fn lengths(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, u64)> {
@@ -256,10 +256,10 @@ mod tests {
             assert_eq!([0, 1].map(|channel| boxed.uses(channel, 2)), [false, true]);
             (1..3).for_each(|n| boxed.arrive(n, Direction::ToHost, None, MIB, 2));
             boxed.forget(1);
-            let fragment = Fragment { transfer: 2, offset: 0, len: MIB };
+            let piece = Piece { transfer: 2, offset: 0, len: MIB };
             let at = Duration::from_secs(1);
-            assert_eq!([0, 1, 1].map(|channel| boxed.next(channel, at)), [None, Some(fragment), None]);
-            boxed.ended(1, &fragment, 2 * at, true);
+            assert_eq!([0, 1, 1].map(|channel| boxed.next(channel, at)), [None, Some(piece), None]);
+            boxed.ended(1, &piece, 2 * at, true);
             boxed
         }
         let boxed = check(Box::new(crate::BalancePolicy::only(&[1])));
@@ -281,9 +281,9 @@ mod tests {
         fn pieces_add_up(at in 0u64..500 * MIB, len in 1u64..400 * MIB, top: bool) {
             let at = if top { u64::MAX - len + 1 } else { at };
             let mut expected = 0;
-            for (channel, fragment) in cut(&mut policy(), at, len) {
-                prop_assert!(channel < 2 && fragment.len > 0 && fragment.offset == expected && fragment.transfer == 7);
-                expected += fragment.len;
+            for (channel, piece) in cut(&mut policy(), at, len) {
+                prop_assert!(channel < 2 && piece.len > 0 && piece.offset == expected && piece.transfer == 7);
+                expected += piece.len;
             }
             prop_assert_eq!(expected, len);
         }

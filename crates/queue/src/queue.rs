@@ -88,7 +88,7 @@ pub trait Queue: Send {
         Cancelled::TooLate
     }
 
-    /// Makes the queue stop when nothing has ended for so long although something is in flight; `None`: it waits for
+    /// Makes the queue stop when nothing has ended for this time although something is in flight; `None`: it waits for
     /// ever. False where the queue does not watch the time.
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         let _ = timeout;
@@ -97,7 +97,7 @@ pub trait Queue: Send {
 
     /// Counters; `None` where the queue does not count.
     fn stats(&self) -> Option<Stats> {
-        Some(self.state()?.stats().clone())
+        Some(*self.state()?.stats())
     }
 
     /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so

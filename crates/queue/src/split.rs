@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane_dma::BufferSlice;
 
 use crate::{
-    CacheHint, Cancelled, Capabilities, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy,
+    CacheHint, Cancelled, Capabilities, Completion, Direction, HostSlice, Limits, OpError, Operation, Piece, Policy,
     Queue, QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work, wait_with,
 };
 
@@ -34,13 +34,13 @@ impl Clock for WallClock {
     }
 }
 
-/// The longest sleep on one queue while others have operations in flight: the time of the two smallest fragments of a
+/// The longest sleep on one queue while others have operations in flight: the time of the two smallest pieces of a
 /// fast queue (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Drives several queues as one.
 ///
-/// A [`Policy`] says which queue moves which fragment of a copy, and a copy ends when its last fragment has. All other
+/// A [`Policy`] says which queue moves which piece of a copy, and a copy ends when its last piece has. All other
 /// operations (fills, comparisons, copies within the device, gather lists, anything with a shape) go whole to the queue
 /// that has the fewest in flight, of those that the policy uses. Fences are kept here: what is submitted behind one
 /// waits until everything before it has ended.
@@ -51,8 +51,8 @@ pub struct Split<Q: Queue, P, K = WallClock> {
     copies: BTreeMap<u64, Copy<Q::Addr>>,
     /// Per queue: the operations in flight, oldest first.
     flying: Vec<VecDeque<(Ticket, Assigned)>>,
-    /// Per queue: a fragment that it had no room for.
-    held: Vec<Option<(Fragment, Operation<Q::Addr>)>>,
+    /// Per queue: a piece that it had no room for.
+    held: Vec<Option<(Piece, Operation<Q::Addr>)>>,
     /// A fence, and what was submitted behind it.
     late: VecDeque<(u64, Operation<Q::Addr>)>,
     /// Ended, and not given back yet.
@@ -69,7 +69,7 @@ pub struct Split<Q: Queue, P, K = WallClock> {
 #[derive(Clone, Copy)]
 enum Assigned {
     /// Of a copy.
-    Fragment(Fragment),
+    Piece(Piece),
     /// An operation as it was submitted, by its number.
     Whole(u64),
 }
@@ -84,35 +84,35 @@ struct Copy<A> {
     /// Slices that no queue was given yet, and those that came back: each with its offset.
     waiting: Vec<(u64, BufferSlice)>,
     back: Vec<(u64, BufferSlice)>,
-    /// Bytes of fragments that have not ended, and of those that no queue was given.
+    /// Bytes of pieces that have not ended, and of those that no queue was given.
     missing: u64,
     /// The failure that lies first, and the bytes before it.
     failed: Option<(u64, OpError)>,
 }
 
 impl<A: QueueAddr> Copy<A> {
-    /// Takes a fragment out of what is waiting.
-    fn take(&mut self, fragment: &Fragment) -> Operation<A> {
-        let holds = |(at, slice): &(u64, BufferSlice)| (*at..*at + slice.len() as u64).contains(&fragment.offset);
+    /// Takes a piece out of what is waiting.
+    fn take(&mut self, piece: &Piece) -> Operation<A> {
+        let holds = |(at, slice): &(u64, BufferSlice)| (*at..*at + slice.len() as u64).contains(&piece.offset);
         let i = self.waiting.iter().position(holds).expect("a policy hands out each byte once");
         let (at, mut slice) = self.waiting.swap_remove(i);
-        if at < fragment.offset {
-            let (before, rest) = slice.split_at((fragment.offset - at) as usize).expect("it starts in this slice");
+        if at < piece.offset {
+            let (before, rest) = slice.split_at((piece.offset - at) as usize).expect("it starts in this slice");
             self.waiting.push((at, before));
             slice = rest;
         }
-        if fragment.len < slice.len() as u64 {
-            let (front, after) = slice.split_at(fragment.len as usize).expect("shorter than the slice");
-            self.waiting.push((fragment.offset + fragment.len, after));
+        if piece.len < slice.len() as u64 {
+            let (front, after) = slice.split_at(piece.len as usize).expect("shorter than the slice");
+            self.waiting.push((piece.offset + piece.len, after));
             slice = front;
         }
-        assert_eq!(slice.len() as u64, fragment.len, "a policy hands out each byte once");
-        let at = self.at.advance(fragment.offset).expect("within the copy, whose end was checked");
+        assert_eq!(slice.len() as u64, piece.len, "a policy hands out each byte once");
+        let at = self.at.advance(piece.offset).expect("within the copy, whose end was checked");
         let host = HostSlice { slice, via: self.via.clone() };
         Operation::copy(self.direction, host, at).hint(self.cache)
     }
 
-    /// Notes a failure behind so many bytes.
+    /// Notes a failure after `bytes` bytes.
     fn fail(&mut self, bytes: u64, error: OpError) {
         if self.failed.as_ref().is_none_or(|(first, _)| bytes < *first) {
             self.failed = Some((bytes, error));
@@ -175,7 +175,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
     }
 
     /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first
-    /// fragment is refused, nothing of it is in flight, and the reason is returned. When that is accepted, the rest
+    /// piece is refused, nothing of it is in flight, and the reason is returned. When that is accepted, the rest
     /// waits for the next poll: nothing begins before, and by then the policy knows what else was submitted.
     fn feed(&mut self, fresh: Option<u64>) -> Result<(), Refusal> {
         let mut now = None;
@@ -183,39 +183,39 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             let mut any = false;
             for i in 0..self.queues.len() {
                 let queue = &mut self.queues[i];
-                let (fragment, operation) = match self.held[i].take() {
+                let (piece, operation) = match self.held[i].take() {
                     Some(held) => held,
                     // A full queue is not asked for, so that its work stays free for others to take.
                     None if queue.in_flight() >= queue.limits().capacity => continue,
                     None => {
                         let now = *now.get_or_insert_with(|| self.clock.now());
-                        let Some(fragment) = self.policy.next(i, now) else { continue };
-                        let copy = self.copies.get_mut(&fragment.transfer).expect("a copy in flight");
-                        (fragment, copy.take(&fragment))
+                        let Some(piece) = self.policy.next(i, now) else { continue };
+                        let copy = self.copies.get_mut(&piece.transfer).expect("a copy in flight");
+                        (piece, copy.take(&piece))
                     }
                 };
                 match queue.submit(operation) {
                     Ok(ticket) => {
-                        self.flying[i].push_back((ticket, Assigned::Fragment(fragment)));
-                        if fresh == Some(fragment.transfer) {
+                        self.flying[i].push_back((ticket, Assigned::Piece(piece)));
+                        if fresh == Some(piece.transfer) {
                             return Ok(());
                         }
                         any = true;
                     }
                     Err(Refused { operation, reason: Refusal::Full }) => {
-                        self.held[i] = Some((fragment, operation));
+                        self.held[i] = Some((piece, operation));
                         // The queue would have accepted it, as far as is known.
-                        if fresh == Some(fragment.transfer) {
+                        if fresh == Some(piece.transfer) {
                             return Ok(());
                         }
                     }
-                    Err(Refused { operation, reason }) if fresh == Some(fragment.transfer) => {
-                        self.put_back(i, fragment, operation, false);
+                    Err(Refused { operation, reason }) if fresh == Some(piece.transfer) => {
+                        self.put_back(i, piece, operation, false);
                         return Err(reason);
                     }
                     Err(Refused { operation, reason }) => {
                         any = true;
-                        self.settle(i, fragment, operation, Err(reason.into()), 0);
+                        self.settle(i, piece, operation, Err(reason.into()), 0);
                     }
                 }
             }
@@ -225,38 +225,38 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         }
     }
 
-    /// Puts a fragment that is over back into its copy.
+    /// Puts a piece that is over back into its copy.
     fn put_back(
         &mut self,
         queue: usize,
-        fragment: Fragment,
+        piece: Piece,
         operation: Operation<Q::Addr>,
         moved: bool,
     ) -> &mut Copy<Q::Addr> {
-        self.policy.ended(queue, &fragment, self.clock.now(), moved);
-        let copy = self.copies.get_mut(&fragment.transfer).expect("a copy outlives its fragments");
-        copy.back.push((fragment.offset, operation.into_slice().expect("fragments are copies")));
-        copy.missing -= fragment.len;
+        self.policy.ended(queue, &piece, self.clock.now(), moved);
+        let copy = self.copies.get_mut(&piece.transfer).expect("a copy outlives its pieces");
+        copy.back.push((piece.offset, operation.into_slice().expect("pieces are copies")));
+        copy.missing -= piece.len;
         copy
     }
 
-    /// A fragment has ended.
+    /// A piece has ended.
     fn settle(
         &mut self,
         queue: usize,
-        fragment: Fragment,
+        piece: Piece,
         operation: Operation<Q::Addr>,
         result: Result<(), OpError>,
         bytes: u64,
     ) {
-        let copy = self.put_back(queue, fragment, operation, result.is_ok());
+        let copy = self.put_back(queue, piece, operation, result.is_ok());
         if let Err(error) = result {
-            copy.fail(fragment.offset + bytes, error);
+            copy.fail(piece.offset + bytes, error);
         }
-        self.end(fragment.transfer);
+        self.end(piece.transfer);
     }
 
-    /// Ends a copy if all of its fragments have ended.
+    /// Ends a copy if all of its pieces have ended.
     fn end(&mut self, id: u64) {
         let Entry::Occupied(copy) = self.copies.entry(id) else { return };
         if copy.get().missing > 0 {
@@ -272,7 +272,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         self.ended.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
     }
 
-    /// Gives an operation to the queues: a copy in fragments, any other whole.
+    /// Gives an operation to the queues: a copy in pieces, any other whole.
     fn begin(&mut self, id: u64, operation: Operation<Q::Addr>) -> Result<(), Refused<Q::Addr>> {
         let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
             let n = self.queues.len();
@@ -287,7 +287,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         self.policy.arrive(id, direction, at.card_addr(), len, self.queues.len());
         let (waiting, back) = (vec![(0, slice)], Vec::new());
         self.copies.insert(id, Copy { at, direction, via, cache, len, waiting, back, missing: len, failed: None });
-        // The first fragment decides whether the copy is acceptable at all; the rest differ only in their addresses.
+        // The first piece decides whether the copy is acceptable at all; the rest differ only in their addresses.
         self.feed(Some(id)).map_err(|reason| {
             self.policy.forget(id);
             let operation = self.copies.remove(&id).expect("just inserted").into_operation();
@@ -322,7 +322,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             let flying = &mut self.flying[queue];
             let place = flying.iter().position(|(known, _)| *known == ticket);
             match place.and_then(|i| flying.remove(i)).expect("a ticket of this queue").1 {
-                Assigned::Fragment(fragment) => self.settle(queue, fragment, operation, result, bytes),
+                Assigned::Piece(piece) => self.settle(queue, piece, operation, result, bytes),
                 Assigned::Whole(id) => {
                     self.ended.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
                 }
@@ -355,16 +355,16 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         copy.back.append(&mut copy.waiting);
         let mut asked = false;
         for i in 0..self.queues.len() {
-            if let Some((fragment, operation)) = self.held[i].take_if(|(fragment, _)| fragment.transfer == id) {
-                self.put_back(i, fragment, operation, false);
-                withheld.push((fragment.offset, fragment.len));
+            if let Some((piece, operation)) = self.held[i].take_if(|(piece, _)| piece.transfer == id) {
+                self.put_back(i, piece, operation, false);
+                withheld.push((piece.offset, piece.len));
             }
             for (ticket, assigned) in std::mem::take(&mut self.flying[i]) {
                 match assigned {
-                    Assigned::Fragment(fragment) if fragment.transfer == id => match self.queues[i].cancel(ticket) {
+                    Assigned::Piece(piece) if piece.transfer == id => match self.queues[i].cancel(ticket) {
                         Cancelled::Removed(operation) => {
-                            self.put_back(i, fragment, operation, false);
-                            withheld.push((fragment.offset, fragment.len));
+                            self.put_back(i, piece, operation, false);
+                            withheld.push((piece.offset, piece.len));
                             continue;
                         }
                         answer => asked |= matches!(answer, Cancelled::Requested),
@@ -516,18 +516,18 @@ mod tests {
 
     /// Half of a copy for each of two queues.
     #[derive(Default)]
-    struct Halves(Vec<Option<Fragment>>);
+    struct Halves(Vec<Option<Piece>>);
 
     impl Policy for Halves {
         fn arrive(&mut self, transfer: u64, _: Direction, _: Option<CardAddr>, len: u64, _: usize) {
-            self.0 = [0, len / 2].map(|offset| Some(Fragment { transfer, offset, len: len / 2 })).into();
+            self.0 = [0, len / 2].map(|offset| Some(Piece { transfer, offset, len: len / 2 })).into();
         }
 
-        fn next(&mut self, queue: usize, _: Duration) -> Option<Fragment> {
+        fn next(&mut self, queue: usize, _: Duration) -> Option<Piece> {
             self.0[queue].take()
         }
 
-        fn ended(&mut self, _: usize, _: &Fragment, _: Duration, _: bool) {}
+        fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
 
         fn forget(&mut self, _: u64) {}
     }

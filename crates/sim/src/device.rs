@@ -126,7 +126,7 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         };
         for thread in 0..threads {
             let core = card.core.clone();
-            // Its channels: every so many.
+            // Its channels: every `threads`th.
             let mine = (thread..channels).step_by(threads);
             let spawned = thread::Builder::new().name(format!("dmalane-card-{thread}")).spawn({
                 let mine = mine.clone();

@@ -46,7 +46,7 @@ impl CardMemory {
     }
 
     /// The same with HBM as near as its own length and that of DDR let it begin at a power of two: a BAR that shows the
-    /// memory is then no longer than it must be (a machine has only so many addresses for BARs).
+    /// memory is then no longer than it must be (a machine has few addresses for BARs).
     ///
     /// # Errors
     /// As [`CardMemory::new`].

@@ -28,9 +28,9 @@ const STEP_TIME: Duration = Duration::from_millis(1);
 const ROW_COST: u64 = 512;
 /// Short rows between two looks at the clock.
 const ROWS_PER_LOOK: u32 = 16;
-/// A page-table entry that a translation reads, of the IOMMU or of the MMU, costs as much as so many bytes.
+/// A page-table entry that a translation reads, of the IOMMU or of the MMU: its cost in copied bytes.
 const ENTRY_COST: u64 = 256;
-/// A byte of card memory that is made present costs as much as so many copied bytes: the kernel finds and zeroes pages.
+/// A byte of card memory that is made present: its cost in copied bytes, as the kernel finds and zeroes pages.
 const PRESENT_COST: u64 = 4;
 /// Descriptors fetched at once.
 const FETCH: u32 = 32;

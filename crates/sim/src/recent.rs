@@ -59,7 +59,7 @@ impl Recent {
         Self::of(share())
     }
 
-    /// For a cache of which the channel has so many bytes, a power of two.
+    /// For a cache of which the channel has `recent` bytes, a power of two.
     fn of(recent: u64) -> Self {
         Self { blocks: vec![(u64::MAX, 0); (recent / BLOCK) as usize].into(), written: recent, recent }
     }

@@ -70,7 +70,7 @@ impl Card {
     }
 }
 
-/// libqdma waits so long for what the card has begun (QDMA_Q_PEND_LIST_COMPLETION_TIMEOUT), less a tick of its clock.
+/// How long libqdma waits for what the card has begun (QDMA_Q_PEND_LIST_COMPLETION_TIMEOUT), less a tick of its clock.
 /// Then it forgets that and reports success, so a STOP that took longer proves nothing.
 const FORGETS: Duration = Duration::from_millis(980);
 

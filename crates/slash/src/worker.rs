@@ -70,7 +70,7 @@ pub(crate) struct State {
 }
 
 impl Shared {
-    /// With threads that poll for so long before they sleep.
+    /// With threads that poll for this time before they sleep.
     pub(crate) fn polling(polls: Option<Duration>) -> Self {
         // One processor is needed by the thread that is waited for.
         let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);

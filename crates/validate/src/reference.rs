@@ -127,8 +127,8 @@ fn copies(threads: usize, directions: Directions, len: usize, time: Duration) ->
     Ok(rate(CopyHint::Keep)?.max(rate(CopyHint::Stream)?))
 }
 
-/// Bytes per second of threads, one for each of `works`, that repeat `pass` for so long. It says how many bytes it has
-/// moved.
+/// Bytes per second of threads, one for each of `works`, that repeat `pass` for this time. It says how many bytes it
+/// has moved.
 fn at_once<W: Send>(
     works: &mut [W],
     time: Duration,

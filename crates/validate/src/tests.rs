@@ -176,9 +176,9 @@ struct Wrong {
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Fault {
-    /// A bit of every read, from the so many-th operation on.
+    /// A bit of every read, from this operation on.
     Flip(u64),
-    /// Writes that do nothing, from the so many-th operation on.
+    /// Writes that do nothing, from this operation on.
     Deaf(u64),
     /// Reads that do nothing.
     Blind(u64),
@@ -466,7 +466,7 @@ fn hangs(target: &TestedDevice) -> bool {
     target.queues.iter().any(|queue| queue.in_flight() > 0)
 }
 
-/// Takes everything from the so many-th transfer on, and ends none of that.
+/// Takes all transfers after the first `after`, and ends none of them.
 struct Hangs {
     inner: Box<DeviceQueue>,
     after: u64,
@@ -689,7 +689,7 @@ fn handles_of_a_device_that_hangs_wait_together() {
     assert!(begun.elapsed() < Duration::from_millis(threads as u64 * 500), "not one after the other");
 }
 
-/// Memory that a driver allocates: so much of it at a time.
+/// Memory that a driver allocates: at most `most` bytes at a time.
 struct Driven {
     ram: RamDevice,
     most: u64,

@@ -131,7 +131,7 @@ impl Bo {
         self.sg.len()
     }
 
-    /// True when all of it is made of whole pages of this size, fewer than `pages`, at addresses of so many bits.
+    /// True when all of it is made of whole pages of this size, fewer than `pages`, at addresses of `bits` bits.
     #[inline]
     pub(crate) fn is_mappable(&self, granule: PageSize, bits: u32, pages: u64) -> bool {
         let whole = self.sg.granule() >= granule && self.len() & (granule.bytes() - 1) == 0;

@@ -48,7 +48,7 @@ impl Handles {
         Self::default()
     }
 
-    /// A handle for the buffer object. `None` when there are 2^20 at once (or so many were given that none is left), or
+    /// A handle for the buffer object. `None` when there are 2^20 at once (or none is left that was never given), or
     /// no memory.
     pub fn insert(&mut self, bo: Arc<Bo>) -> Option<u32> {
         self.insert_with(|_| bo)

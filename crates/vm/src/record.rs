@@ -76,13 +76,13 @@ impl Record {
         Self(self.0 & !u64::from(u32::MAX) | page)
     }
 
-    /// The record so many pages further up in the same binding.
+    /// The record some pages further up in the same binding.
     #[inline]
     pub(crate) fn advance(self, pages: u64) -> Self {
         Self(self.0 + pages * self.step())
     }
 
-    /// The record so many pages further down in the same binding.
+    /// The record some pages further down in the same binding.
     #[inline]
     pub(crate) fn back(self, pages: u64) -> Self {
         Self(self.0 - pages * self.step())

@@ -44,7 +44,7 @@ impl Words {
         Ok(Self { all, unit, free })
     }
 
-    /// The smallest class of so many units.
+    /// The smallest class whose blocks have this number of units.
     pub(crate) const fn class(units: u32) -> u32 {
         units.next_power_of_two().ilog2()
     }
@@ -91,7 +91,7 @@ impl Words {
         self.reserve(0, keep, 0)
     }
 
-    /// The same beside so many words, and with so many of the free blocks in use.
+    /// The same beside a number of words, and with a number of the free blocks in use.
     #[inline]
     fn reserve(&mut self, words: usize, keep: u64, used: usize) -> Result<(), Full> {
         let whole = self.whole();

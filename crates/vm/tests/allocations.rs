@@ -58,7 +58,7 @@ unsafe impl GlobalAlloc for Failing {
 #[global_allocator]
 static ALLOCATOR: Failing = Failing;
 
-/// Runs `f` with so many allocations, and no more.
+/// Runs `f` with `n` allocations, and no more.
 fn with_allocations<R>(n: u64, f: impl FnOnce() -> R) -> R {
     LEFT.set(n);
     let result = f();
@@ -146,7 +146,7 @@ fn run_out<F: Format>() -> u64 {
         let before = snapshot(&vm);
         let mut batches: Vec<_> = (0..200).map(|_| batch.clone()).collect(); // made before memory runs out
         for n in 0.. {
-            let batch = batches.pop().expect("no plan takes so many allocations");
+            let batch = batches.pop().expect("no plan takes that number of allocations");
             match with_allocations(n, || vm.plan(batch).map(|plan| plan.commit())) {
                 Ok(committed) => {
                     // All that was allowed was used by the plan, or more than enough was: the commit used none.

@@ -31,7 +31,7 @@ pub struct VulkanOptions {
     /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can. With
     /// `VK_EXT_queue_family_foreign`, submissions of several queues to one allocation then follow each other.
     pub exportable: bool,
-    /// Copies of at most so many bytes are the processor's while the GPU is idle, where it shares its memory with the
+    /// Longest copy in bytes that is the processor's while the GPU is idle, where it shares its memory with the
     /// host; 0 for none.
     pub direct: u64,
     /// Queues of the device, which share the queues of the driver; `None` for one on each.
@@ -42,7 +42,7 @@ pub struct VulkanOptions {
     pub validation: Option<Messages>,
 }
 
-/// A submission costs more than a copy of so many bytes. Of longer ones the GPU relieves the processor.
+/// Longest copy in bytes that costs less than a submission. Of longer ones the GPU relieves the processor.
 const DIRECT: u64 = 64 << 10;
 
 impl Default for VulkanOptions {
@@ -73,8 +73,7 @@ pub struct VulkanDevice {
 }
 
 impl VulkanDevice {
-    /// Opens a GPU by number, name or UUID. After that, `,flat` asks for no [sparse](VulkanOptions::sparse) binding,
-    /// and `,channels=N` for so many [queues](VulkanOptions::channels).
+    /// Opens a GPU by number, name or UUID.
     ///
     /// # Errors
     /// [`Error`].
@@ -89,7 +88,6 @@ impl VulkanDevice {
         live: Arc<Live>,
     ) -> Result<Self, Error> {
         let library = Library::load(options.validation.clone(), faults)?;
-        let (name, options) = named(name, options);
         let (handle, mut info) = find(library.gpus()?, name)?;
         if let Some(largest) = options.largest {
             (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
@@ -106,7 +104,7 @@ impl VulkanDevice {
         if let most @ 1.. = live.addresses.load(std::sync::atomic::Ordering::Relaxed) {
             info.sparse = info.sparse.map(|bytes| bytes.min(most));
         }
-        Self::of(&library, handle, info, &options, live)
+        Self::of(&library, handle, info, options, live)
     }
 
     fn of(
@@ -291,21 +289,6 @@ impl std::fmt::Debug for VulkanDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "VulkanDevice({})", self.gpu())
     }
-}
-
-/// The GPU's name without what follows it, and the options with that.
-fn named<'a>(name: &'a str, options: &VulkanOptions) -> (&'a str, VulkanOptions) {
-    let (mut name, mut options) = (name, options.clone());
-    // A name may have commas of its own.
-    while let Some((first, last)) = name.rsplit_once(',') {
-        match last.strip_prefix("channels=").and_then(|n| n.parse().ok()).filter(|n| (1..=16).contains(n)) {
-            Some(channels) => options.channels = Some(channels),
-            None if last == "flat" => options.sparse = false,
-            None => break,
-        }
-        name = first;
-    }
-    (name, options)
 }
 
 /// One line about a GPU.

@@ -88,7 +88,7 @@ impl BackToBack {
 }
 
 impl BackToBack {
-    /// Gives all copies to the driver, so many times.
+    /// Gives all copies to the driver, `times` times.
     fn give(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
         let hosts: Arc<[Registered]> = copies.iter().map(|copy| copy.host.clone()).collect();
         let mut commands = vec![Vec::new(); self.channels.len()];

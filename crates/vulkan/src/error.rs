@@ -92,9 +92,6 @@ pub enum Error {
     /// Device memory that is not allocated.
     #[error("no device memory is allocated at {0}")]
     NotAllocated(dmalane_addr::CardAddr),
-    /// A bind where something is bound.
-    #[error("something is bound at {0} already")]
-    Bound(dmalane_addr::DeviceVa),
     /// No memory type of the GPU is fit for a use.
     #[error("the GPU has no memory type for {0}")]
     NoMemoryType(&'static str),

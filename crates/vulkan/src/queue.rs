@@ -25,12 +25,12 @@ use crate::sparse::SparseMap;
 const CAPACITY: usize = 1024;
 /// Bytes of one operation.
 pub(crate) const MAX_LEN: u64 = 1 << 40;
-/// A submission is closed when it has so many bytes or operations, so that the first of many end early.
+/// Most bytes and operations of a submission, so that the first of many end early.
 const BATCH_BYTES: u64 = 16 << 20;
 const BATCH: usize = 512;
 /// Operations that are submitted without a doorbell, if the GPU has nothing else to do.
 const EAGER: usize = 256;
-/// A poll does not ring the doorbell while so many submissions are in flight: the longer it waits, the more goes into
+/// Submissions in flight from which on a poll does not ring the doorbell: the longer it waits, the more goes into
 /// one.
 const BUSY: usize = 2;
 /// Rows of one operation: each is a region of a command, and held in memory until the command is written.

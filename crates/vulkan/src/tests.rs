@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
-use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy, Placement};
+use dmalane_device::{AddressSpaceKind, Device, DriverCopy, Placement};
 use dmalane_dma::{Heap, Registrar, SharedBuf};
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, Shape, StopReason, drain,
 };
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::fault::Faults;
 use crate::gpu::Live;
@@ -112,7 +112,13 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         let space = device.address_space();
         let range = space.reserve(&table, 4 << 20).map_err(|e| e.to_string())?;
         let bound = space
-            .bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: page.max(1 << 20), access: Access::RW })
+            .apply(&[BindRequest::Bind {
+                va: range.first(),
+                bo: bo.clone(),
+                offset: 0,
+                len: page.max(1 << 20),
+                access: Access::RW,
+            }])
             .map_err(|e| e.to_string());
         let seen = bound.and_then(|()| {
             let at = space.at(range.first());
@@ -122,7 +128,7 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
             let read = run(&mut *programs, vec![Operation::read(HostSlice::from((buf.into_slice(), via)), at)])?;
             Ok([copied, read])
         });
-        space.unbind(range).map_err(|e| e.to_string())?;
+        space.release(range).map_err(|e| e.to_string())?;
         for seen in seen? {
             let mut got = vec![0; LEN];
             seen.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
@@ -171,7 +177,8 @@ fn refusals(
         let bo = Arc::new(Bo::new(2, SgIndex::from_table(&table).unwrap()));
         let space = device.address_space();
         let va = space.reserve(&table, 1 << 20).unwrap().first();
-        let bound = space.bind(&Bind { va, bo: &bo, offset: 0, len: 1 << 20, access: Access::RW });
+        let bound =
+            space.apply(&[BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: 1 << 20, access: Access::RW }]);
         whys.extend([bound, space.settle()].map(|done| done.unwrap_err().to_string()));
     }
     whys
@@ -715,7 +722,7 @@ fn gpus_are_found_by_number_name_and_uuid() {
     };
     let first = &gpus[0];
     let open = |name: &str| VulkanDevice::open(name, &VulkanOptions::default());
-    for name in ["0", "0,flat", "0,channels=3,flat", &first.uuid(), &first.uuid().to_uppercase()] {
+    for name in ["0", &first.uuid(), &first.uuid().to_uppercase()] {
         assert_eq!(open(name).unwrap().gpu().uuid(), first.uuid(), "{name}");
     }
     let same_name = gpus.iter().filter(|g| g.name == first.name).count();
@@ -723,7 +730,8 @@ fn gpus_are_found_by_number_name_and_uuid() {
         Ok(device) => assert!(same_name == 1 && device.gpu().name == first.name),
         Err(e) => assert!(same_name > 1 && matches!(e, Error::Ambiguous { .. }), "{e}"),
     }
-    let mut three = open("0,channels=3,flat").unwrap();
+    let options = VulkanOptions { sparse: false, channels: Some(3), ..VulkanOptions::default() };
+    let mut three = VulkanDevice::open("0", &options).unwrap();
     assert_eq!(three.address_space().kind(), AddressSpaceKind::Flat);
     assert_eq!(three.take_queues().len(), 3);
     let error = open("no such GPU").unwrap_err();

@@ -257,7 +257,7 @@ impl Made {
         self.buffers.push(buffer);
         let from = offset as usize;
         let end = if len == 0 { contents.len() } else { from + len as usize };
-        // SAFETY: so many bytes are there until the buffer is destroyed, and nobody writes to them.
+        // SAFETY: `filled.len` bytes are there until the buffer is destroyed, and nobody writes to them.
         let got = unsafe { std::slice::from_raw_parts(filled.data.cast::<u8>(), filled.len as usize) };
         assert!(got == &contents[from.min(end)..end], "{len} bytes from {offset}");
     }

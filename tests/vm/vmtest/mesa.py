@@ -26,7 +26,7 @@ Exit status 77: it cannot be had; the last line says why."""
 
 PACKAGES = ["mesa-vulkan-drivers", "vulkan-validationlayers", "libvulkan1", "libstdc++6"]
 LAYER = "VkLayer_khronos_validation.json"
-# What starts a program with it in a guest, on a line of /suites.
+# The command that starts a program with it in a guest, on a line of /suites.
 GUEST = (
     "../bin/env {variables} VK_DRIVER_FILES=/mesa/lvp.json VK_LAYER_PATH=/mesa VK_LOADER_LAYERS_DISABLE=~implicit~ "
     "/mesa/ld-linux-x86-64.so.2 --library-path /mesa"

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use dmalane::addr::{Access, PageSize};
+use dmalane::devices::vfio::VfioSpec;
 use dmalane::vfio::{Backend, BarAlignment, Bdf, PciDevice, VfioContainer, page_sizes};
 use serde::Serialize;
 
@@ -161,7 +162,8 @@ impl BarMap {
 }
 
 fn vfio(text: &str) -> Result<Bdf, String> {
-    device::parse(text)?.bdf().ok_or_else(|| "not a VFIO device: write vfio:0000:01:00.0".to_owned())
+    let bdf = device::parse(text)?.get::<VfioSpec>().map(|spec| spec.bdf);
+    bdf.ok_or_else(|| "not a VFIO device: write vfio:0000:01:00.0".to_owned())
 }
 
 fn align(text: &str) -> Result<BarAlignment, &'static str> {

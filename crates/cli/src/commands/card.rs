@@ -5,15 +5,14 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use dmalane::devices::soft::SoftSpec;
 use dmalane::sim::{CardConfig, Workers};
-use dmalane::{CardClient, CardServer, CardServerError};
+use dmalane::{CardClient, CardServer, CardServerError, DeviceSpec};
 
-use crate::device::{CARD_DDR, CARD_HBM, card_memory};
+use crate::device;
 use crate::failure::Failure;
 use crate::layout::plain;
-use crate::number::within;
 use crate::output;
-use crate::size::Size;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -24,7 +23,7 @@ Exit status: 0 success, 1 no socket or no memory, 2 usage error.";
 const SERVE_EXAMPLES: &str = "\
 Examples:
   dmalane card serve --vfio-user /tmp/card
-  dmalane card serve --vfio-user /tmp/card --card-ddr 1GiB --card-hbm 512MiB --once
+  dmalane card serve --vfio-user /tmp/card -d soft,ddr=1GiB,hbm=512MiB --once
 
 QEMU 10.1 and later attaches it, if the guest memory is a memfd:
   -object memory-backend-memfd,id=ram,size=1G,share=on -machine memory-backend=ram
@@ -57,19 +56,10 @@ struct Serve {
     #[arg(long, value_name = "SOCKET")]
     vfio_user: PathBuf,
 
-    /// DDR size of the card, at most 256GiB, rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory)]
-    #[arg(allow_hyphen_values = true)]
-    card_ddr: Size,
-
-    /// HBM size of the card (two halves), at most 256GiB, rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory)]
-    #[arg(allow_hyphen_values = true)]
-    card_hbm: Size,
-
-    /// DMA channels, from 1 to 16
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = within::<u32>(1..=16))]
-    channels: u32,
+    /// The card: soft, with any of ,ddr=SIZE ,hbm=SIZE and ,channels=N
+    #[arg(short, long, value_name = "CARD", default_value = "soft", value_parser = device::Name)]
+    #[arg(hide_possible_values = true)]
+    device: DeviceSpec,
 
     /// Exit after the first client
     #[arg(long)]
@@ -87,13 +77,7 @@ impl Card {
 impl Serve {
     /// Serves clients, one after the other.
     fn run(self) -> Result<ExitCode, Failure> {
-        let up = |bytes: u64, unit: u64| bytes.next_multiple_of(unit);
-        let config = CardConfig {
-            ddr: up(self.card_ddr.bytes(), 2 << 20),
-            hbm: up(self.card_hbm.bytes(), 4 << 20),
-            channels: self.channels,
-            workers: Workers::PerChannel,
-        };
+        let config = CardConfig { workers: Workers::PerChannel, ..card(&self.device)?.config() };
         let server = CardServer::bind(&self.vfio_user, config)?;
         output::print(&format!("listening at {}\n", plain(&self.vfio_user.to_string_lossy())))?;
         for client in 1u64.. {
@@ -114,4 +98,14 @@ impl Serve {
         }
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// The card of a name that has nothing of its driver's, which is the client's.
+fn card(spec: &DeviceSpec) -> Result<&SoftSpec, Failure> {
+    let only = |card: &&SoftSpec| {
+        let SoftSpec { ddr, hbm, channels, .. } = **card;
+        **card == SoftSpec { ddr, hbm, channels, ..SoftSpec::default() }
+    };
+    let card = spec.get::<SoftSpec>().filter(only);
+    card.ok_or_else(|| Failure::usage(format!("{spec} cannot be served: -d takes soft, with ddr, hbm and channels")))
 }

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Args;
-use dmalane::registry::{KINDS, Listed};
+use dmalane::devices::{KINDS, Listed, OptionAbout};
 use serde_json::{Map, Value, json};
 
 use crate::failure::Failure;
@@ -31,7 +31,14 @@ impl Devices {
     /// Lists the devices.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let devices = list(&Probe::machine());
-        let kinds = KINDS.iter().map(|kind| json!({ "syntax": kind.syntax, "description": kind.about }));
+        let kinds = KINDS.iter().map(|kind| {
+            let option = |option: &OptionAbout| {
+                json!({ "option": option.key, "value": (!option.value.is_empty()).then_some(option.value),
+                    "description": option.about })
+            };
+            let options: Vec<_> = kind.options().iter().map(option).collect();
+            json!({ "kind": kind.name, "syntax": kind.syntax, "description": kind.about, "options": options })
+        });
         match self.json {
             true => output::print_json(&json!({
                 "schema": 1,
@@ -45,12 +52,14 @@ impl Devices {
     }
 }
 
-fn list(probe: &Probe) -> Vec<Listed> {
-    KINDS.iter().flat_map(|kind| (kind.list)(&probe.place("/"))).collect()
+/// The devices, each with the name of its kind.
+fn list(probe: &Probe) -> Vec<(&'static str, Listed)> {
+    let root = probe.place("/");
+    KINDS.iter().flat_map(|kind| kind.list(&root).into_iter().map(|device| (kind.name, device))).collect()
 }
 
-fn json(device: &Listed) -> Value {
-    let Listed { name, kind, supported, about, memories, channels, facts } = device;
+fn json((kind, device): &(&str, Listed)) -> Value {
+    let Listed { name, supported, about, memories, channels, facts } = device;
     let mut map = Map::new();
     let mut put = |key: &str, value: Value| drop(map.insert(key.to_owned(), value));
     put("name", json!(name));
@@ -68,9 +77,9 @@ fn json(device: &Listed) -> Value {
     Value::Object(map)
 }
 
-fn text(devices: &[Listed]) -> String {
+fn text(devices: &[(&str, Listed)]) -> String {
     let mut text = String::new();
-    for Listed { name, about, memories, channels, facts, .. } in devices {
+    for (_, Listed { name, about, memories, channels, facts, .. }) in devices {
         text += &format!("{name}\n{}", wrap(&format!("    {about}"), 4));
         if let (false, Some(channels)) = (memories.is_empty(), channels) {
             let sizes: Vec<_> =
@@ -78,7 +87,7 @@ fn text(devices: &[Listed]) -> String {
             let memories = sizes.join(", ");
             text += &wrap(
                 &format!(
-                    "    memories {memories} (allocated as they fill; --card-ddr and --card-hbm set the sizes), \
+                    "    memories {memories} (allocated as they fill; {name},ddr=SIZE,hbm=SIZE sets the sizes), \
                      {channels} channels"
                 ),
                 4,
@@ -106,10 +115,14 @@ fn text(devices: &[Listed]) -> String {
             text += &wrap(&format!("    {}", facts.join(", ")), 4);
         }
     }
-    text += "\nEvery kind, as -d names it:\n";
+    text += "\nEvery kind, as -d names it, and options that may follow, in any order:\n";
     let width = KINDS.iter().map(|kind| kind.syntax.len()).max().unwrap_or(0);
     for kind in KINDS {
         text += &wrap(&format!("    {:<width$} {}", kind.syntax, kind.about), width + 5);
+        for option in kind.options() {
+            let (comma, about) = (format!("  ,{option}"), option.about);
+            text += &wrap(&format!("    {comma:<width$} {about}"), width + 5);
+        }
     }
     text
 }
@@ -190,10 +203,10 @@ mod tests {
         let ours = root.path().join("sys/bus/pci/devices/0000:01:00.0");
         fs::write(ours.join("vendor"), "0x4c44\n").unwrap();
         fs::write(ours.join("device"), "0x0001\n").unwrap();
-        let card = list(&probe).pop().unwrap();
+        let (_, card) = list(&probe).pop().unwrap();
         assert_eq!((card.name.as_str(), card.supported), ("vfio:0000:01:00.0", true));
         let json = json(&devices[1]);
-        assert_eq!(json["kind"], "vfio_pci");
+        assert_eq!(json["kind"], "vfio");
         assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));
     }
 }

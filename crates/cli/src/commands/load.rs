@@ -10,32 +10,34 @@ use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
-use dmalane::dma::PageBacking;
+use dmalane::device::BackingFiles;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Output, Select};
 use dmalane::queue::QueueChoice;
-use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement, open_as};
+use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device::{self, CHUNK, CardOptions};
+use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
-use crate::number::{within, yes_or_no};
+use crate::number::within;
 use crate::output;
+use crate::phases::Phases;
 use crate::progress::Progress;
+use crate::report::{Page, Section};
 use crate::room::LoadRoom;
 use crate::size::{Size, between, binary};
 use crate::source::{self, Copied};
-use crate::timeline::{self, Page};
+use crate::timeline;
 use record::Recording;
+use report::{Outcome, Run};
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 1GiB --verify -v
   dmalane load model.safetensors --verify --json
   dmalane load shard-*.safetensors --placement hbm -v
-  dmalane load model.safetensors --repeat 5 --csv
+  dmalane load model.safetensors --repeat 5 --json
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
   dmalane load model.safetensors --tensors '*.bias' --verify
@@ -65,7 +67,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 /// Measures and checks: the device memory is freed when the command ends.
 #[derive(Args)]
 #[command(
-    after_help = EXAMPLES.replace("FORMATS", &titles(|of| of != Container::Raw).join(", ")),
+    after_help = EXAMPLES.replace("FORMATS", &titles().join(", ")),
     group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
@@ -79,7 +81,7 @@ pub(crate) struct Load {
     sample: Option<Size>,
 
     #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
-    #[arg(help = device::help("The device to load to"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
     /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
@@ -105,64 +107,47 @@ pub(crate) struct Load {
     manifest: Option<PathBuf>,
 
     #[command(flatten)]
-    mode: ReadMode,
-
-    /// Do not hash the data
-    #[arg(long)]
-    no_checksum: bool,
-
-    /// Hash on a thread of its own: yes or no [default: yes for 32MiB and more where a processor is spare]
-    #[arg(long, value_name = "WHEN", value_parser = yes_or_no(), conflicts_with = "no_checksum")]
-    hash_thread: Option<bool>,
-
-    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
-    /// in host memory
-    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
-    #[arg(allow_hyphen_values = true)]
-    chunk: Size,
-
-    /// DMA channels to use: auto, one, or several like 0,1
-    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: QueueChoice,
-
-    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
-    /// regions; or hbm-half for one region of a group [default: the first region]
-    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
-    placement: Placement,
-
-    /// Fragmentation of the software host's physical memory, from 0 to 1
-    /// [default: 0.5]
-    #[arg(long, value_name = "F", value_parser = fraction)]
-    fragmentation: Option<f64>,
-
-    /// Write a trace of the binds to this file, for `dmalane vm replay`
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    record: Option<PathBuf>,
-
-    #[command(flatten)]
-    timeline: timeline::TimelineOptions,
-
-    /// Bits of device virtual addresses, 32 to 47; fewer for a trace (--record) to replay in a format with short
-    /// addresses [default: 47]
-    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
-    va_bits: Option<u8>,
-
-    #[command(flatten)]
-    replace: output::Replace,
-
-    #[command(flatten)]
-    card: CardOptions,
-
-    /// Seed of the physical memory layout and of the sample
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
-    seed: u64,
+    format: output::OutputFormat,
 
     /// Load N times, onto the device opened anew, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
     #[command(flatten)]
-    format: output::OutputFormat,
+    mode: ReadMode,
+
+    /// Do not hash the data
+    #[arg(long, help_heading = "Reading")]
+    no_checksum: bool,
+
+    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
+    /// in host memory
+    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true, help_heading = "Reading")]
+    chunk: Size,
+
+    /// DMA channels to use: auto, one, or several like 0,1
+    #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
+    mm_channel: QueueChoice,
+
+    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
+    /// regions; or hbm-half for one region of a group [default: the first region]
+    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
+    placement: Placement,
+
+    /// Write a trace of the binds to this file, for `dmalane vm replay`
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    #[arg(help_heading = "Outputs")]
+    record: Option<PathBuf>,
+
+    #[command(flatten, next_help_heading = "Outputs")]
+    timeline: timeline::TimelineOptions,
+
+    #[command(flatten)]
+    replace: output::Replace,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 /// The files that a load writes.
@@ -182,7 +167,7 @@ impl Outputs {
     fn excluding(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
         let mut read = Vec::new();
         for input in inputs {
-            read.push((&*input.path, input.file.metadata()?));
+            read.push((&*input.source.path, input.source.file.metadata()?));
         }
         for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
             read.push((Path::new("device memory"), file.metadata()?));
@@ -192,49 +177,15 @@ impl Outputs {
         Ok(outputs)
     }
 
+    /// Writes the trace of the binds.
+    fn write_record(&self, trace: Option<&[u8]>) -> Result<(), Failure> {
+        let record = self.record.as_ref().zip(trace).map_or(Ok(()), |(to, trace)| to.write(trace));
+        record.map_err(|e| output::refused("cannot record (the files are loaded)", &e))
+    }
+
     fn map(self, f: impl Fn(Output) -> Output) -> Self {
         Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
     }
-}
-
-/// The results of the loads, for the report.
-struct Outcome {
-    device: DeviceSpec,
-    inputs: Vec<Input<FileQueue>>,
-    /// The copies that were made before the first run.
-    copied: Copied,
-    /// The run with the median time.
-    run: Run,
-    /// The times of all runs.
-    runs: output::WallTimes,
-    verified: bool,
-    /// The manifest that the files were compared with.
-    manifest: Option<PathBuf>,
-    /// The files that were written.
-    recorded: Option<PathBuf>,
-    traced: Option<PathBuf>,
-    reported: Option<PathBuf>,
-    /// Measured after the last run.
-    references: Option<ReferenceRates>,
-}
-
-/// One load.
-struct Run {
-    loaded: Loaded,
-    /// Where tensors were bound, and so how they were read back.
-    space: AddressSpaceKind,
-    /// The pages behind the staging buffers.
-    backing: Option<PageBacking>,
-    /// At the end of the load, before reading back; of a card in this process.
-    iommu: Option<IommuCounters>,
-    /// Bytes of card memory that the load touched first; of a card in this process.
-    touched: Option<u64>,
-    /// High-water mark of the heap, reading back included.
-    heap_peak: u64,
-    /// High-water mark of the process, reading back included.
-    resident_peak: u64,
-    /// How the device was driven.
-    notes: Vec<String>,
 }
 
 impl Outcome {
@@ -251,9 +202,12 @@ impl Outcome {
             command: "dmalane load",
             device: &self.device.to_string(),
             answer: report::answer(self),
-            wall: self.run.loaded.report.wall,
-            stages: report::page_stages(self),
-            files: std::iter::once(head).chain(files).collect(),
+            sections: vec![
+                Section::Timeline(timeline, self.run.loaded.report.wall),
+                report::page_rates(self),
+                report::page_stages(self),
+                Section::Table("Files", std::iter::once(head).chain(files).collect(), ""),
+            ],
         };
         outputs.timeline.write(timeline, &page, "the files are loaded")
     }
@@ -262,8 +216,9 @@ impl Outcome {
 impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
+        let mut phases = Phases::new();
         let options = self.open_options();
-        device::check(&self.device, &options)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
@@ -272,22 +227,28 @@ impl Load {
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
-        let (files, copied) = self.open_files()?;
+        let mut copied = Copied::default();
+        let files = match self.sample {
+            None => Some(self.open_files(&mut copied)?),
+            Some(_) => None,
+        };
         let mut device = device::open(&self.device, &options)?;
         let unknown = device.memory_mut().allocate(0, &self.placement).err();
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
-        let mut inputs = self.with_sample(files, &room)?;
+        let mut inputs = match files {
+            Some(files) => files,
+            None => phases.time("sample", || self.make_sample(&room))?,
+        };
         // Again, now that it is known which files are read.
         let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
         for input in &inputs {
-            read.push((input.path.clone(), input.file.metadata()?));
+            read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         device::check_inputs(&self.device, device.backing_files(), &read)?;
-        self.select(&mut inputs)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
         }
@@ -300,55 +261,63 @@ impl Load {
             device = device::open(&self.device, &options)?;
         }
         runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
-        let references = match self.format.verbose || self.timeline.report.is_some() {
-            true => Some(
-                device
-                    .reference_rates(&mut inputs, &manifest)
-                    .map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))?,
-            ),
-            false => None,
-        };
+        for report in runs.iter().map(|run| &run.loaded.report) {
+            phases.add("load", report.wall);
+            report.verified.iter().for_each(|verified| phases.add("verify", verified.wall));
+        }
         let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
         let (times, median) = output::WallTimes::of(&walls);
-        let outcome = Outcome {
-            device: self.device,
+        let trace = runs.last_mut().and_then(|run| run.recorded.take());
+        let mut outcome = Outcome {
+            device: self.device.clone(),
             inputs,
             copied,
             run: runs.swap_remove(median),
             runs: times,
             verified: self.verify,
-            manifest: self.manifest,
+            manifest: self.manifest.clone(),
             recorded: self.record.clone(),
             traced: self.timeline.trace.clone(),
             reported: self.timeline.report.clone(),
-            references,
+            references: None,
+            disturbed: false,
+            phases,
         };
-        outcome.write_timeline(&outputs)?;
-        let output::OutputFormat { verbose, json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::json(&outcome))?,
-            (_, true) => output::print(&report::csv(&outcome))?,
-            _ => output::print_text(&report::text(&outcome, verbose, self.list))?,
+        let measured = match self.format.verbose || self.timeline.report.is_some() {
+            true => self.measure_references(&mut outcome, &mut device, &manifest),
+            false => Ok(()),
+        };
+        // What was found out is told, whatever becomes of the files.
+        let written = outputs.write_record(trace.as_deref()).and_then(|()| outcome.write_timeline(&outputs));
+        if written.is_err() {
+            (outcome.recorded, outcome.traced, outcome.reported) = (None, None, None);
         }
-        Ok(ExitCode::SUCCESS)
+        match self.format.json {
+            true => output::print_json(&report::json(&outcome))?,
+            false => output::print_text(&report::text(&outcome, self.format.verbose, self.list))?,
+        }
+        measured.and(written).map(|()| ExitCode::SUCCESS)
     }
 
-    /// Leaves out what `--tensors` does not name, and files without any of it.
-    fn select(&self, inputs: &mut Vec<Input<FileQueue>>) -> Result<(), Failure> {
-        if self.tensors.is_empty() {
-            return Ok(());
-        }
-        for mut input in std::mem::take(inputs) {
-            let patterns = self.tensors.clone();
-            input.select = Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name))));
-            if !input.model()?.tensors.is_empty() {
-                inputs.push(input);
-            }
-        }
-        if inputs.is_empty() {
-            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
-            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
-            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+    /// Measures what the stages are compared with; again, if a stage was much faster: then the machine was busy.
+    fn measure_references(
+        &self,
+        outcome: &mut Outcome,
+        device: &mut OpenDevice,
+        manifest: &Manifest,
+    ) -> Result<(), Failure> {
+        let shown = self.format.shows_progress();
+        let mut measure = |Outcome { inputs, phases, .. }: &mut Outcome| {
+            let bar = Progress::waiting("references", shown);
+            let rates = phases.time("references", || device.reference_rates(inputs, manifest));
+            bar.finish();
+            rates.map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))
+        };
+        let first = measure(outcome)?;
+        outcome.references = Some(first);
+        if report::exceeds_references(outcome) {
+            outcome.references = Some(first.best(measure(outcome)?));
+            outcome.disturbed = report::exceeds_references(outcome);
         }
         Ok(())
     }
@@ -361,11 +330,9 @@ impl Load {
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        let output::OutputFormat { json, csv, .. } = self.format;
-        match (json, csv) {
-            (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
-            (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
-            _ => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
+        match self.format.json {
+            true => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
+            false => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
         }
         device.unload(placed)?;
         Ok(ExitCode::SUCCESS)
@@ -373,24 +340,18 @@ impl Load {
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes_seed = self.device.kind().options.contains(&"seed");
         OpenOptions {
             drive: DriveOptions {
                 queues: self.mm_channel.clone(),
                 fill: FillOptions {
                     chunk: self.chunk.bytes(),
                     checksum: !self.no_checksum,
-                    hash_thread: self.hash_thread,
                     timeline: self.timeline.any(),
                     ..DriveOptions::default().fill
                 },
                 ..DriveOptions::default()
             },
-            va_bits: self.va_bits,
-            fragmentation: self.fragmentation,
-            // The seed is also that of the sample.
-            seed: takes_seed.then_some(self.seed),
-            ..self.card.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -404,15 +365,15 @@ impl Load {
         outputs: Option<&Outputs>,
     ) -> Result<Run, Failure> {
         let bytes = |inputs: &[Input<FileQueue>]| {
-            inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
+            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
-        let record = outputs.and_then(|outputs| outputs.record.as_ref());
-        let recording = record.map(|to| Recording::of(device, to)).transpose()?;
+        let record = outputs.is_some_and(|outputs| outputs.record.is_some());
+        let recording = record.then(|| Recording::of(device)).transpose()?;
         let before = device.counters().touched;
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
-            true => inputs.iter().filter_map(|i| i.model().ok()).flat_map(|m| m.tensors).map(|t| t.len).sum(),
+            true => inputs.iter().filter_map(|i| i.source.model().ok()).flat_map(|m| &m.tensors).map(|t| t.len).sum(),
             false => bytes(inputs),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
@@ -422,9 +383,7 @@ impl Load {
         let counters = device.counters();
         let iommu = counters.iommu;
         let touched = counters.touched.zip(before).map(|(now, then)| now.saturating_sub(then));
-        if let Some(recording) = recording {
-            recording.save()?;
-        }
+        let recorded = recording.map(Recording::finish).transpose()?;
         if self.verify {
             let bar = Progress::new("verify", self.format.shows_progress());
             bar.set_length(loaded.report.bytes);
@@ -435,6 +394,7 @@ impl Load {
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         Ok(Run {
             loaded,
+            recorded,
             space: device.address_space().kind(),
             backing: device.staging_backing().cloned(),
             iommu,
@@ -445,19 +405,28 @@ impl Load {
         })
     }
 
-    /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
-        let Some(size) = self.sample else { return Ok(files) };
-        room.check_sample(size.bytes())?;
-        let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
-        Ok(vec![open_as(file, sample::NAME, self.mode.options()).map_err(cannot_open)?])
+    /// The files, without the tensors that `--tensors` does not name.
+    fn open_files(&self, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let files = self.files.iter().map(|path| model::open(path, copied)).collect::<Result<Vec<_>, _>>()?;
+        let patterns = self.tensors.clone();
+        let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
+        let select = (!self.tensors.is_empty()).then_some(select);
+        let options = ModelOptions { mode: self.mode.mode(), select, ..ModelOptions::default() };
+        let model = HostModel::of_files(files, options).map_err(model::cannot_use)?;
+        if model.files().is_empty() {
+            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
+            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
+            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+        }
+        model.inputs(self.mode.options()).map_err(model::cannot_use)
     }
 
-    /// The files, and what had to be copied first.
-    fn open_files(&self) -> Result<(Vec<Input<FileQueue>>, Copied), Failure> {
-        let mut copied = Copied::default();
-        let files = self.files.iter().map(|path| model::open(path, self.mode.options(), &mut copied));
-        Ok((files.collect::<Result<_, _>>()?, copied))
+    /// The sample that was asked for, if it fits the card.
+    fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let size = self.sample.map_or(0, Size::bytes);
+        room.check_sample(size)?;
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
+        Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
     }
 
     /// The files that are written.
@@ -473,16 +442,9 @@ fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
 }
 
-fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
-        _ => Err("not a number from 0 to 1".to_owned()),
-    }
-}
-
-/// The names of these kinds of files.
-fn titles(of: impl Fn(Container) -> bool) -> Vec<&'static str> {
-    Container::ALL.iter().filter(|kind| of(**kind)).map(|kind| kind.title()).collect()
+/// The kinds of files that have tensors: all but the last.
+fn titles() -> Vec<&'static str> {
+    CONTAINERS[..CONTAINERS.len() - 1].iter().map(|kind| kind.title).collect()
 }
 
 fn verify_failure(error: &Error) -> Failure {
@@ -511,29 +473,24 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), load.card.memory.card_ddr, load.card.card_hbm), (16 << 20, None, None));
-        assert_eq!((load.fragmentation, load.seed, &load.record), (None, 1, &None));
-        assert!(!(load.verify || load.card.workers || load.list) && load.repeat == 1);
+        assert_eq!((load.chunk.bytes(), &load.record), (16 << 20, &None));
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
         let format = load.format;
-        assert!(!(format.verbose || format.json || format.csv || format.quiet));
+        assert!(!(format.verbose || format.json || format.quiet));
     }
 
     #[test]
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
-             --list",
+             --record trace --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
-        assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.chunk), load.card.memory.card_ddr, load.card.card_hbm].map(|size| size.map(Size::bytes));
-        assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
-        assert_eq!((load.fragmentation, load.seed), (Some(1.0), 7));
+        assert_eq!((load.placement, load.chunk.bytes()), (Placement::HBM, 2 << 20));
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.verify && load.card.workers && load.list);
+        assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
@@ -549,21 +506,16 @@ mod tests {
             "a --sample 1MB",
             "a --direct --buffered",
             "a --chunk 0",
-            "a --fragmentation 1.1",
-            "a --fragmentation -0.5",
-            "a --fragmentation NaN",
             "a --mm-channel both",
             "a --placement -half",
             "a -d gpu0",
             "a -d file:",
-            "a --seed -1",
             "--sample 0",
             "--sample 4095",
             "a --record -",
-            "a --card-ddr 257GiB",
-            "a --card-hbm 274877906945",
+            "a -d soft,ddr=257GiB",
+            "a -d soft,hbm=274877906945",
             "a --repeat 0",
-            "a --json --csv",
         ] {
             assert!(load(line).is_err(), "{line}");
         }

@@ -69,13 +69,14 @@ impl Manifest {
         let Opened { mut inputs, copied, .. } = self.mode.open(&self.files)?;
         let mut to = self.output.as_ref().map(|path| self.replace.output(path));
         for input in &inputs {
-            let meta = input.file.metadata()?;
-            to = to.map(|to| to.excluding(&input.path, &meta));
+            let meta = input.source.file.metadata()?;
+            to = to.map(|to| to.excluding(&input.source.path, &meta));
         }
         to = to.map(|to| output::excluding(to, &self.files));
         to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the manifest", &e)))?;
         let bar = Progress::new("manifest", !(self.quiet || self.json));
-        let bytes = inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
+        let bytes =
+            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
         bar.set_length(bytes);
         let start = Instant::now();
         let hashes = Hashes::of(&mut inputs, self.sha256, &mut |n| {

@@ -15,16 +15,23 @@ mod vm;
 
 use std::process::ExitCode;
 
-use crate::failure::Failure;
+use clap::Subcommand;
 
-/// Makes the enum of all commands, in the order of the help. Each holds its options and has `run(self)`.
+use crate::failure::Failure;
+use crate::layout::wrap;
+
+/// Makes the enum of all commands, in the groups and in the order of the help. Each holds its options and has
+/// `run(self)`.
 macro_rules! commands {
-    ($($module:ident::$Command:ident,)+) => {
+    ($($group:literal: $($module:ident::$Command:ident)+;)+) => {
         /// A command with its options.
         #[derive(clap::Subcommand)]
         pub(crate) enum Commands {
-            $($Command(Box<$module::$Command>),)+
+            $($($Command(Box<$module::$Command>),)+)+
         }
+
+        /// Each group, and the number of its commands.
+        const GROUPS: &[(&str, usize)] = &[$(($group, [$(stringify!($module)),+].len())),+];
 
         impl Commands {
             /// Runs the command.
@@ -33,7 +40,7 @@ macro_rules! commands {
             /// Any failure of the command.
             pub fn run(self) -> Result<ExitCode, Failure> {
                 match self {
-                    $(Self::$Command(command) => command.run(),)+
+                    $($(Self::$Command(command) => command.run(),)+)+
                 }
             }
         }
@@ -41,16 +48,24 @@ macro_rules! commands {
 }
 
 commands! {
-    load::Load,
-    read::Read,
-    inspect::Inspect,
-    manifest::Manifest,
-    verify::Verify,
-    validate::Validate,
-    doctor::Doctor,
-    devices::Devices,
-    bar_map::BarMap,
-    card::Card,
-    iopt::Iopt,
-    vm::Vm,
+    "Models": load::Load read::Read verify::Verify manifest::Manifest inspect::Inspect;
+    "Devices": validate::Validate devices::Devices doctor::Doctor;
+    "For authors of drivers": iopt::Iopt vm::Vm bar_map::BarMap card::Card;
+}
+
+/// The help of the program, with the commands in their groups.
+pub(crate) fn help_template() -> String {
+    let all = Commands::augment_subcommands(clap::Command::new(""));
+    let width = all.get_subcommands().map(|command| command.get_name().len()).max().unwrap_or(0);
+    let mut commands = all.get_subcommands();
+    let mut text = String::from("{about-with-newline}\n{usage-heading} {usage}\n");
+    for (group, len) in GROUPS {
+        text += &format!("\n{group}:\n");
+        for command in commands.by_ref().take(*len) {
+            let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+            text += &wrap(&format!("  {:width$}  {about}", command.get_name()), width + 4);
+        }
+    }
+    text += "\nOther:\n  completions  Print a completion script for a shell\n";
+    text + "\nOptions:\n{options}{after-help}"
 }

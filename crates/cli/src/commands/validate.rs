@@ -1,12 +1,12 @@
 //! `dmalane validate`: data integrity and speed of a device.
 
-mod plot;
+mod page;
 mod repeat;
 mod report;
 
 use std::fs::Metadata;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -14,9 +14,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::file::FileDeviceOptions;
-use dmalane::load::Output;
-use dmalane::slash::SlashOptions;
+use dmalane::devices::Ability;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
@@ -25,22 +23,24 @@ use dmalane::{DeviceSpec, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::device::{self, CardOptions};
+use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
 use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
+use crate::report::Page;
 use crate::size::{Size, SizeError};
+use crate::timeline::Files;
 use repeat::Spread;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
-  dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
+  dmalane validate --sweep 4KiB,16MiB,MUL4 --report sizes.html
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
-  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
+  dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
@@ -59,6 +59,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction
@@ -100,14 +101,6 @@ pub(crate) struct Validate {
     /// Distance between the two regions of --channel-allocation paired [default: half of each memory]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     channel_region_stride: Option<Size>,
-
-    /// Entries per ring of the card, a power of two from 2 to 65536
-    #[arg(long, value_name = "N", value_parser = ring_size)]
-    ring_size: Option<usize>,
-
-    /// Entry of a QDMA's table of ring sizes, 0 to 15; only for devices that have one
-    #[arg(long, value_name = "INDEX", conflicts_with = "ring_size", value_parser = within::<u8>(0..=15))]
-    ring_size_index: Option<u8>,
 
     /// Accepted and without effect: no device is ever reset
     #[arg(short = 'R', long)]
@@ -164,17 +157,8 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
     sweep: Option<Sweep>,
 
-    /// Try io_uring on a file device. A character device is probed first: 16KiB at this offset, 16KiB or more, are
-    /// written, read back and restored; regular files and disks need no probe
-    #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
-    probe_at: Option<Size>,
-
-    /// Use direct I/O, for files
-    #[arg(long)]
-    direct: bool,
-
     #[command(flatten)]
-    card: CardOptions,
+    consent: Consent,
 
     /// Measure N times, and report the median of each figure with its spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
@@ -191,9 +175,14 @@ pub(crate) struct Validate {
     #[command(flatten)]
     format: output::OutputFormat,
 
-    /// Draw the results into this file, as SVG
+    /// Print the result as CSV
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+
+    /// Write a page (HTML) with the figures beside their references, bandwidth and latency over buffer sizes, the
+    /// machine and the command
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    plot: Option<PathBuf>,
+    report: Option<PathBuf>,
 
     #[command(flatten)]
     replace: output::Replace,
@@ -248,8 +237,7 @@ impl Validate {
         // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
         let settings = self.settings();
-        let mut plot = self.plot()?;
-        let mut target = self.target(&mut plot)?;
+        let (mut target, files) = self.target()?;
         target.stop_when(signals.stop.clone());
         let bar = Steps::new("validate", !self.format.quiet);
         let mut watch = |event| match event {
@@ -284,7 +272,7 @@ impl Validate {
         let complete = failed.is_none();
         let outcome = Outcome { device, notes, no_effect, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
-            self.print(&outcome, plot.as_ref())?;
+            self.print(&outcome, &files)?;
         }
         if let Some(failure) = failed {
             return Err(failure);
@@ -302,29 +290,23 @@ impl Validate {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Prints the figures, and draws them.
-    fn print(&self, outcome: &Outcome, plot: Option<&Output>) -> Result<(), Failure> {
-        let plot = plot.filter(|_| !outcome.report.figures.is_empty());
-        let drawn = plot.map(|to| {
-            let svg = plot::svg(outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
-            to.write(svg.as_bytes()).map_err(|e| cannot_write(to.path(), &e))
-        });
-        let path = plot.map(Output::path).filter(|_| matches!(drawn, Some(Ok(()))));
-        match (self.format.json, self.format.csv) {
+    /// Writes the page, and prints the figures.
+    fn print(&self, outcome: &Outcome, files: &Files) -> Result<(), Failure> {
+        let page = Page {
+            command: "dmalane validate",
+            device: &self.device.to_string(),
+            answer: page::answer(outcome),
+            sections: page::sections(outcome),
+        };
+        let written = files.write_report(&page, "the device was measured");
+        let path = self.report.as_deref().filter(|_| written.is_ok());
+        match (self.format.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,
             _ => output::print_text(&report::text(outcome, path, self.format.verbose, self.mb))?,
         }
-        drawn.unwrap_or(Ok(()))
-    }
-
-    /// The file of `--plot`. Checked before minutes of measuring.
-    fn plot(&self) -> Result<Option<Output>, Failure> {
-        let Some(path) = &self.plot else { return Ok(None) };
-        let to = self.replace.output(path);
-        to.check().map_err(|e| cannot_write(path, &e))?;
-        Ok(Some(to))
+        written
     }
 
     /// Refuses options that do not fit the device.
@@ -335,53 +317,24 @@ impl Validate {
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let file = [
-            ("--probe-at", self.probe_at.is_some()),
-            ("--direct", self.direct),
-            ("--overwrite", self.card.memory.overwrite),
-        ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
-        let takes = |option| self.device.kind().options.contains(&option);
-        if let Some(option) = given(&card).filter(|_| !takes("ring") && !takes("slash")) {
+        if let Some(option) = given(&card).filter(|_| !self.device.kind().has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
-        if let Some(option) = given(&file).filter(|_| !takes("file")) {
-            return Err(Failure::usage(format!("{option} is for a file, not for {}", self.device)));
-        }
-        let sizes = [
-            ("--ring-size", self.ring_size.is_some(), "ring", "a card with rings of any size"),
-            ("--ring-size-index", self.ring_size_index.is_some(), "slash", "a device with a table of ring sizes"),
-        ];
-        if let Some((option, .., what)) = sizes.iter().find(|(_, given, needs, _)| *given && !takes(needs)) {
-            let failure = Failure::usage(format!("{option} is for {what}, not for {}", self.device));
-            return Err(match sizes.iter().find(|(.., needs, _)| takes(needs)) {
-                Some((other, ..)) => failure.hint(format!("{} takes {other}", self.device)),
-                None => failure,
-            });
-        }
-        device::check(&self.device, &self.open_options())
+        self.consent.check(&self.device)
     }
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
-        let takes = |option| self.device.kind().options.contains(&option);
         // As many calls at once as the reference makes.
         let both = if self.settings().directions.contains(&Directions::Both) { 2 } else { 1 };
-        let file = FileDeviceOptions {
-            // `contents` says what becomes of the data.
-            overwrite: true,
-            probe_at: self.probe_at.map(Size::bytes),
-            direct: self.direct,
-            threads: usize::from(self.threads) * both,
-            ..FileDeviceOptions::default()
-        };
         OpenOptions {
             // All memory is measured, and nothing is bound.
             flat: true,
-            ring: self.ring_size,
-            file: takes("file").then_some(file),
-            slash: self.ring_size_index.map(|index| SlashOptions { ring: index.into(), ..SlashOptions::default() }),
-            ..self.card.open_options()
+            // `contents` says what becomes of the data.
+            overwrite: true,
+            threads: Some(usize::from(self.threads) * both),
+            ..OpenOptions::default()
         }
     }
 
@@ -436,18 +389,19 @@ impl Validate {
         all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
-    /// The device to measure. Its files are none that `plot` may overwrite.
-    fn target(&self, plot: &mut Option<Output>) -> Result<TestedDevice, Failure> {
+    /// The device to measure, and the report to write: checked before minutes of measuring, and never one of the
+    /// device's files.
+    fn target(&self) -> Result<(TestedDevice, Files), Failure> {
+        let report = Files::report(self.report.as_ref().map(|path| self.replace.output(path)));
+        report.check()?;
         let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e, &options))?;
-        let files = device.backing_files().map_or(Vec::new(), |files| vec![files.written, files.read]);
-        let metas = files.iter().map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-        if let Some(to) = plot.take() {
-            let to = metas.iter().fold(to, |to, meta| to.excluding(Path::new("device memory"), meta));
-            to.check().map_err(|e| cannot_write(to.path(), &e))?;
-            *plot = Some(to);
-        }
-        TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))
+        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
+        let backing = device.backing_files();
+        let files = backing.iter().flat_map(|files| [&files.written, &files.read]);
+        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
+        let report = report.excluding_device(backing)?;
+        let target = TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))?;
+        Ok((target, report))
     }
 
     /// The treatment of the contents of a device that is made of files.
@@ -455,7 +409,7 @@ impl Validate {
         let is_char = |meta: &Metadata| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
         // Naming the first address of a character device permits overwriting it.
-        match self.card.memory.overwrite || named {
+        match self.consent.overwrite || named {
             true => Contents::Overwrite,
             false => Contents::Refuse,
         }
@@ -494,7 +448,7 @@ impl Validate {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 // Stripes may need more of one half of the HBM than of the other.
                 let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
-                let grow = (self.device.kind().more)(&memory.to_lowercase(), bytes);
+                let grow = self.device.more(&memory.to_lowercase(), bytes);
                 let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
@@ -542,13 +496,6 @@ fn sweep(text: &str) -> Result<Sweep, String> {
     }
 }
 
-fn ring_size(text: &str) -> Result<usize, String> {
-    match text.parse::<usize>() {
-        Ok(entries) if entries.is_power_of_two() && (2..=1 << 16).contains(&entries) => Ok(entries),
-        _ => Err("not a power of two from 2 to 65536".to_owned()),
-    }
-}
-
 fn seconds(text: &str) -> Result<Duration, String> {
     let bad = "not a number of seconds above 0 and up to 3600, such as 0.5";
     let seconds: f64 = text.parse().map_err(|_| bad.to_owned())?;
@@ -564,8 +511,4 @@ fn seconds_or_none(text: &str) -> Result<Duration, String> {
         Ok(0.0) => Ok(Duration::ZERO),
         _ => seconds(text),
     }
-}
-
-fn cannot_write(path: &Path, error: &dmalane::load::Error) -> Failure {
-    output::refused(format!("cannot write {}", path.display()), error)
 }

@@ -11,9 +11,9 @@ use dmalane::DeviceSpec;
 use dmalane::OpenOptions;
 use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
-use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
+use dmalane::vm::trace::{self, Lines, Requests, TraceError, TraceHeader};
 
-use super::iopt::format;
+use super::iopt::FormatName;
 use crate::device;
 use crate::failure::Failure;
 use crate::output;
@@ -65,8 +65,8 @@ struct Replay {
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
 
-    /// The page-table format [default: that of the trace]
-    #[arg(short, long, value_parser = format())]
+    /// The page-table format, as `dmalane iopt formats` names it [default: that of the trace]
+    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
     format: Option<FormatId>,
 
     /// Print how long the first bind, the other binds and the unbinds took, without reading the trace
@@ -106,7 +106,7 @@ impl Replay {
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
         let shorter = |format: FormatId| {
             let bits = format.input_bits();
-            let load = format!("`dmalane load --record` chooses such with --va-bits {bits}");
+            let load = format!("`dmalane load --record` chooses such with -d soft,va-bits={bits}");
             format!("{format} translates addresses of {bits} bits; {load}")
         };
         let mut lines = Lines::new(from);
@@ -117,9 +117,9 @@ impl Replay {
             e => wrong(e),
         })?;
         if let Some(spec) = &self.device {
-            let operations = on_device::Operations::read(&mut lines, &name)?;
+            let operations = on_device::Operations::read(Requests::default().of(lines), &name)?;
             let options = OpenOptions::default();
-            let device = options.device(spec).map_err(|e| device::cannot_open(&e, &options))?;
+            let device = options.device(spec).map_err(|e| device::cannot_open(&e))?;
             let mut tables = || header.vm(format).map_err(wrong);
             let device = (device, self.batch as usize);
             on_device::run(&operations, &name, device, (format.name(), &mut tables), self.json)?;
@@ -130,23 +130,22 @@ impl Replay {
         let mut report = ReplayReport::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
         let (mut stopped, mut outside) = (None, false);
-        loop {
-            let line = match lines.next() {
-                Ok(Some(line)) => line,
-                Ok(None) => break,
+        for asked in Requests::default().of(lines) {
+            let (line, asked) = match asked {
+                Ok(asked) => asked,
                 Err(e) => {
                     stopped = Some(e);
                     break;
                 }
             };
-            let Some(outcome) = replay.step(line) else { continue };
+            let outcome = replay.apply(asked);
             operations += 1;
             if outcome.result.is_err() {
                 refused += 1;
                 outside |= outcome.name() == "outside_vm";
-                first_refused = if refused == 1 { lines.number() } else { first_refused };
+                first_refused = if refused == 1 { line } else { first_refused };
             }
-            report.outcome(lines.number(), &outcome);
+            report.outcome(line, &outcome);
         }
         output::written(report.finish(&replay, operations, refused, stopped.as_ref(), self.times))?;
         if let Some(error) = stopped {
@@ -166,9 +165,10 @@ impl Replay {
 fn of_trace(header: &TraceHeader, name: &str) -> Result<FormatId, Failure> {
     let Some(format) = &header.format else {
         return Err(Failure::new(format!("{name} does not say which page-table format it is for"))
-            .hint("name one with --format; --help lists them"));
+            .hint("name one with --format; `dmalane iopt formats` lists them"));
     };
     format.parse().map_err(|e: UnknownFormat| {
-        Failure::because(format!("{name} cannot be replayed"), &e).hint("name another with --format; --help lists them")
+        Failure::because(format!("{name} cannot be replayed"), &e)
+            .hint("name another with --format; `dmalane iopt formats` lists them")
     })
 }

@@ -1,7 +1,5 @@
-//! Timelines of a run: which work was under way when, as a file for trace viewers and as a page.
+//! Timelines of a run: which work was under way when, as a file for trace viewers and in the report.
 
-mod machine;
-mod page;
 mod trace;
 
 use std::path::{Path, PathBuf};
@@ -13,8 +11,7 @@ use dmalane::load::{Output, StageTimeline};
 
 use crate::failure::Failure;
 use crate::output;
-use machine::Machine;
-pub use page::Page;
+use crate::report::{Machine, Page};
 
 /// The options of commands that record a timeline.
 #[derive(Args)]
@@ -50,6 +47,11 @@ pub struct Files {
 }
 
 impl Files {
+    /// A report alone.
+    pub fn report(to: Option<Output>) -> Self {
+        Self { trace: None, report: to }
+    }
+
     /// Each of them with its option.
     pub fn each(&self) -> impl Iterator<Item = (&'static str, &Output)> {
         [("--trace", &self.trace), ("--report", &self.report)].into_iter().filter_map(|(o, to)| Some((o, to.as_ref()?)))
@@ -78,14 +80,17 @@ impl Files {
 
     /// Writes them. `done` says what was done before, should that fail.
     pub fn write(&self, timeline: &StageTimeline, page: &Page<'_>, done: &str) -> Result<(), Failure> {
-        let machine = Machine::this();
-        let failed = |what| move |e| output::refused(format!("cannot write {what} ({done})"), &e);
         if let Some(to) = &self.trace {
-            to.write(&trace::chrome(timeline, page.command, machine.json())?).map_err(failed("the timeline"))?;
+            let trace = trace::chrome(timeline, page.command, Machine::this().json())?;
+            to.write(&trace).map_err(|e| output::refused(format!("cannot write the timeline ({done})"), &e))?;
         }
-        if let Some(to) = &self.report {
-            to.write(page.html(timeline, &machine).as_bytes()).map_err(failed("the report"))?;
-        }
-        Ok(())
+        self.write_report(page, done)
+    }
+
+    /// Writes the report.
+    pub fn write_report(&self, page: &Page<'_>, done: &str) -> Result<(), Failure> {
+        let Some(to) = &self.report else { return Ok(()) };
+        let written = to.write(page.html(&Machine::this()).as_bytes());
+        written.map_err(|e| output::refused(format!("cannot write the report ({done})"), &e))
     }
 }

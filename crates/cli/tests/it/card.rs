@@ -12,7 +12,7 @@ fn a_card_is_served_to_one_client() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("card");
     let mut server = Command::new(env!("CARGO_BIN_EXE_dmalane"))
-        .args(["card", "serve", "--once", "--card-ddr", "3MB", "--card-hbm", "1", "--channels", "3", "--vfio-user"])
+        .args(["card", "serve", "--once", "-d", "soft,ddr=3MB,hbm=1,channels=3", "--vfio-user"])
         .arg(&path)
         .stdout(Stdio::piped())
         .spawn()
@@ -58,7 +58,7 @@ impl Served {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("card");
         let server = Command::new(env!("CARGO_BIN_EXE_dmalane"))
-            .args(["card", "serve", "--card-ddr", "6GiB", "--card-hbm", "64MiB", "--vfio-user"])
+            .args(["card", "serve", "-d", "soft,ddr=6GiB,hbm=64MiB", "--vfio-user"])
             .arg(&path)
             .stdout(Stdio::null())
             .spawn()
@@ -113,12 +113,6 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     assert!(text.contains("32 MiB for a file"), "{text}");
     let text = card.says(&["validate", "-j", "2", "--buffer-size", "256KiB", "--iterations", "2"], 0);
     assert!(text.contains("the card vfio-user:") && text.contains("2/2 OK"), "{text}");
-    let ddr = ["--card-ddr", "1GiB"];
-    for words in
-        [&["load", "--sample", "1MiB", "--workers"][..], &["validate", ddr[0], ddr[1]], &["read", path, ddr[0], ddr[1]]]
-    {
-        assert!(card.says(words, 2).contains("is for soft"));
-    }
 }
 
 #[test]

@@ -36,9 +36,9 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("load m.safetensors -d daemon:/nowhere", 1),
     ("load m.safetensors -d file:/dev/shm/no/such/memory", 1),
     ("load m.safetensors -d /dev/xdma0_h2c_0", 2),
-    ("load m.safetensors --card-ddr 1TiB", 2),
+    ("load m.safetensors -d soft,ddr=1TiB", 2),
     ("load m.safetensors --placement hbm-third", 2),
-    ("validate --ring-size 3 --buffer-size 3KiB", 2),
+    ("validate -d soft,ring=3 --buffer-size 3KiB", 2),
     ("iopt walk image -f x86-65-4level --root 0 0", 2),
 ];
 
@@ -86,7 +86,7 @@ fn no_line_is_wider_than_100_columns_or_the_environment_says() {
     }
 }
 
-/// The text that a command shows in a terminal of so many columns, without colours.
+/// The text that a command shows in a terminal of `columns` columns, without colours.
 fn shown(mut command: Command, columns: u16) -> String {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&master).unwrap();

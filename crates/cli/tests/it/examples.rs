@@ -19,7 +19,6 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("/dev/xdma", "needs a character device of a DMA engine"),
     ("/dev/shm/memory", "needs a file outside of the test's folder; tests/it/validate.rs"),
     ("/run/trainer.sock", "needs a process that listens; tests/it/export.rs"),
-    ("pidof trainer", "needs a process of that name; tests/it/cli.rs"),
     ("/mnt/models", "needs a folder of that name; tests/it/cli.rs"),
 ];
 
@@ -63,7 +62,10 @@ fn examples(program: &str, words: &[String], found: &mut Vec<String>) {
 /// The commands that a help lists.
 pub fn commands(help: &str) -> Vec<&str> {
     // Descriptions that do not fit a line are indented further.
-    let names = block(help, "Commands:")
+    let lists = ["Commands:", "Models:", "Devices:", "For authors of drivers:", "Other:"];
+    let names = lists
+        .iter()
+        .flat_map(|heading| block(help, heading))
         .filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' '))?.split(' ').next());
     names.filter(|name| *name != "help").collect()
 }
@@ -98,7 +100,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 5] = ["--record", "--trace", "--report", "--plot", "-o"];
+pub const WRITES: [&str; 4] = ["--record", "--trace", "--report", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]

@@ -7,6 +7,7 @@ mod dmalaned;
 mod examples;
 mod export;
 mod gpu;
+mod help;
 mod iopt;
 mod layers;
 mod lists;

@@ -35,7 +35,7 @@ fn a_difference_is_named_by_every_command_that_reads() {
     let folder = folder("manifest");
     crate::sample(folder.join("model.safetensors"), 3 << 20, 1);
     let (said, _) = dmalane(&folder, "manifest model.safetensors -o m.json", 0);
-    assert!(said.starts_with("Wrote m.json: 5 tensors in 1 file, 3.00 MiB hashed in "), "{said}");
+    assert!(said.starts_with("Wrote m.json: 5 tensors in 1 file, 3 MiB hashed in "), "{said}");
     let (said, _) = dmalane(&folder, "manifest model.safetensors -o again.json --json", 0);
     let said: Value = serde_json::from_str(&said).unwrap();
     assert_eq!((&said["written"], &said["files"], &said["tensors"]), (&"again.json".into(), &1.into(), &5.into()));
@@ -52,15 +52,8 @@ fn a_difference_is_named_by_every_command_that_reads() {
     for line in ["verify model.safetensors", "load model.safetensors", "read model.safetensors"] {
         dmalane(&folder, &format!("{line} --manifest m.json"), 0);
     }
-    let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();
-    let (csv, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --csv", 0);
-    assert!(csv.lines().count() == 2 && csv.contains(&format!("\n(all),none,,,,,,,{size},")), "{csv}");
-    let (text, _) = dmalane(&folder, "verify -q model.safetensors --manifest m.json --repeat 3", 0);
-    assert!(text.starts_with("Verified: ") && text.contains("\nMedian of 3 runs: "), "{text}");
-    let (json, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --json --repeat 4", 0);
-    let json: Value = serde_json::from_str(&json).unwrap();
-    let runs: Vec<f64> = json["runs_s"].as_array().unwrap().iter().filter_map(Value::as_f64).collect();
-    assert!(runs.len() == 4 && runs.contains(&json["wall_s"].as_f64().unwrap()), "{json}");
+    let (text, _) = dmalane(&folder, "verify -q model.safetensors --manifest m.json", 0);
+    assert!(text.starts_with("Verified: "), "{text}");
     let (text, _) = dmalane(&folder, "load model.safetensors --manifest m.json", 0);
     assert!(text.contains("as in the manifest"), "{text}");
     flip(&folder.join("model.safetensors"), at);
@@ -74,11 +67,6 @@ fn a_difference_is_named_by_every_command_that_reads() {
     let (json, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --json", 1);
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json["verified"], &json["differences"][0]["tensor"]), (&false.into(), &name.into()));
-    let (csv, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --csv --repeat 3", 1);
-    let rows: Vec<&str> = csv.lines().collect();
-    assert!(rows.len() == 3 && rows[1].starts_with(&format!("model.safetensors,changed,tensor,{name},")), "{csv}");
-    assert!(rows[2].starts_with(&format!("(all),differs,,,,,,,{size},")), "{csv}");
-    assert!(rows.iter().all(|row| row.split(',').count() == 14), "{csv}");
     // A header that no longer parses is named too.
     flip(&folder.join("model.safetensors"), at);
     flip(&folder.join("model.safetensors"), 7);
@@ -109,8 +97,6 @@ fn a_file_that_was_not_downloaded_is_one_of_the_differences() {
     let problems: Vec<_> =
         problems.map(|one| [&one["file"], &one["problem"]].map(|cell| cell.as_str().unwrap())).collect();
     assert_eq!(problems, [["a.safetensors", "changed"], ["b.safetensors", "lfs_pointer"]]);
-    let (csv, _) = dmalane(&folder, "verify model --manifest m.json --csv", 1);
-    assert!(csv.contains("\nb.safetensors,lfs_pointer,,,,,,,,"), "{csv}");
 }
 
 #[test]

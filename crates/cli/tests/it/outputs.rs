@@ -41,10 +41,7 @@ impl Place {
         fs::copy(place.at("model.safetensors"), place.at("indexed/a.safetensors")).unwrap();
         fs::write(place.at(INDEX), r#"{"weight_map": {"tensor": "a.safetensors"}}"#).unwrap();
         place.dmalane("manifest -q model.safetensors -o weights", 0);
-        fs::write(place.at("config.toml"), "[load]\nchunk = \"1MiB\"\n").unwrap();
-        for name in
-            ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights", "config.toml"]
-        {
+        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img", INDEX, "weights"] {
             let path = place.at(name);
             let bytes = fs::read(&path).unwrap();
             place.precious.push((path, bytes));
@@ -56,14 +53,12 @@ impl Place {
         self.folder.join(name)
     }
 
-    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input, and before
-    /// `: ` the configuration file.
+    /// Runs a command, whose exit status must be this, and gives what it said. After ` < ` comes its input.
     fn dmalane(&self, line: &str, status: i32) -> String {
-        let (config, words) = line.split_once(": ").unwrap_or(("", line));
-        let (words, stdin) = words.split_once(" < ").unwrap_or((words, "/dev/null"));
+        let (words, stdin) = line.split_once(" < ").unwrap_or((line, "/dev/null"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
         command.args(words.split_whitespace()).current_dir(&self.folder).envs(crate::WIDE);
-        command.env("DMALANE_CONFIG", config).stdin(fs::File::open(self.at(stdin)).unwrap());
+        command.stdin(fs::File::open(self.at(stdin)).unwrap());
         let output = command.output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
@@ -113,15 +108,14 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         (&format!("manifest {INDEX} -o {INDEX} --force"), "it is the input"),
         ("load model.safetensors --manifest weights --report weights --force", "it is the input"),
         ("read model.safetensors --manifest weights --trace weights --force", "it is the input"),
-        // The manifest on standard input, and the configuration file.
+        // The manifest on standard input.
         ("load model.safetensors --manifest - --record weights --force < weights", "it is the input stdin"),
         ("read model.safetensors --manifest - --trace weights --force < weights", "it is the input stdin"),
         ("load - --record model.safetensors --force < model.safetensors", "it is the input stdin"),
         ("manifest - -o model.safetensors --force < hard", "it is the input stdin"),
-        ("config.toml: load boot.json --record config.toml --force", "it is the input config.toml"),
         // The memory of the device.
         (&format!("load boot.json {card} --record card.img --force --overwrite"), "it is the input device memory"),
-        ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
+        ("validate -d file:card.img --overwrite --report card.img --force", "it is the input"),
         // Files that exist, without --force.
         // With --force it would be refused as well, so nobody is told to use that.
         ("load model.safetensors --record model.safetensors", "it is the input model.safetensors"),
@@ -134,7 +128,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load --sample 4KiB --report boot.json", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
         ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
-        ("validate --plot boot.json", "it exists already"),
+        ("validate --report boot.json", "it exists already"),
         ("manifest model.safetensors -o boot.json", "it exists already"),
         ("read model.safetensors --trace boot.json", "it exists already"),
         ("read model.safetensors --report boot.json", "it exists already"),
@@ -144,7 +138,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
             "iopt build boot.json --format x86-64-4level -o open/planted --force",
             "is a symbolic link in a directory that others can write",
         ),
-        ("validate --plot open/planted --force", "is a symbolic link in a directory that others can write"),
+        ("validate --report open/planted --force", "is a symbolic link in a directory that others can write"),
         // One name for two outputs.
         ("load boot.json --record sub/new --trace sub/new", "both write sub/new"),
         ("load boot.json --trace sub/new --report sub/new", "both write sub/new"),
@@ -222,7 +216,7 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
     ("read", "trace", "read boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
     ("read", "report", "read boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
     ("read", "send_to", "read boot.json --send-to m -d file:m --overwrite", "cannot be used with"),
-    ("validate", "plot", "validate --plot m -d file:m --overwrite --force", "it is the input device memory"),
+    ("validate", "report", "validate --report m -d file:m --overwrite --force", "it is the input device memory"),
     ("vm replay", "trace", "vm replay t -d file:t", "file:t binds nothing"),
 ];
 
@@ -325,7 +319,7 @@ fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
     const NAMES: [&str; 3] = ["record", "trace", "report"];
     let place = Place::new("killed");
     let outputs = NAMES.map(|name| format!("--{name} {name}")).join(" ");
-    let line = format!("load -q model.safetensors --card-ddr 16MiB --card-hbm 4MiB {outputs}");
+    let line = format!("load -q model.safetensors -d soft,ddr=16MiB,hbm=4MiB {outputs}");
     let begun = Instant::now();
     place.dmalane(&line, 0);
     let whole = begun.elapsed();
@@ -390,7 +384,7 @@ fn a_full_file_system_keeps_what_is_there() {
         "read model.safetensors --report disk/old --force",
         "iopt build boot.json --format x86-64-4level -o disk/old --force",
         "manifest model.safetensors -o disk/old --force",
-        "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --plot disk/old --force",
+        "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --report disk/old --force",
         "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1",
         "load -q model.safetensors --record disk/new",
     ] {

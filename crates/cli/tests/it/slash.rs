@@ -227,7 +227,7 @@ fn read_and_validate_use_both_channels() {
     assert!(output.status.success(), "{}", text(&output));
     assert_there(&model, DDR.0, len, "read");
     let model = DriverModel::new(Version::KNOWN).unwrap();
-    let args = "validate -d slash:0 --buffer-size 1MiB --iterations 2 --ring-size-index 3 -v";
+    let args = "validate -d slash:0,ring=3 --buffer-size 1MiB --iterations 2 -v";
     let output = dmalane(&model, &args.split(' ').collect::<Vec<_>>()).unwrap();
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(model.counts().rings, [[3; 3]; 2]);

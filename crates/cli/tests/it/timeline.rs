@@ -20,7 +20,7 @@ fn dmalane(folder: &Path, args: &[&str]) -> Output {
     output
 }
 
-/// A file with so many tensors of one byte.
+/// A file with `n` tensors of one byte.
 fn tensors(path: &Path, n: usize) {
     let entry = |i| format!(r#""t{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{}]}}"#, i + 1);
     let header = format!("{{{}}}", (0..n).map(entry).collect::<Vec<_>>().join(","));
@@ -54,7 +54,7 @@ fn spans(trace: &Value) -> BTreeMap<(u64, String), Vec<Span>> {
 #[test]
 fn a_trace_has_every_read_copy_and_bind() {
     let folder = folder("trace");
-    for options in [&["--buffered"][..], &["--workers"], &["--no-checksum", "--chunk", "1MiB"]] {
+    for options in [&["--buffered"][..], &["-d", "soft,workers=each"], &["--no-checksum", "--chunk", "1MiB"]] {
         let args = ["load", "--sample", "24MiB", "--json", "--trace", "trace.json", "--force"];
         let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, options].concat()).stdout).unwrap();
         assert_eq!((&report["traced"], &report["reported"]), (&"trace.json".into(), &Value::Null));
@@ -169,7 +169,7 @@ fn the_timeline_of_many_tensors_is_bounded() {
 }
 
 /// Tags that are open at the end, or closed out of order.
-fn unbalanced(page: &str) -> Vec<String> {
+pub fn unbalanced(page: &str) -> Vec<String> {
     let (mut open, mut wrong) = (Vec::new(), Vec::new());
     for tag in page.split('<').skip(1) {
         let (tag, _) = tag.split_once('>').unwrap();

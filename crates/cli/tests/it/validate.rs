@@ -14,17 +14,18 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
+const SMALL: &str = "soft,ddr=8MiB,hbm=8MiB";
+
 /// Runs on a small card with short measurements.
 fn quick(args: &[&str]) -> Vec<String> {
-    let quick = ["-j", "2", "--buffer-size", "64KiB", "--iterations", "2", "--card-ddr", "8MiB", "--card-hbm", "8MiB"];
+    let quick = ["-j", "2", "--buffer-size", "64KiB", "--iterations", "2", "-d", SMALL];
     // An option that is given replaces the one here.
     let given = |option: &str| args.contains(&option);
     let mut all: Vec<String> = args.iter().map(|a| (*a).to_owned()).collect();
     for pair in quick.chunks(2) {
         let replaced =
             pair[0] == "--buffer-size" && given("--sweep") || pair[0] == "--iterations" && given("--duration");
-        let card = pair[0].starts_with("--card") && args.iter().any(|a| a.starts_with("file:"));
-        if !given(pair[0]) && !replaced && !card {
+        if !given(pair[0]) && !replaced {
             all.extend(pair.iter().map(|a| (*a).to_owned()));
         }
     }
@@ -124,7 +125,7 @@ fn every_option_does_what_it_says() {
         assert!(!figures(&once(&["--mm-channel", channels])).is_empty());
     }
     assert!(
-        once(&["--ring-size", "16", "--workers"])["notes"][0]
+        once(&["-d", &format!("{SMALL},ring=16,workers=each")])["notes"][0]
             .as_str()
             .unwrap()
             .contains("a thread for each channel of the card, rings of 16")
@@ -173,17 +174,14 @@ fn options_of_v80_smi_mean_the_same() {
 
 #[test]
 fn a_v80_takes_the_options_of_its_own_tool() {
-    let words = ["--ddr-only", "--raw-transfer-test", "--ring-size-index", "11", "--mm-channel", "0,1,0,1", "-j", "2"];
+    let words = ["--ddr-only", "--raw-transfer-test", "--mm-channel", "0,1,0,1", "-j", "2"];
     let on = |device: &str, words: &[&str]| run(&[&["-d", device, "--buffer-size", "4KiB"], words].concat());
     if !PathBuf::from("/dev/slash_qdma_ctl99").exists() {
         // Everything is understood; only the card is missing.
-        let output = on("slash:99", &words);
+        let output = on("slash:99,ring=11", &words);
         let said = text(&output.stderr);
-        assert!(output.status.code() == Some(1) && said.contains("cannot open slash:99"), "{said}");
+        assert!(output.status.code() == Some(1) && said.contains("cannot open slash:99,ring=11"), "{said}");
     }
-    let output = on("slash:99", &["--ring-size", "16"]);
-    let said = text(&output.stderr);
-    assert!(output.status.code() == Some(2) && said.contains("slash:99 takes --ring-size-index"), "{said}");
 }
 
 #[test]
@@ -218,10 +216,10 @@ fn a_repeated_measurement_has_a_median_and_a_spread() {
 }
 
 #[test]
-fn csv_and_plot() {
-    let plot = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.svg");
-    let _ = std::fs::remove_file(&plot);
-    let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--plot", plot.to_str().unwrap()]);
+fn csv_and_a_report_over_sizes() {
+    let page = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.html");
+    let _ = std::fs::remove_file(&page);
+    let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--report", page.to_str().unwrap()]);
     let mut lines = csv.lines();
     let head: Vec<&str> = lines.next().unwrap().split(',').collect();
     assert_eq!(head[..5], ["memory", "buffer_bytes", "pages", "direction", "read_bytes_per_s"]);
@@ -233,9 +231,14 @@ fn csv_and_plot() {
         assert!(total > 0.0 && row[9].parse::<f64>().unwrap() > 0.0, "{row:?}");
         assert_eq!((row[3] == "write", row[3] == "read"), (row[4].is_empty(), row[5].is_empty()));
     }
-    let svg = std::fs::read_to_string(plot).unwrap();
-    assert!(svg.starts_with("<svg") && svg.contains("HBM+DDR both, 4KiB pages") && svg.contains("GB/s"));
-    assert!(complains(&["--plot", "/nowhere/x.svg"], 1).contains("cannot write /nowhere/x.svg"));
+    let html = std::fs::read_to_string(page).unwrap();
+    assert_eq!(crate::timeline::unbalanced(&html), [""; 0]);
+    // A chart of bandwidth and one of latency for each memory, with a line and a dashed one for each direction.
+    assert_eq!((html.matches("<polyline").count(), html.matches("class=\"dash\"").count()), (2 * 3 * 6, 2 * 3 * 3));
+    for there in ["HBM+DDR both, 4 KiB pages, ", "Latency over buffer size", "class=\"ref\"", "2 of 2", "default-src"] {
+        assert!(html.contains(there), "{there}");
+    }
+    assert!(complains(&["--report", "/nowhere/x.html"], 1).contains("cannot write the report"));
 }
 
 #[test]
@@ -249,14 +252,14 @@ fn a_file_that_holds_data_is_measured_when_asked_for() {
     let plain = json(&["-d", &device, "--overwrite"]);
     assert!(plain["notes"][0].as_str().unwrap().contains("was not tried"), "{plain}");
     assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["reference_bytes_per_s"].as_f64() > Some(0.0)));
-    let probed = json(&["-d", &device, "--overwrite", "--probe-at", "512KiB", "--read"]);
+    let probed = json(&["-d", &format!("{device},probe-at=512KiB"), "--overwrite", "--read"]);
     let note = probed["notes"][0].as_str().unwrap();
     assert!(note.starts_with("by ") && !note.contains("probed"), "{note}");
     assert!(
         ok(&["-d", &device, "--overwrite", "--read", "-v"])
             .contains("pread and pwrite on threads (io_uring was not tried")
     );
-    let both = format!("{device},h2c={0},c2h={0}", file.path().display());
+    let both = format!("{device},c2h={}", file.path().display());
     assert!(!figures(&json(&["-d", &both, "--overwrite", "--read"])).is_empty());
     // What is beyond the buffers stays.
     assert!(std::fs::read(file.path()).unwrap()[1 << 19..] == before[1 << 19..]);
@@ -269,7 +272,8 @@ fn a_file_is_not_written_to_choose_a_backend() {
     let path = file.path().display().to_string();
     let mut strace = Command::new("strace");
     strace.args(["-f", "-e", "trace=pwrite64,io_uring_enter", "-P", &path, env!("CARGO_BIN_EXE_dmalane"), "validate"]);
-    let args = ["-d", &device, "--probe-at", "256KiB", "-j", "1", "--buffer-size", "64KiB"];
+    let probed = format!("{device},probe-at=256KiB");
+    let args = ["-d", &probed, "-j", "1", "--buffer-size", "64KiB"];
     let Ok(output) = strace.args(args).output() else {
         return println!("SKIPPED: no strace");
     };
@@ -286,7 +290,7 @@ fn a_signal_ends_a_measurement_and_its_results_are_printed() {
         let (file, device) = file(1 << 20);
         let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
         std::fs::write(file.path(), &before).unwrap();
-        let plot = file.path().with_extension("svg");
+        let page = file.path().with_extension("html");
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
         command.args([
             "validate",
@@ -301,7 +305,7 @@ fn a_signal_ends_a_measurement_and_its_results_are_printed() {
             "--duration",
             "600",
         ]);
-        command.args(["--pages", "4k", "--plot", plot.to_str().unwrap()]);
+        command.args(["--pages", "4k", "--report", page.to_str().unwrap()]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
         // Into the measurement, where nothing else would end it.
@@ -317,7 +321,8 @@ fn a_signal_ends_a_measurement_and_its_results_are_printed() {
         assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
         assert_eq!(text(&output.stderr), "dmalane: interrupted\n");
         assert!(text(&output.stdout).contains("2/2 OK\nincomplete"), "{}", text(&output.stdout));
-        assert!(!plot.exists(), "no empty picture");
+        let html = std::fs::read_to_string(page).unwrap();
+        assert!(html.contains("<h1>Incomplete: ") && html.contains("2 of 2"), "{html}");
     }
 }
 
@@ -363,8 +368,7 @@ fn a_bad_command_line_is_explained() {
         (&["--offset", "32KiB"], "less than a buffer, so buffers would overlap"),
         (&["--starting-offset", "1"], "not a multiple of 4KiB"),
         (&["--channel-allocation", "paired", "--channel-region-stride", "0"], "not a multiple of 4 KiB above 0"),
-        (&["--ring-size-index", "11"], "--ring-size-index is for a device with a table of ring sizes, not for soft"),
-        (&["--ring-size-index", "16"], "not a whole number from 0 to 15"),
+        (&["-d", "slash:0,ring=16"], "not a number from 0 to 15"),
         (&["--bandwidth-iterations", "1", "--duration", "1"], "cannot be used with"),
         (&["--bandwidth-duration", "-1"], "not a number of seconds above 0"),
         (&["--sweep", "4KiB,64KiB,MUL1"], "never ends"),
@@ -386,19 +390,18 @@ fn a_bad_command_line_is_explained() {
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["-d", "gpu0"], "ram:SIZE"),
-        (&["-d", "file:"], "a path is empty"),
-        (&["-d", "file:x,c2h="], "a path is empty"),
-        (&["-d", "file:x", "--ring-size", "16"], "--ring-size is for a card"),
+        (&["-d", "file:"], "a path is missing"),
+        (&["-d", "file:x,c2h="], "a value is missing"),
+        (&["-d", "file:x,ring=16"], "which soft and daemon and vfio and vfio-user and slash and vrtd have"),
         (&["-d", "file:x", "--hbm-only"], "--hbm-only is for a card"),
         (&["-d", "file:x", "--raw-transfer-test"], "--raw-transfer-test is for a card"),
         (&["-d", "file:x", "--channel-allocation", "paired"], "--channel-allocation is for a card"),
-        (&["--overwrite"], "--overwrite is for a file, not for soft"),
-        (&["--probe-at", "1MiB"], "--probe-at is for a file"),
-        (&["--probe-at", "1000"], "not a multiple of 4KiB"),
-        (&["--plot", "-"], "stdout is for the report"),
-        (&["--ring-size", "3"], "not a power of two from 2 to 65536"),
-        (&["--ring-size", "-1"], "not a power of two from 2 to 65536"),
-        (&["--ring-size", "many"], "not a power of two from 2 to 65536"),
+        (&["--overwrite"], "--overwrite is for file, not for soft"),
+        (&["-d", "file:x,probe-at=1M"], "could mean"),
+        (&["--report", "-"], "stdout is for the report"),
+        (&["-d", "soft,ring=3"], "not a power of two from 2 to 65536"),
+        (&["-d", "soft,ring=-1"], "not a power of two from 2 to 65536"),
+        (&["-d", "soft,ring=many"], "not a power of two from 2 to 65536"),
         (&["--mm-channel", "2"], "no channel 2"),
         (&["--mm-channel", "0,1"], "2 channels for 4 buffer positions"),
         (&["--mm-channel", "0,1,0,2"], "no channel 2"),
@@ -419,11 +422,11 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
         (
             &["--buffer-size", "4MiB", "--ddr-only"][..],
             "DDR has 8388608 bytes",
-            "--buffer-size 2MiB, fewer threads (-j), or --card-ddr 16MiB",
+            "--buffer-size 2MiB, fewer threads (-j), or -d soft,ddr=16MiB,hbm=8MiB",
         ),
         (&["--buffer-size", "4MiB", "--hbm-only"], "HBM has 8388608 bytes", hint),
         (&["--starting-offset", "8MiB", "--ddr-only"], "DDR has 8388608 bytes", "a smaller --starting-offset"),
-        // More than --card-ddr can be.
+        // More than a card can have.
         (&["--starting-offset", "1TiB", "--ddr-only"], "DDR has 8388608 bytes", "or a device with more memory"),
         (&["--offset", "4MiB", "--ddr-only"], "DDR has 8388608 bytes", "buffers lie at 2 x 2 positions"),
         (
@@ -432,12 +435,8 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
             "--channel-region-stride",
         ),
         (&["-d", &device], "has 98304 bytes", "--buffer-size 24KiB, fewer threads (-j), or a file of 256KiB"),
-        (&["-d", "file:/dev/zero", "--probe-at", "0"], "cannot probe at 0x0", "hint: for example --probe-at 1MiB"),
-        (
-            &["-d", "file:/dev/zero", "--probe-at", "1MiB"],
-            "does not keep what is written",
-            "hint: name the file of each",
-        ),
+        (&["-d", "file:/dev/zero,probe-at=0"], "cannot probe at 0x0", "hint: for example file:PATH,probe-at=1MiB"),
+        (&["-d", "file:/dev/zero,probe-at=1MiB"], "does not keep what is written", "hint: name the file of each"),
         (&["-d", &missing], "No such file", "hint: `truncate -s 1GiB "),
         (&["-d", &folder], "is a directory, which has no addresses", ""),
         (&["-d", "file:/dev/zero"], "/dev/zero is a character device", "hint: name the first address that may"),

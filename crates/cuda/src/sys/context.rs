@@ -181,7 +181,6 @@ impl Context {
     /// When the driver does not say that the work has ended: then the memory stays mapped, though nothing new begins to
     /// use it.
     pub(super) fn unmap(&self, at: u64, len: u64) -> Result<(), Error> {
-        let (driver, _current) = (self.driver, self.current_to_undo()?);
         let end = at.saturating_add(len);
         let mut mapped = self.mapped_mut();
         cut(&mut mapped, at);
@@ -189,6 +188,7 @@ impl Context {
         if mapped.range(at..end).next().is_none() {
             return Ok(());
         }
+        let (driver, _current) = (self.driver, self.current_to_undo()?);
         // From here on nothing begins to use it; what has begun ends.
         mapped.range_mut(at..end).for_each(|(_, range)| range.closed = true);
         drop(mapped);

@@ -3,8 +3,8 @@
 use std::sync::{Arc, LazyLock};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
-use dmalane_cuda::{Error, GpuName, gpus};
-use dmalane_device::{AddressSpaceKind, Bind, Device, DriverCopy, MemoryError, Placement, SpaceError};
+use dmalane_cuda::{Binds, Error, GpuName, gpus};
+use dmalane_device::{AddressSpaceKind, Device, DriverCopy, MemoryError, Placement, SpaceError};
 use dmalane_dma::{AnonHeap, Heap};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
@@ -110,7 +110,7 @@ fn everything(name: &GpuName) -> Result<(), String> {
     if gpu.read(1, at(0), 5000)? != bytes[..5000] {
         return Err("other bytes of the heap".to_owned());
     }
-    if name.binds != dmalane_cuda::Binds::Flat {
+    if name.binds != Binds::Flat {
         bound(&mut gpu, &table)?;
     }
     let exported = gpu.device.gpu().dma_buf;
@@ -124,9 +124,8 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
     let space = gpu.device.address_space();
     assert!(matches!(space.kind(), AddressSpaceKind::Driver { name: "cuMemMap" }) && space.page().bytes() == 2 << 20);
     let range = space.reserve(table, 4 << 20).map_err(|e| e.to_string())?;
-    let bind = Bind { va: range.first(), bo: &bo, offset: 0, len: 4 << 20, access: Access::READ };
-    space.bind(&bind).map_err(|e| e.to_string())?;
-    assert!(space.bind(&bind).is_err(), "something is bound there");
+    let bind = BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::READ };
+    space.apply(&[bind]).map_err(|e| e.to_string())?;
     let at = space.at(range.first());
     gpu.read(0, at, 5000)?;
     // The pages change places, then the second is taken away.
@@ -159,7 +158,7 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
         Err(e) if e.contains("MMU") => {}
         Err(e) => return Err(e),
     }
-    let unbound = gpu.device.address_space().unbind(range);
+    let unbound = gpu.device.address_space().release(range);
     unbound.map_err(|e| e.to_string())
 }
 
@@ -169,7 +168,9 @@ fn every_call_fails_once() {
     fake.set("memory", 64 << 20); // where it has no virtual memory, all of it is allocated each time
     // The name of the function is in the error, unless its failure only means that something is not there.
     let (mut clear, mut missed) = (0, 0);
-    for (binds, virtual_memory, register) in [("", 1, 1), (",vmm", 1, 1), ("", 0, 1), ("", 1, 0)] {
+    for (binds, virtual_memory, register) in
+        [(Binds::Flat, 1, 1), (Binds::CuMemMap, 1, 1), (Binds::Flat, 0, 1), (Binds::Flat, 1, 0)]
+    {
         fake.set("virtual-memory", virtual_memory);
         fake.set("host-register", register);
         let name = named(&fake, binds);
@@ -196,7 +197,7 @@ fn every_call_fails_once() {
                     if (&**call, *code) == ("cuMemHostRegister_v2", 801) {
                         continue;
                     }
-                    let when = format!("{call}, call {nth} of {made}, fails with {code}{binds}");
+                    let when = format!("{call}, call {nth} of {made}, fails with {code}, {binds:?}");
                     fake.fail(call, nth, *code);
                     let result = everything(&name);
                     let failed = fake.has_failed();
@@ -229,7 +230,7 @@ fn every_call_fails_once() {
 fn every_call_that_breaks_the_context_is_named() {
     let calls = {
         let fake = Fake::turn();
-        everything(&named(&fake, ",vmm")).unwrap();
+        everything(&named(&fake, Binds::CuMemMap)).unwrap();
         fake.seen().calls
     };
     let mut clear = 0;
@@ -237,7 +238,7 @@ fn every_call_that_breaks_the_context_is_named() {
         let fake = Fake::turn();
         // An illegal address: all later calls answer the same.
         fake.fail_for_good(call, 1, 700);
-        let result = everything(&named(&fake, ",vmm"));
+        let result = everything(&named(&fake, Binds::CuMemMap));
         let Seen { violations, .. } = fake.seen();
         // A broken context takes no calls that would unregister memory.
         let clean = violations.is_empty() || violations == "a context was released with host memory registered";
@@ -259,7 +260,7 @@ fn every_call_that_breaks_the_context_is_named() {
 fn where_registration_is_refused_the_driver_allocates_host_memory() {
     let fake = Fake::turn();
     fake.fail("cuMemHostRegister_v2", 1, 801);
-    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let notes = gpu.device.info().notes.join("; ");
     assert!(notes.contains("pinned by cuMemHostAlloc") && notes.contains("cuMemHostRegister"), "{notes}");
     let heap = gpu.registrar.heap(None);
@@ -288,7 +289,7 @@ fn where_registration_is_refused_the_driver_allocates_host_memory() {
 fn memory_of_a_broken_gpu_is_never_freed() {
     for call in ["cuEventQuery", "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
         let fake = Fake::turn();
-        let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+        let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
         let (_, span) = gpu.allocate(2 << 20).unwrap();
         let at = DeviceAddr::Card(span.first());
         let hosts = [gpu.host(&[1; 500_000]).unwrap(), gpu.host(&[2; 500_000]).unwrap()];
@@ -321,13 +322,13 @@ fn whatever_meets_a_lost_context_says_so() {
     // Also a client that MPS has ended, and an external device that failed.
     for (code, lost) in [700, 709, 214, 999, 810, 911].map(|code| (code, true)).into_iter().chain([(205, false)]) {
         let fake = Fake::turn();
-        let mut gpu = Gpu::open(&named(&fake, ",vmm")).unwrap();
+        let mut gpu = Gpu::open(&named(&fake, Binds::CuMemMap)).unwrap();
         let (table, span) = gpu.allocate(4 << 20).unwrap();
         let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
         let space = gpu.device.address_space();
         let bound = space.reserve(&table, 4 << 20).unwrap();
-        let bind = Bind { va: bound.first(), bo: &bo, offset: 0, len: 4 << 20, access: Access::RW };
-        space.bind(&bind).unwrap();
+        let bind = |va| [BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::RW }];
+        space.apply(&bind(bound.first())).unwrap();
         let free = space.reserve(&table, 4 << 20).unwrap();
         let host = gpu.host(&[1; 4096]).unwrap();
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
@@ -341,9 +342,8 @@ fn whatever_meets_a_lost_context_says_so() {
         let dmalane_dma::Error::Backend(registered) = registered else { panic!("{code}: {registered:?}") };
         let space = gpu.device.address_space();
         let SpaceError::Driver(reserved) = space.reserve(&table, 4 << 20).unwrap_err() else { panic!("{code}: range") };
-        let bind = Bind { va: free.first(), ..bind };
-        let SpaceError::Driver(bind) = space.bind(&bind).unwrap_err() else { panic!("{code}: bind") };
-        let SpaceError::Invalidate(unbound) = space.unbind(bound).unwrap_err() else { panic!("{code}: unbind") };
+        let SpaceError::Driver(bind) = space.apply(&bind(free.first())).unwrap_err() else { panic!("{code}: bind") };
+        let SpaceError::Invalidate(unbound) = space.release(bound).unwrap_err() else { panic!("{code}: unbind") };
         for error in [memory, registered, reserved, bind, unbound] {
             let says = error.to_string().contains("the GPU's context is lost");
             assert!(matches!(error.downcast_ref(), Some(Error::Lost(_))) == lost && says == lost, "{code}: {error}");
@@ -361,7 +361,7 @@ fn whatever_meets_a_lost_context_says_so() {
 #[test]
 fn a_queue_that_halted_by_an_error_of_one_call_ends_its_operations() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (_, span) = gpu.allocate(2 << 20).unwrap();
     fake.fail("cuEventQuery", 1, 999);
     let host = gpu.host(&[1; 500_000]).unwrap();
@@ -383,7 +383,7 @@ fn a_queue_that_halted_by_an_error_of_one_call_ends_its_operations() {
 #[test]
 fn memory_is_freed_behind_a_stream_that_did_not_confirm_its_end() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (table, span) = gpu.allocate(2 << 20).unwrap();
     let host = gpu.host(&[1; 500_000]).unwrap();
     fake.hold(true);

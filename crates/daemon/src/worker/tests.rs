@@ -93,7 +93,7 @@ impl Backlog {
         self.refill_to(ENTRIES)
     }
 
-    /// The same, but for so many entries that wait.
+    /// The same, for `waiting` entries.
     fn refill_to(&mut self, waiting: u32) -> u64 {
         let mut moved = 0;
         for (queue, tail) in self.tails.iter_mut().enumerate() {
@@ -574,7 +574,7 @@ fn who_pauses_catches_up_with_others_within_limits() {
     let (start, passed, usage) = (Instant::now(), Cell::new(Duration::ZERO), at_work());
     let now = || start + passed.get();
     let clock = Clock::new(&now, &usage);
-    // A MiB is a round's. So many are copied in a round in which the second user has so many to copy.
+    // A MiB is a round's. The number copied in a round in which the second user has `waiting` to copy.
     let mut copied = |waiting: u32| {
         let moved = |two: &[Backlog; 2]| two.each_ref().map(|one| one.function().moved() >> 20);
         let before = moved(&two);

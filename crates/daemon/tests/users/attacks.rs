@@ -53,7 +53,7 @@ fn connections() -> usize {
     std::env::var(CLIENTS).map_or(48, |n| n.parse().unwrap())
 }
 
-/// Makes all connections, and then acts on them in turn, in so many threads.
+/// Makes all connections, and then acts on them in turn, in `threads` threads.
 fn with_all<T: Send>(threads: usize, make: impl Fn() -> T, act: impl Fn(&mut T) + Sync) -> ! {
     let mut all: Vec<T> = (0..connections()).map(|_| make()).collect();
     println!("attacking");
@@ -78,7 +78,7 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// A ring of 2^`log2` slots, with the descriptors that `make` makes for so much mapped memory at an address.
+    /// A ring of 2^`log2` slots, with the descriptors that `make` makes for `len` bytes of mapped memory at an address.
     pub(crate) fn new(client: Client, log2: u32, len: usize, make: impl Fn(u64) -> Vec<Task>) -> Self {
         let mapped = |len| {
             let buf = client.buffer(len).unwrap();
@@ -117,7 +117,7 @@ impl Ring {
     }
 }
 
-/// A copy of so many bytes from this IOVA to an offset of the card's memory.
+/// A copy of `len` bytes from this IOVA to an offset of the card's memory.
 pub(crate) fn to_card(host: u64, offset: u64, len: u32) -> Task {
     let card = START.advance(offset).unwrap();
     Task::Copy { direction: Direction::FromHost, host: Iova::new(host), card, len }

@@ -367,7 +367,7 @@ fn status_does_not_wait_for_memory_that_is_freed() {
     }
 }
 
-/// Opens functions, and maps so many bytes for each, until it has this many or is refused. Prints how many there are,
+/// Opens functions, and maps a number of bytes for each, until it has all or is refused. Prints how many there are,
 /// why there are no more, and how many the status shows.
 fn take(path: &Path, most: usize, mapped: usize) -> ! {
     let one = || {
@@ -540,7 +540,7 @@ fn a_socket_of_another_user_is_not_trusted() {
     daemon.wait_until_empty();
 }
 
-/// Keeps the queues of so many clients full of copies.
+/// Keeps the queues of `clients` clients full of copies.
 fn keep_full(path: &Path, clients: usize) -> ! {
     const LEN: u32 = 256 << 10;
     // As many places in all, whatever the number of clients: so the caches serve all users alike.
@@ -562,7 +562,7 @@ fn keep_full(path: &Path, clients: usize) -> ! {
     unreachable!()
 }
 
-/// On any machine, however busy: users whose queues are never empty get about half each of so many bytes.
+/// On any machine, however busy: users whose queues are never empty get about half of the bytes each.
 #[test]
 fn users_share_the_worker_whatever_the_number_of_their_clients() {
     const BYTES: u64 = 8 << 30;
@@ -589,7 +589,7 @@ fn users_share_the_worker_whatever_the_number_of_their_clients() {
         rows.iter().all(|c| c.in_flight > 0).then(|| users.map(|(uid, _)| of(uid)))
     };
     let start = Instant::now();
-    // The bytes of each from now on, when these are so many.
+    // The bytes of each from now on, when there are enough.
     let more = || {
         let before = moved()?;
         loop {
@@ -647,7 +647,7 @@ impl Copies {
         Self { queue, ready, memory, _card: card }
     }
 
-    /// Copies for so long; the time of each operation.
+    /// Copies for `time`; gives the time of each operation.
     fn run(&mut self, time: Duration) -> Vec<Duration> {
         let (start, mut took, mut ended) = (Instant::now(), Vec::new(), Vec::new());
         let mut begun = VecDeque::new();
@@ -699,14 +699,14 @@ fn patient(daemon: &Daemon) -> Client {
     Client::connect(ClientOptions { timeout: Duration::from_secs(60), ..daemon.options() }).unwrap()
 }
 
-/// MB/s of copies of 1 MiB for so long.
+/// MB/s of copies of 1 MiB during `time`.
 fn rate(copies: &mut Copies, time: Duration) -> f64 {
     let start = Instant::now();
     copies.run(time).len() as f64 * MIB as f64 / start.elapsed().as_secs_f64() / 1e6
 }
 
 /// The service that another user gets: MB/s of copies of 1 MiB, few and many in flight; milliseconds of the 99th
-/// percentile of short copies one by one, of the worst of so many statuses, and of the median of so many clients that
+/// percentile of short copies one by one, of the worst of several statuses, and of the median of several clients that
 /// map 8 MB and copy them to memory that was not touched.
 fn service(
     daemon: &Daemon,
@@ -742,7 +742,7 @@ fn serve(config: Config, path: &Path) {
     server.run(dmalane_daemon::Listener::bind(path, 0o666).unwrap(), std::io::stdin().as_fd()).unwrap();
 }
 
-/// Runs each attack beside clients of another user. With `rounds`, these are measured in so many, alone and beside the
+/// Runs each attack beside clients of another user. With `rounds`, these are measured that often, alone and beside the
 /// attack in turn; without, they are served once beside it.
 fn beside_each_attack(me: &str, rounds: Option<usize>) {
     let config = || Config { clients: 128, ..Config::default() };

@@ -12,7 +12,7 @@ use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use dmalane::file::{Mode, Moved};
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::queue::OpError;
-use dmalane::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadOptions, ReadSource, Scheme};
+use dmalane::{AllocAndRead, AllocRead, OpenFile, Read, ReadError, ReadFiles, ReadOptions, Scheme};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 
@@ -177,7 +177,7 @@ fn pages_that_are_not_on_the_disk_yet_do_not_decide_for_the_rest_of_the_file() {
     forget(&file);
     file.as_file().write_all_at(&data[..4096], 0).unwrap();
     let mut input = dmalane::open_file(file.path(), dmalane::FileOptions::default()).unwrap();
-    let seen = dmalane::file::residency(&input.file, 0, 8 << 20).unwrap_or_default();
+    let seen = dmalane::file::residency(&input.source.file, 0, 8 << 20).unwrap_or_default();
     if seen.dirty == 0 || seen.cached > 1 << 20 || !input.queue.how().direct {
         return println!("SKIPPED: {}, or nothing is dirty: {seen:?}", input.queue.how());
     }
@@ -219,7 +219,7 @@ proptest! {
     ) {
         let data: Vec<_> = (0..3).map(|i| noise(400_000 + i * 1000)).collect();
         let files: Vec<_> = data.iter().map(|d| file(d)).collect();
-        let sources: Vec<_> = files.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
+        let sources: Vec<_> = files.iter().map(|f| OpenFile::open(f.path()).unwrap()).collect();
         let (mut job, mut to) = (Job { buffers: vec![0, 0], extents: Vec::new() }, 0);
         let mut want = [Vec::new(), Vec::new()];
         for (i, (source, at, len, gap)) in pieces.into_iter().enumerate() {
@@ -318,7 +318,7 @@ fn a_file_replaced_while_it_is_read_is_the_one_that_was_opened() {
     let data = noise(4 << 20);
     let file = file(&data);
     forget(&file);
-    let sources = vec![ReadSource::open(file.path()).unwrap()];
+    let sources = vec![OpenFile::open(file.path()).unwrap()];
     let other = NamedTempFile::new_in(DISK).unwrap();
     std::fs::write(other.path(), vec![0; 4 << 20]).unwrap();
     let mut replace = Some(other);
@@ -339,7 +339,7 @@ fn a_file_that_changes_its_size() {
         for (new, grows) in [(5 << 20, true), (3 << 20, false)] {
             let file = file(&noise(4 << 20));
             forget(&file);
-            let sources = vec![ReadSource::open(file.path()).unwrap()];
+            let sources = vec![OpenFile::open(file.path()).unwrap()];
             let mut once = true;
             let mut watch = |event: Event| {
                 if matches!(event, Event::Arrived { .. }) && std::mem::take(&mut once) {

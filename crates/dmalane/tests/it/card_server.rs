@@ -21,7 +21,7 @@ const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(30);
 const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 8 * MIB, channels: 2, workers: Workers::PerChannel };
 
-/// A server for so many clients, one after the other.
+/// A server for several clients, one after the other.
 struct Server {
     _dir: tempfile::TempDir,
     path: PathBuf,

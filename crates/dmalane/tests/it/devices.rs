@@ -10,68 +10,66 @@ use std::thread;
 use dmalane::daemon::{Config, Listener, Server};
 use dmalane::device::conformance::suite;
 use dmalane::device::{AddressSpaceKind, Placement};
+use dmalane::devices::vulkan::VulkanSpec;
+use dmalane::devices::{Ability, KINDS};
 use dmalane::load::write_sample;
-use dmalane::registry::KINDS;
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::vulkan::{Messages, VulkanOptions};
-use dmalane::{CardServer, DeviceSpec, FileOptions, OpenError, OpenOptions, open_file};
+use dmalane::{CardServer, DeviceSpec, FileOptions, OpenOptions, open_file};
 use dmalane_fake_cuda::Fake;
 
 const MIB: u64 = 1 << 20;
 
-/// Options for a small card.
-fn small(workers: Option<Workers>) -> OpenOptions {
-    OpenOptions { card_ddr: Some(32 * MIB), card_hbm: Some(32 * MIB), workers, ..OpenOptions::default() }
-}
+/// A small card.
+const SMALL: &str = "soft,ddr=32MiB,hbm=32MiB";
 
-/// Runs `test` with a device of each kind that needs no hardware: its name, and options for it.
-fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
-    let folder = tempfile::tempdir().unwrap();
-    for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
-        test("soft", &small(Some(workers)));
+/// Runs `test` with a device of each kind that needs no hardware, and options for it.
+fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
+    let (default, folder) = (OpenOptions::default(), tempfile::tempdir().unwrap());
+    for how in ["", ",workers=one", ",workers=each", ",flat"] {
+        test(&format!("{SMALL}{how}").parse().unwrap(), &default);
     }
-    test("soft", &OpenOptions { flat: true, ..small(None) });
-    test("ram:64MiB", &OpenOptions::default());
+    test(&"ram:64MiB".parse().unwrap(), &default);
 
     let memory = folder.path().join("memory");
     File::create(&memory).unwrap().set_len(64 * MIB).unwrap();
     // Each test leaves data there.
-    test(&format!("file:{}", memory.display()), &OpenOptions { overwrite: true, ..OpenOptions::default() });
+    test(&format!("file:{}", memory.display()).parse().unwrap(), &OpenOptions { overwrite: true, ..default.clone() });
 
     let socket = folder.path().join("daemon");
     let listener = Listener::bind(&socket, 0o600).unwrap();
     let server = Server::new(Config::default(), |_| {}).unwrap();
     let (stop, stopped) = UnixStream::pair().unwrap();
     let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-    test(&format!("daemon:{}", socket.display()), &small(None));
+    test(&format!("daemon:{},ddr=32MiB,hbm=32MiB", socket.display()).parse().unwrap(), &default);
     drop(stop);
     daemon.join().unwrap();
 
-    test(&format!("vfio-user:{}", served(folder.path().join("card"))), &OpenOptions::default());
+    test(&format!("vfio-user:{}", served(folder.path().join("card"))).parse().unwrap(), &default);
 
     // The last two have files lie in several buffers of the driver, sparse ones too.
-    for (flat, largest) in [(false, None), (true, None), (true, Some(2 * MIB)), (false, Some(6 * MIB))] {
-        on_gpu(flat, largest, &mut test);
+    for (sparse, largest) in [(true, None), (false, None), (false, Some(2 * MIB)), (true, Some(6 * MIB))] {
+        on_gpu(sparse, largest, |spec| test(spec, &default));
     }
 
     let fake = Fake::turn();
     for binds in ["", ",vmm"] {
-        test(&format!("cuda:0{binds},lib={}", fake.path()), &OpenOptions::default());
+        test(&format!("cuda:0{binds},lib={}", fake.path()).parse().unwrap(), &default);
         fake.assert_clean(binds);
     }
 }
 
 /// Runs `test` with the first GPU, if there is one. Any message of the validation layers fails it.
-fn on_gpu(flat: bool, largest: Option<u64>, test: &mut impl FnMut(&str, &OpenOptions)) {
+fn on_gpu(sparse: bool, largest: Option<u64>, test: impl FnOnce(&DeviceSpec)) {
     match dmalane::vulkan::gpus() {
         Ok(_) => {}
         Err(e) if std::env::var_os("DMALANE_NEED_GPU").is_none() => return println!("SKIPPED: {e}"),
         Err(e) => panic!("DMALANE_NEED_GPU is set: {e}"),
     }
     let messages = Messages::new();
-    let vulkan =
-        VulkanOptions { largest, channels: Some(2), validation: Some(messages.clone()), ..VulkanOptions::default() };
-    test("vulkan:0", &OpenOptions { flat, vulkan: Some(vulkan), ..OpenOptions::default() });
+    let validation = Some(messages.clone());
+    let options = VulkanOptions { sparse, largest, channels: Some(2), validation, ..VulkanOptions::default() };
+    test(&DeviceSpec::new(VulkanSpec { gpu: "0".to_owned(), options }));
     let messages = messages.take();
     assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));
 }
@@ -100,15 +98,12 @@ fn a_file_is_open_once() {
 #[test]
 fn every_kind_takes_the_suite() {
     let mut taken = BTreeSet::new();
-    each_kind(|name, options| {
-        println!("{name}");
-        let spec: DeviceSpec = name.parse().unwrap();
-        suite(|| options.device(&spec).unwrap());
-        // `validate` asks the options whether there is data to keep.
-        if options.device(&spec).unwrap().backing_files().is_some() {
-            let has = |option| spec.kind().options.contains(option);
-            assert!(["file", "overwrite"].iter().all(has), "{name} has files, and not the options of such a device");
-        }
+    each_kind(|spec, options| {
+        println!("{spec}");
+        suite(|| options.device(spec).unwrap());
+        // `validate` asks the kind whether there is data to keep.
+        let has_files = options.device(spec).unwrap().backing_files().is_some();
+        assert_eq!(has_files, spec.kind().has(Ability::KeepsData), "{spec}");
         taken.insert(spec.kind().name);
     });
     let missing = KINDS.iter().map(|kind| kind.name).filter(|name| !taken.contains(name));
@@ -124,9 +119,9 @@ fn every_kind_is_loaded_to_verified_and_unloaded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     write_sample(&mut File::create(&path).unwrap(), 5 * MIB + 123, 1).unwrap();
-    each_kind(|name, options| {
-        println!("{name}");
-        let mut device = options.open(&name.parse().unwrap()).unwrap();
+    each_kind(|spec, options| {
+        println!("{spec}");
+        let mut device = options.open(spec).unwrap();
         let free = device.memory().free_bytes();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
@@ -157,31 +152,8 @@ fn every_kind_is_loaded_to_verified_and_unloaded() {
 }
 
 #[test]
-fn the_pages_name_every_kind() {
-    let page = |path: &str| {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..").join(path);
-        std::fs::read_to_string(path).unwrap()
-    };
-    let names = |text: &str, kind: &str| text.contains(&format!("`{kind}`")) || text.contains(&format!("`{kind}:"));
-    for path in ["README.md", "docs/reference/cli.md"] {
-        let rows: String = page(path).lines().filter(|line| line.starts_with("| `")).collect();
-        let missing: Vec<_> = KINDS.iter().map(|kind| kind.name).filter(|kind| !names(&rows, kind)).collect();
-        assert!(missing.is_empty(), "{path} has no row of {missing:?}");
-    }
-    for path in ["docs/how-to/load.md", "docs/how-to/replay-binds.md"] {
-        // Lines may be wrapped anywhere.
-        let text = page(path).split_whitespace().collect::<Vec<_>>().join(" ");
-        let list = text.split_once("flat addresses (").unwrap().1.split_once("GPUs without").unwrap().0;
-        let flat = KINDS.iter().filter(|kind| names(list, kind.name)).map(|kind| kind.name);
-        let expected = KINDS.iter().filter(|kind| kind.always_flat).map(|kind| kind.name);
-        assert_eq!(flat.collect::<Vec<_>>(), expected.collect::<Vec<_>>(), "{path}");
-    }
-}
-
-#[test]
 fn sizes_of_the_software_card_are_rounded_up_to_what_the_help_says() {
-    let options = OpenOptions { card_ddr: Some(1), card_hbm: Some(1), flat: true, ..OpenOptions::default() };
-    let card = options.device(&"soft".parse().unwrap()).unwrap();
+    let card = OpenOptions::default().device(&"soft,ddr=1,hbm=1,flat".parse().unwrap()).unwrap();
     let regions: Vec<_> = card.regions().iter().map(|region| (&*region.name, region.span.len())).collect();
     assert_eq!(regions, [("ddr", 2 * MIB), ("hbm0", 2 * MIB), ("hbm1", 2 * MIB)]);
 }
@@ -192,7 +164,8 @@ fn striped_buffers_need_an_mmu() {
     let path = folder.path().join("model.safetensors");
     write_sample(&mut File::create(&path).unwrap(), 5 * MIB, 1).unwrap();
     let load = |flat, placement: &str| {
-        let mut device = OpenOptions { flat, ..small(None) }.open(&"soft".parse().unwrap()).unwrap();
+        let options = OpenOptions { flat, ..OpenOptions::default() };
+        let mut device = options.open(&SMALL.parse().unwrap()).unwrap();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &placement.parse().unwrap(), &mut |_| {});
         loaded.map(drop).map_err(|e| e.to_string())
@@ -206,25 +179,9 @@ fn striped_buffers_need_an_mmu() {
 }
 
 #[test]
-fn options_of_other_kinds_are_refused_by_name() {
-    for (name, options, option) in [
-        ("ram:1MiB", small(None), "card-ddr"),
-        ("ram:1MiB", OpenOptions { ring: Some(16), ..OpenOptions::default() }, "ring"),
-        ("file:/dev/zero", OpenOptions { seed: Some(1), ..OpenOptions::default() }, "seed"),
-        ("vfio:0000:01:00.0", OpenOptions { workers: Some(Workers::One), ..OpenOptions::default() }, "workers"),
-        ("daemon", OpenOptions { fragmentation: Some(0.0), ..OpenOptions::default() }, "fragmentation"),
-        ("soft", OpenOptions { file: Some(Default::default()), ..OpenOptions::default() }, "file"),
-    ] {
-        let spec: DeviceSpec = name.parse().unwrap();
-        let error = options.open(&spec).err().unwrap();
-        assert!(matches!(&error, OpenError::Option { option: refused, .. } if *refused == option), "{name}: {error}");
-        assert_eq!(error.to_string(), format!("a {} device has no option {option}", spec.kind().name));
-    }
-    let no_queue = OpenOptions {
-        drive: dmalane::load::DriveOptions { queues: "2".parse().unwrap(), ..Default::default() },
-        ..small(None)
-    };
-    let error = no_queue.open(&"soft".parse().unwrap()).err().unwrap();
+fn a_queue_that_is_not_there_is_refused() {
+    let drive = dmalane::load::DriveOptions { queues: "2".parse().unwrap(), ..Default::default() };
+    let error = OpenOptions { drive, ..OpenOptions::default() }.open(&SMALL.parse().unwrap()).err().unwrap();
     assert_eq!(error.to_string(), "the device has no queue 2, it has 2");
 }
 

@@ -164,17 +164,13 @@ fn loads_and_reads_are_checked_as_the_bytes_arrive() {
             expected.check(read.filled.buffers.iter().map(|buffer| buffer.digests()))
         };
         read(&manifest).unwrap();
-        let loaded = device
-            .load_checked(&mut open(&paths), &Placement::Default, &manifest, &mut |_| {})
-            .unwrap();
+        let loaded = device.load_checked(&mut open(&paths), &Placement::Default, &manifest, &mut |_| {}).unwrap();
         assert!(loaded.files.iter().all(|file| file.checksum.is_some()));
         device.unload(loaded).unwrap();
         let hit = manifest.files[1].regions.iter().filter(|region| region.part.tensor().is_some()).nth(1).unwrap();
         flip(&paths[1], hit.start);
         let want = [format!("b.safetensors: {} differs (bytes {}..{})", hit.part, hit.start, hit.end)];
-        let error = device
-            .load_checked(&mut open(&paths), &Placement::Default, &manifest, &mut |_| {})
-            .unwrap_err();
+        let error = device.load_checked(&mut open(&paths), &Placement::Default, &manifest, &mut |_| {}).unwrap_err();
         assert_eq!(differs(&error), want);
         assert_eq!(device.memory().free_bytes(), free, "nothing stays on the device");
         assert_eq!(differs(&read(&manifest).unwrap_err()), want);

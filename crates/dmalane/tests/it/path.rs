@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{CardAddr, DeviceVa, FileOffset, PageSize, SgTable, Span};
 use dmalane::card::{CardDevice, CardUse};
-use dmalane::device::{AddressSpace, Bind, Device, DeviceInfo, MemoryError, Region, SpaceError};
+use dmalane::device::{AddressSpace, Device, DeviceInfo, MemoryError, Region, SpaceError};
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar, VolatileSlice};
 use dmalane::file::{Fallback, FileQueue, Mode};
 use dmalane::load::fill::FillOptions;
@@ -19,6 +19,7 @@ use dmalane::queue::{
     Refusal, Refused, Split, StopReason, Ticket,
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane::vm::BindRequest;
 use dmalane::{FileOptions, open_file};
 
 const MIB: u64 = 1 << 20;
@@ -329,8 +330,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, queue, select, .. } = open(path);
-    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, more: Vec::new(), select }]
+    let Input { source, queue, .. } = open(path);
+    [Input::new(source, Meddling { inner: queue, count: 0, meddle })]
 }
 
 #[test]
@@ -396,7 +397,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
 /// The fault of a [`Faulty`] device.
 #[derive(Default)]
 struct Faults {
-    /// It keeps so many completions for itself,
+    /// The number of completions that it keeps for itself,
     keeps: usize,
     kept: Vec<Completion>,
     /// and gives them up when it is stopped, or at once.
@@ -465,14 +466,14 @@ impl AddressSpace for Faulty {
         self.inner.address_space().reserve(memory, len)
     }
 
-    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        self.inner.address_space().bind(bind)
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        self.inner.address_space().apply(requests)
     }
 
-    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+    fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         match std::mem::take(&mut self.faults.lock().unwrap().remembers) {
             true => Err(SpaceError::Invalidate("the card is gone".into())),
-            false => self.inner.address_space().unbind(range),
+            false => self.inner.address_space().release(range),
         }
     }
 
@@ -719,8 +720,8 @@ fn the_reference_of_a_part_reads_what_the_load_reads() {
         drive.fill.checksum = checksum;
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
-        let first = inputs[0].model().unwrap().tensors[0].name.clone();
-        inputs[0].select = Some(Arc::new(move |name| name == first));
+        let first = inputs[0].source.model().unwrap().tensors[0].name.clone();
+        inputs[0].source.select(Some(Arc::new(move |name| name == first)));
         let read = |inputs: &[Input<FileQueue>]| -> u64 {
             let moved = inputs[0].more.iter().chain([&inputs[0].queue]).map(FileQueue::moved);
             moved.map(|moved| moved.buffered + moved.direct).sum()

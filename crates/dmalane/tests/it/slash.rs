@@ -4,8 +4,8 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use dmalane::device::Placement;
+use dmalane::devices::{KINDS, Listed};
 use dmalane::load::{DriveOptions, write_sample};
-use dmalane::registry::{KINDS, Listed};
 use dmalane::slash::model::{DriverModel, Version, Vrtd};
 use dmalane::slash::{HBM, SlashDevice, SlashOptions};
 use dmalane::{FileOptions, OpenDevice, open_file};
@@ -62,7 +62,7 @@ fn files_are_loaded_to_each_memory_by_the_channels_of_the_seed() {
 
 /// Lists the devices of a kind on a machine whose file system is `root`.
 fn listed(root: &Path, kind: &str) -> Vec<Listed> {
-    (KINDS.iter().find(|k| k.name == kind).unwrap().list)(root)
+    KINDS.iter().find(|k| k.name == kind).unwrap().list(root)
 }
 
 #[test]

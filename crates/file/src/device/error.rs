@@ -88,7 +88,7 @@ pub enum BadProbeAddress {
     /// It is not at the beginning of a page.
     #[error("it must be a multiple of 4 KiB")]
     Misaligned,
-    /// The device, of so many bytes, ends before the probe does.
+    /// The device ends, at this byte, before the probe does.
     #[error("the device ends at {0:#x}, and 16 KiB are needed")]
     PastEnd(u64),
     /// No file has such an address.

@@ -47,7 +47,7 @@ impl FileDevice {
     /// As [`FileDevice::open`].
     pub fn from_file(file: &File, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        Self::open(FileDevicePaths { h2c: path.clone(), c2h: path }, options)
+        Self::open(FileDevicePaths::same(path), options)
     }
 
     /// The files.
@@ -82,7 +82,7 @@ impl Device for FileDevice {
         let FileDevicePaths { h2c, c2h } = &self.opened.paths;
         let name = match h2c == c2h {
             true => format!("file:{}", h2c.display()),
-            false => format!("file:h2c={},c2h={}", h2c.display(), c2h.display()),
+            false => format!("file:{},c2h={}", h2c.display(), c2h.display()),
         };
         DeviceInfo { name, notes: vec![format!("by {}", self.how())], processors: 1, ..DeviceInfo::default() }
     }

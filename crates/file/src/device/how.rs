@@ -30,7 +30,7 @@ pub enum BackendReason {
     #[error("trusted without a probe")]
     Trusted,
     /// [`FileDeviceOptions::probe_at`](crate::FileDeviceOptions::probe_at) names no address.
-    #[error("io_uring was not tried: that needs --probe-at OFFSET (FileDeviceOptions::probe_at)")]
+    #[error("io_uring was not tried: that needs an offset (file:PATH,probe-at=OFFSET, FileDeviceOptions::probe_at)")]
     NotProbed,
     /// A better one is not available, or failed its probe.
     #[error("not {backend}: {error}")]

@@ -25,7 +25,7 @@ pub use error::{BadProbeAddress, FileDeviceError};
 pub use file_device::FileDevice;
 pub use how::{BackendReason, FileDeviceHow};
 pub use options::FileDeviceOptions;
-pub use paths::{BadFileDevicePaths, FileDevicePaths};
+pub use paths::FileDevicePaths;
 pub use probe::ProbeError;
 pub use protected::HoldsData;
 pub use queue::FileDeviceQueue;

@@ -40,7 +40,7 @@ struct State {
 }
 
 impl Workers {
-    /// Starts so many threads.
+    /// Starts this number of threads.
     ///
     /// # Errors
     /// The kernel's, when it starts none of them; fewer than asked for are no error.

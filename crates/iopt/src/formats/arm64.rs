@@ -57,7 +57,7 @@ pub trait ArmStage: Copy + Debug + 'static {
         Access::empty()
     }
 
-    /// [`Format::registers`] for so many levels.
+    /// [`Format::registers`] for the levels of these fields.
     fn registers(fields: &Fields, root: u64) -> Vec<Register>;
 }
 

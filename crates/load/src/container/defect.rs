@@ -9,8 +9,8 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Defect {
-    /// No JSON, or not with the fields that it must have. The message is in plain words; the parser's, which name types
-    /// of this program, are no source of it.
+    /// No JSON, or not with the required fields. The message is in plain words: parser errors name Rust types, so they
+    /// are not shown.
     #[error("{}", plain_json(.0, "dtype"))]
     Json(serde_json::Error),
     /// It does not start with the magic number of its format, these bytes.
@@ -91,7 +91,7 @@ pub enum Defect {
         /// The alignment.
         alignment: u64,
     },
-    /// A quantised tensor whose rows are not made of whole blocks of so many elements.
+    /// A quantised tensor whose rows are not made of whole blocks, which have this number of elements.
     #[error("a row is not made of whole blocks of {0} elements")]
     PartialBlock(u64),
     /// A tensor starts within the one before it.
@@ -172,7 +172,7 @@ pub enum Defect {
         /// The command that wrote it.
         command: String,
     },
-    /// A manifest has a file of so many bytes, which none has.
+    /// A manifest has a file of this size in bytes, which none has.
     #[error("its size, {0} bytes, is more than any file has")]
     FileSize(u64),
     /// A region of a manifest does not begin where the one before it ends.

@@ -6,17 +6,7 @@ use std::sync::Arc;
 use sha2::{Digest as _, Sha256};
 use twox_hash::XxHash3_64;
 
-use super::FillOptions;
-
-/// Regions to hash: each buffer is cut into consecutive ones, which may be empty.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct HashRegions {
-    /// For each buffer the offsets at which its regions end, in ascending order. Bytes behind the last one belong to no
-    /// region.
-    pub ends: Vec<Vec<u64>>,
-    /// Take SHA-256 as well, which costs several times as much.
-    pub sha256: bool,
-}
+use super::options::{FillOptions, HashRegions};
 
 /// Hashes of a region.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -1,15 +1,16 @@
 //! Landing places: huge pages that reads arrive in, where the buffers have small pages behind a memfd.
 //!
-//! A disk request lists pages, and the kernel zeroes pages of a memfd that are touched. Reads into huge pages that are
-//! used again and again, and copies from there into pages that the kernel makes with these contents, or that are there
-//! already, take less time, and leave the disk's requests as long as they are elsewhere.
+//! A disk request lists its pages, so that small pages make short requests, and the kernel zeroes a page of a memfd that
+//! is touched for the first time. So reads go to huge pages, which are used again and again. The bytes are copied from
+//! there into pages that the kernel makes with these contents, or that are present already. Both together take less time
+//! than reads into small pages.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, LazyLock, Mutex};
 
 use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Pool, Reserved, SharedBuf};
 
-use super::locked;
-use super::state::Fragment;
+use crate::lock::locked;
 
 /// Bytes of all landing places of a job together.
 const BYTES: usize = 32 << 20;
@@ -27,6 +28,8 @@ pub(super) struct Landing {
     /// Bytes of each: at least a chunk.
     len: usize,
     places: Mutex<Places>,
+    /// Chunks that have landed and are still to be copied.
+    full: Mutex<VecDeque<Full>>,
 }
 
 struct Places {
@@ -48,8 +51,9 @@ pub(super) struct Landed(Mutex<Parts>);
 
 struct Parts {
     absent: Option<Absent>,
-    /// Fragments that have arrived.
-    fragments: Vec<Fragment>,
+    buffer: usize,
+    /// What has arrived: its offset in the buffer, the extent that it is of, if any, and its memory.
+    slices: Vec<(usize, Option<usize>, BufferSlice)>,
     /// Bytes that have not arrived.
     missing: usize,
     /// The rest of the landing place, behind the chunk.
@@ -61,20 +65,20 @@ pub(super) struct Full {
     /// Where they belong, and in which buffer.
     pub absent: Absent,
     pub buffer: usize,
-    /// The extents that they are of, front to back, and how many bytes of each.
-    pub tags: Vec<(Option<usize>, usize)>,
+    /// The extents that its slices are of, front to back, and bytes of each slice.
+    pub extents: Vec<(Option<usize>, usize)>,
     from: BufferSlice,
     rest: BufferSlice,
 }
 
 impl Landing {
     /// Landing places for chunks of `chunk` bytes, if the memory of any buffer is better copied to, and `room` says
-    /// that there is memory for so many bytes besides the buffers.
+    /// that there is memory for them besides the buffers.
     pub fn new(reserved: &[Reserved], chunk: usize, room: impl FnOnce(usize) -> bool) -> Option<Self> {
         let wanted = chunk <= BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to) && room(BYTES);
         let len = chunk.next_multiple_of(HUGE);
         let places = Places { free: Vec::new(), made: 0, left: BYTES / len };
-        wanted.then(|| Self { heap: PLACES.clone(), len, places: Mutex::new(places) })
+        wanted.then(|| Self { heap: PLACES.clone(), len, places: Mutex::new(places), full: Mutex::default() })
     }
 
     /// A landing place; `None` where there is no memory for any, so that chunks are read where they stay.
@@ -102,9 +106,14 @@ impl Landing {
         }
     }
 
-    /// Memory for the reads of a chunk, as long as that, and what keeps the chunk until they have ended. Gives the
-    /// chunk back where there is no memory for that, and never tries to make another landing place then.
-    pub fn begin(&self, Place(place): Place, absent: Absent) -> Result<(BufferSlice, Arc<Landed>), Absent> {
+    /// Memory for the reads of a chunk of a buffer, of the same length, and what keeps the chunk until they have ended.
+    /// Gives the chunk back where there is no memory for that, and never tries to make another landing place then.
+    pub fn begin(
+        &self,
+        Place(place): Place,
+        absent: Absent,
+        buffer: usize,
+    ) -> Result<(BufferSlice, Arc<Landed>), Absent> {
         let make = || self.heap.reserve(self.len).and_then(Reserved::populate).map(SharedBuf::into_slice);
         let missing = absent.len();
         let cut = place.or_else(|| make().ok()).and_then(|mut rest| Some((rest.split_off_front(missing)?, rest)));
@@ -113,8 +122,20 @@ impl Landing {
             (places.left, places.made) = (0, places.made - 1);
             return Err(absent);
         };
-        let parts = Parts { absent: Some(absent), fragments: Vec::new(), missing, rest };
+        let parts = Parts { absent: Some(absent), buffer, slices: Vec::new(), missing, rest };
         Ok((front, Arc::new(Landed(Mutex::new(parts)))))
+    }
+
+    /// Takes a slice of a chunk that has arrived; a chunk that has landed as a whole is the next one to be copied.
+    pub fn add(&self, landed: &Landed, offset: usize, extent: Option<usize>, slice: BufferSlice) {
+        if let Some(full) = landed.add(offset, extent, slice) {
+            locked(&self.full).push_back(full);
+        }
+    }
+
+    /// A chunk that is to be copied.
+    pub fn full(&self) -> Option<Full> {
+        locked(&self.full).pop_front()
     }
 
     /// Copies a chunk to where it belongs, and frees its landing place.
@@ -135,23 +156,22 @@ impl Landing {
 }
 
 impl Landed {
-    /// Takes a fragment that has arrived; the chunk, if that was the last one.
-    pub fn add(&self, fragment: Fragment) -> Option<Full> {
+    /// Takes a slice that has arrived; the chunk, if that was the last one.
+    fn add(&self, offset: usize, extent: Option<usize>, slice: BufferSlice) -> Option<Full> {
         let mut parts = locked(&self.0);
-        parts.missing = parts.missing.saturating_sub(fragment.slice.len());
-        parts.fragments.push(fragment);
+        parts.missing = parts.missing.saturating_sub(slice.len());
+        parts.slices.push((offset, extent, slice));
         if parts.missing > 0 {
             return None;
         }
-        let mut fragments = std::mem::take(&mut parts.fragments);
-        fragments.sort_by_key(|fragment| fragment.tag.offset);
+        let mut slices = std::mem::take(&mut parts.slices);
+        slices.sort_by_key(|(offset, ..)| *offset);
         let left = parts.rest.len();
         let (absent, rest) = (parts.absent.take()?, parts.rest.split_off_front(left)?);
-        let buffer = fragments.first()?.tag.buffer;
-        let (tags, slices): (Vec<_>, Vec<_>) =
-            fragments.into_iter().map(|Fragment { tag, slice }| ((tag.extent, slice.len()), Some(slice))).unzip();
+        let (extents, slices): (Vec<_>, Vec<_>) =
+            slices.into_iter().map(|(_, extent, slice)| ((extent, slice.len()), Some(slice))).unzip();
         let from = slices.into_iter().reduce(|a, b| a?.join(b?).ok()).flatten()?;
-        Some(Full { absent, buffer, tags, from, rest })
+        Some(Full { absent, buffer: parts.buffer, extents, from, rest })
     }
 }
 
@@ -171,7 +191,7 @@ mod tests {
             let mut there = Vec::new();
             while let Ok(place) = landing.take() {
                 let absent = MemfdHeap::starting_at(PageKind::Base).reserve(chunk).unwrap().next(chunk).unwrap();
-                there.push(landing.begin(place.unwrap(), absent).map_err(drop).unwrap());
+                there.push(landing.begin(place.unwrap(), absent, 0).map_err(drop).unwrap());
             }
             assert_eq!(there.len() * HUGE, BYTES, "all of them are in use");
             drop((landing, there));
@@ -190,10 +210,10 @@ mod tests {
         let place = |landing: &Landing| landing.take().map_or(None, |place| place);
         let (first, second) = (place(&landing).unwrap(), place(&landing).unwrap());
         let chunk = reserved[0].next(2 << 20).unwrap();
-        let chunk = landing.begin(first, chunk).map(drop).unwrap_err();
+        let chunk = landing.begin(first, chunk, 0).map(drop).unwrap_err();
         assert_eq!(chunk.populate().unwrap().len(), 2 << 20, "as if nothing had happened");
         assert!(matches!(landing.take(), Err(Busy)), "the other one may still be made");
         let chunk = reserved[0].next(2 << 20).unwrap();
-        assert!(landing.begin(second, chunk).is_err() && matches!(landing.take(), Ok(None)));
+        assert!(landing.begin(second, chunk, 0).is_err() && matches!(landing.take(), Ok(None)));
     }
 }

@@ -6,7 +6,8 @@ use dmalane_addr::{Access, FileOffset, PageSize};
 use dmalane_dma::{Absent, BufferSlice, Error, Heap, PageBacking, Registrar};
 use dmalane_queue::Registered;
 
-use crate::clock::{Clocks, Stage};
+use crate::clock::Clocks;
+use crate::stage::Stage;
 
 /// Buffers that stay: reserved as wholes, and made present chunk by chunk.
 #[derive(Clone, Copy)]
@@ -24,8 +25,8 @@ pub struct BufferMemory<'a> {
 /// Fills memory that is not present with bytes that a source has in memory already, such as the page cache.
 pub trait FillCached: Sync {
     /// Fills the first `len` bytes of `absent` with bytes of a source from `at` on, and what is left of its last page
-    /// with zeroes. Called by several workers at a time; must not wait for another one, which would do better to
-    /// read.
+    /// with zeroes. Called by several workers at a time. Must not wait for another call: a worker that would have to
+    /// wait does better to read.
     ///
     /// # Errors
     /// The memory, which then is made present and read into by the source's queue.
@@ -85,7 +86,7 @@ impl Staging {
         Self { heap, registrar, slots: Vec::new(), buffers: 0, limit, len: limit }
     }
 
-    /// Prepares for files of which the largest has so many bytes.
+    /// Prepares for files of which the largest has `largest` bytes.
     pub(crate) fn prepare(&mut self, largest: u64) {
         // Small files take small buffers, but whole huge pages where that is no more than was asked for.
         let largest = largest.min(self.limit);

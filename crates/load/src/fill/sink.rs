@@ -11,9 +11,12 @@ use dmalane_queue::{
     Refused, StallWatch, StopReason, Ticket, drain,
 };
 
-use super::state::{Fragment, Tag};
-use super::{FillError, FillOptions, QueueFailure, locked};
-use crate::clock::{Clocks, Stage};
+use super::error::{Failed, FillError, QueueFailure};
+use super::fragment::{Fragment, Tag};
+use super::options::FillOptions;
+use crate::clock::Clocks;
+use crate::lock::locked;
+use crate::stage::Stage;
 
 /// Where bytes go when they have arrived, and were hashed if checksums are on.
 pub enum Sink<'a> {
@@ -103,9 +106,6 @@ struct End<'a> {
     timeout: Duration,
     clocks: Clocks,
 }
-
-/// Where something failed, and how.
-pub(super) type Failed = ((usize, usize), FillError);
 
 impl<'a> DeviceSink<'a> {
     /// `None` for memory.
@@ -285,8 +285,8 @@ impl End<'_> {
         if let Some(failed) = failed {
             return Err(failed);
         }
-        // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it
-        // can. Only time in which a worker waited for it counts.
+        // A device that has halted gets no more time. One that hangs is stopped, and may let go of its transfers then.
+        // Only time in which a worker waited for it counts.
         let mut lost = self.halt.lost(&*self.queue).map(|reason| (reason, Duration::ZERO));
         if lost.is_none() && quiet && !timeout.is_zero() {
             lost = self.stall.lost(self.timeout).map(|reason| (reason, self.timeout.min(RELEASE_TIMEOUT)));

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
-use super::state::{Claimed, Fragment, Read, State, Tag};
-use super::{FillError, QueueFailure};
-use crate::clock::{Clocks, Stage};
-
-/// The longest sleep before everything is polled again.
-pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
+use super::claim::Claimed;
+use super::error::{FillError, QueueFailure};
+use super::fragment::{Fragment, Read, Tag};
+use super::state::{POLL_INTERVAL, State};
+use crate::clock::Clocks;
+use crate::stage::Stage;
 
 pub(super) struct Worker<'l, 'a, 'w, S> {
     state: &'l State<'a, 'w>,
@@ -83,7 +83,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let mut claimed = false;
         loop {
             self.submit();
-            if self.waiting_bytes >= self.state.chunk || self.state.stopped() {
+            if self.waiting_bytes >= self.state.supply.chunk || self.state.stopped() {
                 return (claimed, false);
             }
             match self.state.claim(self.capacity, &mut self.clocks) {
@@ -126,7 +126,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 }
                 Err(Refused { reason, .. }) => {
                     let error = FillError::Queue { source_index: source, source: reason.into() };
-                    return self.state.fail((tag.buffer, tag.offset), error);
+                    return self.state.fail(((tag.buffer, tag.offset), error));
                 }
             }
         }
@@ -163,7 +163,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let (Some((at, tag, begun)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice())
         else {
             let error = FillError::Queue { source_index: source, source: QueueFailure::NotSubmitted(ticket) };
-            return self.state.fail((0, 0), error);
+            return self.state.fail(((0, 0), error));
         };
         match result {
             Ok(()) => {
@@ -173,7 +173,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             }
             Err(error) => {
                 let place = (tag.buffer, tag.offset);
-                self.state.fail(place, FillError::Read { source_index: source, at, error });
+                self.state.fail((place, FillError::Read { source_index: source, at, error }));
             }
         }
     }

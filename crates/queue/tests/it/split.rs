@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_queue::{
-    AddressPolicy, BalancePolicy, Cancelled, Capabilities, DeviceAddr, Direction, Fragment, Limits, OpError, Operation,
+    AddressPolicy, BalancePolicy, Cancelled, Capabilities, DeviceAddr, Direction, Limits, OpError, Operation, Piece,
     Policy, Queue, Refusal, Refused, Split, StopReason, Ticket, Work, drain,
 };
 
@@ -14,10 +14,10 @@ use crate::fakes::{Device, Orders, number, slice};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Cuts copies into fragments of 64 bytes, and gives them to the queues in turn.
+/// Cuts copies into pieces of 64 bytes, and gives them to the queues in turn.
 #[derive(Default)]
 struct Cut {
-    queues: Vec<VecDeque<Fragment>>,
+    queues: Vec<VecDeque<Piece>>,
     /// The only queue for operations that are not cut.
     only: Option<usize>,
 }
@@ -26,15 +26,15 @@ impl Policy for Cut {
     fn arrive(&mut self, transfer: u64, _: Direction, _: Option<CardAddr>, len: u64, channels: usize) {
         self.queues.resize_with(channels, VecDeque::new);
         for (i, offset) in (0..len).step_by(64).enumerate() {
-            self.queues[i % channels].push_back(Fragment { transfer, offset, len: 64 });
+            self.queues[i % channels].push_back(Piece { transfer, offset, len: 64 });
         }
     }
 
-    fn next(&mut self, channel: usize, _: Duration) -> Option<Fragment> {
+    fn next(&mut self, channel: usize, _: Duration) -> Option<Piece> {
         self.queues.get_mut(channel)?.pop_front()
     }
 
-    fn ended(&mut self, _: usize, _: &Fragment, _: Duration, _: bool) {}
+    fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
 
     fn forget(&mut self, transfer: u64) {
         self.queues.iter_mut().for_each(|queue| queue.retain(|f| f.transfer != transfer));
@@ -64,7 +64,7 @@ fn got(orders: &[Arc<Mutex<Orders>>; 2]) -> [Vec<u64>; 2] {
     [0, 1].map(|i| orders[i].lock().unwrap().got.clone())
 }
 
-/// Lets each queue end so many.
+/// Lets each queue end `each` operations.
 fn end(orders: &[Arc<Mutex<Orders>>; 2], each: usize) {
     orders.iter().for_each(|orders| orders.lock().unwrap().end = each);
 }
@@ -166,8 +166,8 @@ fn a_cancelled_copy_comes_back_whole_or_ends_without_what_was_not_begun() {
     let (mut split, orders) = both(2, None);
     let first = split.submit(read(0, 128)).unwrap();
     split.flush();
-    assert_eq!(got(&orders), [[0], [64]], "one fragment each, which the devices have begun");
-    // Six fragments: two in the queues, the others not yet given to them.
+    assert_eq!(got(&orders), [[0], [64]], "one piece each, which the devices have begun");
+    // Six pieces: two in the queues, the others not yet given to them.
     let long = split.submit(read(1000, 384)).unwrap();
     split.flush();
     let Cancelled::Removed(back) = split.cancel(long) else { panic!("no device has begun with it") };
@@ -176,7 +176,7 @@ fn a_cancelled_copy_comes_back_whole_or_ends_without_what_was_not_begun() {
     assert!(matches!(split.cancel(first), Cancelled::Requested), "both devices were asked");
     end(&orders, 1);
     assert_eq!(results(&mut split), [(first, Ok(()), 128)]);
-    // With the first two fragments begun, the rest of the bytes is taken back.
+    // With the first two pieces begun, the rest of the bytes is taken back.
     let third = split.submit(back).unwrap();
     split.flush();
     assert!(matches!(split.cancel(third), Cancelled::Requested));

@@ -122,7 +122,7 @@ fn submit(bus: &Arc<Liar>, channel: &mut CardQueue<Liar>) -> Result<(), Refusal>
     submit_read(bus, channel, 4096).map(drop)
 }
 
-/// Submits a read of so many bytes; gives where in host memory they go.
+/// Submits a read of `len` bytes; gives where in host memory they go.
 fn submit_read(bus: &Arc<Liar>, channel: &mut CardQueue<Liar>, len: usize) -> Result<Iova, Refusal> {
     let buf = AnonHeap::new().allocate(len).unwrap().share();
     let via = Registered::new(&**bus, &buf, Access::RW).unwrap();

@@ -56,7 +56,7 @@ pub struct Version {
     pub hint: u32,
     /// The granule of BUF_CREATE.
     pub granule: u32,
-    /// Transfers can be io_uring commands, so many at the same time; 0 for none.
+    /// Most transfers that are io_uring commands at the same time; 0 for none.
     pub commands: usize,
 }
 

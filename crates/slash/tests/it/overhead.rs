@@ -123,7 +123,7 @@ fn from_the_submission_to_the_drivers_call() {
     measure("an io_uring command", true, Duration::ZERO, SlashOptions::default());
 }
 
-/// Submits one operation at a time, each so long after the last.
+/// Submits one operation at a time, each `after` the last.
 fn measure(what: &str, commands: bool, after: Duration, options: SlashOptions) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, commands, Duration::ZERO);

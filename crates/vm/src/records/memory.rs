@@ -74,7 +74,7 @@ impl<F: Format> Records<F> {
         (class, groups)
     }
 
-    /// Makes room for so many nodes more, their words apart.
+    /// Makes room for `count` nodes more, their words apart.
     fn keep_numbers(&mut self, count: u64) -> Result<(), Full> {
         let Some(fresh) = count.checked_sub(self.spare.len() as u64) else { return Ok(()) };
         let fresh = u32::try_from(fresh + self.nodes.len() as u64).map_err(|_| Full)? as usize - self.nodes.len();
@@ -142,7 +142,7 @@ impl<F: Format> Records<F> {
     pub(crate) fn widen(&mut self, chunk: u64) -> Result<(), Full> {
         let page = Self::chunk_pages(chunk).0;
         let mut id = ROOT;
-        for level in 0..Self::LAST {
+        for level in self.top()..Self::LAST {
             let word = self.nodes[id as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 break;

@@ -1,10 +1,10 @@
 //! The integration tests of this crate, linked once.
 
+mod any;
 mod array;
 #[path = "../geometries/mod.rs"]
 mod geometries;
 mod long;
-mod queue;
 mod shapes;
 #[cfg(feature = "trace")]
 mod trace;

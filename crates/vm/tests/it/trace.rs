@@ -7,12 +7,33 @@ use std::sync::Arc;
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, FormatId, HeapTables};
 use dmalane_vm::trace::{
-    Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Recorder, Replay, TraceHeader, TraceOperation, TraceRefusal,
+    Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Outcome, Recorder, Requests, TraceHeader, TraceOperation, TraceRefusal,
 };
 use dmalane_vm::{AnyVm, BindRequest, Bo, Mapped, MappedSource, Vm};
 use proptest::prelude::*;
 
 const PAGE: u64 = 16 << 10;
+
+/// A replay, line by line.
+struct Replay {
+    requests: Requests,
+    replay: dmalane_vm::trace::Replay,
+}
+
+impl Replay {
+    fn new(vm: Box<dyn AnyVm + Send>) -> Self {
+        Self { requests: Requests::default(), replay: dmalane_vm::trace::Replay::new(vm) }
+    }
+    fn vm(&self) -> &dyn AnyVm {
+        self.replay.vm()
+    }
+    fn step(&mut self, line: Line<'_>) -> Option<Outcome> {
+        Some(self.replay.apply(self.requests.line(line)?))
+    }
+    fn apply(&mut self, operation: &TraceOperation) -> Outcome {
+        self.replay.apply(self.requests.operation(operation))
+    }
+}
 
 fn replay() -> Replay {
     let range = Span::new(DeviceVa::new(PAGE), (1 << 39) - PAGE);
@@ -309,40 +330,6 @@ proptest! {
             }
         }
         prop_assert_eq!(replayed, mapping(&vm));
-    }
-}
-
-/// The names of errors and their numbers, as a source file has them.
-fn names(source: &str) -> Vec<(&str, String)> {
-    let tables = source.split("=> (\"").skip(1);
-    let rows = tables.filter_map(|rest| rest.split_once(')')).filter_map(|(row, _)| row.split_once("\", Errno::"));
-    let number = |variant: &str| match variant {
-        "TooBig" => "E2BIG".to_owned(),
-        "NotSup" => "EOPNOTSUPP".to_owned(),
-        other => format!("E{}", other.to_uppercase()),
-    };
-    rows.map(|(name, variant)| (name, number(variant))).collect()
-}
-
-#[test]
-fn every_error_and_operation_is_documented() {
-    let page = |name: &str| {
-        std::fs::read_to_string(format!("{}/../../docs/formats/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
-    };
-    let (array, trace) = (page("vm-array.md"), page("vm-trace.md"));
-    let vm = names(include_str!("../../src/errno.rs"));
-    let of_array = names(include_str!("../../src/array.rs"));
-    let of_trace = names(include_str!("../../src/trace/error.rs"));
-    assert!(vm.len() >= 17 && of_array.len() >= 7 && of_trace.len() >= 11, "the tables were not found");
-    for (page, list) in [(&array, &vm), (&array, &of_array), (&trace, &of_trace)] {
-        for (name, number) in list {
-            assert!(page.contains(&format!("| `{name}` | {number} |")), "{name} {number} has no line");
-        }
-    }
-    for op in
-        ["bo", "destroy", "bind", "repeat", "null", "unbind", "unbind_bo", "prefetch", "merge", "batch", "reserved"]
-    {
-        assert!(trace.contains(&format!("| `{op}` | ")), "{op} has no line");
     }
 }
 

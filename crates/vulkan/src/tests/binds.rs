@@ -4,7 +4,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::DeviceVa;
 use dmalane_device::{AddressSpace, SpaceError};
-use dmalane_vm::BindRequest;
 
 use super::*;
 use crate::sparse::Held;
@@ -60,7 +59,9 @@ fn a_bind_stays_known_to_the_copies_that_wait_for_it() {
     // The bind waits for this one on the same queue of the driver, and the next for the bind.
     let _first = gpu.queues[0].submit(fill(at)).unwrap();
     gpu.queues[0].flush();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: LEN, access: Access::RW }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: LEN, access: Access::RW }])
+        .unwrap();
     let at = space.at(range.first());
     let _second = gpu.queues[0].submit(fill(at)).unwrap();
     gpu.queues[0].flush();
@@ -80,12 +81,12 @@ fn a_bind_that_failed_keeps_only_its_own_memory() {
     let held = left(&gpu.live)[0];
     let space = gpu.device.address_space();
     let range = space.reserve(&table, 1 << 20).unwrap();
-    let bind = |bo, access| Bind { va: range.first(), bo, offset: 0, len: 1 << 20, access };
+    let bind = |bo: &Arc<Bo>| [request(range.first(), bo, 0, 1 << 20)];
     gpu.faults.fail_call("vkQueueBindSparse", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
-    assert!(matches!(space.bind(&bind(&bo, Access::RW)), Err(SpaceError::Driver(_))));
+    assert!(matches!(space.apply(&bind(&bo)), Err(SpaceError::Driver(_))));
     gpu.faults.heal();
-    space.bind(&bind(&other, Access::RW)).unwrap();
-    space.unbind(range).unwrap();
+    space.apply(&bind(&other)).unwrap();
+    space.release(range).unwrap();
     gpu.memory.free(table.segments()).unwrap();
     gpu.memory.free(other_table.segments()).unwrap();
     assert_eq!(left(&gpu.live)[0], held - 2, "that of the bind that the driver did not get is its own again too");
@@ -108,7 +109,7 @@ fn a_batch_that_is_refused_leaves_old_binds() {
     let at = space.at(range.first());
     let read = Operation::read(gpu.host(&[0; 4096]), at);
     assert_eq!(bytes_of(run(&mut *gpu.queues[0], vec![read]).unwrap().remove(0)), [5; 4096]);
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -119,13 +120,15 @@ fn unbinding_waits_for_copies_that_use_what_is_bound() {
     let (bo, _, table) = gpu.allocate(LEN);
     let space = gpu.device.address_space();
     let range = space.reserve(&table, LEN).unwrap();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: LEN, access: Access::RW }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: LEN, access: Access::RW }])
+        .unwrap();
     let at = space.at(range.first());
     let _ticket = gpu.queues[0].submit(Operation::fill(at, LEN, 0x0102_0304_0506_0708)).unwrap();
     gpu.queues[0].flush();
     // The driver's own order would hide it: the space asks before it gives the driver anything.
     gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
-    let refused = gpu.device.address_space().unbind(range);
+    let refused = gpu.device.address_space().release(range);
     let Err(SpaceError::Invalidate(error)) = refused else { panic!("{refused:?}") };
     assert!(error.to_string().contains("vkWaitSemaphores"), "{error}");
     drop(drain(&mut *gpu.queues[0], LONG));
@@ -142,7 +145,7 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
     assert!(error.contains("room for 6291456") && error.contains(",flat"), "{error}");
     // Shorter ones have a buffer each, however many.
     let ranges = [(); 6].map(|()| space.reserve(&table, 4 << 20).unwrap());
-    ranges.into_iter().for_each(|range| space.unbind(range).unwrap());
+    ranges.into_iter().for_each(|range| space.release(range).unwrap());
     gpu.end();
 }
 
@@ -161,7 +164,7 @@ fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     // Not a batch too many, but something that sparse buffers do not have.
     let error = space.apply(&[BindRequest::Null { va: range.first(), len: 65536 }]).unwrap_err().to_string();
     assert!(error.contains("no null pages"), "{error}");
-    space.unbind(range).unwrap();
+    space.release(range).unwrap();
     gpu.end();
 }
 
@@ -173,7 +176,7 @@ fn up_to_the_limit() -> Option<(MutexGuard<'static, ()>, Opened, u64)> {
     let (live, limit) = (Arc::<Live>::default(), crate::sparse::binds_left());
     // A number of its own, so that tests beside it have some left.
     live.held.set(Held::new(limit)).unwrap();
-    // Not under the layers, which take minutes for so many binds. The GPU reads, not the processor, which does not see
+    // Not under the layers, which take minutes for these binds. The GPU reads, not the processor, which does not see
     // what the driver has bound.
     let gpu = Opened::as_given(&VulkanOptions { direct: 0, ..VulkanOptions::default() }, live)?;
     if gpu.device.gpu().kind != "software GPU" {
@@ -218,7 +221,7 @@ fn binds_up_to_the_limit_are_all_seen() {
         gpu.name_pages(at, batch.iter().copied(), |n| n);
         assert_eq!(gpu.names(batch.iter().map(|n| within(range, n * page))).unwrap(), batch);
     }
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -250,7 +253,7 @@ fn binds_near_the_limit_are_seen_when_others_were_unbound_singly() {
         }
         let mapped = mappings(range);
         assert!((limit..=2 * limit + 1).contains(&mapped), "{mapped} mappings for {limit} binds");
-        gpu.device.address_space().unbind(range).unwrap();
+        gpu.device.address_space().release(range).unwrap();
         gpu.end();
     }
 }
@@ -276,7 +279,7 @@ fn a_batch_at_the_limit_takes_away_before_it_cuts() {
     for n in (0..half).step_by(500) {
         assert_eq!(gpu.names([va(n, 0), va(n, 2)]).unwrap(), [1, 3]);
     }
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -303,7 +306,7 @@ fn a_batch_at_the_limit_takes_away_before_it_replaces() {
         let names: Vec<u64> = part.iter().map(|n| n | 1).collect();
         assert_eq!(gpu.names(part.iter().map(|n| within(range, n * page))).unwrap(), names);
     }
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -339,7 +342,7 @@ fn mappings_of_holes_do_not_add_up() {
     odd.iter().for_each(|n| space.apply(&[unbind(n)]).unwrap());
     let few = mappings(range);
     assert!((PAGES - 1..=PAGES + 1).contains(&many) && few <= 3, "{many} mappings, and then {few}");
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -369,7 +372,7 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
     too_many(space, &[hole(31)], 9);
     // A bind in the middle of another leaves two more.
     too_many(space, &[bind(20, 0, 1)], 10);
-    // What takes no more pieces is done: shorter ones, and one instead of others.
+    // Changes that need no more pieces are made: shorter ones, and one instead of others.
     holes.push(PAGES - 1);
     space.apply(&[hole(PAGES - 1)]).unwrap();
     space.apply(&[hole(0), bind(0, 0, 1)]).unwrap();
@@ -377,7 +380,7 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
         let read = gpu.names([va(n)]).ok();
         assert_eq!(read, Some(vec![n]).filter(|_| !holes.contains(&n)), "page {n}");
     }
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -422,18 +425,26 @@ fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
         gpu.memory.free(new_table.segments()).unwrap();
         let kept = if replaces { memories } else { memories - 1 };
         assert_eq!(left(&gpu.live)[0], kept, "what may be bound stays");
-        gpu.device.address_space().unbind(range).unwrap();
+        gpu.device.address_space().release(range).unwrap();
         assert_eq!(left(&gpu.live)[0], memories - 2);
         // Binds of another range are ordered behind those that were sent.
         let (bo, at, table) = gpu.allocate(PAGES * page);
         drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, PAGES * page, 0x0606_0606_0606_0606)]).unwrap());
         let space = gpu.device.address_space();
         let range = space.reserve(&table, PAGES * page).unwrap();
-        space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: PAGES * page, access: Access::RW }).unwrap();
+        space
+            .apply(&[BindRequest::Bind {
+                va: range.first(),
+                bo: bo.clone(),
+                offset: 0,
+                len: PAGES * page,
+                access: Access::RW,
+            }])
+            .unwrap();
         let at = space.at(range.first());
         let read = Operation::read(gpu.host(&[0; 4096]), at);
         assert_eq!(bytes_of(run(&mut *gpu.queues[0], vec![read]).unwrap().remove(0)), [6; 4096]);
-        gpu.device.address_space().unbind(range).unwrap();
+        gpu.device.address_space().release(range).unwrap();
         gpu.end();
     }
 }
@@ -455,7 +466,7 @@ fn what_a_batch_takes_away_goes_before_it_binds() {
     gpu.memory.free(table.segments()).unwrap();
     gpu.memory.free(new_table.segments()).unwrap();
     assert_eq!(left(&gpu.live)[0], memories - 1, "the driver was not given the bind at the lower address yet");
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -496,12 +507,12 @@ fn binds_that_failed_count_until_they_are_taken_away() {
         gpu.memory.free(new_table.segments()).unwrap();
         assert_eq!(left(&gpu.live)[0], memories, "{call}");
         let space = gpu.device.address_space();
-        space.unbind(one).unwrap();
+        space.release(one).unwrap();
         assert_eq!(left(&gpu.live)[0], memories - 1, "{call}");
         let space = gpu.device.address_space();
         space.apply(&few(8)).unwrap();
         assert!(held.add(1).is_err());
-        space.unbind(other).unwrap();
+        space.release(other).unwrap();
         gpu.end();
         assert!(held.add(8).is_ok(), "nothing is counted twice");
     }
@@ -537,15 +548,15 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
     other_space.apply(&other[..3]).unwrap();
     assert!(space.apply(&one[6..7]).is_err());
-    // What one gives back the other may have, also when it goes.
-    space.unbind(range).unwrap();
+    // One may have the pieces that the other gives back, also when it goes.
+    space.release(range).unwrap();
     other_space.apply(&other[..5]).unwrap();
     second.end();
     let (_, _, table) = first.allocate(32 * page);
     let space = first.device.address_space();
     let range = space.reserve(&table, 32 * page).unwrap();
     space.apply(&binds(range, &bo)).unwrap();
-    space.unbind(range).unwrap();
+    space.release(range).unwrap();
     first.end();
 }
 
@@ -569,7 +580,7 @@ fn sparse_buffers_may_lie_in_the_upper_half_of_the_addresses() {
         Err(SpaceError::Vm(dmalane_vm::Error::Misaligned { span, .. })) => assert_eq!(span, half_a_page),
         other => panic!("{other:?}"),
     }
-    device.address_space().unbind(range).unwrap();
+    device.address_space().release(range).unwrap();
     memory.free(table.segments()).unwrap();
     drop(memory);
     use_all(&mut device).unwrap();
@@ -588,7 +599,7 @@ fn binds_are_made_in_order() {
         gpu.device.address_space().apply(&[request(range.first(), bo, 0, 1 << 20)]).unwrap();
         assert_eq!(gpu.live.ordered_binds.load(Ordering::Relaxed), ordered, "each waits for the one before");
     }
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 
@@ -604,9 +615,12 @@ fn a_buffer_stays_while_a_bind_to_it_may_be_under_way() {
     let failed = space.apply(&[BindRequest::Unbind(ranges[0]), bind(ranges[1], &second)]);
     assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}");
     gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
-    assert!(matches!(space.unbind(ranges[1]), Err(SpaceError::Invalidate(_))), "the driver does not say that it ended");
+    assert!(
+        matches!(space.release(ranges[1]), Err(SpaceError::Invalidate(_))),
+        "the driver does not say that it ended"
+    );
     gpu.faults.heal();
-    ranges.into_iter().for_each(|range| space.unbind(range).unwrap());
+    ranges.into_iter().for_each(|range| space.release(range).unwrap());
     gpu.end();
 }
 
@@ -620,7 +634,9 @@ fn binds_that_a_driver_may_still_make_keep_their_memory() {
     gpu.queues[0].flush();
     let space = gpu.device.address_space();
     let range = space.reserve(&table, LEN).unwrap();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: LEN, access: Access::RW }).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: LEN, access: Access::RW }])
+        .unwrap();
     let (faults, live) = (gpu.faults.clone(), gpu.live.clone());
     faults.fail_for_good(vk::Result::ERROR_OUT_OF_HOST_MEMORY);
     let Opened { queues, memory, registrar, device, .. } = gpu;
@@ -647,7 +663,7 @@ fn random_binds() -> Option<u64> {
     std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok())
 }
 
-/// Three buffers of so many pages, of which each says which it is, and a table of the first.
+/// Three buffers of `pages` pages, of which each says which it is, and a table of the first.
 fn three_buffers(gpu: &mut Opened, pages: u64) -> ([Arc<Bo>; 3], SgTable<dmalane_addr::CardAddr>) {
     let page = gpu.page();
     let buffers = [0, 1, 2].map(|number| {
@@ -683,20 +699,16 @@ fn random_binds_are_seen_as_a_model_says() {
         let index = random.below(ranges.len() as u64) as usize;
         let (range, shown) = &mut ranges[index];
         if random.below(6) == 0 {
-            space.unbind(*range).unwrap();
+            space.release(*range).unwrap();
             ranges.swap_remove(index);
             continue;
         }
         let (bo, len) = (random.below(3), random.below(4) + 1);
         let (offset, at) = (random.below(PAGES - len + 1), random.below(PAGES - len + 1));
         let (va, bytes) = (within(*range, at * page), len * page);
-        let bind = Bind { va, bo: &bos[bo as usize], offset: offset * page, len: bytes, access: Access::RW };
+        space.apply(&[request(va, &bos[bo as usize], offset * page, bytes)]).unwrap();
         let there = &mut shown[at as usize..][..len as usize];
-        let bound = space.bind(&bind);
-        assert_eq!(bound.is_ok(), there.iter().all(|name| *name == 0), "round {round}: {bound:?}");
-        if bound.is_ok() {
-            there.iter_mut().zip(offset..).for_each(|(shows, n)| *shows = name(bo, n));
-        }
+        there.iter_mut().zip(offset..).for_each(|(shows, n)| *shows = name(bo, n));
         if round % 100 != 99 {
             continue;
         }
@@ -710,7 +722,7 @@ fn random_binds_are_seen_as_a_model_says() {
         }
     }
     for (range, _) in ranges {
-        gpu.device.address_space().unbind(range).unwrap();
+        gpu.device.address_space().release(range).unwrap();
     }
     gpu.end();
 }
@@ -762,6 +774,6 @@ fn random_batches_are_seen_as_a_model_says() {
         }
     }
     println!("{done} requests in {batches} batches");
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }

@@ -295,7 +295,15 @@ fn memory_that_can_be_exported_is_bound() {
     let (bo, _, table) = gpu.allocate(SIZE as u64);
     let space = gpu.device.address_space();
     let range = space.reserve(&table, SIZE as u64).unwrap();
-    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: SIZE as u64, access: Access::RW }).unwrap();
+    space
+        .apply(&[BindRequest::Bind {
+            va: range.first(),
+            bo: bo.clone(),
+            offset: 0,
+            len: SIZE as u64,
+            access: Access::RW,
+        }])
+        .unwrap();
     let (at, bytes) = (space.at(range.first()), pattern(4));
     let (host, before) = (gpu.host(&bytes), owned(&gpu.live).0);
     drop(run(&mut *gpu.queues[0], vec![Operation::write(host, at)]).unwrap());
@@ -304,7 +312,7 @@ fn memory_that_can_be_exported_is_bound() {
     if let Some(shared) = exported(&gpu, &table) {
         assert!(read(&shared) == bytes, "what was written at the bound address");
     }
-    gpu.device.address_space().unbind(range).unwrap();
+    gpu.device.address_space().release(range).unwrap();
     gpu.end();
 }
 

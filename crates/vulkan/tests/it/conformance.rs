@@ -1,11 +1,11 @@
 //! The suites of all devices and of all queues.
 
 use dmalane_addr::{Access, CardAddr, SgIndex, SgTable};
-use dmalane_device::{AddressSpaceKind, Bind, Device, DeviceMemory, Placement};
+use dmalane_device::{AddressSpaceKind, Device, DeviceMemory, Placement};
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_queue::conformance::Fixture;
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, QueueAddr, Registered, run};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 use dmalane_vulkan::{Error, Messages, VulkanDevice, VulkanOptions};
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,7 +71,9 @@ impl Gpu {
         let space = self.device.address_space();
         let range = space.reserve(&self.table, TARGET).unwrap();
         let at = range.first();
-        space.bind(&Bind { va: at, bo: &bo, offset: 0, len: TARGET, access: Access::RW }).unwrap();
+        space
+            .apply(&[BindRequest::Bind { va: at, bo: bo.clone(), offset: 0, len: TARGET, access: Access::RW }])
+            .unwrap();
         self.at = space.at(at);
     }
 

@@ -52,7 +52,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    program::start(false, std::env::args_os().collect(), |dmalaned: Dmalaned| match dmalaned.command {
+    program::start(std::env::args_os().collect(), |dmalaned: Dmalaned| match dmalaned.command {
         None => dmalaned.serve.run(),
         Some(Command::Status(status)) => status.run(),
         Some(Command::Completions(completions)) => completions.run::<Dmalaned>(),

@@ -18,7 +18,7 @@ use crate::system;
 #[derive(Args)]
 pub struct Serve {
     /// Socket to listen on; not used when systemd passes a socket
-    #[arg(long, value_name = "PATH", default_value = SOCKET)]
+    #[arg(long, value_name = "PATH", default_value = SOCKET, env = "DMALANE_SOCKET", hide_env_values = true)]
     socket: PathBuf,
 
     /// File mode of the socket, in octal

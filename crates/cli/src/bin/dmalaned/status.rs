@@ -31,7 +31,7 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 #[command(after_help = EXAMPLES)]
 pub struct Status {
     /// The daemon's socket
-    #[arg(long, value_name = "PATH", default_value = SOCKET)]
+    #[arg(long, value_name = "PATH", default_value = SOCKET, env = "DMALANE_SOCKET", hide_env_values = true)]
     socket: PathBuf,
 
     /// Trust a daemon of this user (by number), besides root and oneself; may be repeated

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::{Check, Subject};
+use super::check::{Check, Subject};
 use crate::device::CHUNK;
 use crate::layout::shell_words;
 use crate::probe::{CAP_IPC_LOCK, Probe};
@@ -39,7 +39,7 @@ pub fn kernel(probe: &Probe) -> Check {
 }
 
 pub fn cores(probe: &Probe) -> Check {
-    let subject = Subject::useful("cores", "one is enough; --workers gives the software card others");
+    let subject = Subject::useful("cores", "one is enough; -d soft,workers=each gives the software card others");
     match probe.field("/proc/self/status", "Cpus_allowed_list").and_then(|list| count(&list)) {
         Some(cores) => subject.ok(format!("{cores}")),
         None => subject.note("unknown"),

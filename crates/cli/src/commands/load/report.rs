@@ -1,21 +1,70 @@
-//! The outcome of a load, as text and as JSON.
+//! The outcome of a load, and how it is told: as text, as JSON and for a page.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use dmalane::DeviceSpec;
 use dmalane::addr::PageSize;
-use dmalane::device::AddressSpaceKind;
+use dmalane::device::{AddressSpaceKind, IommuCounters};
+use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
-use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
+use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Stage, StageReport, Verified};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
-use crate::output::{WallTimes, csv_line};
+use crate::output::WallTimes;
+use crate::phases::Phases;
+use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
+use crate::source::Copied;
+
+/// The results of the loads, for the report.
+pub(super) struct Outcome {
+    pub(super) device: DeviceSpec,
+    pub(super) inputs: Vec<Input<FileQueue>>,
+    /// The copies that were made before the first run.
+    pub(super) copied: Copied,
+    /// The run with the median time.
+    pub(super) run: Run,
+    /// The times of all runs.
+    pub(super) runs: WallTimes,
+    pub(super) verified: bool,
+    /// The manifest that the files were compared with.
+    pub(super) manifest: Option<PathBuf>,
+    /// The files that were written.
+    pub(super) recorded: Option<PathBuf>,
+    pub(super) traced: Option<PathBuf>,
+    pub(super) reported: Option<PathBuf>,
+    /// Measured after the last run.
+    pub(super) references: Option<ReferenceRates>,
+    /// A stage was much faster than its reference, twice.
+    pub(super) disturbed: bool,
+    pub(super) phases: Phases,
+}
+
+/// One load.
+pub(super) struct Run {
+    pub(super) loaded: Loaded,
+    /// The trace of the binds, of the last run.
+    pub(super) recorded: Option<Vec<u8>>,
+    /// Where tensors were bound, and so how they were read back.
+    pub(super) space: AddressSpaceKind,
+    /// The pages behind the staging buffers.
+    pub(super) backing: Option<PageBacking>,
+    /// At the end of the load, before reading back; of a card in this process.
+    pub(super) iommu: Option<IommuCounters>,
+    /// Bytes of card memory that the load touched first; of a card in this process.
+    pub(super) touched: Option<u64>,
+    /// High-water mark of the heap, reading back included.
+    pub(super) heap_peak: u64,
+    /// High-water mark of the process, reading back included.
+    pub(super) resident_peak: u64,
+    /// How the device was driven.
+    pub(super) notes: Vec<String>,
+}
 
 fn tensors(loaded: &Loaded) -> usize {
     loaded.files.iter().map(|f| f.model.tensors.len()).sum()
@@ -35,6 +84,15 @@ fn reference(s: &StageReport, o: &Outcome) -> Option<f64> {
         _ => return None,
     };
     (best.is_finite() && best > 0.0).then_some(best)
+}
+
+/// A stage that is faster than its reference by more than this was measured on a machine that was busy for one of them.
+const EXCEEDED: f64 = 1.2;
+
+/// Whether a stage was much faster than its reference.
+pub(super) fn exceeds_references(o: &Outcome) -> bool {
+    let of_reference = |s: &StageReport| Some(reached(s)? / reference(s, o)?);
+    stages(o).iter().filter_map(of_reference).any(|share| share > EXCEEDED)
 }
 
 /// The rate of a stage that moved bytes.
@@ -112,6 +170,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
             "read_bytes_per_s": rates.read,
             "copy_bytes_per_s": rates.copy,
             "first_touch_bytes_per_s": rates.first_touch,
+            "disturbed": o.disturbed,
         })
     });
     let passed_over = backing.iter().flat_map(|r| &r.passed_over);
@@ -182,7 +241,7 @@ fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<imp
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
-        "format": file.model.container.name(),
+        "format": file.model.container.name,
         "metadata": metadata(file),
         "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
         "direct": how.direct,
@@ -196,7 +255,7 @@ fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
-        "format": file.model.container.name(),
+        "format": file.model.container.name,
         "metadata": metadata(file),
         "device_bytes": file.device_bytes(),
     });
@@ -250,7 +309,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     );
     for (file, input) in placed.files.iter().zip(inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let (kind, tensors) = (file.model.container.name(), count(file.model.tensors.len(), "tensor"));
+        let (kind, tensors) = (file.model.container.name, count(file.model.tensors.len(), "tensor"));
         let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
         let at = if at.is_empty() { String::new() } else { format!(", device VA {}", at.join(", ")) };
         let how = plain(&input.queue.how().to_string());
@@ -263,31 +322,6 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     out
 }
 
-/// The stages of the median run as CSV, and the whole load as the last row, with the times of all runs.
-pub(super) fn csv(o: &Outcome) -> String {
-    let head = ["stage", "busy_s", "wall_s", "share", "bytes", "bytes_per_s", "reference_bytes_per_s"];
-    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-    let seconds = |time: Duration| time.as_secs_f64().to_string();
-    let r = &o.run.loaded.report;
-    let mut out = csv_line(head.iter().chain(&WallTimes::CSV_HEAD).map(|name| (*name).to_owned()));
-    for s in stages(o) {
-        let cells = [
-            s.stage.to_string(),
-            seconds(s.busy),
-            seconds(s.wall),
-            number(share(&s, r.wall)),
-            s.bytes.to_string(),
-            number(reached(&s)),
-            number(reference(&s, o)),
-        ];
-        out += &csv_line(cells.into_iter().chain(WallTimes::CSV_HEAD.map(|_| String::new())));
-    }
-    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
-    let (wall, bytes, none) = (seconds(r.wall), r.bytes.to_string(), String::new());
-    let all = ["load".to_owned(), wall.clone(), wall, "1".to_owned(), bytes, number(rate), none];
-    out + &csv_line(all.into_iter().chain(o.runs.csv()))
-}
-
 /// The line with size and rate, without a line end, and the line that names the bottleneck.
 pub(super) fn answer(o: &Outcome) -> (String, String) {
     let r = &o.run.loaded.report;
@@ -295,7 +329,7 @@ pub(super) fn answer(o: &Outcome) -> (String, String) {
     let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());
     let bytes = match binary(r.bytes) {
         // Headers and blocks around the tensors are not worth a word.
-        read if read != wanted && o.inputs.iter().any(|input| input.select.is_some()) => {
+        read if read != wanted && o.inputs.iter().any(|input| input.source.is_selected()) => {
             format!("{read} read for {wanted}")
         }
         read => read,
@@ -328,9 +362,10 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     out.push('\n');
     for (file, input) in o.run.loaded.files.iter().zip(&o.inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let content = match file.model.container {
-            Container::Raw => "raw, one run of bytes".to_owned(),
-            kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
+        let kind = file.model.container;
+        let content = match kind.parse_header {
+            None => format!("{}, one run of bytes", kind.name),
+            Some(_) => format!("{}, {}", kind.name, count(file.model.tensors.len(), "tensor")),
         };
         let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
@@ -403,13 +438,22 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// The stages for a page, with the names of the columns, and what these mean.
-pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
+/// The rates of the stages for a page.
+pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
+    let bar = |s: &StageReport| {
+        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: reached(s)?, reference: reference(s, o) })
+    };
+    let meaning =
+        "Measured rates above references: what this machine reached in the same run when it did nothing else.";
+    Section::Bars(stages(o).iter().filter_map(bar).collect(), meaning.to_owned())
+}
+
+/// The stages for a page.
+pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
     let head = STAGE_HEAD.map(str::to_owned);
     let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only \
-                   worked on the stage or waited for it. reference: what this machine reached in the same run when it \
-                   did nothing else.";
-    (std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
+                   worked on the stage or waited for it.";
+    Section::Table("Stages", std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
 }
 
 /// The stages.
@@ -465,6 +509,10 @@ fn details(o: &Outcome) -> String {
             0,
         );
     }
+    if o.disturbed {
+        out += &wrap("The references are disturbed: a stage was faster, and is compared with a busy machine.", 0);
+    }
+    out += &wrap(&o.phases.text(), 2);
     out.push('\n');
     let r = &o.run.loaded.report;
     let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
@@ -496,7 +544,7 @@ fn details(o: &Outcome) -> String {
             count(i.faults as usize, "fault"),
         ),
         None => {
-            let place = o.device.kind().served_by.map_or("not in this process".to_owned(), |who| format!("in {who}"));
+            let place = o.device.kind().served_by().map_or("not in this process".to_owned(), |who| format!("in {who}"));
             format!("{place}: {}", plain(&o.device.to_string()))
         }
     };
@@ -535,10 +583,7 @@ mod tests {
         let text = tensor_table(tensors.iter());
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 3);
-        assert!(
-            lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"),
-            "{text}"
-        );
+        assert!(lines[1].starts_with("a\\u{1b}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"), "{text}");
         let column =
             |line: &str| line.chars().collect::<String>().chars().count() - line.rsplit("  ").next().unwrap().len();
         assert!(lines.iter().all(|l| column(l) == column(lines[0])), "{text}");

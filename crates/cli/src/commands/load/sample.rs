@@ -15,6 +15,9 @@ pub const NAME: &str = "sample.safetensors";
 /// The smallest sample.
 const LEAST: Size = Size::kib(4);
 
+/// Its contents are the same every time.
+const SEED: u64 = 1;
+
 /// Parses the size of a sample.
 pub fn size(text: &str) -> Result<Size, String> {
     match text.parse::<Size>() {
@@ -26,7 +29,7 @@ pub fn size(text: &str) -> Result<Size, String> {
 
 /// Makes a sample in the temporary folder that has no name, so that nothing is left however this process ends. It is
 /// written out and dropped from the page cache, so that reading it is reading the disk.
-pub fn make(size: u64, seed: u64, shown: bool) -> Result<File, Failure> {
+pub fn make(size: u64, shown: bool) -> Result<File, Failure> {
     let folder = std::env::temp_dir();
     let trouble = |what: &str, e: &io::Error| {
         Failure::because(format!("cannot {what} a sample of {size} bytes in {}", folder.display()), e)
@@ -36,7 +39,7 @@ pub fn make(size: u64, seed: u64, shown: bool) -> Result<File, Failure> {
     bar.set_length(size);
     let mut file = tempfile::tempfile().map_err(|e| trouble("create", &e))?;
     let mut out = Counting { out: &mut file, bar: &bar };
-    load::write_sample(&mut out, size, seed).map_err(|e| match e.kind() {
+    load::write_sample(&mut out, size, SEED).map_err(|e| match e.kind() {
         io::ErrorKind::InvalidInput => Failure::new(e.to_string()),
         _ => trouble("write", &e),
     })?;

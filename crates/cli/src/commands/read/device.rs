@@ -8,13 +8,11 @@ use dmalane::load::fill::Filled;
 use dmalane::queue::{DeviceAddr, QueueAddr};
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions, Placement};
 
-use crate::device::{self, LARGE_HOST};
+use crate::device;
 use crate::failure::Failure;
 use crate::room::LoadRoom;
 use crate::size::binary;
 
-/// HBM of the software card, or asked of a daemon: what is read goes to DDR.
-const HBM: u64 = 4 << 20;
 /// Bytes that are read back at a time.
 const STEP: usize = 2 << 20;
 
@@ -30,15 +28,11 @@ impl ReadTarget {
     /// Opens the device, of which none of the inputs may be the memory, and takes room for buffers of these lengths.
     pub fn open<'a>(
         spec: &DeviceSpec,
-        mut options: OpenOptions,
+        options: &OpenOptions,
         inputs: impl IntoIterator<Item = &'a (PathBuf, Metadata)>,
         buffers: &[u64],
     ) -> Result<Self, Failure> {
-        device::check(spec, &options)?;
-        let takes = |option| spec.kind().options.contains(&option);
-        options.card_hbm = takes("card-hbm").then_some(HBM);
-        options.host_memory = takes("host-memory").then_some(LARGE_HOST);
-        let mut device = device::open(spec, &options)?;
+        let mut device = device::open(spec, options)?;
         device::check_inputs(spec, device.backing_files(), inputs)?;
         let more = LoadRoom::of(&mut device, spec, &Placement::Default).more(buffers);
         let hint = more.unwrap_or_else(|| "read less at a time with --range".to_owned());

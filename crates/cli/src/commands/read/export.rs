@@ -27,6 +27,7 @@ const NOT_RUN: [u8; 2] = [126, 127];
 
 /// The options that hand the memory on.
 #[derive(Args)]
+#[command(next_help_heading = "To another process")]
 pub struct Export {
     /// Run COMMAND in place of dmalane, with the memory as an open descriptor that it can map: its number is in
     /// DMALANE_FD, its bytes in DMALANE_SIZE (for several files, lists with spaces), and memfd or dma-buf in

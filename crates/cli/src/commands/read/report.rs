@@ -1,16 +1,62 @@
 //! The outcome of reading, as text, JSON and CSV.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::sync::Arc;
 
+use dmalane::dma::{Heap, Picked};
 use dmalane::load::StageReport;
+use dmalane::load::fill::FillReport;
+use dmalane::{DeviceSpec, ReadMethod};
 use serde_json::{Value, json};
 
-use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
-use crate::output::{WallTimes, csv_line};
+use crate::output::WallTimes;
+use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
+use crate::source::Copied;
+
+/// The result of reading, for the report.
+pub(super) struct Outcome {
+    pub(super) picked: Picked,
+    /// The copies that were made before the first run.
+    pub(super) copied: Copied,
+    /// The run with the median time.
+    pub(super) run: Run,
+    /// The times of all runs.
+    pub(super) runs: WallTimes,
+    /// The device that got them.
+    pub(super) device: Option<DeviceSpec>,
+    /// True when the data on the device was read back and compared.
+    pub(super) verified: bool,
+    /// The manifest that the files were compared with.
+    pub(super) manifest: Option<PathBuf>,
+    /// The files that were written.
+    pub(super) traced: Option<PathBuf>,
+    pub(super) reported: Option<PathBuf>,
+}
+
+/// Results of one run.
+pub(super) struct Run {
+    pub(super) report: FillReport,
+    pub(super) files: Vec<ReadFile>,
+    /// Physically contiguous segments of the buffers, where the kernel tells.
+    pub(super) segments: Option<u64>,
+    /// Device mappings of the buffers; `None` if none were asked for.
+    pub(super) mappings: Option<usize>,
+    /// The heap of the device, where it reaches no other memory.
+    pub(super) heap: Option<Arc<dyn Heap>>,
+    /// How the device was driven.
+    pub(super) notes: Vec<String>,
+}
+
+/// A file that was read.
+pub(super) struct ReadFile {
+    pub(super) path: PathBuf,
+    pub(super) bytes: u64,
+    pub(super) checksum: Option<u64>,
+    pub(super) method: ReadMethod,
+}
 
 fn per_stage(s: &StageReport) -> Option<f64> {
     (!s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
@@ -42,7 +88,7 @@ pub(super) fn json(o: &Outcome) -> Value {
         "segments": o.run.segments,
         "mappings": o.run.mappings,
     });
-    let file = |super::ReadFile { path, bytes, checksum, method }: &super::ReadFile| {
+    let file = |ReadFile { path, bytes, checksum, method }: &ReadFile| {
         json!({
             "path": path.to_string_lossy(),
             "bytes": bytes,
@@ -81,23 +127,6 @@ pub(super) fn json(o: &Outcome) -> Value {
         "reported": path(&o.reported),
         "files": o.run.files.iter().map(file).collect::<Value>(),
     })
-}
-
-/// The stages of the median run as CSV, and the whole as the last row, with the times of all runs.
-pub(super) fn csv(o: &Outcome) -> String {
-    let r = &o.run.report;
-    let head = ["stage", "busy_s", "wall_s", "bytes", "bytes_per_s"];
-    let mut out = csv_line(head.iter().chain(&WallTimes::CSV_HEAD).map(|name| (*name).to_owned()));
-    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-    let seconds = |time: Duration| time.as_secs_f64().to_string();
-    for s in &r.stages {
-        let bytes = s.bytes.to_string();
-        let cells = [s.stage.to_string(), seconds(s.busy), seconds(s.wall), bytes, number(per_stage(s))];
-        out += &csv_line(cells.into_iter().chain(WallTimes::CSV_HEAD.map(|_| String::new())));
-    }
-    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
-    let all = ["read_all".to_owned(), seconds(r.wall), seconds(r.wall), r.bytes.to_string(), number(rate)];
-    out + &csv_line(all.into_iter().chain(o.runs.csv()))
 }
 
 /// The stage that held the workers up for longest.
@@ -171,22 +200,31 @@ fn stage_table(o: &Outcome) -> String {
     table.text()
 }
 
-/// The stages for a page, with the names of the columns, and what these mean.
-pub(super) fn page_stages(o: &Outcome) -> (Vec<Vec<String>>, &'static str) {
-    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
-                   worked on the stage or waited for it, summed over the workers.";
-    (std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect(), meaning)
+/// The rates of the stages for a page.
+pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
+    let bar = |s: &StageReport| {
+        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
+    };
+    Section::Bars(o.run.report.stages.iter().filter_map(bar).collect(), String::new())
 }
 
-/// The files for a page, with the names of the columns.
-pub(super) fn page_files(o: &Outcome) -> Vec<Vec<String>> {
+/// The stages for a page.
+pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
+    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which workers only \
+                   worked on the stage or waited for it, summed over the workers.";
+    let rows = std::iter::once(STAGE_HEAD.map(str::to_owned)).chain(rows(o)).map(Vec::from).collect();
+    Section::Table("Stages", rows, meaning)
+}
+
+/// The files for a page.
+pub(super) fn page_files(o: &Outcome) -> Section<'static> {
     let head = ["file", "size", "XXH3", "direct", "page cache"].map(str::to_owned).to_vec();
-    let file = |file: &super::ReadFile| {
+    let file = |file: &ReadFile| {
         let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
         let (path, moved) = (file.path.to_string_lossy().into_owned(), file.method.moved);
         vec![path, binary(file.bytes), hash, binary(moved.direct), binary(moved.buffered)]
     };
-    std::iter::once(head).chain(o.run.files.iter().map(file)).collect()
+    Section::Table("Files", std::iter::once(head).chain(o.run.files.iter().map(file)).collect(), "")
 }
 
 fn rows(o: &Outcome) -> impl Iterator<Item = [String; 5]> {

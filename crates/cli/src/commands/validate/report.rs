@@ -3,15 +3,15 @@
 use std::path::Path;
 use std::time::Duration;
 
-use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop};
+use dmalane::validate::{Allocation, Directions, Figure, Pages, Rate, Stop};
 use serde_json::{Value, json};
 
 use super::Outcome;
-use crate::layout::{Table, bad, good, plain, wrap};
+use crate::layout::{Table, bad, count, good, plain, wrap};
 use crate::output::csv_line;
-use crate::size::{binary, giga};
+use crate::size::{binary, giga, per_second};
 
-fn direction(directions: Directions) -> &'static str {
+pub fn direction(directions: Directions) -> &'static str {
     match directions {
         Directions::Read => "read",
         Directions::Write => "write",
@@ -35,12 +35,12 @@ fn hundredths(value: f64) -> f64 {
     (value * 100.0).round() / 100.0
 }
 
-fn us(time: Duration) -> f64 {
+pub fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
 
 /// The outcome as what `--json` prints, described in `docs/formats/json.md`.
-pub fn json(outcome: &Outcome, plot: Option<&Path>) -> Value {
+pub fn json(outcome: &Outcome, page: Option<&Path>) -> Value {
     let Outcome { settings, report, .. } = outcome;
     let (iterations, duration) = match settings.stop {
         Stop::After(n) => (Some(n), None),
@@ -108,7 +108,7 @@ pub fn json(outcome: &Outcome, plot: Option<&Path>) -> Value {
         "integrity": integrity.collect::<Value>(),
         "figures": figures.collect::<Value>(),
         "reference": report.reference,
-        "plot": plot.map(|path| path.to_string_lossy()),
+        "reported": page.map(|path| path.to_string_lossy()),
         "skipped": report.left_out,
         "no_effect": outcome.no_effect,
     })
@@ -181,21 +181,18 @@ pub fn nvbandwidth(outcome: &Outcome) -> String {
              0{rate:>10.2}\n\nSUM {name} {rate:.2}\n\n"
         );
     }
-    let (threads, device) = (settings.threads, plain(device));
+    let (threads, device) = (count(settings.threads, "thread"), plain(device));
     out + &format!(
-        "NOTE: measured by dmalane on {device}: {threads} threads, each of which waits for each of its copies;\n\
+        "NOTE: measured by dmalane on {device}: {threads}, each of which waits for each of its copies;\n\
          NOTE: nvbandwidth queues many on one stream. The best of all memories, page sizes and buffer sizes.\n"
     )
 }
 
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
-pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool, mb: bool) -> String {
-    let Outcome { settings, report, .. } = outcome;
+pub fn text(outcome: &Outcome, page: Option<&Path>, verbose: bool, mb: bool) -> String {
+    let report = &outcome.report;
     let mut out = answer(outcome);
-    let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
-    let raw = if settings.raw { ", raw transfers" } else { "" };
-    let threads = if settings.threads == 1 { "1 thread".to_owned() } else { format!("{} threads", settings.threads) };
-    out += &wrap(&format!("{}: {threads}, buffers {registered}{raw}", plain(&outcome.device)), 2);
+    out += &wrap(&plain(&how(outcome)), 2);
     for note in outcome.notes.iter().filter(|_| verbose) {
         out += &format!("  {}", wrap(&plain(note), 4));
     }
@@ -223,31 +220,40 @@ pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool, mb: bool) -> 
     for left in &report.left_out {
         out += &wrap(&format!("not measured: {}", plain(left)), 2);
     }
-    if let Some(path) = plot {
-        out += &format!("Drawn: {}\n", plain(&path.to_string_lossy()));
+    if let Some(path) = page {
+        out += &format!("Report: {}\n", plain(&path.to_string_lossy()));
     }
     out
 }
 
+/// The device, and how it was measured.
+pub fn how(outcome: &Outcome) -> String {
+    let Outcome { device, settings, .. } = outcome;
+    let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
+    let raw = if settings.raw { ", raw transfers" } else { "" };
+    format!("{device}: {}, buffers {registered}{raw}", count(settings.threads, "thread"))
+}
+
 /// The result in one line: whether the data were right, and the fastest figures.
 fn answer(outcome: &Outcome) -> String {
-    let report = &outcome.report;
-    if !report.passed() {
-        return format!("{}: data read back differs\n", bad("FAILED"));
+    match (outcome.report.passed(), fastest(outcome)) {
+        (false, _) => format!("{}: data read back differs\n", bad("FAILED")),
+        (true, rates) if rates.is_empty() => format!("{}\n", good("Data intact")),
+        (true, rates) => wrap(&format!("{}: {rates}", good("Data intact")), 2),
     }
-    let fastest = |directions| {
-        let figures = report.figures.iter().filter(move |f| f.directions == directions);
-        figures.max_by(|a, b| a.total().total_cmp(&b.total()))
-    };
+}
+
+/// The fastest figure of each direction.
+pub fn fastest(outcome: &Outcome) -> String {
+    let figures = &outcome.report.figures;
     let rates = [(Directions::Read, "reads"), (Directions::Write, "writes"), (Directions::Both, "both")];
     let rates = rates.into_iter().filter_map(|(directions, name)| {
-        let f = fastest(directions)?;
+        let these = figures.iter().filter(|f| f.directions == directions);
+        let f = these.max_by(|a, b| a.total().total_cmp(&b.total()))?;
         let share = f.reference.map_or(String::new(), |r| format!(" ({:.0} % of reference)", f.total() / r * 100.0));
-        Some(format!("{name} up to {} GB/s{share}", giga(f.total())))
+        Some(format!("{name} up to {}{share}", per_second(f.total())))
     });
-    let rates: Vec<_> = rates.collect();
-    let rates = if rates.is_empty() { String::new() } else { format!(": {}", rates.join(", ")) };
-    wrap(&format!("{}{rates}", good("Data intact")), 2)
+    rates.collect::<Vec<_>>().join(", ")
 }
 
 /// A line for each figure; the one with the other page size is in the same line.
@@ -342,11 +348,6 @@ fn rate_of(rate: f64) -> String {
 }
 
 /// `value` to three digits.
-fn three_digits(value: f64) -> String {
+pub fn three_digits(value: f64) -> String {
     giga(value * 1e9)
-}
-
-/// The name of a series of figures.
-pub fn series(phase: Phase, of: Directions, on: Pages) -> String {
-    format!("{phase} {}, {} pages", direction(of), pages(on))
 }

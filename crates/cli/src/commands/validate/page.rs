@@ -1,0 +1,143 @@
+//! The figures of a validation as sections of a page.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use dmalane::validate::{Directions, Figure, Pages, Phase, Rate};
+
+use super::Outcome;
+use super::report::{direction, fastest, how, three_digits, us};
+use crate::report::{Bar, Chart, Line, Section};
+use crate::size::{binary, per_second};
+
+/// The answer, and the line that explains it.
+pub fn answer(outcome: &Outcome) -> (String, String) {
+    let verdict = match (outcome.report.passed(), outcome.complete) {
+        (false, _) => "Data read back differs".to_owned(),
+        (true, true) => format!("Data intact: {}", fastest(outcome)),
+        (true, false) => format!("Incomplete: {}", fastest(outcome)),
+    };
+    (verdict, how(outcome))
+}
+
+/// What a series of figures has in common.
+type Series = (Phase, Pages);
+
+fn words(pages: Pages) -> &'static str {
+    match pages {
+        Pages::Small => "4 KiB pages",
+        Pages::Huge => "2 MiB pages",
+    }
+}
+
+/// The sections, in order.
+pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
+    let figures = &outcome.report.figures;
+    let mut series: Vec<Series> = figures.iter().map(|f| (f.phase, f.pages)).collect();
+    let mut seen = HashSet::new();
+    series.retain(|series| seen.insert(*series));
+    let sizes = |of: &Series| {
+        figures.iter().filter(|f| (f.phase, f.pages) == *of).map(|f| f.buffer).collect::<HashSet<_>>().len()
+    };
+    let charts = |times: bool, lines: &dyn Fn(&[&Figure]) -> Vec<Line>| -> Vec<Chart> {
+        let chart = |series: &Series| {
+            let these: Vec<&Figure> = figures.iter().filter(|f| (f.phase, f.pages) == *series).collect();
+            Chart { title: format!("{}, {}", series.0, words(series.1)), times, lines: lines(&these) }
+        };
+        series.iter().filter(|of| sizes(of) > 1).map(chart).collect()
+    };
+    let sweep = figures.iter().any(|f| f.buffer != figures[0].buffer);
+    vec![
+        Section::Bars(bars(figures, &series, sweep), format!("Reference: {}.", outcome.report.reference)),
+        Section::Charts(
+            "Bandwidth over buffer size",
+            charts(false, &bandwidth),
+            "Dashed: the reference for the same work.",
+        ),
+        Section::Charts(
+            "Latency over buffer size",
+            charts(true, &latency),
+            "Moving one buffer: the median, and dashed the 99th percentile; of both directions at once the slower one's.",
+        ),
+        Section::Table("Figures", table(figures), "GB/s of all threads together; us for one buffer, to 1 %."),
+        Section::Table("Integrity", integrity(outcome), ""),
+    ]
+}
+
+/// The number of the colour of a direction: blue, orange, green.
+fn colour(directions: Directions) -> usize {
+    match directions {
+        Directions::Read => 2,
+        Directions::Write => 6,
+        Directions::Both => 8,
+    }
+}
+
+const DIRECTIONS: [Directions; 3] = [Directions::Read, Directions::Write, Directions::Both];
+
+/// The fastest figure of each memory, page size and direction.
+fn bars(figures: &[Figure], series: &[Series], sweep: bool) -> Vec<Bar> {
+    let fastest = |(of, directions): (&Series, Directions)| {
+        let these = figures.iter().filter(|f| (f.phase, f.pages) == *of && f.directions == directions);
+        let f = these.max_by(|a, b| a.total().total_cmp(&b.total()))?;
+        let size = if sweep { format!(", {} buffers", binary(f.buffer)) } else { String::new() };
+        let name = format!("{} {}, {}{size}", f.phase, direction(f.directions), words(f.pages));
+        Some(Bar { name, colour: colour(directions), got: f.total(), reference: f.reference })
+    };
+    series.iter().flat_map(|of| DIRECTIONS.map(|directions| (of, directions))).filter_map(fastest).collect()
+}
+
+/// A line for each direction, of what `value` says.
+fn lines(figures: &[&Figure], what: &str, dashed: bool, value: impl Fn(&Figure) -> Option<f64>) -> Vec<Line> {
+    let line = |directions| {
+        let these = figures.iter().filter(|f| f.directions == directions);
+        let points: Vec<_> = these.filter_map(|f| Some((f.buffer, value(f)?))).collect();
+        let name = format!("{}{what}", direction(directions));
+        (!points.is_empty()).then_some(Line { name, colour: colour(directions), dashed, points })
+    };
+    DIRECTIONS.into_iter().filter_map(line).collect()
+}
+
+fn bandwidth(figures: &[&Figure]) -> Vec<Line> {
+    [lines(figures, ", reference", true, |f| f.reference), lines(figures, "", false, |f| Some(f.total()))].concat()
+}
+
+fn latency(figures: &[&Figure]) -> Vec<Line> {
+    let seconds = |get: fn(&Rate) -> Duration| move |f: &Figure| Some(worst(f, get)?.as_secs_f64());
+    [lines(figures, ", 99 %", true, seconds(|r| r.p99)), lines(figures, ", median", false, seconds(|r| r.p50))].concat()
+}
+
+fn worst(figure: &Figure, get: fn(&Rate) -> Duration) -> Option<Duration> {
+    figure.read.iter().chain(&figure.write).map(get).max()
+}
+
+fn table(figures: &[Figure]) -> Vec<Vec<String>> {
+    let head = ["memory", "buffer", "pages", "direction", "read", "write", "total", "reference", "p50 us", "p99 us"];
+    let none = || "-".to_owned();
+    let row = |f: &Figure| {
+        let rate = |rate: Option<f64>| rate.map_or_else(none, per_second);
+        let time = |get| worst(f, get).map_or_else(none, |time| three_digits(us(time)));
+        vec![
+            f.phase.to_string(),
+            binary(f.buffer),
+            f.kind.to_string(),
+            direction(f.directions).to_owned(),
+            rate(f.read.map(|r| r.bytes_per_s)),
+            rate(f.write.map(|r| r.bytes_per_s)),
+            rate(Some(f.total())),
+            rate(f.reference),
+            time(|r| r.p50),
+            time(|r| r.p99),
+        ]
+    };
+    std::iter::once(head.map(str::to_owned).to_vec()).chain(figures.iter().map(row)).collect()
+}
+
+fn integrity(outcome: &Outcome) -> Vec<Vec<String>> {
+    let head = ["memory", "buffer", "pages", "equal", "different"].map(str::to_owned).to_vec();
+    let rows = outcome.report.integrity.iter().map(|i| {
+        let equal = format!("{} of {}", i.ok, i.threads);
+        vec![i.phase.to_string(), binary(i.buffer), words(i.pages).to_owned(), equal, i.wrong.join("; ")]
+    });
+    std::iter::once(head).chain(rows).collect()
+}

@@ -1,0 +1,170 @@
+//! The report of a command as one page (HTML): answer, sections, machine and command.
+
+mod chart;
+mod machine;
+mod timeline;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use dmalane::load::StageTimeline;
+
+pub use chart::{Bar, Chart, Line};
+pub use machine::Machine;
+
+const STYLE: &str = include_str!("page.css");
+
+/// The contents of a page.
+pub struct Page<'a> {
+    /// The command, such as "dmalane load".
+    pub command: &'a str,
+    /// The device; empty for none.
+    pub device: &'a str,
+    /// The line with size and rate, and the line that explains it.
+    pub answer: (String, String),
+    /// What follows, in order; empty ones are left out.
+    pub sections: Vec<Section<'a>>,
+}
+
+/// A part of a page.
+pub enum Section<'a> {
+    /// Which work was under way when, and how long the run took.
+    Timeline(&'a StageTimeline, Duration),
+    /// Rates, each beside its reference.
+    Bars(Vec<Bar>, String),
+    /// Drawings over the size of buffers with their title, and what the lines mean.
+    Charts(&'a str, Vec<Chart>, &'a str),
+    /// A table with its title, whose first row has the names of the columns, and what these mean.
+    Table(&'a str, Vec<Vec<String>>, &'a str),
+}
+
+impl Page<'_> {
+    /// The page. It loads nothing from elsewhere and has no scripts.
+    pub fn html(&self, machine: &Machine) -> String {
+        let title = [self.command, self.device].into_iter().filter(|word| !word.is_empty());
+        let mut page = format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
+             <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n\
+             <meta name=\"viewport\" content=\"width=device-width\">\n<title>{}</title>\n<style>\n{STYLE}",
+            escape(&title.collect::<Vec<_>>().join(", "))
+        );
+        (0..COLOURS).for_each(|i| page += &format!(".c{i}{{--c:var(--c{i});fill:var(--c)}}"));
+        let (answer, explanation) = &self.answer;
+        page += &format!("\n</style></head><body>\n<p class=\"device\">{}", escape(self.command));
+        if !self.device.is_empty() {
+            page += &format!(" · {}", escape(self.device));
+        }
+        page += &format!("</p>\n<h1>{}</h1>\n<p>{}</p>\n", escape(answer.trim()), escape(explanation.trim()));
+        self.sections.iter().for_each(|section| page += &section.html());
+        page += "<h2>Machine and command</h2>\n<table>\n";
+        for (name, value) in machine.rows() {
+            page += &format!("<tr><th>{name}</th><td><code>{}</code></td></tr>\n", escape(value));
+        }
+        page + "</table>\n</body></html>\n"
+    }
+}
+
+/// The colours of the style: a stage has that of its number.
+const COLOURS: usize = 9;
+
+impl Section<'_> {
+    fn html(&self) -> String {
+        let (title, body, note) = match self {
+            Self::Timeline(timeline, wall) => (
+                "Timeline",
+                timeline::html(timeline, *wall),
+                "A row is a thread, or operations that were in flight together: its height is their number, and it \
+                 unfolds. Point at a span for its time and size.",
+            ),
+            Self::Bars(bars, note) if !bars.is_empty() => {
+                let of = bars.iter().any(|bar| bar.reference.is_some());
+                (if of { "Rates beside their references" } else { "Rates" }, chart::bars(bars), note.as_str())
+            }
+            Self::Charts(title, charts, note) if !charts.is_empty() => {
+                let lines = charts.iter().flat_map(|chart| &chart.lines).filter(|line| !line.dashed);
+                let colours: BTreeMap<_, _> = lines.map(|line| (line.colour, line.name.as_str())).collect();
+                (*title, format!("{}{}", key(colours.into_iter()), chart::charts(charts)), *note)
+            }
+            Self::Table(title, rows, note) if rows.len() > 1 => (*title, table(rows), *note),
+            Self::Bars(..) | Self::Charts(..) | Self::Table(..) => return String::new(),
+        };
+        let note = if note.is_empty() { String::new() } else { format!("<p class=\"note\">{}</p>\n", escape(note)) };
+        format!("<h2>{}</h2>\n{body}{note}", escape(title))
+    }
+}
+
+/// The names of colours.
+fn key<'a>(names: impl Iterator<Item = (usize, &'a str)>) -> String {
+    let names = names.map(|(colour, name)| format!("<span class=\"c{colour}\">{}</span>", escape(name)));
+    format!("<div class=\"key\">{}</div>\n", names.collect::<String>())
+}
+
+/// A table of which the first row is the head and the first column text; other columns are numbers.
+fn table(rows: &[Vec<String>]) -> String {
+    let line = |(n, cells): (usize, &Vec<String>)| {
+        let tag = if n == 0 { "th" } else { "td" };
+        let class = |i: usize| if i == 0 { "" } else { " class=\"n\"" };
+        let cells = cells.iter().enumerate().map(|(i, cell)| format!("<{tag}{}>{}</{tag}>", class(i), escape(cell)));
+        format!("<tr>{}</tr>\n", cells.collect::<String>())
+    };
+    let lines: String = rows.iter().enumerate().map(line).collect();
+    format!("<div class=\"scroll\"><table>\n{lines}</table></div>\n")
+}
+
+/// `text` where HTML and SVG expect text: no markup, no control characters.
+fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out += "&amp;",
+            '<' => out += "&lt;",
+            '>' => out += "&gt;",
+            '"' => out += "&quot;",
+            '\'' => out += "&#39;",
+            // Also what turns the direction of text, so that a name cannot look like another one.
+            c if c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') => {
+                out.push('\u{fffd}')
+            }
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_gets_out_of_the_text() {
+        assert_eq!(
+            escape("<script>\"a\"&'b'\u{1b}\u{202e}\u{e9}"),
+            "&lt;script&gt;&quot;a&quot;&amp;&#39;b&#39;\u{fffd}\u{fffd}\u{e9}"
+        );
+    }
+
+    #[test]
+    fn every_text_of_a_page_is_escaped() {
+        let evil = "<b>\"&'";
+        let line = Line { name: evil.into(), colour: 2, dashed: false, points: vec![(4096, 1e9), (8192, 2e9)] };
+        let chart = |times| Chart { title: evil.into(), times, lines: vec![line.clone()] };
+        let bar = Bar { name: evil.into(), colour: 1, got: 1e9, reference: Some(2e9) };
+        let rows = vec![vec![evil.to_owned(); 2]; 2];
+        let page = Page {
+            command: evil,
+            device: evil,
+            answer: (evil.into(), evil.into()),
+            sections: vec![
+                Section::Bars(vec![bar], evil.to_owned()),
+                Section::Charts(evil, vec![chart(false), chart(true)], evil),
+                Section::Table(evil, rows, evil),
+                Section::Table("left out", Vec::new(), evil),
+            ],
+        };
+        let html = page.html(&Machine::this());
+        assert!(
+            !html.contains("<b>") && !html.contains("left out") && html.matches("&lt;b&gt;").count() >= 20,
+            "{html}"
+        );
+    }
+}

@@ -1,0 +1,88 @@
+//! An NVIDIA GPU, through the CUDA driver.
+
+use std::error::Error;
+use std::path::Path;
+
+use dmalane_cuda::{Binds, CudaDevice, Gpu, GpuName};
+
+use super::kind::{Ability, Listed, OpenResult, Spec};
+use super::option::SpecOption;
+use crate::open_options::OpenOptions;
+use crate::size::binary;
+
+/// A GPU, `cuda:NUMBER` or `cuda:UUID`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct CudaSpec {
+    /// Which one, and how it binds.
+    pub gpu: GpuName,
+}
+
+impl Spec for CudaSpec {
+    const NAME: &'static str = "cuda";
+    const SYNTAX: &'static str = "cuda:NUMBER|UUID";
+    const ABOUT: &'static str = "an NVIDIA GPU, through the CUDA driver";
+    const ABILITIES: &'static [Ability] = &[Ability::NeedsDriver];
+
+    fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        Ok(Self { gpu: GpuName { which: what.parse()?, binds: Binds::Flat, library: None } })
+    }
+
+    fn what(&self) -> String {
+        self.gpu.which.to_string()
+    }
+
+    fn options() -> Vec<SpecOption<Self>> {
+        vec![
+            SpecOption::flag(
+                "vmm",
+                "bind buffers by cuMemMap, in pages of 2 MiB",
+                |spec, _| {
+                    spec.gpu.binds = Binds::CuMemMap;
+                    Ok(())
+                },
+                |spec| (spec.gpu.binds == Binds::CuMemMap).then(String::new),
+            ),
+            SpecOption::valued(
+                "lib",
+                "PATH",
+                "the library of the driver [libcuda.so.1]",
+                |spec: &mut Self, text| {
+                    spec.gpu.library = Some(text.to_owned());
+                    Ok(())
+                },
+                |spec| spec.gpu.library.clone(),
+            )
+            .with_commas(),
+        ]
+    }
+
+    fn open(&self, _: &OpenOptions) -> OpenResult {
+        Ok(Box::new(CudaDevice::open(&self.gpu)?))
+    }
+
+    fn list(root: &Path) -> Vec<Listed> {
+        // The driver belongs to the machine that runs.
+        if root != Path::new("/") {
+            return Vec::new();
+        }
+        let can = |can: bool| Some(if can { "yes" } else { "no" }.to_owned());
+        let listed = |gpu: Gpu| Listed {
+            name: format!("cuda:{}", gpu.number),
+            supported: true,
+            about: format!("{}, CUDA {}.{}", gpu.name, gpu.driver.0, gpu.driver.1),
+            memories: Vec::new(),
+            channels: None,
+            facts: vec![
+                ("uuid", Some(gpu.uuid)),
+                ("pci", Some(gpu.pci)),
+                ("memory", Some(binary(gpu.memory))),
+                ("host_register", can(gpu.host_register)),
+                ("virtual_memory", can(gpu.virtual_memory)),
+                ("dma_buf", can(gpu.dma_buf)),
+                ("copy_engines", Some(gpu.copy_engines.to_string())),
+            ],
+        };
+        // `dmalane doctor` says why there are none.
+        dmalane_cuda::gpus(None).unwrap_or_default().into_iter().map(listed).collect()
+    }
+}

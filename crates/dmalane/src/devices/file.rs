@@ -1,0 +1,87 @@
+//! A file, a block device or a DMA driver's node as device memory.
+
+use std::error::Error;
+
+use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
+
+use super::kind::{Ability, OpenResult, Spec};
+use super::option::{SpecOption, rough, size};
+use crate::open_options::OpenOptions;
+use crate::size::Size;
+
+/// One file, or one for each direction: `file:PATH`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct FileSpec {
+    /// The files.
+    pub paths: FileDevicePaths,
+    /// How they are opened.
+    pub options: FileDeviceOptions,
+}
+
+impl Spec for FileSpec {
+    const NAME: &'static str = "file";
+    const SYNTAX: &'static str = "file:PATH";
+    const ABOUT: &'static str = "a file, block device or DMA driver's node as device memory";
+    const ABILITIES: &'static [Ability] = &[Ability::KeepsData];
+    const COMMAS: bool = true;
+
+    fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        match what {
+            "" => Err("a path is missing".into()),
+            _ => Ok(Self { paths: FileDevicePaths::same(what), options: FileDeviceOptions::default() }),
+        }
+    }
+
+    fn what(&self) -> String {
+        self.paths.h2c.display().to_string()
+    }
+
+    fn options() -> Vec<SpecOption<Self>> {
+        vec![
+            SpecOption::valued(
+                "c2h",
+                "PATH",
+                "the file to read from, where that is not the file to write to",
+                |spec: &mut Self, text| {
+                    spec.paths.c2h = text.into();
+                    Ok(())
+                },
+                |spec| (spec.paths.c2h != spec.paths.h2c).then(|| spec.paths.c2h.display().to_string()),
+            )
+            .with_commas(),
+            SpecOption::valued(
+                "probe-at",
+                "OFFSET",
+                "try io_uring; a character device is probed first: 16KiB at this offset are written, read back and \
+                 restored",
+                |spec, text| match text.parse::<Size>() {
+                    Ok(at) => {
+                        spec.options.probe_at = Some(at.bytes());
+                        Ok(())
+                    }
+                    Err(e) => Err(e.to_string()),
+                },
+                |spec| spec.options.probe_at.map(size),
+            ),
+            SpecOption::flag(
+                "direct",
+                "direct I/O, past the page cache",
+                |spec, _| {
+                    spec.options.direct = true;
+                    Ok(())
+                },
+                |spec| spec.options.direct.then(String::new),
+            ),
+        ]
+    }
+
+    fn open(&self, options: &OpenOptions) -> OpenResult {
+        let (overwrite, threads) =
+            (self.options.overwrite || options.overwrite, options.threads.unwrap_or(self.options.threads));
+        Ok(Box::new(FileDevice::open(self.paths.clone(), FileDeviceOptions { overwrite, threads, ..self.options })?))
+    }
+
+    fn more(&self, _: &str, bytes: u64) -> Option<String> {
+        Some(format!("a file of {}", rough(bytes)))
+    }
+}

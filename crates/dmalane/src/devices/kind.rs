@@ -1,0 +1,283 @@
+//! What a kind of device declares, and what a name of it is parsed into.
+
+use std::any::Any;
+use std::error::Error;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use dmalane_device::Device;
+use thiserror::Error;
+
+use super::option::{BadOption, OptionAbout, SpecOption, keys_of, nearest, split};
+use crate::open_options::OpenOptions;
+
+/// A device, or why it could not be opened.
+pub type OpenResult = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
+
+/// A device of one kind by name: the name is parsed into this, and this opens the device.
+pub trait Spec: Clone + fmt::Debug + Send + Sync + Sized + 'static {
+    /// The first word of its names.
+    const NAME: &'static str;
+    /// How one is named, without its options ("ram:SIZE").
+    const SYNTAX: &'static str;
+    /// A description for people.
+    const ABOUT: &'static str;
+    /// What commands ask of a kind.
+    const ABILITIES: &'static [Ability] = &[];
+    /// What stands after the colon may have commas, as a path may.
+    const COMMAS: bool = false;
+
+    /// Parses what stands after the colon, without the options; empty without a colon.
+    ///
+    /// # Errors
+    /// The reason why it names no device.
+    fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>>;
+
+    /// Returns what [`Spec::parse`] reads.
+    fn what(&self) -> String;
+
+    /// Returns the options that stand in a name after commas.
+    fn options() -> Vec<SpecOption<Self>> {
+        Vec::new()
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// Those of the crate that drives it.
+    fn open(&self, options: &OpenOptions) -> OpenResult;
+
+    /// Lists the devices of this kind on the machine whose `/` is given; none where they cannot be found without being
+    /// named.
+    fn list(_root: &Path) -> Vec<Listed> {
+        Vec::new()
+    }
+
+    /// Names a device of this kind with that many bytes in a group of its regions, in words of the command line; `None`
+    /// where there is none.
+    fn more(&self, _group: &str, _bytes: u64) -> Option<String> {
+        None
+    }
+
+    /// Returns the name, with the options that have no default value.
+    fn name(&self) -> String {
+        let (mut name, what) = (Self::NAME.to_owned(), self.what());
+        if !what.is_empty() {
+            name += &format!(":{what}");
+        }
+        for option in Self::options() {
+            match (option.get)(self) {
+                Some(value) if option.about.value.is_empty() => name += &format!(",{}{value}", option.about.key),
+                Some(value) => name += &format!(",{}={value}", option.about.key),
+                None => {}
+            }
+        }
+        name
+    }
+}
+
+/// What a kind of device has or needs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Ability {
+    /// A card: DDR and HBM behind DMA channels.
+    Card,
+    /// Its memory keeps data while it is closed, as a file does.
+    KeepsData,
+    /// A driver of this machine must have found it; `dmalane doctor` says what is missing.
+    NeedsDriver,
+    /// Another process has it ("the daemon"), which must be able to map the memory that is transferred.
+    ServedBy(&'static str),
+}
+
+/// A kind of device: an entry of [`KINDS`](super::KINDS).
+pub struct DeviceKind {
+    /// The first word of its names.
+    pub name: &'static str,
+    /// How one is named, without its options ("ram:SIZE").
+    pub syntax: &'static str,
+    /// A description for people.
+    pub about: &'static str,
+    /// What it has or needs.
+    pub abilities: &'static [Ability],
+    options: fn() -> Vec<OptionAbout>,
+    parse: fn(&str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec>,
+    list: fn(&Path) -> Vec<Listed>,
+}
+
+impl DeviceKind {
+    /// The kind whose names are parsed into an `S`.
+    pub(super) const fn of<S: Spec>() -> Self {
+        Self {
+            name: S::NAME,
+            syntax: S::SYNTAX,
+            about: S::ABOUT,
+            abilities: S::ABILITIES,
+            options: || S::options().iter().map(|option| option.about).collect(),
+            parse: |text| parse::<S>(text).map(|spec| Arc::new(spec) as Arc<dyn AnySpec>),
+            list: S::list,
+        }
+    }
+
+    /// The options that stand in its names after commas.
+    pub fn options(&self) -> Vec<OptionAbout> {
+        (self.options)()
+    }
+
+    /// The devices of this kind on the machine whose `/` is given; none where they cannot be found without being named.
+    pub fn list(&self, root: &Path) -> Vec<Listed> {
+        (self.list)(root)
+    }
+
+    /// Whether it has this ability.
+    pub fn has(&self, ability: Ability) -> bool {
+        self.abilities.contains(&ability)
+    }
+
+    /// The process that has devices of this kind; `None` for this process and the kernel.
+    pub fn served_by(&self) -> Option<&'static str> {
+        self.abilities.iter().find_map(|ability| match ability {
+            Ability::ServedBy(who) => Some(*who),
+            _ => None,
+        })
+    }
+
+    /// Parses a name that begins with the name of this kind.
+    pub(crate) fn parse(&self, text: &str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec> {
+        (self.parse)(text)
+    }
+}
+
+impl fmt::Debug for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceKind({})", self.name)
+    }
+}
+
+/// A device that was found.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Listed {
+    /// Its name, as [`DeviceSpec`](crate::DeviceSpec) reads it.
+    pub name: String,
+    /// True when it can be opened.
+    pub supported: bool,
+    /// A description, or the reason why it cannot be opened.
+    pub about: String,
+    /// Its memories with their sizes, as far as that is known without opening it.
+    pub memories: Vec<(&'static str, u64)>,
+    /// Its channels, as far as that is known without opening it.
+    pub channels: Option<u32>,
+    /// Other facts by name; `None` where there is no value.
+    pub facts: Vec<(&'static str, Option<String>)>,
+}
+
+/// A [`Spec`] of any kind.
+pub(crate) trait AnySpec: fmt::Debug + Send + Sync {
+    fn kind(&self) -> &'static DeviceKind;
+    fn name(&self) -> String;
+    fn open(&self, options: &OpenOptions) -> OpenResult;
+    fn more(&self, group: &str, bytes: u64) -> Option<String>;
+    fn as_any(&self) -> &dyn Any;
+}
+
+impl<S: Spec> AnySpec for S {
+    fn kind(&self) -> &'static DeviceKind {
+        const { &DeviceKind::of::<S>() }
+    }
+
+    fn name(&self) -> String {
+        Spec::name(self)
+    }
+
+    fn open(&self, options: &OpenOptions) -> OpenResult {
+        Spec::open(self, options)
+    }
+
+    fn more(&self, group: &str, bytes: u64) -> Option<String> {
+        Spec::more(self, group, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A text that names no device.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BadDeviceSpec {
+    /// No kind has this name.
+    #[error("{text:?} is not a device; there are {kinds}{}", meant(*nearest))]
+    Kind {
+        /// The text.
+        text: String,
+        /// How devices are named, with commas between them.
+        kinds: String,
+        /// The kind whose name is like it.
+        nearest: Option<&'static str>,
+    },
+    /// The text after the kind names no device.
+    #[error("{text:?} is not {syntax}: {source}")]
+    Rest {
+        /// The text.
+        text: String,
+        /// How devices of this kind are named.
+        syntax: &'static str,
+        /// The reason: an error of the crate that drives such devices, or a text.
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// Devices of this kind have no such option.
+    #[error("{kind} has no option {option:?}{others}; its options: {options}{}", meant(*nearest))]
+    NoOption {
+        /// The name of the kind.
+        kind: &'static str,
+        /// The option.
+        option: String,
+        /// Kinds that have it, in words; empty if none has.
+        others: String,
+        /// Options of this kind, with commas between them; "none".
+        options: String,
+        /// The option whose name is like it.
+        nearest: Option<&'static str>,
+    },
+    /// The value of an option is wrong.
+    #[error("the option {option} of {kind}: {why}")]
+    Value {
+        /// The name of the kind.
+        kind: &'static str,
+        /// The option.
+        option: OptionAbout,
+        /// The reason.
+        why: String,
+    },
+}
+
+fn meant(nearest: Option<&'static str>) -> String {
+    nearest.map_or(String::new(), |nearest| format!("; did you mean {nearest}?"))
+}
+
+/// Parses a name: `NAME`, `NAME:WHAT`, and either with options.
+fn parse<S: Spec>(text: &str) -> Result<S, BadDeviceSpec> {
+    let rest = text.strip_prefix(S::NAME).unwrap_or_default();
+    let (colon, rest) = rest.strip_prefix(':').map_or((false, rest), |rest| (true, rest));
+    let options = S::options();
+    let (what, given) = split(rest, S::COMMAS, &options).map_err(|e| match e {
+        BadOption::Unknown { word } => {
+            let own: Vec<_> = options.iter().map(|option| option.about.to_string()).collect();
+            let options_of = if own.is_empty() { "none".to_owned() } else { own.join(", ") };
+            let nearest = nearest(&word, keys_of(&options));
+            BadDeviceSpec::NoOption { kind: S::NAME, option: word, others: String::new(), options: options_of, nearest }
+        }
+        BadOption::Value { option, why } => BadDeviceSpec::Value { kind: S::NAME, option, why },
+    })?;
+    let parsed = if colon && what.is_empty() { Err("nothing follows the colon".into()) } else { S::parse(what) };
+    let wrong = |source| BadDeviceSpec::Rest { text: text.to_owned(), syntax: S::SYNTAX, source };
+    let mut spec = parsed.map_err(wrong)?;
+    for (number, value) in given {
+        let option = &options[number];
+        let wrong = |why| BadDeviceSpec::Value { kind: S::NAME, option: option.about, why };
+        (option.set)(&mut spec, value).map_err(wrong)?;
+    }
+    Ok(spec)
+}

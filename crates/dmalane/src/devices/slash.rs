@@ -1,0 +1,85 @@
+//! An AMD V80 that the driver SLASH drives.
+
+use std::error::Error;
+use std::path::Path;
+
+use dmalane_slash::{Node, SlashDevice, SlashOptions};
+use rustix::fs::{Access, access};
+
+use super::kind::{Ability, Listed, OpenResult, Spec};
+use super::option::{SpecOption, number};
+use crate::open_options::OpenOptions;
+
+/// A card of this machine, `slash:N`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SlashSpec {
+    /// Its node.
+    pub node: Node,
+    /// How it is opened.
+    pub options: SlashOptions,
+}
+
+/// The option of a V80's rings.
+pub(super) const fn ring<S: Spec>(
+    set: fn(&mut S, &str) -> Result<(), String>,
+    get: fn(&S) -> Option<String>,
+) -> SpecOption<S> {
+    SpecOption::valued(
+        "ring",
+        "INDEX",
+        "size of the DMA rings: an index, 0 to 15, into the table of the QDMA [15]",
+        set,
+        get,
+    )
+}
+
+/// Sets the rings' size.
+pub(super) fn set_ring(options: &mut SlashOptions, text: &str) -> Result<(), String> {
+    number(text, 0..=15).map(|it| options.ring = it)
+}
+
+/// The rings' size, unless it is the default.
+pub(super) fn get_ring(options: &SlashOptions) -> Option<String> {
+    (options.ring != SlashOptions::default().ring).then(|| options.ring.to_string())
+}
+
+impl Spec for SlashSpec {
+    const NAME: &'static str = "slash";
+    const SYNTAX: &'static str = "slash:N";
+    const ABOUT: &'static str = "an AMD V80 of the driver SLASH (/dev/slash_qdma_ctlN)";
+    const ABILITIES: &'static [Ability] = &[Ability::Card, Ability::NeedsDriver];
+
+    fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        Ok(Self { node: what.parse()?, options: SlashOptions::default() })
+    }
+
+    fn what(&self) -> String {
+        self.node.to_string()
+    }
+
+    fn options() -> Vec<SpecOption<Self>> {
+        vec![ring(|spec, text| set_ring(&mut spec.options, text), |spec| get_ring(&spec.options))]
+    }
+
+    fn open(&self, _: &OpenOptions) -> OpenResult {
+        Ok(Box::new(SlashDevice::open(self.node, self.options)?))
+    }
+
+    fn list(root: &Path) -> Vec<Listed> {
+        let listed = |node: Node| {
+            let access = access(node.path(root), Access::READ_OK | Access::WRITE_OK);
+            Listed {
+                name: format!("slash:{node}"),
+                supported: access.is_ok(),
+                about: match access {
+                    Ok(()) => "an AMD V80 of the driver SLASH: ddr 32 GiB, hbm 32 GiB, 2 channels".to_owned(),
+                    Err(e) => format!("an AMD V80 of the driver SLASH, whose node cannot be used: {e}"),
+                },
+                memories: Vec::new(),
+                channels: None,
+                facts: vec![("pci", node.pci(root))],
+            }
+        };
+        dmalane_slash::nodes(root).into_iter().map(listed).collect()
+    }
+}

@@ -1,0 +1,223 @@
+//! The software card: a device model inside this process.
+
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+
+use dmalane_card::{CardDevice, CardUse};
+use dmalane_device::{Counters, IommuCounters};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+
+use super::card::{CardOptions, CardSpec};
+use super::kind::{Ability, Listed, OpenResult, Spec};
+use super::option::{SpecOption, bytes, number, size};
+use crate::open_options::OpenOptions;
+use crate::size::Size;
+
+/// Bytes of DDR, by default.
+pub const DDR: u64 = 64 << 30;
+/// Bytes of HBM, by default.
+pub const HBM: u64 = 32 << 30;
+/// Bytes of HBM of a card that is used for its DDR.
+pub(super) const LEAST_HBM: u64 = 4 << 20;
+/// Most bytes of either.
+pub const MOST: u64 = 256 << 30;
+/// Bytes of the synthetic physical memory of its host. None of it costs anything until it is pinned.
+pub const HOST_MEMORY: u64 = 16 << 40;
+
+/// The software card, `soft`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SoftSpec {
+    /// Bytes of DDR, rounded up to 2 MiB.
+    pub ddr: u64,
+    /// Bytes of HBM, rounded up to 4 MiB.
+    pub hbm: u64,
+    /// DMA channels, 1 to 16.
+    pub channels: u32,
+    /// Its threads.
+    pub workers: Workers,
+    /// How scattered the frames of its host's memory are, 0 to 1.
+    pub fragmentation: f64,
+    /// Same seed, same frames.
+    pub seed: u64,
+    /// How it is driven.
+    pub card: CardOptions,
+}
+
+impl Default for SoftSpec {
+    fn default() -> Self {
+        let (card, host) = (CardConfig::default(), HostConfig::default());
+        Self {
+            ddr: DDR,
+            hbm: HBM,
+            channels: card.channels,
+            workers: card.workers,
+            fragmentation: host.fragmentation,
+            seed: host.seed,
+            card: CardOptions::default(),
+        }
+    }
+}
+
+impl SoftSpec {
+    /// The card, with its memories rounded up to what one can have.
+    pub fn config(&self) -> CardConfig {
+        let whole = |bytes: u64, to: u64| bytes.div_ceil(to).saturating_mul(to);
+        CardConfig {
+            ddr: whole(self.ddr, 2 << 20),
+            hbm: whole(self.hbm, 4 << 20),
+            channels: self.channels,
+            workers: self.workers,
+        }
+    }
+}
+
+/// The names of [`Workers`] as values of an option.
+const WORKERS: [(&str, Workers); 3] = [("none", Workers::Inline), ("one", Workers::One), ("each", Workers::PerChannel)];
+
+/// The size of a memory of the card.
+pub(super) fn memory(text: &str) -> Result<u64, String> {
+    match bytes(text)? {
+        bytes if bytes <= MOST => Ok(bytes),
+        _ => Err(format!("a memory of the card has at most {}", Size::new(MOST))),
+    }
+}
+
+impl Spec for SoftSpec {
+    const NAME: &'static str = "soft";
+    const SYNTAX: &'static str = "soft";
+    const ABOUT: &'static str = "the software card: a device model inside this process";
+    const ABILITIES: &'static [Ability] = &[Ability::Card];
+
+    fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        match what {
+            "" => Ok(Self::default()),
+            _ => Err("nothing follows it but options, as in soft,ddr=1GiB".into()),
+        }
+    }
+
+    fn what(&self) -> String {
+        String::new()
+    }
+
+    fn options() -> Vec<SpecOption<Self>> {
+        let own = [
+            SpecOption::valued(
+                "ddr",
+                "SIZE",
+                "DDR, at most 256GiB, rounded up to 2MiB [64GiB]",
+                |spec: &mut Self, text| memory(text).map(|it| spec.ddr = it),
+                |spec| (spec.ddr != DDR).then(|| size(spec.ddr)),
+            ),
+            SpecOption::valued(
+                "hbm",
+                "SIZE",
+                "HBM in two halves, at most 256GiB, rounded up to 4MiB [32GiB]",
+                |spec, text| memory(text).map(|it| spec.hbm = it),
+                |spec| (spec.hbm != HBM).then(|| size(spec.hbm)),
+            ),
+            SpecOption::valued(
+                "channels",
+                "N",
+                "DMA channels, 1 to 16 [2]",
+                |spec, text| number(text, 1..=16).map(|it| spec.channels = it),
+                |spec| (spec.channels != CardConfig::default().channels).then(|| spec.channels.to_string()),
+            ),
+            SpecOption::valued(
+                "workers",
+                "WHICH",
+                "threads of the card: none, one, or each for one per channel [none]",
+                |spec, text| {
+                    let named = WORKERS.iter().find(|(name, _)| *name == text);
+                    spec.workers = named.ok_or("not none, one or each")?.1;
+                    Ok(())
+                },
+                |spec| {
+                    let given = WORKERS.iter().skip(1).find(|(_, workers)| *workers == spec.workers);
+                    given.map(|(name, _)| (*name).to_owned())
+                },
+            ),
+            SpecOption::valued(
+                "fragmentation",
+                "F",
+                "fragmentation of its host's physical memory, 0 to 1 [0.5]",
+                |spec, text| number(text, 0.0..=1.0).map(|it| spec.fragmentation = it),
+                |spec| {
+                    let other = spec.fragmentation != HostConfig::default().fragmentation;
+                    other.then(|| spec.fragmentation.to_string())
+                },
+            ),
+            SpecOption::valued(
+                "seed",
+                "N",
+                "seed of its host's physical memory [1]",
+                |spec, text| text.parse().map(|it| spec.seed = it).map_err(|_| "not a whole number".to_owned()),
+                |spec| (spec.seed != HostConfig::default().seed).then(|| spec.seed.to_string()),
+            ),
+        ];
+        own.into_iter().chain(CardOptions::options()).collect()
+    }
+
+    fn open(&self, options: &OpenOptions) -> OpenResult {
+        let host = HostConfig { memory: HOST_MEMORY, fragmentation: self.fragmentation, seed: self.seed };
+        let (mut card, host): (_, SoftHost) = (self.config(), SoftHost::new(host)?);
+        if options.only == Some("ddr") && self.hbm == HBM {
+            card.hbm = LEAST_HBM;
+        }
+        let bus = Arc::new(SoftBus::new(host, card)?);
+        // Unless each channel has a thread, apparent differences between channels only reflect polling order.
+        let concurrent = card.workers == Workers::PerChannel;
+        let (threads, processors) = match card.workers {
+            Workers::Inline => ("the card works in the threads that poll", 0),
+            Workers::One => ("one thread for the card", 1),
+            Workers::PerChannel => ("a thread for each channel of the card", card.channels as usize),
+        };
+        let used = self.card.used("software card".to_owned(), concurrent, options);
+        let how = CardUse { threads: Some(threads.to_owned()), processors, ..used };
+        Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || counters(&bus))))
+    }
+
+    fn list(_: &Path) -> Vec<Listed> {
+        vec![Listed {
+            name: "soft".to_owned(),
+            supported: true,
+            about: "the software card: a device model inside this process, no hardware needed".to_owned(),
+            memories: vec![("ddr", DDR), ("hbm", HBM)],
+            channels: Some(CardConfig::default().channels),
+            facts: Vec::new(),
+        }]
+    }
+
+    fn more(&self, group: &str, bytes: u64) -> Option<String> {
+        let (mut more, bytes) = (self.clone(), Size::about(bytes).bytes());
+        match group {
+            "ddr" => more.ddr = bytes,
+            "hbm" => more.hbm = bytes,
+            _ => return None,
+        }
+        (bytes <= MOST).then(|| format!("-d {}", more.name()))
+    }
+}
+
+impl CardSpec for SoftSpec {
+    fn card(&mut self) -> &mut CardOptions {
+        &mut self.card
+    }
+
+    fn driven(&self) -> &CardOptions {
+        &self.card
+    }
+}
+
+/// The counters of a software card and its host.
+fn counters(bus: &SoftBus) -> Counters {
+    let (host, (ddr, hbm)) = (bus.host().stats(), bus.memory().touched());
+    let iommu = IommuCounters {
+        leaves: host.leaves,
+        tables: host.tables,
+        hits: host.iotlb_hits,
+        misses: host.iotlb_misses,
+        faults: host.faults,
+    };
+    Counters { iommu: Some(iommu), touched: Some(ddr + hbm) }
+}

@@ -1,0 +1,277 @@
+//! Memory that is still to be taken: chunk by chunk, in the order of the buffers.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use dmalane_dma::{Absent, Error, PageKind, Reserved};
+
+use super::error::{Failed, FillError};
+use super::fragment::{Fragment, Tag};
+use super::job::{BadJob, Extent, Job};
+use super::landing::{Busy, Landing, Place};
+use super::memory::{Memory, Staging};
+use super::options::FillOptions;
+use crate::clock::Clocks;
+use crate::lock::locked;
+
+/// The memory of a job: what no worker has taken yet, and slots that were given back.
+///
+/// Chunks are taken front to back and do not overlap. The lock is held while one is taken, not while it is made
+/// present; landing places have a lock of their own, which may be taken within it.
+pub(super) struct Supply<'a> {
+    /// Bytes of a chunk. A worker takes one while fewer bytes than this have memory and wait to be read.
+    pub chunk: usize,
+    /// Bytes of a read, at most. Reads end at multiples of this in their buffer.
+    pub block: usize,
+    lens: &'a [u64],
+    /// For each buffer its extents, in the order of their destinations.
+    plan: Vec<Vec<(usize, Extent)>>,
+    rest: Mutex<Rest<'a>>,
+    /// The memory stays; else it is that of slots.
+    pub stays: bool,
+    /// Buffers whose memory is new, and so zero.
+    fresh: Vec<bool>,
+    /// Where reads go, if not to the memory itself.
+    pub landing: Option<Landing>,
+    /// Reads whose memory was taken and whose bytes were not sent on yet. Staging memory is not taken while there are
+    /// many.
+    pub unsent: AtomicUsize,
+}
+
+/// Memory that was not taken.
+struct Rest<'a> {
+    pages: Pages<'a>,
+    /// The first buffer of which anything is left.
+    buffer: usize,
+    /// The extent with which its next chunk begins.
+    extent: usize,
+    /// No chunk was taken, and there will be several.
+    first: bool,
+}
+
+enum Pages<'a> {
+    Buffers(Vec<Reserved>),
+    /// The next byte of the buffer goes to the next slot.
+    Staging(&'a mut Staging, usize),
+}
+
+/// The answer of [`Supply::take`].
+pub(super) enum Taken<'s> {
+    Chunk(Chunk<'s>),
+    /// There will be memory when some was given back, or when bytes that were read ahead are sent on.
+    Later,
+    /// Everything was taken.
+    Nothing,
+}
+
+/// A chunk that was taken.
+pub(super) struct Chunk<'s> {
+    pub buffer: usize,
+    /// Where it ends in the buffer.
+    pub end: usize,
+    /// The extents that lie in it, or partly so, with their numbers.
+    pub extents: &'s [(usize, Extent)],
+    pub memory: ChunkMemory,
+}
+
+pub(super) enum ChunkMemory {
+    /// Memory that is not present, and where reads into it land.
+    Absent(Absent, Option<Place>),
+    Slot(Fragment),
+}
+
+/// Mappings of a job, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of
+/// `vfio_iommu_type1`). Chunks are longer where there would be more.
+const MAPPINGS: u64 = 1 << 14;
+
+/// Less than this is not worth asking the kernel about.
+const WORTH_ASKING: usize = 32 << 20;
+
+impl<'a> Supply<'a> {
+    /// Reserves buffers, or uses staging memory. `plan` has the extents of each buffer.
+    pub fn new(
+        memory: Memory<'a>,
+        job: &'a Job,
+        plan: Vec<Vec<(usize, Extent)>>,
+        options: &FillOptions,
+    ) -> Result<Self, FillError> {
+        let (mut chunk, mut landing) = (whole_pages(options.chunk), None);
+        let pages = match memory {
+            // A slot is free at once, so there is no point in taking one before there is room to read into it.
+            Memory::Staging(staging) => {
+                chunk = 1;
+                Pages::Staging(staging, 0)
+            }
+            Memory::Buffers(stays) => {
+                if let Some((registrar, _)) = stays.register {
+                    let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
+                    // Memory that could never be pinned is refused before any of it is read.
+                    if let Some(limit) = registrar.pin_limit().filter(|limit| wanted > *limit) {
+                        let source = Error::PinLimit { wanted, pinned: 0, limit };
+                        return Err(FillError::Map { buffer: 0, offset: 0, source });
+                    }
+                    let least = wanted.div_ceil(MAPPINGS).checked_next_power_of_two().unwrap_or(u64::MAX);
+                    chunk = chunk.max(whole_pages(least));
+                }
+                let mut reserved = Vec::new();
+                for (buffer, len) in job.buffers.iter().enumerate() {
+                    // A buffer has at least a page.
+                    let len = usize::try_from(*len).map_err(|_| BadJob::TooLarge(*len))?.max(1);
+                    let memory = |source| FillError::Memory { buffer, source };
+                    reserved.push(stays.heap.reserve(len).map_err(memory)?);
+                }
+                enough(&reserved, 0)?;
+                let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
+                let room = |more: usize| enough(&reserved, more.min(all)).is_ok();
+                landing = stays.direct.then(|| Landing::new(&reserved, chunk, room)).flatten();
+                Pages::Buffers(reserved)
+            }
+        };
+        let fresh = match &pages {
+            Pages::Buffers(reserved) => reserved.iter().map(Reserved::is_fresh).collect(),
+            Pages::Staging(..) => vec![false; job.buffers.len()],
+        };
+        let (first, stays) = (options.chunk < job.bytes(), matches!(pages, Pages::Buffers(_)));
+        Ok(Self {
+            chunk,
+            block: whole_pages(options.block),
+            lens: &job.buffers,
+            plan,
+            rest: Mutex::new(Rest { pages, buffer: 0, extent: 0, first }),
+            stays,
+            fresh,
+            landing,
+            unsent: AtomicUsize::new(0),
+        })
+    }
+
+    /// Bytes that arrive together, about.
+    pub fn piece(&self) -> u64 {
+        match &locked(&self.rest).pages {
+            Pages::Staging(staging, _) => staging.slot(),
+            Pages::Buffers(_) => self.block.min(self.chunk) as u64,
+        }
+    }
+
+    /// Whether the memory stays, and that of any buffer was used before.
+    pub fn is_recycled(&self) -> bool {
+        self.stays && self.fresh.contains(&false)
+    }
+
+    /// Whether the memory of a buffer is zero where nothing was read into it.
+    pub fn is_fresh(&self, buffer: usize) -> bool {
+        self.fresh[buffer]
+    }
+
+    /// Takes the next chunk. `capacity` is the number of reads that a queue of the worker takes.
+    pub fn take(&self, capacity: usize, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
+        let mut rest = locked(&self.rest);
+        let Rest { pages, buffer: next, extent, first } = &mut *rest;
+        let (buffer, memory, end) = loop {
+            let buffer = *next;
+            let Some(len) = self.lens.get(buffer) else { return Ok(Taken::Nothing) };
+            let taken = match pages {
+                Pages::Buffers(reserved) => {
+                    let reserved = reserved.get_mut(buffer);
+                    let copied = reserved.as_ref().is_some_and(|r| r.left() > 0 && r.is_better_copied_to());
+                    let place = match self.landing.as_ref().filter(|_| copied).map_or(Ok(None), Landing::take) {
+                        Ok(place) => place,
+                        Err(Busy) => return Ok(Taken::Later),
+                    };
+                    // The first chunk is a single block, so that reading can begin.
+                    let len = if std::mem::take(first) { self.block.min(self.chunk) } else { self.chunk };
+                    let absent = reserved.and_then(|reserved| reserved.next(len));
+                    absent.map(|absent| (absent.offset() + absent.len(), ChunkMemory::Absent(absent, place)))
+                }
+                Pages::Staging(_, at) if *at as u64 >= *len => {
+                    *at = 0;
+                    None
+                }
+                // As many reads may wait for their turn as are in flight. Reading further ahead would only push them
+                // out of the processor's cache.
+                Pages::Staging(..) if self.unsent.load(Ordering::Relaxed) >= 2 * capacity => return Ok(Taken::Later),
+                Pages::Staging(staging, at) => {
+                    let taken = staging.take(*len - *at as u64, clocks);
+                    let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
+                    let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
+                    let tag = Tag { buffer, offset: *at, extent: None, slot, via: Some(via), landed: None };
+                    *at += slice.len();
+                    Some((*at, ChunkMemory::Slot(Fragment { tag, slice })))
+                }
+            };
+            match taken {
+                Some((end, memory)) => break (buffer, memory, end),
+                None => (*next, *extent) = (buffer + 1, 0),
+            }
+        };
+        let begin = *extent;
+        let more = self.plan[buffer][begin..].partition_point(|(_, e)| e.to < end as u64);
+        // The last extent may go on in the next chunk.
+        *extent = (begin + more).saturating_sub(1).max(begin);
+        drop(rest);
+        let extents = &self.plan[buffer][begin..begin + more];
+        Ok(Taken::Chunk(Chunk { buffer, end, extents, memory }))
+    }
+
+    /// Takes the right to a landing place back that was not used.
+    pub fn give_back(&self, place: Option<Place>) {
+        if let (Some(landing), Some(place)) = (&self.landing, place) {
+            landing.give_back(place);
+        }
+    }
+
+    /// Gives a slice back to its slot; returns the fragment if its memory stays.
+    pub fn put_back(&self, fragment: Fragment) -> Option<Fragment> {
+        if !self.stays
+            && let Pages::Staging(staging, _) = &mut locked(&self.rest).pages
+        {
+            staging.put_back(fragment.tag.slot, fragment.slice);
+            return None;
+        }
+        Some(fragment)
+    }
+}
+
+/// A length in whole pages, and one that can be allocated.
+fn whole_pages(bytes: u64) -> usize {
+    usize::try_from(bytes.clamp(1, 1 << 40)).unwrap_or(1 << 30).next_multiple_of(4096)
+}
+
+/// Bytes of the reservations that the kernel has yet to find memory for: none for what is present, nor for huge pages
+/// once reserved.
+fn to_come(reserved: &[Reserved]) -> usize {
+    let is_there =
+        |r: &Reserved| matches!(r.backing().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || r.is_present();
+    reserved.iter().filter(|r| !is_there(r)).fold(0, |sum, r| sum.saturating_add(r.len()))
+}
+
+/// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
+/// promises nothing, and a cgroup that runs full has somebody killed.
+fn enough(reserved: &[Reserved], more: usize) -> Result<(), FillError> {
+    let wanted = to_come(reserved).saturating_add(more);
+    if wanted < WORTH_ASKING {
+        return Ok(());
+    }
+    match dmalane_dma::room() {
+        Some(room) if room.bytes < wanted as u64 => {
+            Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{AnonHeap, Heap, Pool};
+
+    use super::*;
+
+    #[test]
+    fn memory_that_is_present_is_not_asked_for_again() {
+        let base = AnonHeap::starting_at(PageKind::Base);
+        let pool = Pool::new(AnonHeap::starting_at(PageKind::Base), 1 << 20);
+        drop(pool.allocate(64 << 10).unwrap());
+        let reserved = [base.reserve(8 << 10).unwrap(), pool.reserve(64 << 10).unwrap()];
+        assert_eq!((reserved[1].is_present(), to_come(&reserved)), (true, 8 << 10));
+    }
+}

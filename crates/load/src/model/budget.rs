@@ -1,0 +1,142 @@
+//! A limit of memory that readers share, and what they have taken of it.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::error::ModelError;
+
+/// How often a reader that waits for memory looks whether it was cancelled.
+const EVERY: Duration = Duration::from_millis(40);
+
+/// A limit of memory, and how much of it is in use.
+pub(super) struct Budget {
+    limit: u64,
+    state: Mutex<State>,
+    freed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    used: u64,
+    /// Bytes that a reader waits for.
+    waiting: Option<u64>,
+}
+
+/// Bytes of a limit, given back when dropped.
+pub(super) struct Charge {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.budget.state().used -= self.bytes;
+        self.budget.freed.notify_all();
+    }
+}
+
+impl Budget {
+    pub fn new(limit: u64) -> Arc<Self> {
+        Arc::new(Self { limit, state: Mutex::default(), freed: Condvar::new() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Bytes in use.
+    pub fn used(&self) -> u64 {
+        self.state().used
+    }
+
+    /// Bytes that a reader waits for.
+    pub fn waiting(&self) -> Option<u64> {
+        self.state().waiting
+    }
+
+    pub fn refuse(&self, wanted: u64) -> ModelError {
+        self.refusal(wanted, self.used())
+    }
+
+    fn refusal(&self, wanted: u64, used: u64) -> ModelError {
+        ModelError::Limit { wanted, used, limit: self.limit }
+    }
+
+    /// Whether this number of bytes can be had now.
+    pub fn check(&self, bytes: u64) -> Result<(), ModelError> {
+        let used = self.used();
+        if used.saturating_add(bytes) > self.limit { Err(self.refusal(bytes, used)) } else { Ok(()) }
+    }
+
+    /// Takes bytes now.
+    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Charge, ModelError> {
+        let mut state = self.state();
+        match state.used.checked_add(bytes).filter(|used| *used <= self.limit) {
+            Some(used) => {
+                state.used = used;
+                Ok(Charge { budget: self.clone(), bytes })
+            }
+            None => Err(self.refusal(bytes, state.used)),
+        }
+    }
+
+    /// Takes bytes as soon as they are free; `None` when `cancelled` says so first.
+    pub fn wait(self: &Arc<Self>, bytes: u64, cancelled: &dyn Fn() -> bool) -> Result<Option<Charge>, ModelError> {
+        if bytes > self.limit {
+            return Err(self.refuse(bytes));
+        }
+        let mut state = self.state();
+        loop {
+            // First of all: memory that has just come back is for others then.
+            if cancelled() {
+                state.waiting = None;
+                return Ok(None);
+            }
+            if state.used.saturating_add(bytes) <= self.limit {
+                break;
+            }
+            state.waiting = Some(bytes);
+            state = self.freed.wait_timeout(state, EVERY).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        (state.waiting, state.used) = (None, state.used + bytes);
+        Ok(Some(Charge { budget: self.clone(), bytes }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn charges_add_up_and_come_back() {
+        let budget = Budget::new(100);
+        let first = budget.take(60).unwrap();
+        assert!(matches!(budget.take(41), Err(ModelError::Limit { wanted: 41, used: 60, limit: 100 })));
+        assert!(budget.check(u64::MAX).is_err() && budget.check(40).is_ok());
+        let second = budget.take(40).unwrap();
+        drop(first);
+        assert_eq!(budget.used(), 40);
+        drop(second);
+        assert_eq!((budget.used(), budget.waiting()), (0, None));
+    }
+
+    #[test]
+    fn a_reader_waits_until_memory_comes_back() {
+        let budget = Budget::new(100);
+        let first = budget.take(60).unwrap();
+        assert!(budget.wait(101, &|| false).is_err(), "it could never be had");
+        assert!(budget.wait(50, &|| true).unwrap().is_none());
+        let (mine, never) = (budget.clone(), || false);
+        let waiting = std::thread::spawn(move || mine.wait(50, &never).unwrap().is_some());
+        while budget.waiting().is_none() {
+            std::thread::yield_now();
+        }
+        drop(first);
+        assert!(waiting.join().unwrap());
+        assert_eq!((budget.used(), budget.waiting()), (0, None));
+    }
+}

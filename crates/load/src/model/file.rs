@@ -1,0 +1,82 @@
+//! A file of a model: its name, its header, and the hashes that it must have.
+
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::error::ModelError;
+use crate::container::Model;
+use crate::error::Error;
+use crate::manifest::ManifestFile;
+use crate::open_file::{OpenFile, Select};
+
+/// A file of a model. It is opened for each read, so that a model of 1000 files needs no 1000 descriptors.
+pub struct ModelFile {
+    path: PathBuf,
+    contents: Arc<Model>,
+    /// Device, inode, bytes and time of the last change when the header was read.
+    identity: (u64, u64, u64, i64, i64),
+    /// A file that has no name to open it by.
+    kept: Option<File>,
+    select: Option<Select>,
+    /// The hashes that its tensors must have.
+    pub(super) expected: Option<Expected>,
+}
+
+/// The part of a manifest that is about a file.
+pub(super) struct Expected {
+    pub file: ManifestFile,
+    /// For each tensor of the file, its region.
+    pub regions: Vec<usize>,
+}
+
+fn identity(meta: &Metadata) -> (u64, u64, u64, i64, i64) {
+    (meta.dev(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec())
+}
+
+impl ModelFile {
+    /// Reads the header of a file, and keeps it open where its name does not open it again.
+    pub(super) fn new(mut file: OpenFile, select: Option<Select>) -> Result<Self, Error> {
+        if select.is_some() {
+            file.select(select.clone());
+        }
+        let contents = file.model()?.clone();
+        let meta = file.file.metadata().map_err(|source| file.error("read its size", source))?;
+        let OpenFile { path, file, by_name, .. } = file;
+        Ok(Self { path, contents, identity: identity(&meta), kept: (!by_name).then_some(file), select, expected: None })
+    }
+
+    /// Its name.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its length, its kind, its tensors and its metadata.
+    pub fn contents(&self) -> &Arc<Model> {
+        &self.contents
+    }
+
+    /// Opens the file, which must be the one that was parsed.
+    ///
+    /// # Errors
+    /// [`ModelError::Replaced`], [`ModelError::Load`].
+    pub fn open(&self) -> Result<OpenFile, ModelError> {
+        let failed = |what, source| Error::File { path: self.path.clone(), what, source };
+        let file = match &self.kept {
+            Some(file) => file.try_clone(),
+            None => File::open(&self.path),
+        };
+        let file = file.map_err(|e| failed("open it", e))?;
+        let meta = file.metadata().map_err(|e| failed("read its size", e))?;
+        if meta.is_file() && identity(&meta) != self.identity {
+            return Err(ModelError::Replaced { path: self.path.clone(), before: self.identity.2, now: meta.len() });
+        }
+        Ok(OpenFile::parsed(&self.path, file, self.contents.clone(), self.select.clone()))
+    }
+
+    /// Refuses to read a part of a tensor whose hash is to be checked.
+    pub(super) fn check_parts(&self) -> Result<(), ModelError> {
+        if self.expected.is_some() { Err(ModelError::Unchecked) } else { Ok(()) }
+    }
+}

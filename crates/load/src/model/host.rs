@@ -1,0 +1,397 @@
+//! A model: its files, its tensors, and every way to read them.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use dmalane_addr::FileOffset;
+use dmalane_device::Placement;
+use dmalane_dma::{AnonHeap, Heap, Pool, SharedBuf};
+use dmalane_file::{FileOptions, FileQueue, Mode};
+
+use super::block::{HostTensor, model_heap};
+use super::budget::Budget;
+use super::error::ModelError;
+use super::expected;
+use super::file::ModelFile;
+use super::plan::{PAGE, Plan};
+use super::reader::{FILES_AT_ONCE, Reader};
+use super::report::{HostRates, Reads};
+use super::slice;
+use super::stream::TensorStream;
+use crate::container::{Tensor, model_files};
+use crate::device::{Loaded, OpenDevice};
+use crate::fill::{Extent, Job, Watch};
+use crate::input::Input;
+use crate::manifest::Manifest;
+use crate::open_file::{OpenFile, Select};
+
+/// Bytes that reference rates are measured with, at most; and a huge page, so that a pool keeps all of its memory.
+const REFERENCE: u64 = 256 << 20;
+const HUGE: usize = 2 << 20;
+
+/// How a model is opened. The default reads all tensors, without a limit, and compares them with nothing.
+#[derive(Clone, Default)]
+pub struct ModelOptions {
+    /// Past the page cache or through it.
+    pub mode: Mode,
+    /// Bytes of host memory that its tensors may take at a time; `None` for no limit.
+    pub memory_limit: Option<u64>,
+    /// Hashes that the files must have; without files it is no manifest.
+    pub manifest: Manifest,
+    /// Which tensors count, by their names; files without any are left out.
+    pub select: Option<Select>,
+}
+
+/// How a model is loaded onto a device.
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// The device memory that gets the tensors; the first region by default.
+    pub placement: Placement,
+    /// Read every tensor back through the device's address space, and compare it with its file.
+    pub verify: bool,
+}
+
+/// A part of a tensor, and its place in a buffer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// The tensor.
+    pub name: String,
+    /// Which of its bytes.
+    pub bytes: Range<u64>,
+    /// Offset in the buffer of the first one.
+    pub to: u64,
+}
+
+/// A model that is open: one or more files of tensors, whose headers were parsed once.
+///
+/// Tensors are read into memory ([`read`](Self::read), [`read_all`](Self::read_all), [`slice`](Self::slice)), lent one
+/// after the other within a limit of memory ([`stream`](Self::stream)), or loaded onto a device
+/// ([`load_onto`](Self::load_onto)).
+///
+/// ```
+/// use dmalane_load::{HostModel, ModelOptions};
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.safetensors");
+/// # dmalane_load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
+/// let options = ModelOptions { memory_limit: Some(64 << 20), ..ModelOptions::default() };
+/// let model = HostModel::open([&path], options)?;
+/// for tensor in model.stream(None)? {
+///     let tensor = tensor?;
+///     println!("{} {:?}: {} bytes", tensor.tensor.name, tensor.shape, tensor.len);
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct HostModel {
+    reader: Arc<Reader>,
+    /// File and tensor of each name.
+    by_name: Arc<HashMap<String, (usize, usize)>>,
+    manifest: Arc<Manifest>,
+}
+
+impl HostModel {
+    /// Opens the files of a model: a directory and an index stand for theirs ([`model_files`]).
+    ///
+    /// # Errors
+    /// [`ModelError::Load`] for files that cannot be read or are no models, [`ModelError::Twice`] where two have a
+    /// tensor of one name, and what the manifest finds in headers.
+    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, ModelError> {
+        let mut files = Vec::new();
+        for path in paths {
+            for path in model_files(path.as_ref())? {
+                files.push(ModelFile::new(OpenFile::open(path)?, options.select.clone())?);
+            }
+        }
+        Self::new(files, options)
+    }
+
+    /// The same of files that are open already. Those that were not opened by name stay open with the model.
+    ///
+    /// # Errors
+    /// As of [`HostModel::open`].
+    pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, ModelError> {
+        let files = files.into_iter().map(|file| ModelFile::new(file, options.select.clone()));
+        Self::new(files.collect::<Result<_, _>>()?, options)
+    }
+
+    fn new(mut files: Vec<ModelFile>, options: ModelOptions) -> Result<Self, ModelError> {
+        let ModelOptions { mode, memory_limit, manifest, select } = options;
+        if select.is_some() {
+            files.retain(|file| !file.contents().tensors.is_empty());
+        }
+        if !manifest.files.is_empty() {
+            expected::expect(&manifest, &mut files)?;
+        }
+        let mut by_name = HashMap::new();
+        for (f, file) in files.iter().enumerate() {
+            for (t, tensor) in file.contents().tensors.iter().enumerate() {
+                if let Some((first, _)) = by_name.insert(tensor.name.clone(), (f, t)) {
+                    return Err(ModelError::Twice {
+                        path: file.path().to_owned(),
+                        first: files[first].path().to_owned(),
+                        tensor: tensor.name.clone(),
+                    });
+                }
+            }
+        }
+        let (budget, closed) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), AtomicBool::new(false));
+        let reader = Arc::new(Reader { files: Arc::new(files), budget, reads: Mutex::default(), mode, closed });
+        Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest) })
+    }
+
+    /// The same model with another memory limit, which counts what it reads from now on.
+    pub fn within(&self, memory_limit: u64) -> Self {
+        let reader = Reader {
+            files: self.reader.files.clone(),
+            budget: Budget::new(memory_limit),
+            reads: Mutex::default(),
+            mode: self.reader.mode,
+            closed: AtomicBool::new(false),
+        };
+        Self { reader: Arc::new(reader), ..self.clone() }
+    }
+
+    /// The files.
+    pub fn files(&self) -> &[ModelFile] {
+        &self.reader.files
+    }
+
+    /// The tensors, in the order of the files and of the bytes in them.
+    pub fn tensors(&self) -> impl Iterator<Item = &Arc<Tensor>> {
+        self.reader.files.iter().flat_map(|file| &file.contents().tensors)
+    }
+
+    /// The tensor of this name, and its file.
+    ///
+    /// # Errors
+    /// [`ModelError::NoTensor`], [`ModelError::Closed`].
+    pub fn find(&self, name: &str) -> Result<(&ModelFile, &Arc<Tensor>), ModelError> {
+        let (file, index) = self.place(name)?;
+        let file = &self.reader.files[file];
+        Ok((file, &file.contents().tensors[index]))
+    }
+
+    fn place(&self, name: &str) -> Result<(usize, usize), ModelError> {
+        self.reader.check_open()?;
+        self.by_name.get(name).copied().ok_or_else(|| ModelError::NoTensor(name.to_owned()))
+    }
+
+    /// Reads all tensors, those of a file into one block. With `align`, a power of two of at most 4096, each starts at a
+    /// multiple of it and shares no such unit with another one.
+    ///
+    /// # Errors
+    /// [`ModelError`]. [`ModelError::BadSlice`] for another `align`.
+    pub fn read_all(&self, align: Option<u64>, watch: &mut Watch<'_>) -> Result<Vec<HostTensor>, ModelError> {
+        let reader = &*self.reader;
+        reader.check_open()?;
+        if align.is_some_and(|align| !align.is_power_of_two() || align > PAGE) {
+            return Err(ModelError::BadSlice("align is a power of two of at most 4096".to_owned()));
+        }
+        let plan = |(i, file): (usize, &ModelFile)| Ok((i, reader.plan(i, 0..file.contents().tensors.len(), align)?));
+        let plans = reader.files.iter().enumerate().map(plan).collect::<Result<Vec<(usize, Plan)>, ModelError>>()?;
+        let blocks = reader.read(&plans, reader.charge(&plans)?, watch)?;
+        let mut tensors = Vec::new();
+        for ((file, plan), block) in plans.iter().zip(blocks) {
+            for (tensor, place) in reader.files[*file].contents().tensors.iter().zip(&plan.places) {
+                tensors.push(HostTensor::new(tensor, tensor.dims(), block.clone(), *place, tensor.len));
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// Reads one tensor.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn read(&self, name: &str, watch: &mut Watch<'_>) -> Result<HostTensor, ModelError> {
+        let (file, index) = self.place(name)?;
+        let plan = self.reader.plan(file, index..index + 1, None)?;
+        let charge = self.reader.budget.take(plan.memory())?;
+        let (block, plan) = self.reader.read_one(file, plan, charge, watch)?;
+        let tensor = &self.reader.files[file].contents().tensors[index];
+        Ok(HostTensor::new(tensor, tensor.dims(), block, plan.places[0], tensor.len))
+    }
+
+    /// Reads a slice of a tensor: a range of each dimension. `shape` is that of the result, which has as many elements
+    /// as the ranges.
+    ///
+    /// # Errors
+    /// [`ModelError`]. [`ModelError::BadSlice`] for ranges beyond the tensor, for types without a size, and for bounds
+    /// within a byte; [`ModelError::Unchecked`] with a manifest.
+    pub fn slice(
+        &self,
+        name: &str,
+        ranges: &[Range<u64>],
+        shape: Vec<u64>,
+        watch: &mut Watch<'_>,
+    ) -> Result<HostTensor, ModelError> {
+        slice::read(&self.reader, self.place(name)?, ranges, shape, watch)
+    }
+
+    /// Reads parts of tensors to their places in a new buffer of `len` bytes. The other bytes are zero. Whole tensors
+    /// are compared with the manifest. The memory limit does not count the buffer.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn read_parts(&self, parts: &[Part], len: u64, watch: &mut Watch<'_>) -> Result<SharedBuf, ModelError> {
+        let reader = &*self.reader;
+        reader.check_open()?;
+        let (mut files, mut extents, mut tensors, mut total) = (Vec::new(), Vec::new(), Vec::new(), 0u64);
+        for Part { name, bytes, to } in parts {
+            let (file, index) = self.place(name)?;
+            let tensor = &reader.files[file].contents().tensors[index];
+            match *bytes == (0..tensor.len) {
+                true if tensor.len == 0 => {}
+                true => tensors.push((&reader.files[file], index, *to, to.saturating_add(tensor.len))),
+                false => reader.files[file].check_parts()?,
+            }
+            let Range { start, end } = *bytes;
+            if start > end || end > tensor.len {
+                let message = format!("{start}..{end} does not lie within the {} bytes of {name:?}", tensor.len);
+                return Err(ModelError::BadSlice(message));
+            }
+            let source = files.iter().position(|known| *known == file).unwrap_or_else(|| {
+                files.push(file);
+                files.len() - 1
+            });
+            let (at, len) = (FileOffset::new(tensor.at.bits() + start), end - start);
+            extents.push(Extent { source, at, len, buffer: 0, to: *to });
+            total = total.saturating_add(len);
+        }
+        let len = len.max(1);
+        if total == 0 {
+            return Ok(model_heap().allocate(usize::try_from(len).unwrap_or(usize::MAX))?.share());
+        }
+        tensors.sort_by_key(|(_, _, at, _)| *at);
+        let files: Vec<&ModelFile> = files.into_iter().map(|file| &reader.files[file]).collect();
+        let filled = reader.run(&files, Job { buffers: vec![len], extents }, &[tensors], watch)?.pop();
+        Ok(filled.expect("one buffer").into_shared())
+    }
+
+    /// Begins to read the tensors in the order of their bytes, all or those of these names.
+    ///
+    /// # Errors
+    /// [`ModelError::NoTensor`], [`ModelError::Closed`].
+    pub fn stream(&self, names: Option<HashSet<String>>) -> Result<TensorStream, ModelError> {
+        self.reader.check_open()?;
+        names.iter().flatten().try_for_each(|name| self.place(name).map(drop))?;
+        Ok(TensorStream::new(self.reader.clone(), names))
+    }
+
+    /// Opens the files for a load onto a device.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn inputs(&self, options: FileOptions) -> Result<Vec<Input<FileQueue>>, ModelError> {
+        self.reader.check_open()?;
+        let input = |file: &ModelFile| match file.contents().by_columns {
+            true => Err(ModelError::ByColumns { path: file.path().to_owned() }),
+            false => Ok(file.open()?.into_input(options)?),
+        };
+        self.reader.files.iter().map(input).collect()
+    }
+
+    /// Loads the model onto a device: every tensor is bound at its own device virtual address, and compared with the
+    /// manifest on the way. `progress` is called with the number of bytes that have been read since the last call; it
+    /// must not panic.
+    ///
+    /// ```
+    /// use dmalane_device::RamDevice;
+    /// use dmalane_load::{HostModel, OpenDevice};
+    ///
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("model.safetensors");
+    /// # dmalane_load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
+    /// let mut device = OpenDevice::new(Box::new(RamDevice::new(8 << 20)?), Default::default())?;
+    /// let loaded = HostModel::open([&path], Default::default())?.load_onto(&mut device, &Default::default(), |_| {})?;
+    /// println!("{:?} after {:?}", loaded["embeddings.weight"].va, loaded.report.wall);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ModelError`]. Nothing stays on the device, and files that fail to verify are unloaded.
+    pub fn load_onto(
+        &self,
+        device: &mut OpenDevice,
+        options: &LoadOptions,
+        mut progress: impl FnMut(u64) + Send,
+    ) -> Result<Loaded, ModelError> {
+        let mut inputs = self.inputs(FileOptions::for_mode(self.reader.mode))?;
+        let mut loaded = device.load_checked(&mut inputs, &options.placement, &self.manifest, &mut progress)?;
+        if options.verify {
+            match device.verify(&loaded, &mut inputs, &mut |_| {}) {
+                Ok(verified) => loaded.report.verified = Some(verified),
+                Err(error) => {
+                    // The reason for the failure matters more than a second one while cleaning up.
+                    let _ = device.unload(loaded);
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(loaded)
+    }
+
+    /// Measures what the machine reaches at best with these files, with the first 256 MiB of them at most; `None` where
+    /// the limit leaves no memory for that.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn host_rates(&self, watch: &mut Watch<'_>) -> Result<Option<HostRates>, ModelError> {
+        let reader = &*self.reader;
+        reader.check_open()?;
+        let left = reader.budget.limit().saturating_sub(reader.budget.used());
+        let most = REFERENCE.min(left & !(PAGE - 1));
+        let mut job = Job { buffers: vec![0], extents: Vec::new() };
+        let files: Vec<&ModelFile> = reader.files.iter().take(FILES_AT_ONCE).collect();
+        for (source, file) in files.iter().enumerate() {
+            let to = job.buffers[0];
+            let len = file.contents().len.min(most.saturating_sub(to));
+            job.extents.push(Extent { source, at: FileOffset::new(0), len, buffer: 0, to });
+            job.buffers[0] = (to + len).next_multiple_of(PAGE);
+        }
+        let bytes = job.bytes();
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let _charge = reader.budget.take(job.buffers[0])?;
+        let len = job.buffers[0] as usize;
+        let heap = Pool::new(AnonHeap::new(), len.next_multiple_of(HUGE));
+        // A virtual machine's host may have to find memory for the first touch: that is not measured.
+        drop(AnonHeap::new().allocate(len)?);
+        let begin = Instant::now();
+        drop(heap.reserve(len)?.populate()?);
+        let touched = begin.elapsed();
+        let read = reader.fill(&heap, &files, job, &[], watch)?.filled.report.wall;
+        let rate = |time: std::time::Duration| bytes as f64 / time.as_secs_f64();
+        Ok(Some(HostRates { bytes, read: rate(read), first_touch: rate(touched) }))
+    }
+
+    /// How the files were read so far.
+    pub fn reads(&self) -> Reads {
+        self.reader.reads.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Bytes of memory that tensors take now, and the limit.
+    pub fn memory(&self) -> (u64, Option<u64>) {
+        let limit = self.reader.budget.limit();
+        (self.reader.budget.used(), (limit < u64::MAX).then_some(limit))
+    }
+
+    /// Refuses everything from now on, and ends reads in flight. Tensors keep their memory.
+    pub fn close(&self) {
+        self.reader.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was closed.
+    ///
+    /// # Errors
+    /// [`ModelError::Closed`].
+    pub fn check_open(&self) -> Result<(), ModelError> {
+        self.reader.check_open()
+    }
+}

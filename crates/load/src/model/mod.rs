@@ -1,0 +1,22 @@
+//! The host's side of a model: its files and tensors, and reading them into memory within a limit.
+
+mod block;
+mod budget;
+mod error;
+mod expected;
+mod file;
+mod host;
+mod inputs;
+mod plan;
+mod reader;
+mod report;
+mod slice;
+mod stream;
+
+pub use block::{Block, HostTensor, model_heap};
+pub use error::ModelError;
+pub use file::ModelFile;
+pub use host::{HostModel, LoadOptions, ModelOptions, Part};
+pub use inputs::Inputs;
+pub use report::{HostRates, Reads};
+pub use stream::{Next, TensorStream};

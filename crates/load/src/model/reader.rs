@@ -1,0 +1,135 @@
+//! Reading tensors of a model into blocks within its memory limit.
+
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dmalane_dma::{Heap, Pool};
+use dmalane_file::Mode;
+
+use super::block::{Block, model_heap};
+use super::budget::{Budget, Charge};
+use super::error::ModelError;
+use super::expected::{self, Placed};
+use super::file::ModelFile;
+use super::plan::{PAGE, Plan};
+use super::report::Reads;
+use crate::fill::{Event, Extent, FilledBuf, Job, Watch};
+use crate::read::{Read, ReadFiles, ReadOptions};
+
+/// Files read by one job: each takes a few descriptors while it is read.
+pub(super) const FILES_AT_ONCE: usize = 32;
+
+/// The files of a model, and what all reads of it share.
+pub(super) struct Reader {
+    pub files: Arc<Vec<ModelFile>>,
+    pub budget: Arc<Budget>,
+    pub reads: Mutex<Reads>,
+    pub mode: Mode,
+    pub closed: AtomicBool,
+}
+
+impl Reader {
+    pub fn check_open(&self) -> Result<(), ModelError> {
+        if self.closed.load(Ordering::Relaxed) { Err(ModelError::Closed) } else { Ok(()) }
+    }
+
+    /// The plan for some tensors of a file.
+    pub fn plan(&self, file: usize, tensors: Range<usize>, align: Option<u64>) -> Result<Plan, ModelError> {
+        let file = &self.files[file];
+        if file.contents().by_columns {
+            return Err(ModelError::ByColumns { path: file.path().to_owned() });
+        }
+        let plan = Plan::new(file.contents(), tensors, align);
+        plan.ok_or_else(|| ModelError::TooLarge { path: file.path().to_owned() })
+    }
+
+    /// Takes the memory for one buffer for each plan.
+    pub fn charge(&self, files: &[(usize, Plan)]) -> Result<Vec<Charge>, ModelError> {
+        self.budget.check(files.iter().map(|(_, plan)| plan.memory()).sum())?;
+        files.iter().map(|(_, plan)| self.budget.take(plan.memory())).collect()
+    }
+
+    /// Runs a job, if it has anything to read, and notes how the files were read. `tensors` are those of each buffer
+    /// that are compared with the manifest.
+    pub fn run(
+        &self,
+        files: &[&ModelFile],
+        job: Job,
+        tensors: &[Vec<Placed<'_>>],
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<FilledBuf>, ModelError> {
+        if job.buffers.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ReadFiles { filled, methods } = self.fill(model_heap(), files, job, tensors, watch)?;
+        expected::check(tensors, filled.buffers.iter().map(FilledBuf::digests))?;
+        let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
+        reads.add(filled.report, files.iter().map(|file| file.path().to_owned()).zip(methods));
+        Ok(filled.buffers)
+    }
+
+    pub fn fill(
+        &self,
+        heap: &Pool,
+        files: &[&ModelFile],
+        job: Job,
+        tensors: &[Vec<Placed<'_>>],
+        watch: &mut Watch<'_>,
+    ) -> Result<ReadFiles, ModelError> {
+        let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
+        let watch = |event: Event| match self.closed.load(Ordering::Relaxed) {
+            true => ControlFlow::Break(()),
+            false => watch(event),
+        };
+        let mut options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
+        options.fill.hash_regions = expected::hash_regions(tensors);
+        Ok(Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)?)
+    }
+
+    /// Reads a buffer for each of these files, laid out by its plan, into memory that was taken.
+    pub fn read(
+        &self,
+        files: &[(usize, Plan)],
+        charges: Vec<Charge>,
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<Arc<Block>>, ModelError> {
+        let mut blocks: Vec<Arc<Block>> = Vec::new();
+        let mut charges = charges.into_iter();
+        for files in files.chunks(FILES_AT_ONCE) {
+            let mut job = Job::default();
+            let with_bytes = files.iter().filter(|(_, plan)| plan.len > 0);
+            let plans: Vec<_> = with_bytes.map(|(file, plan)| (&self.files[*file], plan)).collect();
+            for (buffer, (_, plan)) in plans.iter().enumerate() {
+                job.buffers.push(plan.len);
+                job.extents.extend(plan.extents.iter().map(|e| Extent { source: buffer, buffer, ..*e }));
+            }
+            let sources: Vec<&ModelFile> = plans.iter().map(|(source, _)| *source).collect();
+            let tensors: Vec<_> = plans.iter().map(|(source, plan)| expected::placed(source, plan)).collect();
+            let mut buffers = self.run(&sources, job, &tensors, watch)?.into_iter();
+            for (_, plan) in files {
+                let buf = match plan.len {
+                    // A tensor of no bytes has memory too: no address is special.
+                    0 => model_heap().allocate(PAGE as usize)?.share(),
+                    _ => buffers.next().expect("a buffer for each plan").into_shared(),
+                };
+                blocks.push(Block::charged(buf, charges.next()));
+            }
+        }
+        Ok(blocks)
+    }
+
+    /// Reads one buffer of a file.
+    pub fn read_one(
+        &self,
+        file: usize,
+        plan: Plan,
+        charge: Charge,
+        watch: &mut Watch<'_>,
+    ) -> Result<(Arc<Block>, Plan), ModelError> {
+        let plans = [(file, plan)];
+        let block = self.read(&plans, vec![charge], watch)?.pop().expect("a block for each plan");
+        let [(_, plan)] = plans;
+        Ok((block, plan))
+    }
+}

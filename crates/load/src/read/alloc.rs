@@ -1,0 +1,105 @@
+//! One range of an open file into one new buffer.
+
+use std::fs::File;
+use std::ops::{Bound, ControlFlow, RangeBounds};
+
+use crate::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job};
+use dmalane_addr::FileOffset;
+use dmalane_dma::Heap;
+
+use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, is_stream, read, short, stream};
+use crate::open_file::{OpenFile, name};
+
+/// A buffer with the bytes of a file.
+#[derive(Debug)]
+pub struct AllocRead {
+    /// The buffer.
+    pub buffer: FilledBuf,
+    /// The method by which the file was read.
+    pub method: ReadMethod,
+    /// Times of the stages.
+    pub report: FillReport,
+}
+
+/// Allocates buffers that are filled from files; implemented for every heap.
+pub trait AllocAndRead: Heap {
+    /// Allocates a buffer and reads a range of an open file into it, at once: T(first chunk) + max(T(rest of the
+    /// allocation), T(I/O)). Pipes and sockets are read from their position, by plain reads; for them `..` means
+    /// everything up to their end.
+    ///
+    /// The flags of the open file stay as they are. Small files take a fast path: no thread, no ring; a
+    /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
+    ///
+    /// ```
+    /// use dmalane_dma::MemfdHeap;
+    /// use dmalane_load::{AllocAndRead, ReadOptions};
+    ///
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("model.bin");
+    /// # std::fs::write(&path, b"weights")?;
+    /// let file = std::fs::File::open(&path)?;
+    /// let read = MemfdHeap::new().alloc_and_read(&file, .., &ReadOptions::default())?;
+    /// println!("{}; {}", read.method, read.report);
+    /// let mut bytes = [0; 7];
+    /// read.buffer.as_volatile_slice().read(&mut bytes);
+    /// let memfd = read.buffer.shared().export();    // the same pages for another process or driver
+    /// # assert!(&bytes == b"weights" && memfd.is_some());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ReadError`].
+    fn alloc_and_read(
+        &self,
+        file: &File,
+        range: impl RangeBounds<u64>,
+        options: &ReadOptions,
+    ) -> Result<AllocRead, ReadError>
+    where
+        Self: Sized,
+    {
+        one(self, file, (range.start_bound().cloned(), range.end_bound().cloned()), options)
+    }
+}
+
+impl<H: Heap> AllocAndRead for H {}
+
+fn one(
+    heap: &dyn Heap,
+    file: &File,
+    range: (Bound<u64>, Bound<u64>),
+    options: &ReadOptions,
+) -> Result<AllocRead, ReadError> {
+    let start = match range.0 {
+        Bound::Included(n) => n,
+        Bound::Excluded(n) => n.saturating_add(1),
+        Bound::Unbounded => 0,
+    };
+    let end = match range.1 {
+        Bound::Included(n) => Some(n.saturating_add(1)),
+        Bound::Excluded(n) => Some(n),
+        Bound::Unbounded => None,
+    };
+    if let Some(read) = short::try_short(heap, file, start, end, options)? {
+        return Ok(read);
+    }
+    let path = name(file);
+    let open = |source| ReadError::Open { path: path.clone(), source };
+    let kind = file.metadata().map_err(open)?.file_type();
+    let source = OpenFile::new(path.clone(), file.try_clone().map_err(open)?);
+    if end.is_none() && is_stream(&kind) {
+        return stream::to_end(heap, source, start, options);
+    }
+    let len = match end {
+        Some(end) => end.saturating_sub(start),
+        None => source.size()?.saturating_sub(start),
+    };
+    let extent = Extent { source: 0, at: FileOffset::new(start), len, buffer: 0, to: 0 };
+    let (job, whole) = (Job { buffers: vec![len], extents: vec![extent] }, end.is_none());
+    let ReadFiles { mut filled, mut methods } =
+        read(BufferMemory::of(heap), None, &[source], &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
+    match (filled.buffers.pop(), methods.pop()) {
+        (Some(buffer), Some(method)) => Ok(AllocRead { buffer, method, report: filled.report }),
+        _ => unreachable!("one buffer of one source was asked for"),
+    }
+}

@@ -1,0 +1,81 @@
+//! The method for each file, with its reason: direct or buffered, in a ring or not, by how many workers.
+
+use crate::fill::Job;
+use dmalane_file::{FileOptions, Io, Mode, Residency, residency};
+
+use super::{ReadError, ReadOptions, Scheme, is_stream};
+use crate::choose::{Choice, workers};
+use crate::open_file::{OpenFile, size};
+
+/// At most this many bytes take the fast path: a ring costs as much as copying half a megabyte, a thread as much as a
+/// megabyte.
+pub(super) const SHORT: u64 = 1 << 20;
+
+/// The method for a file.
+pub(super) struct Plan {
+    pub options: FileOptions,
+    /// Pipes and sockets have no offsets.
+    pub stream: bool,
+    pub workers: usize,
+    pub reason: String,
+    pub cached: Option<Residency>,
+    /// Bytes of the file now, where it has a size.
+    pub size: Option<u64>,
+    /// Where the first of the job's extents of it begins; more than `end` if there is none.
+    pub first: u64,
+    /// Where the last one ends.
+    pub end: u64,
+}
+
+/// Plans for a source of a job. `copied_to` says that direct reads land elsewhere and are copied to the buffers.
+pub(super) fn plan(
+    source: &OpenFile,
+    index: usize,
+    job: &Job,
+    options: &ReadOptions,
+    copied_to: bool,
+) -> Result<Plan, ReadError> {
+    let open = |e| ReadError::Open { path: source.path.clone(), source: e };
+    let kind = source.file.metadata().map_err(open)?.file_type();
+    let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
+    let (mut first, mut end, mut bytes) = (u64::MAX, 0, 0u64);
+    for e in extents {
+        (first, end) = (first.min(e.at.bits()), end.max(e.at.bits().saturating_add(e.len)));
+        bytes = bytes.saturating_add(e.len);
+    }
+    let block = usize::try_from(options.fill.block).unwrap_or(usize::MAX);
+    let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block };
+    if is_stream(&kind) {
+        let reason = "a pipe, socket or character device: plain reads in order".to_owned();
+        let options = of_queue(Mode::Buffered, Io::Pread, options.depth);
+        return Ok(Plan { options, stream: true, workers: 1, reason, cached: None, size: None, first, end });
+    }
+    let size = size(&source.file).map_err(open)?;
+    if end > size && kind.is_file() {
+        return Err(ReadError::PastEnd { path: source.path.clone(), end, size });
+    }
+    let Choice { mode, fallback, mut cached } = Choice::new(&source.file, options.mode, first..end, bytes);
+    let mut reason = match (options.mode, fallback, cached) {
+        (Mode::Direct, ..) => "direct I/O was asked for".to_owned(),
+        (Mode::Buffered, ..) => "buffered I/O was asked for".to_owned(),
+        (Mode::Auto, Some(why), _) => why.to_string(),
+        (Mode::Auto, None, Some(cached)) => format!("{cached}: read past it"),
+        (Mode::Auto, None, None) => "the kernel does not say what is cached: read past it".to_owned(),
+    };
+    if options.mode == Mode::Buffered && bytes > 0 {
+        // Cached pages are copied to memfds.
+        cached = residency(&source.file, first, end - first).ok();
+    }
+    let short = bytes <= SHORT || options.scheme == Scheme::Plain;
+    if short && options.scheme != Scheme::Plain {
+        reason += "; fast path";
+    }
+    let buffered = mode == Mode::Buffered;
+    let io = if short || buffered { Io::Pread } else { Io::Auto };
+    let depth = if io == Io::Pread { 1 } else { options.depth };
+    // The cached bytes of the span, of which the job may want less.
+    let copied = if buffered || copied_to { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
+    let workers = if short { 1 } else { workers(copied) };
+    let size = kind.is_file().then_some(size);
+    Ok(Plan { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })
+}

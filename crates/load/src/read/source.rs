@@ -1,0 +1,49 @@
+//! A file or a stream as one kind of queue.
+
+use dmalane_addr::FileOffset;
+use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
+use dmalane_queue::Queue;
+
+use super::ReadError;
+use super::plan::Plan;
+use crate::open_file::OpenFile;
+
+pub(super) enum Source {
+    File(Box<FileQueue>),
+    Stream(Box<StreamQueue>),
+}
+
+impl Source {
+    pub fn open(source: &OpenFile, plan: &Plan) -> Result<Self, ReadError> {
+        let file = source.file.try_clone().map_err(|e| ReadError::Open { path: source.path.clone(), source: e })?;
+        if plan.stream {
+            return Ok(Self::Stream(Box::new(StreamQueue::new(file, plan.options.depth))));
+        }
+        let queue = FileQueue::from_file(file, source.path.clone(), plan.options)?;
+        Ok(Self::File(Box::new(match plan.options.mode {
+            Mode::Auto => queue.from_cache_where_cached(),
+            Mode::Direct | Mode::Buffered => queue,
+        })))
+    }
+
+    pub fn how(&self) -> How {
+        match self {
+            Self::File(queue) => queue.how().clone(),
+            Self::Stream(_) => How::plain(),
+        }
+    }
+
+    pub fn queue(&mut self) -> &mut dyn Queue<Addr = FileOffset> {
+        match self {
+            Self::File(queue) => &mut **queue,
+            Self::Stream(queue) => queue,
+        }
+    }
+
+    pub fn moved(&self) -> Moved {
+        match self {
+            Self::File(queue) => queue.moved(),
+            Self::Stream(queue) => Moved { direct: 0, buffered: queue.position() },
+        }
+    }
+}
