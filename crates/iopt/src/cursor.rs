@@ -1,4 +1,4 @@
-//! Where a page table was written last.
+//! Where a page table wrote last.
 
 use crate::Format;
 use crate::format::{MAX_LEVELS, same_table};

@@ -319,7 +319,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             regions.filter(|&region| region <= size).map(|region| size / region).fold(0, u64::saturating_add)
         };
         let of_all = |(size, leaves): (PageSize, u64)| leaves.saturating_mul(tables_of(size.bytes()));
-        let tables = self.leaf_counts().map(of_all).fold(0, u64::saturating_add);
+        let there = self.leaf_counts().filter(|(_, leaves)| *leaves > 0);
+        let tables = there.map(of_all).fold(0, u64::saturating_add);
         usize::try_from(tables).unwrap_or(usize::MAX)
     }
 

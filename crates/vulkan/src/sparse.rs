@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
-use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
-use dmalane_vm::{AnyVm, BindRequest, Bo, Vm};
+use dmalane_iopt::{FormatId, HeapTables};
+use dmalane_vm::{AnyVm, BindRequest, Bo, any_vm};
 
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
@@ -244,12 +244,12 @@ impl SparseMap {
         let high = address_of(gpu, &buffer) & !(ADDRESSES - 1);
         let all = Span::new(DeviceVa::new(size.bytes()), ADDRESSES - size.bytes()).expect("a constant span");
         let tables = HeapTables::new(CardAddr::new(0));
-        let vm: Result<Box<dyn AnyVm + Send>, _> = match size {
-            PageSize::SIZE_4K => Vm::<X86_64_4Level, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
-            PageSize::SIZE_16K => Vm::<Arm64S1<14>, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
-            _ => Vm::<Arm64S1<16>, _>::new(all, tables).map(|vm| Box::new(vm) as Box<_>),
+        let format = match size {
+            PageSize::SIZE_4K => FormatId::x86_64_4level,
+            PageSize::SIZE_16K => FormatId::arm64_s1_16k,
+            _ => FormatId::arm64_s1_64k,
         };
-        let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
+        let vm = any_vm(format, all, None, tables).map_err(|e| unsuitable(e.to_string()))?;
         let held = (gpu.info().kind == "software GPU").then(Held::by_process);
         #[cfg(test)]
         let held = gpu.live().held.get().cloned().or(held);

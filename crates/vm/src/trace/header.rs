@@ -14,6 +14,7 @@ use crate::{AnyVm, any_vm};
 
 /// Value of the field `trace` of the first line.
 pub const FORMAT: &str = "dmalane-vm";
+
 /// Memory for the page tables of a VM that is replayed into. A trace that needs more is refused.
 const TABLE_BYTES: u64 = 256 << 20;
 

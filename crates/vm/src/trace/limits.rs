@@ -1,4 +1,4 @@
-//! What a trace may hold at most, and its version.
+//! The version of a trace, and how much one may ask for.
 
 /// The version that is written, and the only one that is read.
 pub const VERSION: u64 = 1;
