@@ -41,18 +41,8 @@ pub struct Runs<'a, F, I, O, T: Tables> {
     rest: Option<(u64, u64)>,
 }
 
-impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
-    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
-    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
-    ///
-    /// Leaves that continue each other are not merged: one item is one entry of the table.
-    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
-        Runs::new(self, span)
-    }
-}
-
 impl<'a, F: Format, I: Address, O: Address, T: Tables> Runs<'a, F, I, O, T> {
-    fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
+    pub(crate) fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
         let first = span.first().bits();
         let last = span.last().bits().min(table.input_len() - 1);
         let rest = (first <= last).then_some((first, last));
