@@ -94,7 +94,7 @@ impl<'a> LoadRoom<'a> {
         }
     }
 
-    /// The device that has room for `files` of so many bytes.
+    /// The device that has room for files of these sizes.
     fn hint(&self, files: &[u64]) -> String {
         match self.more(files) {
             Some(what) => what,
@@ -109,12 +109,12 @@ impl<'a> LoadRoom<'a> {
         }
     }
 
-    /// A device with room for buffers of so many bytes; `None` where no name gives one.
+    /// A device with room for buffers of these sizes; `None` where no name gives one.
     pub fn more(&self, buffers: &[u64]) -> Option<String> {
         Some(format!("{} is enough", self.spec.more(&self.group, self.enough(buffers))?))
     }
 
-    /// Bytes of the group in which `files` of so many bytes fit, and the page tables.
+    /// Bytes of the group in which files of these sizes fit, and the page tables.
     fn enough(&self, files: &[u64]) -> u64 {
         if self.plain {
             // A long file begins at a large page.

@@ -7,8 +7,6 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::lists::{keys, page};
-
 const HEADER: &str = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
 const BO: &str = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
 const BIND: &str = r#"{"op":"bind","va":"0x8000","bo":1,"offset":"0x4000","len":"0xc000","access":"rw"}"#;
@@ -239,22 +237,6 @@ fn a_load_that_fails_records_nothing() {
     for to in [".", "missing/x", "/dev/null"] {
         let (status, stdout, stderr) = place.run(&format!("load --sample 4KiB --record {to}"));
         assert!(status == 1 && stdout.is_empty() && stderr.contains("cannot record"), "{stderr}");
-    }
-}
-
-#[test]
-fn every_field_is_documented() {
-    let page = page("formats/json.md");
-    let section = page.split("## `dmalane vm replay --json`").nth(1).expect("a section of its own");
-    let place = Place::with(&[HEADER, BO, BIND, BIND, r#"{"op":"batch","ops":[{"op":"unbind","va":0,"len":1}]}"#]);
-    let mut words = keys(&place.json("vm replay trace.jsonl").1);
-    assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
-    words.extend(keys(&place.json("vm replay trace.jsonl --times").1));
-    assert!(words.contains(&"ns_per_operation".to_owned()));
-    words.extend(keys(&place.json("vm replay trace.jsonl --device soft").1));
-    assert!(words.contains(&"tables_batched".to_owned()));
-    for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
-        assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
     }
 }
 

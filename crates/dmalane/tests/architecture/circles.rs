@@ -11,15 +11,6 @@ use super::{CRATES, code_only, files, read, report, root};
 /// The circles that may stay: a crate, its files, and why a reader would draw them as one thing.
 const ALLOWED: &[(&str, &str, &str)] = &[
     ("capi", "models.rs targets.rs", "to be dissolved"),
-    (
-        "cli",
-        "commands/doctor.rs commands/doctor/hardware.rs commands/doctor/host.rs commands/doctor/io.rs \
-         commands/doctor/pages.rs commands/doctor/slash.rs",
-        "to be dissolved",
-    ),
-    ("cli", "commands/iopt.rs commands/iopt/report.rs", "to be dissolved"),
-    ("cli", "commands/load.rs commands/load/report.rs", "to be dissolved"),
-    ("cli", "commands/read.rs commands/read/report.rs", "to be dissolved"),
     ("cli", "commands/validate.rs commands/validate/page.rs commands/validate/report.rs", "to be dissolved"),
     ("cli", "report/chart.rs report/mod.rs report/timeline.rs", "to be dissolved"),
     (

@@ -136,7 +136,7 @@ impl DumpRun {
 /// Why a dump gave up.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Endless {
-    /// After so many entries, many times those of the image.
+    /// After this number of entries, many times those of the image.
     Entries(u64),
     /// More than [`MOST_RUNS`].
     Runs,
