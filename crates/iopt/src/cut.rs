@@ -8,7 +8,7 @@ use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, entries, group_bits, index, is_dirty, page_size, top_leaf_level};
+use crate::format::{Kind, entries, index, is_dirty, page_size};
 use crate::unmap::Cut;
 use crate::{Entry, Error, Format, PageTable, Tables, slots};
 
@@ -30,7 +30,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`], before anything
     /// has changed: all tables are taken first.
     pub fn cut(&mut self, at: I, mut invalidate: impl FnMut(Span<I>)) -> Result<(), Error> {
-        crate::map::check_start::<F, I>(at)?;
+        crate::map::check_start::<F, I>(at, self.input_len())?;
         let Some(cut) = self.find_cut(at.bits()) else { return Ok(()) };
         let mut spare = self.spare_tables(Cut::tables::<F>([Some(cut), None]), at.bits())?;
         self.split(at.bits(), &mut spare, |table, leaf| {
@@ -51,9 +51,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`].
     pub fn merge(&mut self, span: Span<I>, mut invalidate: impl FnMut(Span<I>)) -> Result<usize, Error> {
-        let (first, last) = Self::check_span(span)?;
+        let (first, last) = self.check_span(span)?;
         let mut freed = Vec::new();
-        self.merge_below(self.root, 0, &Whole { first, last }, first, &mut freed, &mut invalidate);
+        self.merge_below(self.root, self.root_level(), &Whole { first, last }, first, &mut freed, &mut invalidate);
         let count = freed.len();
         self.note_detached(count);
         freed.into_iter().for_each(|table| self.tables.free(table));
@@ -70,7 +70,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         freed: &mut Vec<T::Addr>,
         invalidate: &mut impl FnMut(Span<I>),
     ) {
-        if level + 1 == F::LEVELS && group_bits::<F>(level) == 0 {
+        if level + 1 == F::LEVELS && !self.has_groups_at(level) {
             return;
         }
         let size = page_size::<F>(level);
@@ -80,7 +80,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
                 let next = T::Addr::new(next);
                 self.merge_below(next, level + 1, span, at, freed, invalidate);
-                let whole = first >= span.first && last <= span.last && level >= top_leaf_level::<F>();
+                let whole = first >= span.first && last <= span.last && self.page_sizes().contains(size);
                 if whole && let Some((out, access)) = self.as_one_leaf(next, 0..entries::<F>(level + 1), level + 1) {
                     self.break_entries(table, k..k + 1, first, size, invalidate);
                     let dirty = (0..entries::<F>(level + 1)).any(|i| is_dirty::<F>(self.load(next, i)));
@@ -90,7 +90,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
             }
             let group = Kind { level, group: true };
-            if group_bits::<F>(level) > 0 && (k + 1) % group.entries::<F>() == 0 {
+            if self.has_groups_at(level) && (k + 1) % group.entries::<F>() == 0 {
                 let size = group.size::<F>();
                 let start = last - (size.bytes() - 1);
                 let range = k + 1 - group.entries::<F>()..k + 1;

@@ -21,8 +21,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if F::DIRTY == 0 {
             return Err(Error::NoDirtyBit { format: F::NAME });
         }
-        let (first, last) = Self::check_span(span)?;
-        Ok(self.dirty_below(self.root, 0, (first, last), &mut each))
+        let (first, last) = self.check_span(span)?;
+        Ok(self.dirty_below(self.root, self.root_level(), (first, last), &mut each))
     }
 
     fn dirty_below(

@@ -4,7 +4,7 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Address, Segment, Span};
 
-use crate::format::{MAX_LEVELS, entries, index, page_size, shift};
+use crate::format::{MAX_LEVELS, entries, index, input_len, page_size, shift};
 use crate::map::{Source, check_room, check_start};
 use crate::unmap::Cut;
 use crate::{Error, Format};
@@ -60,12 +60,12 @@ impl<F: Format> TableEstimate<F> {
         at: I,
         segments: impl IntoIterator<Item = Segment<O>>,
     ) -> Result<(), Error> {
-        check_start::<F, I>(at)?;
+        check_start::<F, I>(at, input_len::<F>())?;
         let mut at = at.bits();
         let mut source = Source::<F, O, _>::new(segments.into_iter());
         while source.next()? {
-            check_room::<F, I>(at, source.now.len)?;
-            let level = source.leaf_kind(at)?.level;
+            check_room::<I>(at, source.now.len, input_len::<F>())?;
+            let level = source.leaf_kind(at, F::PAGE_SIZES)?.level;
             for l in (1..=level).rev() {
                 let table = Some(at >> shift::<F>(l - 1));
                 if self.counted[l as usize] == table {

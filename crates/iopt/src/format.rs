@@ -49,6 +49,8 @@ pub enum Entry {
 pub trait Format: Copy + Debug + 'static {
     /// The name of the format in messages.
     const NAME: &'static str;
+    /// True for a [`StandIn`](crate::StandIn), of which a page table uses the lower levels and some page sizes.
+    const STANDS_IN: bool = false;
     /// Levels of tables, at most 6.
     const LEVELS: u32;
     /// Address bits that a level below the root translates; its tables have two to this power entries.
@@ -281,17 +283,18 @@ pub(crate) const fn second_size<F: Format>() -> u64 {
     }
 }
 
-/// The largest leaf for this alignment (addresses joined by "or"), length and limit, all whole granules.
+/// The largest leaf of these sizes for this alignment (addresses joined by "or"), length and limit, all whole granules.
 #[inline]
-pub(crate) fn leaf_kind<F: Format>(alignment: u64, len: u64, limit: u64) -> Kind {
+pub(crate) fn leaf_kind<F: Format>(alignment: u64, len: u64, limit: u64, sizes: PageSizes) -> Kind {
+    let exists = |kind: Kind| !F::STANDS_IN || sizes.contains(kind.size::<F>());
     let fits = |kind: Kind| {
         let size = kind.size::<F>().bytes();
-        len >= size && limit >= size && alignment & (size - 1) == 0
+        exists(kind) && len >= size && limit >= size && alignment & (size - 1) == 0
     };
     let mut kind = Kind::single(F::LEVELS - 1);
     loop {
         let group = Kind { level: kind.level, group: true };
-        if group_bits::<F>(kind.level) > 0 {
+        if group_bits::<F>(kind.level) > 0 && exists(group) {
             if !fits(group) {
                 return kind;
             }

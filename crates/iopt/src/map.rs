@@ -10,11 +10,11 @@ use core::marker::PhantomData;
 use core::mem::{replace, take};
 use core::ops::Range;
 
-use dmalane_addr::{Access, Address, PageSize, Segment, Span};
+use dmalane_addr::{Access, Address, PageSize, PageSizes, Segment, Span};
 
 use crate::format::{
-    Kind, MAX_LEVELS, encode_output, encode_template, entries, group_bits, has_groups, index, input_len, leaf_kind,
-    next_table, page_size, same_table, second_size, shift, table_offset,
+    Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table, page_size,
+    same_table, second_size, shift, table_offset,
 };
 use crate::unmap::{Detach, count_pages};
 use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
@@ -23,58 +23,6 @@ use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
 const STEP: usize = 8;
 /// Pages that continue each other from which on it pays to ask first whether all their entries are free.
 const LONG: usize = 8;
-
-/// The tables down to where the last leaf was written, so that the next table is found from the nearest common one.
-/// Kept from call to call, and forgotten whenever tables leave the tree.
-#[derive(Debug)]
-pub(crate) struct Cursor<A> {
-    path: [A; MAX_LEVELS],
-    /// The deepest level of `path` that is known.
-    level: u32,
-    /// The address that `path` leads to.
-    at: u64,
-    /// An address that the last level but one was asked for; `u64::MAX` for none.
-    near: u64,
-    /// The offset of the table there, as [`Tables::loader`] counts. With only two levels it is the root.
-    above: u64,
-    /// An address that the last level was asked for; `u64::MAX` for none.
-    here: u64,
-    /// The table there.
-    last: A,
-}
-
-impl<A: Copy> Cursor<A> {
-    /// Knows nothing but the root, which never changes, and its offset.
-    pub(crate) fn new(root: A, offset: u64) -> Self {
-        Self { path: [root; MAX_LEVELS], level: 0, at: 0, near: u64::MAX, above: offset, here: u64::MAX, last: root }
-    }
-
-    /// Back to that.
-    pub(crate) fn forget(&mut self) {
-        (self.level, self.near, self.here) = (0, u64::MAX, u64::MAX);
-    }
-
-    /// Forgets the table at `level` that translates `at`, and those below.
-    pub(crate) fn leave<F: Format>(&mut self, at: u64, level: u32) {
-        if self.level >= level && same_table::<F>(at, self.at, level) {
-            self.level = level - 1;
-        }
-        self.here = u64::MAX;
-        if level + 1 < F::LEVELS {
-            self.near = u64::MAX;
-        }
-    }
-
-    /// The deepest level at which one known table translates `at` too.
-    #[inline]
-    fn common_level<F: Format>(&self, at: u64) -> u32 {
-        let mut level = self.level;
-        while !same_table::<F>(at, self.at, level) {
-            level -= 1;
-        }
-        level
-    }
-}
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps `len` bytes from `at` to `to`, by the largest pages that alignment and length allow.
@@ -103,7 +51,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline]
     fn map_few(&mut self, at: u64, mut now: Extent, access: Access) -> bool {
         let kind = Kind::single(F::LEVELS - 1);
-        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        let beyond = !(self.input_len() - F::GRANULE.bytes());
         let (i, end) = (index::<F>(at, kind.level), entries::<F>(kind.level));
         let count = run_of_pages::<F>(i, now);
         // All of it, and neither a table full nor a group.
@@ -132,7 +80,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
     /// otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
     pub fn map_pages(&mut self, at: I, to: O, size: PageSize, count: u64, access: Access) -> Result<(), Error> {
-        if !F::PAGE_SIZES.contains(size) {
+        if !self.page_sizes().contains(size) {
             return Err(Error::PageSize { size, format: F::NAME });
         }
         for (aligned, at) in [(at.is_aligned(size), NamedAddr::of(at)), (to.is_aligned(size), NamedAddr::of(to))] {
@@ -188,7 +136,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Always inline, in [`map`](Self::map) and in [`map_sg`](Self::map_sg): it costs less than the call would.
     #[inline(always)]
     fn map_page(&mut self, at: I, to: O, access: Access) -> bool {
-        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        let beyond = !(self.input_len() - F::GRANULE.bytes());
         if at.bits() & beyond != 0 || to.bits() & not_a_page::<F>() != 0 {
             return false;
         }
@@ -208,7 +156,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// With debug assertions, when one of this does not hold.
     #[inline(always)] // as `map_page`
     pub fn map_free(&mut self, at: I, to: O, access: Access) -> bool {
-        debug_assert!(at.bits() < input_len::<F>() && at.is_aligned(F::GRANULE) && to.bits() & not_a_page::<F>() == 0);
+        debug_assert!(at.bits() < self.input_len() && at.is_aligned(F::GRANULE) && to.bits() & not_a_page::<F>() == 0);
         let Some(template) = self.page_template(access) else { return false };
         let Some(table) = self.last_table(at.bits()) else { return false };
         let i = index::<F>(at.bits(), F::LEVELS - 1);
@@ -248,7 +196,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline]
     pub fn map_each(&mut self, at: I, pages: usize, access: Access, mut to: impl FnMut(usize) -> Option<O>) -> usize {
         let kind = Kind::single(F::LEVELS - 1);
-        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        let beyond = !(self.input_len() - F::GRANULE.bytes());
         if !F::supports(access) || at.bits() & beyond != 0 {
             return 0;
         }
@@ -282,7 +230,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         access: Access,
     ) -> (usize, u64) {
         let kind = Kind::single(F::LEVELS - 1);
-        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        let beyond = !(self.input_len() - F::GRANULE.bytes());
         if has_groups::<F>() || at.bits() & beyond != 0 {
             return (0, 0);
         }
@@ -354,7 +302,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(never)]
     fn seek(&mut self, at: u64) -> bool {
         let mut table = self.root;
-        for level in 0..F::LEVELS - 2 {
+        for level in self.root_level()..F::LEVELS - 2 {
             match next_table::<F>(level, self.load(table, index::<F>(at, level))) {
                 Some(next) => table = T::Addr::new(next),
                 None => return false,
@@ -376,9 +324,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if !F::supports(access) {
             return Err(Error::Unsupported { access, format: F::NAME });
         }
-        check_start::<F, I>(at)?;
+        check_start::<F, I>(at, self.input_len())?;
         if T::SHARED {
-            self.cursor.forget(); // another handle may have unlinked what it knows
+            self.cursor.forget(self.root_level()); // another handle may have unlinked what it knows
         }
         self.made.clear();
         let first = at.bits();
@@ -405,9 +353,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let limit = source.limit;
         while source.next()? {
             let at = *next;
-            check_room::<F, I>(at, source.now.len)?;
+            check_room::<I>(at, source.now.len, self.input_len())?;
             source.limit = if at < below.1 { limit.min(below.0) } else { limit };
-            let kind = source.leaf_kind(at)?;
+            let kind = source.leaf_kind(at, self.page_sizes())?;
             let level = kind.level;
             // A blank table is filled before anybody can see it, and linked then.
             let (table, blank) = self.table_for(at, level)?;
@@ -720,7 +668,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Takes back `first..next`, all of it free before this call, and the tables that this call made.
     #[cold]
     fn undo(&mut self, first: u64, next: u64) {
-        self.cursor.forget();
+        self.cursor.forget(self.root_level());
         if next > first {
             self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new());
         }
@@ -732,7 +680,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 continue; // a neighbour may be using it
             }
             let mut above = self.root;
-            for l in 0..level {
+            for l in self.root_level()..level {
                 let i = index::<F>(at, l);
                 let Entry::Table(next) = F::decode(l, self.load(above, i)) else { break };
                 let table = T::Addr::new(next);
@@ -837,9 +785,9 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
         Ok(true)
     }
 
-    /// The leaf that starts with `now` at `at`.
+    /// The leaf that starts with `now` at `at`, of these sizes.
     #[inline]
-    pub(crate) fn leaf_kind(&mut self, at: u64) -> Result<Kind, Error> {
+    pub(crate) fn leaf_kind(&mut self, at: u64, sizes: PageSizes) -> Result<Kind, Error> {
         if (at | self.now.out) & (second_size::<F>() - 1) != 0 {
             return Ok(Kind::single(F::LEVELS - 1)); // decided without looking ahead
         }
@@ -851,7 +799,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                 None => break,
             }
         }
-        Ok(leaf_kind::<F>(at | self.now.out, self.now.len, self.limit))
+        Ok(leaf_kind::<F>(at | self.now.out, self.now.len, self.limit, sizes))
     }
 
     /// The next segment as it is.
@@ -1091,20 +1039,21 @@ fn bad_segment<F: Format, O: Address>(segment: Segment<O>) -> Error {
     }
 }
 
-pub(crate) fn check_start<F: Format, I: Address>(at: I) -> Result<(), Error> {
+/// `beyond` is the end of the input range, here and below.
+pub(crate) fn check_start<F: Format, I: Address>(at: I, beyond: u64) -> Result<(), Error> {
     if !at.is_aligned(F::GRANULE) {
         return Err(Error::Misaligned { at: NamedAddr::of(at), len: 0, granule: F::GRANULE });
     }
-    if at.bits() > input_len::<F>() {
-        return Err(Error::InputRange { at: NamedAddr::of(at), len: 0, bits: F::INPUT_BITS });
+    if at.bits() > beyond {
+        return Err(Error::InputRange { at: NamedAddr::of(at), len: 0, bits: beyond.ilog2() });
     }
     Ok(())
 }
 
 #[inline]
-pub(crate) fn check_room<F: Format, I: Address>(at: u64, len: u64) -> Result<(), Error> {
-    if len > input_len::<F>() - at {
-        return Err(Error::InputRange { at: NamedAddr::of(I::new(at)), len, bits: F::INPUT_BITS });
+pub(crate) fn check_room<I: Address>(at: u64, len: u64, beyond: u64) -> Result<(), Error> {
+    if len > beyond - at {
+        return Err(Error::InputRange { at: NamedAddr::of(I::new(at)), len, bits: beyond.ilog2() });
     }
     Ok(())
 }

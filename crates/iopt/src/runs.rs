@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, MAX_LEVELS, index, input_len, page_size, same_table};
+use crate::format::{Kind, MAX_LEVELS, index, page_size, same_table};
 use crate::{Entry, Format, PageTable, Tables};
 
 /// One leaf, or the part of it within the span asked for.
@@ -20,6 +20,16 @@ pub struct Run<I, O> {
     pub size: PageSize,
 }
 
+impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
+    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
+    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
+    ///
+    /// Leaves that continue each other are not merged: one item is one entry of the table.
+    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
+        Runs::new(self, span)
+    }
+}
+
 /// Iterator over the leaves of a span, made by [`PageTable::runs`].
 #[derive(Debug)]
 pub struct Runs<'a, F, I, O, T: Tables> {
@@ -32,11 +42,11 @@ pub struct Runs<'a, F, I, O, T: Tables> {
 }
 
 impl<'a, F: Format, I: Address, O: Address, T: Tables> Runs<'a, F, I, O, T> {
-    pub(crate) fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
+    fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
         let first = span.first().bits();
-        let last = span.last().bits().min(input_len::<F>() - 1);
+        let last = span.last().bits().min(table.input_len() - 1);
         let rest = (first <= last).then_some((first, last));
-        Self { table, path: [table.root; MAX_LEVELS], level: 0, rest }
+        Self { table, path: [table.root; MAX_LEVELS], level: table.root_level(), rest }
     }
 
     /// Goes on after the entries that translate the page of this size around `at`, at the present level.

@@ -3,14 +3,14 @@
 use alloc::vec::Vec;
 use core::marker::PhantomData;
 
-use dmalane_addr::{Access, Address, PageSize, Span};
+use dmalane_addr::{Access, Address, PageSize, PageSizes, Span};
 
+use crate::cursor::Cursor;
 use crate::format::{
     Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, table_offset,
     top_leaf_level,
 };
-use crate::map::Cursor;
-use crate::{Entry, Error, FlushList, Format, NamedAddr, Register, Runs, TableShape, Tables, slots};
+use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
@@ -38,7 +38,23 @@ pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) witnesses: [u16; 64],
     /// The bits of an access, and the entry of a page with it but for the output address; none has the first ones.
     pub(crate) template: (u16, u64),
+    /// Used where [`Format::STANDS_IN`] is true.
+    part: Part,
     kinds: PhantomData<fn(I) -> (F, O)>,
+}
+
+/// The part of a format that a page table uses.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    root_level: u32,
+    input_len: u64,
+    sizes: PageSizes,
+}
+
+impl Part {
+    const fn whole<F: Format>() -> Self {
+        Self { root_level: 0, input_len: input_len::<F>(), sizes: F::PAGE_SIZES }
+    }
 }
 
 /// A mapping found by [`PageTable::lookup`]: one leaf, whole.
@@ -69,7 +85,25 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// # Errors
     /// [`Error::TableSize`] when the memory has no tables of the format's sizes; [`Error::NoTables`] or
     /// [`Error::TableAddress`] when the root cannot be had.
-    pub fn new(mut tables: T) -> Result<Self, Error> {
+    pub fn new(tables: T) -> Result<Self, Error> {
+        Self::of_part(Part::whole::<F>(), tables)
+    }
+
+    /// The same for a [`StandIn`](crate::StandIn): with the levels and the page sizes of `format`. Where the root of
+    /// that is several tables in a row, there is one more level instead.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn standing_for(format: FormatId, tables: T) -> Result<Self, Error> {
+        const { assert!(F::STANDS_IN, "not a stand-in") }
+        let (granule, sizes) = (u32::from(F::GRANULE.log2()), format.page_sizes());
+        let levels = (format.input_bits() - granule).div_ceil(F::INDEX_BITS).max(2);
+        debug_assert!(levels <= F::LEVELS && sizes.bits() & !F::PAGE_SIZES.bits() == 0, "{format} has another family");
+        let input_len = 1 << (granule + levels * F::INDEX_BITS).min(F::INPUT_BITS);
+        Self::of_part(Part { root_level: F::LEVELS - levels, input_len, sizes }, tables)
+    }
+
+    fn of_part(part: Part, mut tables: T) -> Result<Self, Error> {
         const { assert!(geometry_is_sound::<F>(), "the constants of this format contradict each other") }
         let shape = TableShape::of::<F>();
         if !tables.prepare(shape) {
@@ -80,7 +114,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             tables.free_root(root);
             return Err(Error::TableAddress { at: NamedAddr::of(root) });
         }
-        Ok(Self::at_root(tables, root))
+        Ok(Self::at_root(tables, root, part))
     }
 
     /// Another handle on the tree at `root`, for another thread: `tables` are those of the first handle.
@@ -95,12 +129,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// shared.
     pub fn attach(tables: T, root: T::Addr) -> Self {
         const { assert!(T::SHARED && F::ENTRY_BYTES == 8, "these tables cannot be shared") }
-        Self::at_root(tables, root)
+        Self::at_root(tables, root, Part::whole::<F>())
     }
 
-    fn at_root(tables: T, root: T::Addr) -> Self {
+    fn at_root(tables: T, root: T::Addr, part: Part) -> Self {
         let offset = root.bits().wrapping_sub(tables.base());
-        let (cursor, made) = (Cursor::new(root, offset), Vec::new());
+        let (cursor, made) = (Cursor::new(root, offset, part.root_level), Vec::new());
         let origin = tables.base().wrapping_add(F::encode_table(0, 0));
         let (witnesses, template) = ([0; 64], (u16::MAX, 0));
         Self {
@@ -113,8 +147,34 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             made,
             witnesses,
             template,
+            part,
             kinds: PhantomData,
         }
+    }
+
+    /// The level of the root: 0, but where the format is a [`StandIn`](crate::StandIn) for one of fewer levels.
+    #[inline(always)]
+    pub fn root_level(&self) -> u32 {
+        if F::STANDS_IN { self.part.root_level } else { 0 }
+    }
+
+    /// The page sizes that have a leaf.
+    #[inline(always)]
+    pub(crate) fn page_sizes(&self) -> PageSizes {
+        if F::STANDS_IN { self.part.sizes } else { F::PAGE_SIZES }
+    }
+
+    /// True when neighbouring entries at `level` can form a group.
+    #[inline(always)]
+    pub(crate) fn has_groups_at(&self, level: u32) -> bool {
+        let group = Kind { level, group: true };
+        group_bits::<F>(level) > 0 && (!F::STANDS_IN || self.page_sizes().contains(group.size::<F>()))
+    }
+
+    /// Bytes of input address space.
+    #[inline(always)]
+    pub(crate) fn input_len(&self) -> u64 {
+        if F::STANDS_IN { self.part.input_len } else { input_len::<F>() }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.
@@ -134,7 +194,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Frees every table, the root included, and gives the memory back. No device may use the tree any more.
     pub fn into_tables(mut self) -> T {
-        self.free_below(self.root, 0);
+        self.free_below(self.root, self.root_level());
         self.tables.free_root(self.root);
         self.tables
     }
@@ -189,13 +249,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(always)]
     fn at_last_entry<R>(&self, at: I, ask: impl Fn(u32, u64) -> Option<R>) -> Option<R> {
         let bits = at.bits();
-        if bits >= input_len::<F>() {
+        if bits >= self.input_len() {
             return None;
         }
         let words = self.tables.loader();
         let load = |table, level| slots::load_by::<F>(&words, table, index::<F>(bits, level));
-        let mut entry = load(table_offset::<F>(0, F::encode_table(0, self.root.bits()), self.origin)?, 0)?;
-        for level in 0..F::LEVELS - 1 {
+        let root = table_offset::<F>(0, F::encode_table(0, self.root.bits()), self.origin)?;
+        let mut entry = load(root, self.root_level())?;
+        for level in self.root_level()..F::LEVELS - 1 {
             // Most entries lead to the next table: whether this one does is not asked apart from where that is.
             entry = match table_offset::<F>(level, entry, self.origin).and_then(|table| load(table, level + 1)) {
                 Some(entry) => entry,
@@ -217,21 +278,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Some(self.load(table, index::<F>(at, level + 1)))
     }
 
-    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
-    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
-    ///
-    /// Leaves that continue each other are not merged: one item is one entry of the table.
-    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
-        Runs::new(self, span)
-    }
-
     /// The number of live leaves of each page size, smallest size first. Kept up to date, so this costs nothing.
     pub fn leaf_counts(&self) -> impl Iterator<Item = (PageSize, u64)> + use<F, I, O, T> {
-        let leaves = self.leaves;
+        let (leaves, sizes) = (self.leaves, self.page_sizes());
         (top_leaf_level::<F>()..F::LEVELS)
             .rev()
             .flat_map(|level| [false, true].map(|group| Kind { level, group }))
             .filter(|kind| !kind.group || group_bits::<F>(kind.level) > 0)
+            .filter(move |kind| !F::STANDS_IN || sizes.contains(kind.size::<F>()))
             .map(move |kind| (kind.size::<F>(), leaves[kind.slot()]))
     }
 
@@ -265,7 +319,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             regions.filter(|&region| region <= size).map(|region| size / region).fold(0, u64::saturating_add)
         };
         let of_all = |(size, leaves): (PageSize, u64)| leaves.saturating_mul(tables_of(size.bytes()));
-        let tables = self.leaf_counts().map(of_all).fold(0, u64::saturating_add);
+        let there = self.leaf_counts().filter(|(_, leaves)| *leaves > 0);
+        let tables = there.map(of_all).fold(0, u64::saturating_add);
         usize::try_from(tables).unwrap_or(usize::MAX)
     }
 
@@ -306,13 +361,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// The span as first and last number, if it is made of whole granules within the input range.
-    pub(crate) fn check_span(span: Span<I>) -> Result<(u64, u64), Error> {
+    pub(crate) fn check_span(&self, span: Span<I>) -> Result<(u64, u64), Error> {
         let (at, len) = (NamedAddr::of(span.first()), span.len());
         if !span.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { at, len, granule: F::GRANULE });
         }
-        if span.last().bits() >= input_len::<F>() {
-            return Err(Error::InputRange { at, len, bits: F::INPUT_BITS });
+        if span.last().bits() >= self.input_len() {
+            return Err(Error::InputRange { at, len, bits: self.input_len().ilog2() });
         }
         Ok((span.first().bits(), span.last().bits()))
     }

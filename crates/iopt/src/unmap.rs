@@ -6,8 +6,7 @@ use core::ops::Range;
 use dmalane_addr::{Access, Address, PageSize, Span};
 
 use crate::format::{
-    Kind, entries, group_bits, has_groups, index, input_len, is_dirty, marked, page_size, same_table, shift,
-    top_leaf_level,
+    Kind, entries, group_bits, has_groups, index, is_dirty, marked, page_size, same_table, shift, top_leaf_level,
 };
 use crate::{Entry, Error, FlushList, Format, MAX_LEVELS, PageTable, Tables, slots};
 
@@ -155,9 +154,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The same into a list of the caller's, as with [`clear_into`](Self::clear_into). Gives the number of tables.
     pub fn prune_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> usize {
         let before = tables.len();
-        let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
+        let (first, last) = (span.first().bits(), span.last().bits().min(self.input_len() - 1));
         if first <= last {
-            self.prune_below(self.root, 0, first, last, tables);
+            self.prune_below(self.root, self.root_level(), first, last, tables);
         }
         self.note_detached(tables.len() - before);
         tables.len() - before
@@ -172,11 +171,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// # Panics
     /// With debug assertions, when the table is not empty.
     pub fn detach_empty(&mut self, at: I, level: u32, tables: &mut Vec<T::Addr>) -> bool {
-        if T::SHARED || level == 0 || level >= F::LEVELS || at.bits() >= input_len::<F>() {
+        if T::SHARED || level <= self.root_level() || level >= F::LEVELS || at.bits() >= self.input_len() {
             return false;
         }
         let mut above = self.root;
-        for l in 0..level {
+        for l in self.root_level()..level {
             let i = index::<F>(at.bits(), l);
             let Entry::Table(next) = F::decode(l, self.load(above, i)) else { return false };
             if l + 1 == level {
@@ -246,7 +245,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(always)]
     fn clear_page(&mut self, at: u64, detach: Detach) -> bool {
         let level = F::LEVELS - 1;
-        if at & !(input_len::<F>() - F::GRANULE.bytes()) != 0 {
+        if at & !(self.input_len() - F::GRANULE.bytes()) != 0 {
             return false;
         }
         let Some((table, i, entry)) = self.last_entry(at) else { return false };
@@ -299,7 +298,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         detach: Detach,
         tables: &mut Vec<T::Addr>,
     ) -> Result<(Span<I>, u64), Error> {
-        let (first, last) = Self::check_span(span)?;
+        let (first, last) = self.check_span(span)?;
         match self.clear_pages(first, last, detach) {
             Some(bytes) => Ok((span, bytes)),
             None => self.unmap_all(span, detach, tables),
@@ -377,7 +376,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     pub(crate) fn note_detached(&mut self, tables: usize) {
         if tables > 0 {
             self.linked = self.linked.wrapping_sub(tables); // another handle may have linked them
-            self.cursor.forget();
+            self.cursor.forget(self.root_level());
         }
     }
 
@@ -403,11 +402,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// The cut that makes a leaf end at `at`; `None` when no leaf reaches across.
     pub(crate) fn find_cut(&self, at: u64) -> Option<Cut> {
-        if at >= input_len::<F>() {
+        if at >= self.input_len() {
             return None;
         }
         let mut table = self.root;
-        for level in 0..F::LEVELS {
+        for level in self.root_level()..F::LEVELS {
             // A boundary of this level's entries already: but one may lie inside a group.
             let boundary = at & (page_size::<F>(level).bytes() - 1) == 0;
             if boundary && group_bits::<F>(level) == 0 {
@@ -437,7 +436,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         mut ready: impl FnMut(&mut Self, Split<T::Addr>) -> bool,
     ) {
         let mut table = self.root;
-        for level in 0..F::LEVELS {
+        for level in self.root_level()..F::LEVELS {
             let i = index::<F>(at, level);
             let entry = self.load(table, i);
             if let Entry::Leaf { out, access } = F::decode(level, entry) {
@@ -455,7 +454,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 Entry::Leaf { out, access } => {
                     // The other cut may have split this leaf already; what was counted is never too little.
                     let Some(next) = spare.pop() else { return };
-                    let parts = Kind { level: level + 1, group: group_bits::<F>(level + 1) > 0 };
+                    let parts = Kind { level: level + 1, group: self.has_groups_at(level + 1) };
                     let (all, dirty) = (0..entries::<F>(level + 1), is_dirty::<F>(self.load(table, i)));
                     self.write_leaves(next, all.clone(), parts, (out, access), dirty);
                     let size = page_size::<F>(level);
@@ -513,7 +512,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     pub(crate) fn clear_span(&mut self, first: u64, last: u64, detach: Detach, tables: &mut Vec<T::Addr>) -> u64 {
         let mut cleared = Cleared { bytes: 0, tables };
         let detach = if T::SHARED && detach == Detach::Emptied { Detach::Covered } else { detach };
-        self.clear_below(self.root, 0, (first, last), detach, &mut cleared);
+        self.clear_below(self.root, self.root_level(), (first, last), detach, &mut cleared);
         cleared.bytes
     }
 
@@ -531,8 +530,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker
         // whose caches must be invalidated anyway. The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
-        let whole = detach != Detach::Nothing && level > 0 && first & mask == 0 && last & mask == mask;
-        let if_empty = detach == Detach::Emptied && level > 0;
+        let whole = detach != Detach::Nothing && level > self.root_level() && first & mask == 0 && last & mask == mask;
+        let if_empty = detach == Detach::Emptied && level > self.root_level();
         if level + 1 == F::LEVELS {
             let (pages, members) = self.take_out(table, i..j + 1, whole);
             cleared.bytes += page * pages;

@@ -16,41 +16,71 @@ const BLOCK: u64 = 4096;
 /// Parts that are nearer to each other are read as one: that takes less time than another read.
 const GAP: u64 = 64 << 10;
 
-/// For each file the parts of it that are read, in order and apart. They follow each other in the file's buffer.
-pub(crate) struct Parts(Vec<Vec<Extent>>);
+/// The parts of files that are read, each file's in order and apart: a job with a buffer for each file, in which they
+/// follow each other.
+pub(crate) struct Parts {
+    job: Job,
+    /// For each buffer the number of its first extent.
+    first: Vec<usize>,
+}
 
 impl Parts {
     /// The parts of files, each with its length: those in which these tensors lie, or all of a file without any.
     pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
-        let of = |(i, (len, tensors)): (usize, (u64, Option<&[_]>))| match tensors {
-            Some(tensors) => parts(i, tensors.iter().map(|t: &Arc<Tensor>| t.at.bits()..t.at.bits() + t.len), len),
-            None => parts(i, std::iter::once(0..len), len),
-        };
-        Self(files.into_iter().enumerate().map(of).collect())
-    }
-
-    /// The first `most` bytes of these parts.
-    pub fn first(mut self, most: u64) -> Self {
-        let mut left = most;
-        for parts in &mut self.0 {
-            for part in &mut *parts {
-                part.len = part.len.min(left);
-                left -= part.len;
+        let mut all = Self { job: Job::default(), first: Vec::new() };
+        for (source, (len, tensors)) in files.into_iter().enumerate() {
+            all.first.push(all.job.extents.len());
+            match tensors {
+                Some(tensors) => all.add(source, tensors.iter().map(|t| t.at.bits()..t.at.bits() + t.len), len),
+                None => all.add(source, std::iter::once(0..len), len),
             }
-            parts.retain(|part| part.len > 0);
+            all.job.buffers.push(all.of(source).last().map_or(0, |last| last.to + last.len));
         }
-        self
+        all
     }
 
-    /// A buffer for each file.
-    pub fn job(&self) -> Job {
-        let len = |parts: &Vec<Extent>| parts.iter().map(|part| part.len).sum();
-        Job { buffers: self.0.iter().map(len).collect(), extents: self.0.concat() }
+    /// Adds the blocks of a file of `len` bytes in which these ranges lie, which are in order.
+    fn add(&mut self, source: usize, ranges: impl IntoIterator<Item = Range<u64>>, len: u64) {
+        for range in ranges.into_iter().filter(|range| !range.is_empty()) {
+            let (start, end) = (range.start / BLOCK * BLOCK, range.end.next_multiple_of(BLOCK).min(len));
+            let extents = &mut self.job.extents;
+            match extents[self.first[source]..].last_mut() {
+                Some(last) if start <= last.at.bits() + last.len + GAP => last.len = last.len.max(end - last.at.bits()),
+                last => {
+                    let to = last.map_or(0, |last| last.to + last.len);
+                    extents.push(Extent { source, at: FileOffset::new(start), len: end - start, buffer: source, to });
+                }
+            }
+        }
+    }
+
+    /// The parts of a file.
+    fn of(&self, buffer: usize) -> &[Extent] {
+        let end = self.first.get(buffer + 1).copied().unwrap_or(self.job.extents.len());
+        &self.job.extents[self.first[buffer]..end]
+    }
+
+    /// The job that reads them.
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// The job that reads the first `most` bytes of them.
+    pub fn first(self, most: u64) -> Job {
+        let (mut left, mut job) = (most, self.job);
+        for part in &mut job.extents {
+            part.len = part.len.min(left);
+            left -= part.len;
+        }
+        job.extents.retain(|part| part.len > 0);
+        let mut buffers = vec![0; job.buffers.len()];
+        job.extents.iter().for_each(|part| buffers[part.buffer] += part.len);
+        Job { buffers, ..job }
     }
 
     /// The ranges of the file that a range of its buffer holds.
     pub fn in_file(&self, buffer: usize, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-        let parts = &self.0[buffer];
+        let parts = self.of(buffer);
         let first = parts.partition_point(|part| part.to + part.len <= range.start);
         parts[first..].iter().take_while(move |part| part.to < range.end).map(move |part| {
             let at = |offset: u64| part.at.bits() + (offset.clamp(part.to, part.to + part.len) - part.to);
@@ -62,22 +92,6 @@ impl Parts {
     pub fn at(&self, buffer: usize, offset: u64) -> FileOffset {
         FileOffset::new(self.in_file(buffer, offset..offset + 1).next().map_or(offset, |range| range.start))
     }
-}
-
-/// The blocks of a file of `len` bytes in which these ranges lie, which are in order.
-fn parts(source: usize, ranges: impl IntoIterator<Item = Range<u64>>, len: u64) -> Vec<Extent> {
-    let mut parts: Vec<Extent> = Vec::new();
-    for range in ranges.into_iter().filter(|range| !range.is_empty()) {
-        let (start, end) = (range.start / BLOCK * BLOCK, range.end.next_multiple_of(BLOCK).min(len));
-        match parts.last_mut() {
-            Some(last) if start <= last.at.bits() + last.len + GAP => last.len = last.len.max(end - last.at.bits()),
-            last => {
-                let to = last.map_or(0, |last| last.to + last.len);
-                parts.push(Extent { source, at: FileOffset::new(start), len: end - start, buffer: source, to });
-            }
-        }
-    }
-    parts
 }
 
 /// The places of tensors on the device, by the offsets of buffers that hold parts of files.
@@ -102,23 +116,29 @@ mod tests {
 
     #[test]
     fn blocks_are_read_once_and_found_again() {
-        let of = |ranges: &[Range<u64>]| {
-            let parts = parts(0, ranges.iter().cloned(), 150_000);
-            parts.iter().map(|p| (p.at.bits(), p.len, p.to)).collect::<Vec<_>>()
+        let parts = |ranges: &[Range<u64>]| {
+            let mut parts = Parts { job: Job::default(), first: vec![0] };
+            parts.add(0, ranges.iter().cloned(), 150_000);
+            parts
         };
+        let of =
+            |ranges: &[Range<u64>]| parts(ranges).of(0).iter().map(|p| (p.at.bits(), p.len, p.to)).collect::<Vec<_>>();
         assert_eq!(of(&[0..150_000, 150_000..150_000]), [(0, 150_000, 0)]);
         assert_eq!(of(&[]), []);
         assert_eq!(of(&[5..5, 9000..9001]), [(8192, 4096, 0)]);
         assert_eq!(of(&[100..200, 300..5000, 8192..8193, 149_999..150_000]), [(0, 12_288, 0), (147_456, 2544, 12_288)]);
         assert_eq!(of(&[100..200, 69_632..69_633]), [(0, 73_728, 0)], "a gap that is read");
         assert_eq!(of(&[100..200, 73_728..73_729]), [(0, 4096, 0), (73_728, 4096, 4096)]);
-        let parts = Parts(vec![parts(0, [100..200, 100_000..110_000], 150_000)]);
-        assert_eq!(parts.job().buffers, [4096 + 12_288]);
+        let parts = parts(&[100..200, 100_000..110_000]);
         assert_eq!(parts.in_file(0, 4000..4100).collect::<Vec<_>>(), [4000..4096, 98_304..98_308]);
         assert_eq!((parts.at(0, 4095).bits(), parts.at(0, 4096).bits()), (4095, 98_304));
-        let job = parts.first(4000).job();
+        let mut parts = parts;
+        parts.job.buffers.push(4096 + 12_288);
+        let job = parts.first(4000);
         assert_eq!((job.buffers, job.extents.len()), (vec![4000], 1));
-        let job = Parts::new([(7, None), (9, Some(&[][..])), (5, None)]).first(10).job();
+        let job = Parts::new([(7, None), (9, Some(&[][..])), (5, None)]).first(10);
         assert_eq!((job.buffers, job.extents.len()), (vec![7, 0, 3], 2));
+        let whole = Parts::new([(7, None), (9, None)]);
+        assert_eq!((&*whole.job().buffers, whole.of(1)[0].buffer), (&[7, 9][..], 1));
     }
 }

@@ -202,7 +202,7 @@ impl OpenDevice {
         let targets = &PartTargets { files: placed, parts: &parts };
         let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
         let mut workers = workers(inputs);
-        let result = fill::run(start, Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
+        let result = fill::run(start, Memory::Staging(staging), sink, job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }

@@ -104,7 +104,7 @@ impl Files {
 
     /// The kind of each file.
     fn containers(&self) -> Vec<&'static str> {
-        self.model.files().iter().map(|file| file.contents().container.name()).collect()
+        self.model.files().iter().map(|file| file.contents().container.name).collect()
     }
 
     /// Type, shape, bytes, path and file offset of a tensor.

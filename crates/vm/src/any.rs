@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use core::ops::ControlFlow;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_iopt::{Format, FormatId, HeapTables, Leaf, Tables, with_format};
+use dmalane_iopt::{Armv7, Format, FormatId, HeapTables, Leaf, StandIn, Tables};
 
 use crate::array::ArrayError;
 use crate::{BindRequest, Bo, Committed, Error, Handles, Mapped, PlanError, Vm, VmId, mapped};
@@ -79,7 +79,8 @@ pub trait AnyVm {
 }
 
 /// An empty VM of a format that is chosen at run time: [`Vm::new`], or [`Vm::with_reserved`] where a part is reserved.
-/// Not generic, so that the VMs of all formats are compiled once, with this crate.
+/// Not generic, so that the VMs of all formats are compiled once, with this crate: a few [`StandIn`]s stand for all of
+/// them. Nobody else reads these tables, so it does not matter what their entries look like.
 ///
 /// # Errors
 /// As of these.
@@ -89,15 +90,31 @@ pub fn any_vm(
     reserved: Option<Span<DeviceVa>>,
     tables: HeapTables<CardAddr>,
 ) -> Result<Box<dyn AnyVm + Send>, Error> {
-    Ok(match reserved {
-        Some(reserved) => with_format!(format, F => Box::new(Vm::<F, _>::with_reserved(range, reserved, tables)?)),
-        None => with_format!(format, F => Box::new(Vm::<F, _>::new(range, tables)?)),
+    macro_rules! vm {
+        ($stand_in:ty) => {
+            Box::new(Vm::<$stand_in, _>::standing_for(format, range, reserved, tables)?)
+        };
+    }
+    let sizes = format.page_sizes();
+    let (k64, m2) = (sizes.contains(PageSize::SIZE_64K), sizes.contains(PageSize::SIZE_2M));
+    Ok(match sizes.smallest() {
+        // Its tables are shorter than a page.
+        _ if format == FormatId::armv7_short => match reserved {
+            Some(reserved) => Box::new(Vm::<Armv7, _>::with_reserved(range, reserved, tables)?),
+            None => Box::new(Vm::<Armv7, _>::new(range, tables)?),
+        },
+        Some(PageSize::SIZE_4K) if !k64 => vm!(StandIn<12, false>),
+        Some(PageSize::SIZE_4K) => vm!(StandIn<12, true>),
+        Some(PageSize::SIZE_16K) if !m2 => vm!(StandIn<14, false>),
+        Some(PageSize::SIZE_16K) => vm!(StandIn<14, true>),
+        _ if !m2 => vm!(StandIn<16, false>),
+        _ => vm!(StandIn<16, true>),
     })
 }
 
 impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
     fn format(&self) -> &'static str {
-        F::NAME
+        self.facts().name
     }
 
     fn granule(&self) -> PageSize {

@@ -39,6 +39,7 @@ mod binding;
 mod bo;
 mod errno;
 mod error;
+mod facts;
 mod handles;
 mod mapped;
 mod plan;

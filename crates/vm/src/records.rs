@@ -101,6 +101,8 @@ pub(crate) struct Records<F> {
     fences: [u64; 2],
     /// Tables that the plan may have to make for what it touched.
     tables: usize,
+    /// [`PageTable::root_level`](dmalane_iopt::PageTable::root_level), used where the format is a stand-in.
+    root_level: u32,
     format: PhantomData<fn() -> F>,
 }
 
@@ -149,9 +151,17 @@ impl<F: Format> Records<F> {
         (first + (1 << F::INDEX_BITS) - 1) >> F::INDEX_BITS < (last + 1) >> F::INDEX_BITS
     }
 
-    /// No records; of those to come, none will go across the start of either page.
-    pub(crate) fn new(fences: [u64; 2]) -> Result<Self, Full> {
-        let root = Self::entries(0);
+    /// The level of the root, of which the node has the number [`ROOT`].
+    #[inline(always)]
+    fn top(&self) -> u32 {
+        if F::STANDS_IN { self.root_level } else { 0 }
+    }
+
+    /// No records; of those to come, none will go across the start of either page. The root of the page table is at
+    /// `root_level`.
+    pub(crate) fn new(fences: [u64; 2], root_level: u32) -> Result<Self, Full> {
+        const { assert!(Self::entries(0) < 1 << 16, "a node counts its entries in 16 bits") }
+        let root = Self::entries(root_level);
         let mut it = Self {
             nodes: Vec::new(),
             words: Words::new(root, Node::<F>::GROUP, F::INDEX_BITS)?,
@@ -164,11 +174,17 @@ impl<F: Format> Records<F> {
             wide: false,
             fences,
             tables: 0,
+            root_level,
             format: PhantomData,
         };
         it.nodes.try_reserve(1)?;
         it.nodes.push(Node::new(0, root, ALL));
         Ok(it)
+    }
+
+    /// Behind the last page.
+    fn end(&self) -> u64 {
+        (Self::entries(self.top()) as u64) << Self::shift(self.top())
     }
 
     /// True when no record goes across the start of this page.
@@ -235,11 +251,11 @@ impl<F: Format> Records<F> {
         let mut path = [ROOT; MAX_LEVELS];
         let mut new = false;
         // The pages of the present node.
-        let (mut node_first, mut node_last) = (0, ((Self::entries(0) as u64) << Self::shift(0)) - 1);
-        for level in 0..F::LEVELS {
+        let (mut node_first, mut node_last) = (0, self.end() - 1);
+        for level in self.top()..F::LEVELS {
             let id = path[level as usize];
-            // A later request may bind all of what this one unbinds a part of.
-            if make || self.wide {
+            // A later request may bind all of what this one unbinds a part of. The root has memory for all.
+            if level > self.top() && (make || self.wide) {
                 let (i, j) = self.within(level, (first, last), (node_first, node_last));
                 self.cover(id, i, j)?;
             }
@@ -333,7 +349,7 @@ impl<F: Format> Records<F> {
     #[inline(never)]
     fn seek_path(&mut self, page: u64) -> bool {
         let mut path = [ROOT; MAX_LEVELS];
-        for level in 0..Self::LAST {
+        for level in self.top()..Self::LAST {
             let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 return false;
@@ -371,7 +387,7 @@ impl<F: Format> Records<F> {
     fn settle_path(&mut self, chunk: u64, join: Join) -> Option<(u32, u32)> {
         let page = Self::chunk_pages(chunk).0;
         let mut path = [ROOT; MAX_LEVELS];
-        let mut level = 0;
+        let mut level = self.top();
         while level < Self::LAST {
             let word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
@@ -381,7 +397,7 @@ impl<F: Format> Records<F> {
             path[level as usize] = Self::child(word);
         }
         let mut emptied = None;
-        while level > 0 {
+        while level > self.top() {
             let id = path[level as usize];
             let node = &self.nodes[id as usize];
             let new = if node.used == 0 {
@@ -413,7 +429,7 @@ impl<F: Format> Records<F> {
     /// Makes one record of each node within pages `first..=last` that is all one, lower ones first, and gives first and
     /// last page of each to `joined`. Not while there is a plan.
     pub(crate) fn join(&mut self, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
-        self.join_below(ROOT, 0, first, last, joined);
+        self.join_below(ROOT, self.top(), first, last, joined);
     }
 
     fn join_below(&mut self, id: u32, level: u32, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
@@ -458,14 +474,14 @@ impl<F: Format> Records<F> {
 
     /// The first maximal entry that is bound at or after `page`, whole.
     pub(crate) fn next(&self, mut page: u64) -> Option<Extent> {
-        let end = (Self::entries(0) as u64) << Self::shift(0);
+        let end = self.end();
         'from_the_root: while page < end {
             let mut id = ROOT;
-            for level in 0..F::LEVELS {
+            for level in self.top()..F::LEVELS {
                 let i = Self::index(page, level);
                 let Some((used, word)) = self.nodes[id as usize].next_used(&self.words, i, Self::entries(level) - 1)
                 else {
-                    if level == 0 {
+                    if level == self.top() {
                         return None;
                     }
                     page = Self::entry(page, level - 1).1 + 1;

@@ -4,8 +4,9 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
-use dmalane_iopt::{Format, Leaf, NamedAddr, PageTable, Run, TableEstimate, Tables};
+use dmalane_iopt::{Format, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
 
+use crate::facts::Facts;
 use crate::plan::{BindRun, Lists, NO_PAGE, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
@@ -32,6 +33,8 @@ pub struct Vm<F, T: Tables> {
     pub(crate) records: Records<F>,
     pub(crate) slots: Slots,
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
+    /// Those of the format that `F` stands for, if it does.
+    facts: &'static Facts,
     /// Set for good once a batch of a queue has failed.
     failed: bool,
     /// True from the begin of a plan to its commit, or until it is taken back.
@@ -65,7 +68,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// [`Error::Misaligned`] when the range is not made of whole pages, [`Error::New`] when it reaches beyond the input
     /// addresses of the format or there is no memory for the root table, [`Error::NoMemory`].
     pub fn new(range: Span<DeviceVa>, tables: T) -> Result<Self, Error> {
-        Self::build(range, None, tables)
+        Self::build(range, None, Facts::of::<F>(), || PageTable::new(tables))
     }
 
     /// The same, with a part of it reserved for the driver itself: requests of [`plan`](Self::plan) that reach into it
@@ -74,20 +77,37 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// # Errors
     /// As [`new`](Self::new); [`Error::OutsideVm`] when the reserved part is not within the range.
     pub fn with_reserved(range: Span<DeviceVa>, reserved: Span<DeviceVa>, tables: T) -> Result<Self, Error> {
-        if !reserved.is_aligned(F::GRANULE) {
-            return Err(Error::Misaligned { span: reserved, granule: F::GRANULE });
-        }
-        if !range.covers(&reserved) {
-            return Err(Error::OutsideVm { span: reserved, vm: range });
-        }
-        Self::build(range, Some(reserved), tables)
+        Self::build(range, Some(reserved), Facts::of::<F>(), || PageTable::new(tables))
     }
 
-    fn build(range: Span<DeviceVa>, reserved: Option<Span<DeviceVa>>, tables: T) -> Result<Self, Error> {
+    /// A VM of `format`, for which `F` stands.
+    pub(crate) fn standing_for(
+        format: FormatId,
+        range: Span<DeviceVa>,
+        reserved: Option<Span<DeviceVa>>,
+        tables: T,
+    ) -> Result<Self, Error> {
+        Self::build(range, reserved, Facts::of_id(format), || PageTable::standing_for(format, tables))
+    }
+
+    fn build(
+        range: Span<DeviceVa>,
+        reserved: Option<Span<DeviceVa>>,
+        facts: &'static Facts,
+        table: impl FnOnce() -> Result<PageTable<F, DeviceVa, CardAddr, T>, dmalane_iopt::Error>,
+    ) -> Result<Self, Error> {
+        if let Some(reserved) = reserved {
+            if !reserved.is_aligned(F::GRANULE) {
+                return Err(Error::Misaligned { span: reserved, granule: F::GRANULE });
+            }
+            if !range.covers(&reserved) {
+                return Err(Error::OutsideVm { span: reserved, vm: range });
+            }
+        }
         if !range.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { span: range, granule: F::GRANULE });
         }
-        let bits = F::INPUT_BITS;
+        let bits = facts.input_bits;
         if range.last().bits() >> bits != 0 {
             let source = dmalane_iopt::Error::InputRange { at: NamedAddr::of(range.first()), len: range.len(), bits };
             return Err(Error::New { vm: range, source });
@@ -95,6 +115,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let reserved_pages = reserved.map_or((u64::MAX, 0), pages_of::<F>);
         // The driver's bindings and those of others are never one, so that each can be taken away without the other.
         let fences = reserved.map_or([0; 2], |_| [reserved_pages.0, reserved_pages.1 + 1]);
+        let table = table().map_err(|source| Error::New { vm: range, source })?;
         Ok(Self {
             id: VmId::new(),
             range,
@@ -102,9 +123,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
             pages: pages_of::<F>(range),
             reserved_pages,
             null: None,
-            records: Records::new(fences).map_err(|Full| Error::NoMemory { vm: range })?,
+            records: Records::new(fences, table.root_level()).map_err(|Full| Error::NoMemory { vm: range })?,
             slots: Slots::new(F::INDEX_BITS),
-            table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
+            table,
+            facts,
             scratch: Scratch::new(),
             failed: false,
             planning: false,
@@ -120,7 +142,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// it below the format's limit for output addresses.
     pub fn set_null_page(&mut self, addr: CardAddr, len: u64) -> Result<(), Error> {
         let whole = len.is_power_of_two() && len >= F::GRANULE.bytes() && addr.bits() & (len - 1) == 0;
-        if !whole || (addr.bits() | (len - 1)) >> F::OUTPUT_BITS != 0 {
+        if !whole || (addr.bits() | (len - 1)) >> self.facts().output_bits != 0 {
             return Err(Error::NullPage { addr, len, granule: F::GRANULE });
         }
         self.null = Some(Segment { addr, len });
@@ -422,7 +444,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             self.check_bo(va, bo, offset, used)?;
         }
         if slot == NONE {
-            let mappable = bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES);
+            let mappable = bo.is_mappable(granule, self.facts().output_bits, Record::MAX_PAGES);
             let added = self.slots.add(bo, repeat.saturating_sub(1), mappable);
             slot = added.map_err(|Full| self.no_memory())?;
         }
@@ -556,12 +578,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if bo.len() >> granule.log2() >= Record::MAX_PAGES {
             return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
         }
-        if bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES) {
+        if bo.is_mappable(granule, self.facts().output_bits, Record::MAX_PAGES) {
             return Ok(());
         }
         // Not all of the buffer can be mapped. Perhaps this part of it can.
-        let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
-        let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
+        let checked = (self.facts().check)(bo, offset..offset + used);
         checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
     }
 
@@ -582,6 +603,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[cold]
     fn add_chunks(&mut self, first: u64, last: u64, batch: &mut Batch) -> Result<(), Error> {
         let tables = PageTable::<F, DeviceVa, CardAddr, T>::max_tables_for(Self::span(first, last));
+        let tables = tables - self.table.root_level() as usize; // each level above the root counts as one
         batch.tables = batch.tables.saturating_add(tables);
         if self.records.will_bind_chunks() {
             for i in 0..self.scratch.touched.len() {
@@ -591,6 +613,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(())
     }
 
+    /// What the format says, or that which it stands for.
+    #[inline(always)]
+    pub(crate) fn facts(&self) -> &'static Facts {
+        if F::STANDS_IN { self.facts } else { Facts::of::<F>() }
+    }
+
+    #[inline(always)]
+    fn supports(&self, access: Access) -> bool {
+        if F::STANDS_IN { (self.facts.supports)(access) } else { F::supports(access) }
+    }
+
     /// Checks of a bind that do not need its buffer.
     #[inline(always)]
     fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
@@ -598,8 +631,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Err(if len == 0 { Error::Empty { va } } else { Error::Wraps { va, len } });
         };
         self.check_span(span, batch)?;
-        if !F::supports(access) {
-            return Err(Error::Unsupported { va, access, format: F::NAME });
+        if !self.supports(access) {
+            return Err(Error::Unsupported { va, access, format: self.facts().name });
         }
         Ok(span)
     }
@@ -799,7 +832,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// one pass over the tables at its two ends.
     pub fn binding_at(&self, va: DeviceVa) -> Option<Binding> {
         let page = va.bits() >> F::GRANULE.log2();
-        let end = F::INPUT_BITS - u32::from(F::GRANULE.log2());
+        let end = self.facts().input_bits - u32::from(F::GRANULE.log2());
         let (first, last, record) = (page >> end == 0).then(|| self.records.run_around(page))??;
         Some(self.binding(first, last, record))
     }

@@ -13,13 +13,11 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::devices::soft;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions,
-};
+use dmalane::{AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
 
 use crate::device::{self as opening, Consent};
 use crate::failure::Failure;
@@ -35,6 +33,7 @@ use crate::source::{self, Copied, SourceFile};
 use crate::timeline;
 use device::ReadTarget;
 use export::{Export, Exported};
+use report::{Outcome, ReadFile, Run};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -150,48 +149,6 @@ enum Heap {
     Dma,
 }
 
-/// The result of reading, for the report.
-struct Outcome {
-    picked: Picked,
-    /// The copies that were made before the first run.
-    copied: Copied,
-    /// The run with the median time.
-    run: Run,
-    /// The times of all runs.
-    runs: output::WallTimes,
-    /// The device that got them.
-    device: Option<DeviceSpec>,
-    /// True when the data on the device was read back and compared.
-    verified: bool,
-    /// The manifest that the files were compared with.
-    manifest: Option<PathBuf>,
-    /// The files that were written.
-    traced: Option<PathBuf>,
-    reported: Option<PathBuf>,
-}
-
-/// Results of one run.
-struct Run {
-    report: FillReport,
-    files: Vec<ReadFile>,
-    /// Physically contiguous segments of the buffers, where the kernel tells.
-    segments: Option<u64>,
-    /// Device mappings of the buffers; `None` if none were asked for.
-    mappings: Option<usize>,
-    /// The heap of the device, where it reaches no other memory.
-    heap: Option<Arc<dyn dmalane::dma::Heap>>,
-    /// How the device was driven.
-    notes: Vec<String>,
-}
-
-/// A file that was read.
-struct ReadFile {
-    path: PathBuf,
-    bytes: u64,
-    checksum: Option<u64>,
-    method: ReadMethod,
-}
-
 impl Outcome {
     /// Writes the timeline and the page, if they were asked for.
     fn write_timeline(&self, outputs: &timeline::Files) -> Result<(), Failure> {
@@ -252,8 +209,11 @@ impl Read {
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
         let manifest = self.manifest;
-        let outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
-        outcome.write_timeline(&outputs)?;
+        let mut outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
+        let written = outcome.write_timeline(&outputs);
+        if written.is_err() {
+            (outcome.traced, outcome.reported) = (None, None);
+        }
         let output::OutputFormat { verbose, json, .. } = self.format;
         let text = match json {
             true => output::json(&report::json(&outcome))?,
@@ -261,6 +221,7 @@ impl Read {
         };
         match exported {
             Some((exported, receiver)) if self.export.runs_command() => {
+                written?;
                 // Stdout is the command's.
                 if verbose || json {
                     output::print_beside(&text);
@@ -271,7 +232,7 @@ impl Read {
             None => ExitCode::SUCCESS,
         };
         output::print(&text)?;
-        Ok(ExitCode::SUCCESS)
+        written.map(|()| ExitCode::SUCCESS)
     }
 
     /// The files, and what was copied first: a file without a size that is not read once from front to back is.

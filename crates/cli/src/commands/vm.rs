@@ -11,7 +11,7 @@ use dmalane::DeviceSpec;
 use dmalane::OpenOptions;
 use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
-use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
+use dmalane::vm::trace::{self, Lines, Requests, TraceError, TraceHeader};
 
 use super::iopt::FormatName;
 use crate::device;
@@ -117,7 +117,7 @@ impl Replay {
             e => wrong(e),
         })?;
         if let Some(spec) = &self.device {
-            let operations = on_device::Operations::read(&mut lines, &name)?;
+            let operations = on_device::Operations::read(Requests::default().of(lines), &name)?;
             let options = OpenOptions::default();
             let device = options.device(spec).map_err(|e| device::cannot_open(&e))?;
             let mut tables = || header.vm(format).map_err(wrong);
@@ -130,23 +130,22 @@ impl Replay {
         let mut report = ReplayReport::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
         let (mut stopped, mut outside) = (None, false);
-        loop {
-            let line = match lines.next() {
-                Ok(Some(line)) => line,
-                Ok(None) => break,
+        for asked in Requests::default().of(lines) {
+            let (line, asked) = match asked {
+                Ok(asked) => asked,
                 Err(e) => {
                     stopped = Some(e);
                     break;
                 }
             };
-            let Some(outcome) = replay.step(line) else { continue };
+            let outcome = replay.apply(asked);
             operations += 1;
             if outcome.result.is_err() {
                 refused += 1;
                 outside |= outcome.name() == "outside_vm";
-                first_refused = if refused == 1 { lines.number() } else { first_refused };
+                first_refused = if refused == 1 { line } else { first_refused };
             }
-            report.outcome(lines.number(), &outcome);
+            report.outcome(line, &outcome);
         }
         output::written(report.finish(&replay, operations, refused, stopped.as_ref(), self.times))?;
         if let Some(error) = stopped {

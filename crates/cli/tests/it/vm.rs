@@ -7,8 +7,6 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::lists::{keys, page};
-
 const HEADER: &str = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
 const BO: &str = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
 const BIND: &str = r#"{"op":"bind","va":"0x8000","bo":1,"offset":"0x4000","len":"0xc000","access":"rw"}"#;
@@ -242,22 +240,6 @@ fn a_load_that_fails_records_nothing() {
     }
 }
 
-#[test]
-fn every_field_is_documented() {
-    let page = page("formats/json.md");
-    let section = page.split("## `dmalane vm replay --json`").nth(1).expect("a section of its own");
-    let place = Place::with(&[HEADER, BO, BIND, BIND, r#"{"op":"batch","ops":[{"op":"unbind","va":0,"len":1}]}"#]);
-    let mut words = keys(&place.json("vm replay trace.jsonl").1);
-    assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
-    words.extend(keys(&place.json("vm replay trace.jsonl --times").1));
-    assert!(words.contains(&"ns_per_operation".to_owned()));
-    words.extend(keys(&place.json("vm replay trace.jsonl --device soft").1));
-    assert!(words.contains(&"tables_batched".to_owned()));
-    for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
-        assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
-    }
-}
-
 /// A trace of pages of 16 KiB that are bound and unbound one by one, with some lines of other kinds.
 fn pages(count: u64) -> Place {
     let mut lines = vec![HEADER.to_owned(), BO.to_owned()];
@@ -297,6 +279,36 @@ fn refused_operations_are_in_no_way_of_a_replay_on_a_device() {
     let times = &json["device"]["times"];
     let others = ["batched", "tables_one_by_one", "tables_batched"].map(|way| &times[way]["other_binds"]["operations"]);
     assert_eq!((status, others), (0, [&2.into(), &1.into(), &1.into()]));
+}
+
+/// A line that is refused for what earlier lines say is refused on page tables and on a device alike.
+#[test]
+fn tables_and_devices_refuse_the_same_lines() {
+    let destroy = r#"{"op":"destroy","id":1}"#;
+    let unfinished = BO.replace("]}", r#"],"more":true}"#);
+    for (lines, line, says) in [
+        (&[HEADER, BO, BIND, BO][..], 4, "there is a buffer object 1 already"),
+        (&[HEADER, BO, BIND, &destroy.replace('1', "2")], 4, "there is no buffer object 2"),
+        (&[HEADER, BO, BIND, destroy, destroy], 5, "there is no buffer object 1"),
+        (&[HEADER, BO, BIND, destroy, BIND], 5, "there is no buffer object 1"),
+        (&[HEADER, &unfinished, BIND], 3, "there is no buffer object 1"),
+        (&[HEADER, BO, BIND, r#"{"op":"unbind_bo","bo":2}"#], 4, "there is no buffer object 2"),
+        (&[HEADER, BO, BIND, r#"{"op":"merge","va":0,"len":0}"#], 4, "a bind of no bytes at device VA 0x0"),
+        (&[HEADER, BO, BIND, &BIND.replace("0xc000", "0x0")], 4, "a bind of no bytes at device VA 0x8000"),
+        (
+            &[HEADER, BO, BIND, r#"{"op":"batch","ops":[{"op":"destroy","id":1}]}"#],
+            4,
+            "destroy cannot stand in a batch",
+        ),
+    ] {
+        let place = Place::with(lines);
+        let (status, text, stderr) = place.run("vm replay trace.jsonl");
+        let refused: Vec<_> = text.lines().filter(|text| text.starts_with("line ") && !text.ends_with(" ok")).collect();
+        assert!(status == 1 && stderr.contains(&format!("the first in line {line}")), "{line}: {stderr}");
+        assert!(refused.len() == 1 && refused[0].contains(says), "{says}: {text}");
+        let (status, _, stderr) = place.run("vm replay trace.jsonl -d soft");
+        assert!(status == 1 && stderr.contains(&format!("line {line}: {says}")), "{says}: {stderr}");
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod armv7_lpae;
 mod list;
 mod rights;
 mod riscv;
+mod stand_in;
 mod vtd;
 mod x86_64;
 
@@ -22,5 +23,6 @@ pub use armv7::Armv7;
 pub use armv7_lpae::{Armv7LpaeS1, Armv7LpaeS2};
 pub use list::{FormatId, UnknownFormat};
 pub use riscv::{RiscvSv, RiscvSv39, RiscvSv48, RiscvSv57};
+pub use stand_in::StandIn;
 pub use vtd::{VtdSecond, VtdSecond39, VtdSecond48, VtdSecond57};
 pub use x86_64::{X86_64, X86_64_4Level, X86_64_5Level};

@@ -8,8 +8,9 @@ use std::rc::Rc;
 use crate::formats::{Failing, MapList, Sizes, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    AmdV1, AnyTable, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, Gather, HeapTables, NamedAddr, PageTable,
-    TableEstimate, TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64_4Level, walk,
+    AmdV1, AnyTable, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, FormatId, Gather, HeapTables, NamedAddr,
+    PageTable, RiscvSv, StandIn, TableEstimate, TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64,
+    X86_64_4Level, walk,
 };
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
@@ -1042,4 +1043,41 @@ fn a_format_chosen_at_run_time_changes_nothing() {
         (gather.is_empty(), table.tables().in_use())
     });
     assert_eq!((left, flushed), ((true, 1), vec![half; 2]));
+}
+
+/// A stand-in makes the leaves of the format that it stands for, those that only larger formats have not among them.
+#[test]
+fn a_stand_in_has_the_leaves_of_its_format() {
+    fn agree<F: Format, S: Format>(format: FormatId) {
+        // Larger leaves would fit, had the format any.
+        let whole = 1u64 << F::INPUT_BITS.min(F::OUTPUT_BITS).min(F::PAGE_SIZES.bits().ilog2() + 12);
+        let granule = F::GRANULE.bytes();
+        let tables = || HeapTables::with_limit(PhysAddr::new(0), 4096);
+        let mut typed = PageTable::<F, Iova, PhysAddr, _>::new(tables()).unwrap();
+        let mut other = PageTable::<S, Iova, PhysAddr, _>::standing_for(format, tables()).unwrap();
+        let at = |bits: u64| (Iova::new(bits), PhysAddr::new(bits));
+        for (bits, len) in [(0, whole / 4), (whole / 4 + granule, whole / 4 - granule), (whole / 2, 76 * granule)] {
+            let ((from, to), all) = (at(bits), Access::RW);
+            assert_eq!(typed.map(from, to, len, all), other.map(from, to, len, all), "{format}");
+            assert!(typed.leaf_counts().eq(other.leaf_counts()), "{format}");
+            // Of what was mapped, two pages are cut out, and one comes back.
+            let cut = Span::new(Iova::new(bits + len / 2 / granule * granule), 2 * granule).unwrap();
+            let (from, to) = at(cut.first().bits());
+            let tables: [&mut dyn AnyTable<Iova, PhysAddr, _>; 2] = [&mut typed, &mut other];
+            for table in tables {
+                let list = table.unmap(cut).unwrap();
+                table.free_tables(list);
+                table.map(from, to, granule, all).unwrap();
+            }
+            let span = Span::new(Iova::new(0), whole).unwrap();
+            assert!(typed.runs(span).eq(other.runs(span)), "{format}");
+            assert_eq!(typed.linked_tables(), other.linked_tables(), "{format}");
+        }
+    }
+    agree::<X86_64<4>, StandIn<12, false>>(FormatId::x86_64_4level);
+    agree::<RiscvSv<4>, StandIn<12, false>>(FormatId::riscv_sv48);
+    agree::<RiscvSv<5, true>, StandIn<12, true>>(FormatId::riscv_sv57_napot);
+    agree::<AmdV1<3, true>, StandIn<12, true>>(FormatId::amd_v1_3level_groups);
+    agree::<Arm64S1<14, 48, true>, StandIn<14, true>>(FormatId::arm64_s1_16k_contiguous);
+    agree::<Arm64S1<16>, StandIn<16, false>>(FormatId::arm64_s1_64k);
 }

@@ -81,7 +81,7 @@ impl<F: Format> Records<F> {
     #[cold]
     pub(super) fn forget_run(&mut self, page: u64, level: u32) {
         let mut id = ROOT;
-        for above in 0..=level {
+        for above in self.top()..=level {
             self.forget(id, above, page);
             match self.linked(id, Self::index(page, above)) {
                 Some(child) if above < level => id = child,
@@ -93,15 +93,15 @@ impl<F: Format> Records<F> {
     /// All pages around `page` that continue each other, first and last, with what the first is bound to.
     pub(crate) fn run_around(&self, page: u64) -> Option<(u64, u64, Record)> {
         let mut path = [ROOT; MAX_LEVELS];
-        let mut level = 0;
-        let mut word = self.nodes[ROOT as usize].get(&self.words, Self::index(page, 0));
+        let mut level = self.top();
+        let mut word = self.nodes[ROOT as usize].get(&self.words, Self::index(page, level));
         while level < Self::LAST && word != 0 && Record::from_word(word).is_none() {
             level += 1;
             path[level as usize] = Self::child(word);
             word = self.nodes[path[level as usize] as usize].get(&self.words, Self::index(page, level));
         }
         let mut record = Record::from_word(word)?;
-        while level > 0
+        while level > self.top()
             && let Some(run) = self.run(path[level as usize], level, page)
         {
             record = run;
@@ -109,7 +109,7 @@ impl<F: Format> Records<F> {
         }
         let mut run = Run::new(Self::entry(page, level).0, 1 << Self::shift(level), record);
         for up in [false, true] {
-            for above in (0..=level).rev() {
+            for above in (self.top()..=level).rev() {
                 let from = Self::index(page, above) + usize::from(up);
                 if !self.extend(path[above as usize], above, from, up, &mut run) {
                     break;

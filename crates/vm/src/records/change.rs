@@ -29,7 +29,7 @@ impl<F: Format> Records<F> {
                 self.put_pages(id, slots, first, last, record)
             }
         } else {
-            self.put_below(ROOT, 0, slots, first, last, record)
+            self.put_below(ROOT, self.top(), slots, first, last, record)
         };
         if let Some(record) = record {
             slots.bound(record.slot(), Place { first, end: last + 1 });
@@ -228,7 +228,7 @@ impl<F: Format> Records<F> {
         (first, last): (u64, u64),
         gone: &mut impl FnMut(Gone),
     ) {
-        self.take_slot_below(ROOT, 0, slots, slot, first, last, gone);
+        self.take_slot_below(ROOT, self.top(), slots, slot, first, last, gone);
     }
 
     #[allow(clippy::too_many_arguments)] // a recursion

@@ -142,7 +142,7 @@ impl<F: Format> Records<F> {
     pub(crate) fn widen(&mut self, chunk: u64) -> Result<(), Full> {
         let page = Self::chunk_pages(chunk).0;
         let mut id = ROOT;
-        for level in 0..Self::LAST {
+        for level in self.top()..Self::LAST {
             let word = self.nodes[id as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 break;

@@ -96,7 +96,7 @@ impl<F: Format> Records<F> {
             return false;
         }
         let (page, mut id) = (Self::chunk_pages(chunk).0, ROOT);
-        for level in 0..Self::LAST {
+        for level in self.top()..Self::LAST {
             let word = self.nodes[id as usize].get(&self.words, Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 return false;

@@ -6,15 +6,8 @@ use std::sync::{Arc, Weak};
 
 use dmalane_addr::{Address, CardAddr, Segment, SgIndex, SgTable};
 
-use super::TraceRefusal;
+use super::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS, TraceRefusal};
 use crate::Bo;
-
-/// Buffer objects at once, at most; those that were destroyed count as long as they are bound.
-pub const MAX_BOS: usize = 1 << 16;
-/// Segments of all of them, at most.
-pub const MAX_SEGMENTS: usize = 1 << 22;
-/// Bytes of all of them that are scattered, at most. Their indices take up to a quarter of a byte for each 4 KiB.
-pub const MAX_SCATTERED: u64 = 1 << 42;
 
 /// A buffer of no more segments needs no index that grows with its length.
 const FEW: usize = 4;
@@ -66,10 +59,6 @@ fn scattered(segments: usize, len: u64) -> u64 {
 impl Buffers {
     pub(crate) fn get(&self, id: u64) -> Result<&Arc<Bo>, TraceRefusal> {
         self.whole.get(&id).ok_or(TraceRefusal::NoBo { bo: id })
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.whole.len()
     }
 
     /// Makes a buffer object, or adds to one. A line that is refused changes nothing; but when there is no memory for
@@ -142,7 +131,7 @@ mod tests {
             all.add(id, &one, id % 2 == 0).unwrap();
             all.destroy(id).unwrap();
         }
-        assert!(all.destroyed.len() <= MAX_BOS && all.len() == 0);
+        assert!(all.destroyed.len() <= MAX_BOS && all.whole.is_empty());
         for id in 0..MAX_BOS as u64 {
             all.add(id, &one, false).unwrap();
         }

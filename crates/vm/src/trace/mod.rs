@@ -1,12 +1,12 @@
 //! Traces of what was bound in device virtual memory: recorded, and replayed into a VM.
 //!
 //! A trace is text, one JSON object a line; `docs/formats/vm-trace.md` says which. Nothing in it is trusted. [`Lines`]
-//! reads it without holding more than a line, [`Replay`] applies line after line, and [`Recorder`] writes what was
-//! asked of a VM.
+//! reads it without holding more than a line, [`Requests`] says what each line asks for, [`Replay`] does it in a VM,
+//! and [`Recorder`] writes what was asked of a VM.
 //!
 //! ```
 //! use dmalane_iopt::FormatId;
-//! use dmalane_vm::trace::{TraceHeader, Line, Lines, Replay};
+//! use dmalane_vm::trace::{Lines, Replay, Requests, TraceHeader};
 //!
 //! let text = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat"}
 //! {"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x10000"}]}
@@ -17,8 +17,9 @@
 //! let header = TraceHeader::read(&mut lines)?;
 //! let mut replay = Replay::new(header.vm(FormatId::agx_uat)?);
 //! let mut results = Vec::new();
-//! while let Some(line) = lines.next()? {
-//!     results.extend(replay.step(line).map(|outcome| outcome.name()));
+//! for asked in Requests::default().of(lines) {
+//!     let (_line, asked) = asked?;
+//!     results.push(replay.apply(asked).name());
 //! }
 //! assert_eq!(results, ["ok", "ok", "beyond_bo"]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -27,18 +28,21 @@
 mod buffers;
 mod error;
 mod header;
+mod limits;
 mod lines;
 mod number;
 mod operation;
 mod plain;
 mod record;
 mod replay;
+mod requests;
 
-pub use buffers::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS};
 pub use error::{TraceError, TraceRefusal};
-pub use header::{FORMAT, TraceHeader, VERSION};
-pub use lines::{Line, Lines, MAX_LINE};
-pub use operation::{MAX_BATCH, TraceOperation};
+pub use header::{FORMAT, TraceHeader};
+pub use limits::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
+pub use lines::{Line, Lines};
+pub use operation::TraceOperation;
 pub use plain::plain_json;
 pub use record::Recorder;
 pub use replay::{Done, Outcome, Replay, Timed, Times};
+pub use requests::{Ask, Asked, RefusedLine, Requests};

@@ -1,22 +1,18 @@
-//! Operations of a trace, applied to a VM.
+//! The requests of a trace, applied to a VM.
 
 use std::prelude::v1::*;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{DeviceVa, Span};
-
-use super::buffers::Buffers;
-use super::{Line, TraceOperation, TraceRefusal};
+use super::{Ask, Asked, RefusedLine, TraceRefusal};
 use crate::{AnyVm, BindRequest, Committed, Error, PlanError};
 
-/// A VM and the buffer objects of a trace.
+/// A VM that does what the lines of a trace ask for.
 pub struct Replay {
     vm: Box<dyn AnyVm + Send>,
-    bos: Buffers,
     times: Times,
 }
 
-/// Time of the operations that were not refused: looking the buffers up, plan and commit; not reading the line.
+/// Time of the operations that were not refused: plan and commit; not reading the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Times {
     /// The first line that binds.
@@ -38,21 +34,40 @@ pub struct Timed {
     pub took: Duration,
 }
 
+/// Which of the [`Times`] counts an operation.
+#[derive(Clone, Copy, PartialEq)]
+enum Class {
+    Binds,
+    Unbinds,
+    Others,
+}
+
 impl Times {
-    fn add(&mut self, operation: &TraceOperation, took: Duration) {
-        use TraceOperation::{Batch, Bind, Null, Repeat, Reserved, Unbind, UnbindBo};
-        let each = match operation {
-            Batch(all) | Reserved(all) => all,
-            single => std::slice::from_ref(single),
+    fn class(ask: &Ask) -> (Class, usize) {
+        let each = match ask {
+            Ask::Batch { requests, .. } => requests,
+            Ask::Single(single) => std::slice::from_ref(single),
+            Ask::Nothing | Ask::Merge(_) => return (Class::Others, 1),
         };
-        let timed = if each.iter().all(|op| matches!(op, Bind { .. } | Repeat { .. } | Null { .. })) {
-            if self.first_bind.operations == 0 { &mut self.first_bind } else { &mut self.other_binds }
-        } else if each.iter().all(|op| matches!(op, Unbind { .. } | UnbindBo { .. })) {
-            &mut self.unbinds
+        use BindRequest::{Bind, Null, Repeat, Unbind, UnbindBo};
+        let class = if each.iter().all(|r| matches!(r, Bind { .. } | Repeat { .. } | Null { .. })) {
+            Class::Binds
+        } else if each.iter().all(|r| matches!(r, Unbind(_) | UnbindBo(_))) {
+            Class::Unbinds
         } else {
-            &mut self.others
+            Class::Others
         };
-        timed.operations += each.len() as u64;
+        (class, each.len())
+    }
+
+    fn add(&mut self, (class, operations): (Class, usize), took: Duration) {
+        let timed = match class {
+            Class::Binds if self.first_bind.operations == 0 => &mut self.first_bind,
+            Class::Binds => &mut self.other_binds,
+            Class::Unbinds => &mut self.unbinds,
+            Class::Others => &mut self.others,
+        };
+        timed.operations += operations as u64;
         timed.took += took;
     }
 }
@@ -85,7 +100,7 @@ pub struct Done {
 impl Replay {
     /// Replays into this VM.
     pub fn new(vm: Box<dyn AnyVm + Send>) -> Self {
-        Self { vm, bos: Buffers::default(), times: Times::default() }
+        Self { vm, times: Times::default() }
     }
 
     /// The VM.
@@ -98,97 +113,49 @@ impl Replay {
         &self.times
     }
 
-    /// Applies a line; `None` for one that is blank.
-    pub fn step(&mut self, line: Line<'_>) -> Option<Outcome> {
-        if matches!(line, Line::Bytes(bytes) if bytes.trim_ascii().is_empty()) {
-            return None;
-        }
-        Some(match TraceOperation::parse(line) {
-            Ok(operation) => self.apply(&operation),
-            Err((index, refusal)) => Outcome { op: None, result: Err(refusal), index },
-        })
-    }
-
-    /// Applies an operation.
-    pub fn apply(&mut self, operation: &TraceOperation) -> Outcome {
+    /// Does what a line asks for.
+    pub fn apply(&mut self, asked: Asked) -> Outcome {
         let start = Instant::now();
-        let (index, result) = match self.run(operation) {
+        let Asked { op, what } = asked;
+        let class = what.as_ref().ok().map(Times::class);
+        let (index, result) = match what.map_err(|refused| self.first_fault(refused)).and_then(|ask| self.run(ask)) {
             Ok(done) => {
-                self.times.add(operation, start.elapsed());
+                if let Some(class) = class {
+                    self.times.add(class, start.elapsed());
+                }
                 (None, Ok(done))
             }
             Err((index, refusal)) => (index, Err(refusal)),
         };
-        Outcome { op: Some(operation.name()), result, index }
+        Outcome { op, result, index }
     }
 
-    fn run(&mut self, operation: &TraceOperation) -> Result<Done, (Option<usize>, TraceRefusal)> {
-        let whole = |refusal| (None, refusal);
-        match operation {
-            TraceOperation::Bo { id, segments, more } => {
-                self.bos.add(*id, segments, *more).map(|()| Done::default()).map_err(whole)
+    fn run(&mut self, ask: Ask) -> Result<Done, (Option<usize>, TraceRefusal)> {
+        match ask {
+            Ask::Nothing => Ok(Done::default()),
+            Ask::Merge(span) => {
+                let merged = self.vm.merge(span, &mut |_| ());
+                merged.map(|_| Done::default()).map_err(|error| (None, error.into()))
             }
-            TraceOperation::Destroy { id } => self.bos.destroy(*id).map(|()| Done::default()).map_err(whole),
-            TraceOperation::Merge { va, len } => {
-                let merged = span(*va, *len).and_then(|span| self.vm.merge(span, &mut |_| ()));
-                merged.map(|_| Done::default()).map_err(|error| whole(error.into()))
-            }
-            TraceOperation::Batch(operations) | TraceOperation::Reserved(operations) => {
-                let kind = if matches!(operation, TraceOperation::Batch(_)) { Kind::Batch } else { Kind::Reserved };
-                let mut requests = Vec::with_capacity(operations.len());
-                for (i, operation) in operations.iter().enumerate() {
-                    match self.request(operation) {
-                        Ok(request) => requests.push(request),
-                        Err(refusal) => return Err(self.first_fault(requests, kind).unwrap_or((Some(i), refusal))),
-                    }
-                }
-                self.commit(requests, kind)
-            }
-            single => {
-                let request = self.request(single).map_err(whole)?;
-                self.commit(vec![request], Kind::Single)
-            }
+            Ask::Single(request) => self.commit(vec![request], false).map_err(|(_, refusal)| (None, refusal)),
+            Ask::Batch { requests, reserved } => self.commit(requests, reserved),
         }
     }
 
-    /// Finds the first request that the VM refuses, in front of one that is wrong in itself.
-    fn first_fault(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Option<(Option<usize>, TraceRefusal)> {
-        let PlanError { index, error } = self.vm.check(requests, kind == Kind::Reserved).err()?;
-        // Memory that is missing is missing for all, of which one is wrong anyway.
-        let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
-        (!of_all).then(|| (Some(index), error.into()))
+    /// The first request that the VM refuses, in front of one that is wrong in itself; else that one.
+    fn first_fault(&mut self, refused: RefusedLine) -> (Option<usize>, TraceRefusal) {
+        let RefusedLine { refusal, index, before: (requests, reserved) } = refused;
+        match self.vm.check(requests, reserved) {
+            // Memory that is missing is missing for all, of which one is wrong anyway.
+            Err(PlanError { index, error }) if !is_of_all(&error) => (Some(index), error.into()),
+            _ => (index, refusal),
+        }
     }
 
-    fn request(&self, operation: &TraceOperation) -> Result<BindRequest, TraceRefusal> {
-        let find = |bo: u64| self.bos.get(bo).cloned();
-        Ok(match *operation {
-            TraceOperation::Bind { va, bo, offset, len, access } => {
-                BindRequest::Bind { va, bo: find(bo)?, offset, len, access }
-            }
-            TraceOperation::Repeat { va, bo, offset, page, len, access } => {
-                BindRequest::Repeat { va, bo: find(bo)?, offset, page, len, access }
-            }
-            TraceOperation::Null { va, len } => BindRequest::Null { va, len },
-            TraceOperation::Unbind { va, len } => BindRequest::Unbind(span(va, len)?),
-            TraceOperation::UnbindBo { bo } => BindRequest::UnbindBo(find(bo)?),
-            TraceOperation::Prefetch { va, len } => BindRequest::Prefetch(span(va, len)?),
-            TraceOperation::Bo { .. }
-            | TraceOperation::Destroy { .. }
-            | TraceOperation::Merge { .. }
-            | TraceOperation::Batch(_)
-            | TraceOperation::Reserved(_) => {
-                return Err(TraceRefusal::NotInBatch { op: operation.name() });
-            }
-        })
-    }
-
-    fn commit(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Result<Done, (Option<usize>, TraceRefusal)> {
-        let committed = self.vm.apply(requests, kind == Kind::Reserved);
-        let committed = committed.map_err(|PlanError { index, error }| {
-            // Memory is missing for the whole, not for the operation that was checked last.
-            let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
-            ((kind != Kind::Single && !of_all).then_some(index), error.into())
-        })?;
+    fn commit(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Done, (Option<usize>, TraceRefusal)> {
+        let committed = self.vm.apply(requests, reserved);
+        let committed =
+            committed.map_err(|PlanError { index, error }| ((!is_of_all(&error)).then_some(index), error.into()))?;
         let done = Done { unmapped_bytes: Committed::unmapped_bytes(&committed) };
         // No device walks these tables.
         self.vm.invalidated(committed);
@@ -196,28 +163,13 @@ impl Replay {
     }
 }
 
-/// How requests are applied.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Single,
-    Batch,
-    /// Those of the driver.
-    Reserved,
-}
-
-fn span(va: DeviceVa, len: u64) -> Result<Span<DeviceVa>, Error> {
-    match Span::new(va, len) {
-        Some(span) => Ok(span),
-        None if len == 0 => Err(Error::Empty { va }),
-        None => Err(Error::Wraps { va, len }),
-    }
+/// True when memory is missing: for the whole batch, not for the request that was checked last.
+fn is_of_all(error: &Error) -> bool {
+    matches!(error, Error::NoTables { .. } | Error::NoMemory { .. })
 }
 
 impl std::fmt::Debug for Replay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Replay")
-            .field("format", &self.vm.format())
-            .field("bos", &self.bos.len())
-            .finish_non_exhaustive()
+        f.debug_struct("Replay").field("format", &self.vm.format()).finish_non_exhaustive()
     }
 }

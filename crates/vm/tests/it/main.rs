@@ -1,5 +1,6 @@
 //! The integration tests of this crate, linked once.
 
+mod any;
 mod array;
 #[path = "../geometries/mod.rs"]
 mod geometries;

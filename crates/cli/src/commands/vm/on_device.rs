@@ -1,16 +1,15 @@
 //! A replay through the address space of a device, beside the bind manager's own tables.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::error::Error;
 use std::fmt::Write;
-use std::io::{BufRead, Error as IoError};
+use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dmalane::addr::{Address, DeviceVa, SgIndex, SgTable, Span};
+use dmalane::addr::{Address, DeviceVa, SgIndex, Span};
 use dmalane::device::{AddressSpace, AddressSpaceKind, Device, DeviceMemory, Placement, SpaceError};
 use dmalane::error_chain;
-use dmalane::vm::trace::{Lines, Times, TraceOperation};
+use dmalane::vm::trace::{Ask, Asked, RefusedLine, Times};
 use dmalane::vm::{AnyVm, BindRequest, Bo};
 use serde_json::json;
 
@@ -30,79 +29,45 @@ const GAP: u64 = 2 << 20;
 #[derive(Default)]
 pub struct Operations {
     requests: Vec<(u64, BindRequest)>,
-    bos: BTreeMap<u64, SgTable<dmalane::addr::CardAddr>>,
-    whole: BTreeMap<u64, Arc<Bo>>,
-    /// The number of each buffer object, which ids are not: they are used again.
-    next: u64,
     skipped: u64,
     /// Lines of the trace, as a replay without a device counts its operations.
     lines: u64,
 }
 
 impl Operations {
-    /// Reads all operations of a trace.
-    pub fn read<R: BufRead>(lines: &mut Lines<R>, name: &str) -> Result<Self, Failure> {
+    /// Reads all operations of a trace. A line that is refused whatever the device says ends it.
+    pub fn read(lines: impl Iterator<Item = io::Result<(u64, Asked)>>, name: &str) -> Result<Self, Failure> {
         let mut this = Self::default();
-        let cut = |e: IoError| Failure::because(format!("{name} cannot be read to its end"), &e);
-        loop {
-            let parsed = match lines.next().map_err(cut)? {
-                None => return Ok(this),
-                Some(dmalane::vm::trace::Line::Bytes(bytes)) if bytes.trim_ascii().is_empty() => continue,
-                Some(line) => TraceOperation::parse(line),
-            };
+        for line in lines {
+            let cut = |e: io::Error| Failure::because(format!("{name} cannot be read to its end"), &e);
+            let (at, asked) = line.map_err(cut)?;
             this.lines += 1;
-            let at = lines.number();
-            let bad = |e: &dyn Error| Failure::new(format!("{name}: line {at}: {}", plain(&error_chain(e))));
-            match parsed.map_err(|(_, e)| bad(&e))? {
-                TraceOperation::Batch(all) | TraceOperation::Reserved(all) => {
-                    all.into_iter().try_for_each(|one| this.add(at, one))
-                }
-                one => this.add(at, one),
+            let bad = |refused: RefusedLine| {
+                let why = error_chain(&refused.refusal);
+                Failure::new(format!("{name}: line {at}: {}", plain(&why)))
+            };
+            match asked.what.map_err(bad)? {
+                Ask::Nothing => {}
+                Ask::Merge(_) => this.skipped += 1,
+                Ask::Single(request) => this.add(at, request),
+                Ask::Batch { requests, .. } => requests.into_iter().for_each(|request| this.add(at, request)),
             }
-            .map_err(|what| Failure::new(format!("{name}: line {at}: {what}")))?;
             if this.requests.len() > MAX_OPERATIONS {
                 return Err(Failure::new(format!("{name} has more than {MAX_OPERATIONS} operations"))
                     .hint("without -d a trace may be of any length"));
             }
         }
+        Ok(this)
     }
 
-    fn add(&mut self, line: u64, operation: TraceOperation) -> Result<(), String> {
-        let find = |bo: u64| self.whole.get(&bo).cloned().ok_or_else(|| format!("there is no buffer object {bo}"));
-        let span = |va, len| Span::new(va, len).ok_or_else(|| format!("no range is {len} bytes from {va} on"));
-        let request = match operation {
-            TraceOperation::Bo { id, segments, more } => {
-                let table = self.bos.entry(id).or_default();
-                for segment in segments {
-                    let wrong = || format!("buffer object {id}: a segment of {} bytes", segment.len);
-                    table.push(segment.addr, segment.len).filter(|()| segment.len > 0).ok_or_else(wrong)?;
-                }
-                if !more {
-                    let table = self.bos.remove(&id).unwrap_or_default();
-                    let index = SgIndex::from_table(&table).map_err(|e| e.to_string())?;
-                    self.next += 1;
-                    self.whole.insert(id, Arc::new(Bo::new(self.next, index)));
-                }
-                return Ok(());
+    fn add(&mut self, line: u64, request: BindRequest) {
+        match request {
+            BindRequest::Bind { .. } | BindRequest::Unbind(_) | BindRequest::Prefetch(_) => {
+                self.requests.push((line, request));
             }
-            TraceOperation::Destroy { id } => {
-                self.whole.remove(&id);
-                return Ok(());
-            }
-            TraceOperation::Bind { va, bo, offset, len, access } => {
-                span(va, len)?;
-                BindRequest::Bind { va, bo: find(bo)?, offset, len, access }
-            }
-            TraceOperation::Unbind { va, len } => BindRequest::Unbind(span(va, len)?),
-            TraceOperation::Prefetch { va, len } => BindRequest::Prefetch(span(va, len)?),
             // No driver's address space has these.
-            _ => {
-                self.skipped += 1;
-                return Ok(());
-            }
-        };
-        self.requests.push((line, request));
-        Ok(())
+            _ => self.skipped += 1,
+        }
     }
 
     /// Spans of all binds, those that are close to each other joined.
@@ -147,18 +112,19 @@ fn translate(operations: &Operations, device: &mut dyn Device, scale: u64) -> Re
     let space_failed = |e: SpaceError| Failure::because("the device has no addresses for the trace", &e);
     let times = |n: u64| n.checked_mul(scale).ok_or_else(too_large);
     let mut memory = device.memory();
-    let mut on_device: BTreeMap<u64, Arc<Bo>> = BTreeMap::new();
+    // By address: an id is used again once its buffer was destroyed.
+    let mut on_device: BTreeMap<*const Bo, Arc<Bo>> = BTreeMap::new();
     let (mut bytes, mut first_table) = (0, None);
     for (_, request) in &operations.requests {
         let BindRequest::Bind { bo, .. } = request else { continue };
-        if on_device.contains_key(&bo.id()) {
+        if on_device.contains_key(&Arc::as_ptr(bo)) {
             continue;
         }
         let len = times(bo.len())?;
         let table = memory.allocate(len, &Placement::Default);
         let table = table.map_err(|e| Failure::because("the device has no memory for the trace's buffers", &e))?;
         let index = SgIndex::from_table(&table).map_err(|e| Failure::because("too many segments", &e))?;
-        on_device.insert(bo.id(), Arc::new(Bo::new(bo.id(), index)));
+        on_device.insert(Arc::as_ptr(bo), Arc::new(Bo::new(on_device.len() as u64 + 1, index)));
         bytes += len;
         first_table.get_or_insert(table);
     }
@@ -184,7 +150,7 @@ fn translate(operations: &Operations, device: &mut dyn Device, scale: u64) -> Re
         match request {
             BindRequest::Bind { va, bo, offset, len, access } => {
                 let at = Span::new(*va, *len).and_then(|span| place(span).next());
-                let (Some(at), Some(bo)) = (at, on_device.get(&bo.id()).cloned()) else { continue };
+                let (Some(at), Some(bo)) = (at, on_device.get(&Arc::as_ptr(bo)).cloned()) else { continue };
                 let (va, offset, len) = (at.first(), times(*offset)?, at.len());
                 requests.push((*line, BindRequest::Bind { va, bo, offset, len, access: *access }));
             }
