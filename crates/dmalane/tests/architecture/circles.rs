@@ -18,13 +18,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
         "sys.rs sys/back_to_back.rs sys/by_hand.rs sys/context.rs sys/host.rs sys/stream.rs sys/window.rs",
         "the functions of the driver, and the objects that they make, which call them by its macros",
     ),
-    (
-        "load",
-        "container/lfs.rs container/mod.rs container/safetensors.rs container/set.rs engine.rs error.rs input.rs \
-         manifest.rs open_file.rs",
-        "to be dissolved",
-    ),
-    ("load", "read.rs read/alloc.rs read/plan.rs read/short.rs read/source.rs read/stream.rs", "to be dissolved"),
     ("python", "device.rs memory.rs open.rs", "to be dissolved"),
     ("validate", "lib.rs measure.rs place.rs target.rs walk.rs workers.rs", "to be dissolved"),
     ("vfio", "container.rs device.rs", "a container opens its devices, and an open device keeps its container"),

@@ -392,6 +392,7 @@ fn place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::container::detect;
     use std::path::Path;
 
     /// Writes a header, the plain way.
