@@ -34,7 +34,7 @@ pub enum ReadError {
         /// End of the file.
         size: u64,
     },
-    /// The buffers would be larger than [`ReadOptions::limit`].
+    /// The buffers would be larger than [`ReadOptions::limit`](crate::ReadOptions::limit).
     #[error("{wanted} bytes are more than the limit of {limit}")]
     Limit {
         /// Bytes of the buffers.

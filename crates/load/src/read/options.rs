@@ -32,7 +32,7 @@ pub struct ReadOptions {
     /// Refuse to allocate more bytes of memory than this.
     pub limit: Option<u64>,
     /// Chunks, blocks, hashes and times. Regions are hashed, as a [manifest](crate::Manifest::expect) has them,
-    /// in [`Read`] alone. Short files and streams have no timeline.
+    /// in [`Read`](crate::Read) alone. Short files and streams have no timeline.
     pub fill: FillOptions,
 }
 
