@@ -29,7 +29,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ("validate", "lib.rs measure.rs place.rs target.rs walk.rs workers.rs", "to be dissolved"),
     ("vfio", "container.rs device.rs", "a container opens its devices, and an open device keeps its container"),
     ("vm", "plan.rs vm.rs", "a plan borrows the VM that it changes"),
-    ("vm", "records.rs records/change.rs records/node.rs", "the tree of bindings, its nodes, and how it changes"),
 ];
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Settings of a job. `dmalane::ReadOptions` and [`DriveOptions`](crate::DriveOptions) embed them.
+/// Settings of a job. [`ReadOptions`](crate::ReadOptions) and [`DriveOptions`](crate::DriveOptions) embed them.
 #[derive(Clone, Debug)]
 pub struct FillOptions {
     /// Bytes of memory that are allocated together, before reading into them starts: of a chunk, or of a staging buffer
