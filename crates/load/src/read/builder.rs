@@ -71,13 +71,13 @@ impl<'a> Read<'a> {
         self
     }
 
-    /// Sets the bytes of a chunk, [`FillOptions::chunk`].
+    /// Sets the bytes of a chunk, [`FillOptions::chunk`](crate::fill::FillOptions::chunk).
     pub fn chunk(mut self, bytes: u64) -> Self {
         self.options.fill.chunk = bytes;
         self
     }
 
-    /// Sets whether buffers are hashed, [`FillOptions::checksum`].
+    /// Sets whether buffers are hashed, [`FillOptions::checksum`](crate::fill::FillOptions::checksum).
     pub fn checksum(mut self, checksum: bool) -> Self {
         self.options.fill.checksum = checksum;
         self
@@ -121,8 +121,8 @@ impl<'a> Read<'a> {
     /// Reads into buffers of `heap`, and returns when everything has arrived, on the device too.
     ///
     /// # Errors
-    /// [`ReadError`]. [`FillError::Map`] where the registrar refuses; [`FillError::Transfer`] or
-    /// [`FillError::Refused`] where the device fails, or ends nothing for half a minute: then its queue is stopped.
+    /// [`ReadError`]. [`FillError::Map`](crate::fill::FillError::Map) where the registrar refuses; [`Transfer`](crate::fill::FillError::Transfer) or
+    /// [`Refused`](crate::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then its queue is stopped.
     /// Reads and transfers in flight have ended by then, and nothing is left mapped or pinned; a transfer that the
     /// device does not let go of stays in flight, and keeps its memory and its mapping.
     pub fn into_memory(self, heap: &dyn Heap) -> Result<ReadFiles, ReadError> {
