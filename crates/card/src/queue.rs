@@ -611,7 +611,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
             self.taken_back.insert(number);
-            self.state.taken_back(ticket);
+            self.state.taken_back();
             return Cancelled::Removed(operation);
         }
         if let Err(place) = self.cancels.binary_search(&number) {

@@ -111,9 +111,7 @@ impl Failure {
 /// Fixes for some of the kernel's errors, whatever the request.
 fn help(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
-        Errno::MFILE => {
-            Some("each process may have only so many files open: raise it with ulimit -n, or name fewer files")
-        }
+        Errno::MFILE => Some("too many files are open at a time: raise the limit with ulimit -n, or name fewer files"),
         _ => None,
     }
 }
@@ -158,9 +156,9 @@ mod tests {
         assert!(
             failure
                 .text("dmalane")
-                .contains("\nhint: each process may have only so many files open: raise it with ulimit -n")
+                .contains("\nhint: too many files are open at a time: raise the limit with ulimit -n")
         );
         let failure: Failure = Outer(io::Error::other("x\x1b[2Jy\nz")).into();
-        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");
+        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\\u{1b}[2Jy\\nz\n");
     }
 }

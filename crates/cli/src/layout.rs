@@ -109,7 +109,7 @@ pub fn limit() -> Option<usize> {
     terminal().or_else(named)
 }
 
-/// The lines of a report, of at most so many columns.
+/// The lines of a report, of at most `columns` columns.
 pub fn fit_to(text: &str, columns: usize) -> String {
     let fit = |line: &str| {
         let words = line.trim_start();
@@ -136,7 +136,7 @@ pub fn cut_front(name: &str, terminal: Option<usize>) -> String {
     }
 }
 
-/// `text` with at most so many characters.
+/// `text` with at most `most` characters.
 pub fn cut_end(text: &str, most: usize) -> String {
     match text.chars().count() > most {
         true => format!("{}...", text.chars().take(most.saturating_sub(3)).collect::<String>()),
@@ -220,14 +220,18 @@ impl Table {
     }
 }
 
-/// `text` without the characters with which a file name could drive the terminal, or change the direction of the text
-/// around it.
+/// Whether a character could drive a terminal, or change the direction of the text around it.
+pub fn drives(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// `text` with the characters escaped with which a file name could [drive](drives) the terminal.
 pub fn plain(text: &str) -> String {
-    let drives = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
-    text.chars().map(|c| if drives(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
+    match text.chars().any(drives) {
+        true => text.chars().map(|c| if drives(c) { c.escape_default().to_string() } else { c.to_string() }).collect(),
+        false => text.to_owned(),
+    }
 }
 
 /// Words as a shell reads them back.

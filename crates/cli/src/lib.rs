@@ -9,6 +9,7 @@ pub mod layout;
 mod model;
 pub mod number;
 pub mod output;
+mod phases;
 mod probe;
 pub mod program;
 mod progress;

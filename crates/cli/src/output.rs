@@ -11,7 +11,7 @@ use dmalane::load::{Error, Output};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::layout::{fit, spaced};
+use crate::layout::{drives, fit, spaced};
 use crate::source::{is_stdin, stdin_metadata};
 
 /// Writes `text` to stdout, without its colours where no terminal shows them or `NO_COLOR` is set.
@@ -39,14 +39,38 @@ pub fn print_beside(text: &str) {
 
 /// `value` as JSON, as [`print_json`] writes it.
 pub fn json(value: &impl Serialize) -> Result<String, Failure> {
-    Ok(serde_json::to_string_pretty(value)? + "\n")
+    let mut text = Vec::new();
+    serde_json::to_writer_pretty(Escaped(&mut text), value)?;
+    Ok(String::from_utf8_lossy(&text).into_owned() + "\n")
 }
 
 /// Writes `value` to stdout as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let mut out = BufWriter::new(io::stdout().lock());
-    let done = serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from);
+    let done = serde_json::to_writer_pretty(Escaped(&mut out), value).map_err(io::Error::from);
     written(done.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
+}
+
+/// Escapes what JSON leaves as it is and a terminal obeys. Each call writes whole characters.
+struct Escaped<W>(W);
+
+impl<W: Write> Write for Escaped<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let obeyed = |c: char| c != '\n' && drives(c);
+        match std::str::from_utf8(bytes) {
+            Ok(text) if text.contains(obeyed) => {
+                // All of these have one unit of UTF-16.
+                let escape = |c: char| if obeyed(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() };
+                self.0.write_all(text.chars().map(escape).collect::<String>().as_bytes())?;
+            }
+            _ => self.0.write_all(bytes)?,
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// A reader that has seen enough (`dmalane doctor | head -1`) is not an error; a full disk is.
@@ -197,5 +221,18 @@ pub fn not_stdout(path: PathBuf) -> Result<PathBuf, &'static str> {
     match path.as_os_str() == "-" {
         true => Err("stdout is for the report\nhint: name a file, or ./- for a file of that name"),
         false => Ok(path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_has_nothing_that_a_terminal_obeys() {
+        let name = "a\u{1b}]0;t\u{7}\u{9b}2J\u{202e}b\u{e9}\u{7f}";
+        let text = json(&[name]).unwrap_or_else(|e| panic!("{}", e.text("json")));
+        assert_eq!(text, "[\n  \"a\\u001b]0;t\\u0007\\u009b2J\\u202eb\u{e9}\\u007f\"\n]\n");
+        assert_eq!(serde_json::from_str::<[String; 1]>(&text).unwrap(), [name], "exactly that");
     }
 }

@@ -9,6 +9,7 @@ use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, Progr
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
 const STEPS: &str = "{prefix} [{bar:30}] {pos}/{len} {wide_msg}";
+const WAITING: &str = "{prefix} {spinner} {elapsed}";
 /// Estimates of the remaining time are guesses before this.
 const SETTLED: Duration = Duration::from_millis(500);
 
@@ -20,6 +21,13 @@ impl Progress {
     /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
     pub fn new(what: &'static str, wanted: bool) -> Self {
         Self(bar(TEMPLATE, wanted, |style| style.with_key("left", left).with_key("rate", rate)).with_prefix(what))
+    }
+
+    /// A sign that `what` is under way, of which nobody knows how far it is.
+    pub fn waiting(what: &'static str, wanted: bool) -> Self {
+        let bar = bar(WAITING, wanted, |style| style).with_prefix(what);
+        bar.enable_steady_tick(SETTLED / 4);
+        Self(bar)
     }
 
     /// Sets the total number of bytes.
@@ -105,6 +113,7 @@ mod tests {
     #[test]
     fn the_template_is_one() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok() && ProgressStyle::with_template(STEPS).is_ok());
+        assert!(ProgressStyle::with_template(WAITING).is_ok());
     }
 
     #[test]

@@ -131,7 +131,7 @@ impl SourceFile {
         }
     }
 
-    /// All that it holds, at most so many bytes.
+    /// All that it holds, at most `most` bytes.
     pub fn read(self, most: u64) -> Result<Vec<u8>, Failure> {
         let path = self.path.clone();
         let mut bytes = Vec::new();

@@ -64,7 +64,7 @@ pub use heap::{
 pub use interrupts::InterruptEvents;
 pub use memory::BufferRef;
 pub use mmio::Mmio;
-pub use pagemap::{PageEntry, Pagemap, physical_runs};
+pub use pagemap::physical_runs;
 pub use pages::{NoPages, PageBacking, PageKind};
 pub use peer::{PeerError, check_peer, trusted_users};
 pub use processor::CopyHint;

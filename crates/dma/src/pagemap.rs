@@ -18,44 +18,31 @@ fn page() -> u64 {
 
 /// An entry of a pagemap (Linux, `Documentation/admin-guide/mm/pagemap.rst`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PageEntry(u64);
+struct PageEntry(u64);
 
 impl PageEntry {
     /// True when the page is in memory.
-    pub fn is_present(self) -> bool {
+    fn is_present(self) -> bool {
         self.0 >> 63 & 1 == 1
     }
 
-    /// True when the page is in swap space.
-    pub fn is_swapped(self) -> bool {
-        self.0 >> 62 & 1 == 1
-    }
-
     /// The page's physical address; `None` when it is not in memory, or the process lacks `CAP_SYS_ADMIN`.
-    pub fn frame(self) -> Option<PhysAddr> {
+    fn frame(self) -> Option<PhysAddr> {
         let frame = self.0 & ((1 << 55) - 1);
         (self.is_present() && frame != 0).then(|| PhysAddr::new(frame * page()))
     }
 }
 
 /// The pagemap of a process.
-pub struct Pagemap(File);
+struct Pagemap(File);
 
 impl Pagemap {
     /// Opens the pagemap of this process.
     ///
     /// # Errors
     /// The kernel's, where `/proc` is not mounted.
-    pub fn own() -> io::Result<Self> {
+    fn own() -> io::Result<Self> {
         File::open("/proc/self/pagemap").map(Self)
-    }
-
-    /// Opens the pagemap of another process.
-    ///
-    /// # Errors
-    /// The kernel's: `NotFound` for no such process, `PermissionDenied` for another user's.
-    pub fn of(pid: u32) -> io::Result<Self> {
-        File::open(format!("/proc/{pid}/pagemap")).map(Self)
     }
 
     /// Calls `each` for every page (4 KiB, on x86-64) of a range of virtual addresses, widened to whole pages, in
@@ -63,7 +50,7 @@ impl Pagemap {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn scan(&self, start: u64, len: u64, mut each: impl FnMut(PageEntry)) -> io::Result<()> {
+    fn scan(&self, start: u64, len: u64, mut each: impl FnMut(PageEntry)) -> io::Result<()> {
         let end = start.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?.div_ceil(page());
         let mut page = start / page();
         let mut buffer = vec![0u8; BATCH * 8];
@@ -108,11 +95,11 @@ mod tests {
 
     #[test]
     fn an_entry_says_where_its_page_is() {
-        let of = |bits| (PageEntry(bits).is_present(), PageEntry(bits).is_swapped(), PageEntry(bits).frame());
-        assert_eq!(of(0), (false, false, None));
-        assert_eq!(of(1 << 63), (true, false, None), "without CAP_SYS_ADMIN");
-        assert_eq!(of(1 << 63 | 1 << 61 | 1 << 55 | 5), (true, false, Some(PhysAddr::new(5 * page()))));
-        assert_eq!(of(1 << 62 | 5), (false, true, None));
+        let of = |bits| (PageEntry(bits).is_present(), PageEntry(bits).frame());
+        assert_eq!(of(0), (false, None));
+        assert_eq!(of(1 << 63), (true, None), "without CAP_SYS_ADMIN");
+        assert_eq!(of(1 << 63 | 1 << 61 | 1 << 55 | 5), (true, Some(PhysAddr::new(5 * page()))));
+        assert_eq!(of(1 << 62 | 5), (false, None));
     }
 
     #[test]
@@ -136,6 +123,5 @@ mod tests {
         Pagemap::own().unwrap().scan(start + 1, 2 * page(), |page| present.push(page.is_present())).unwrap();
         assert_eq!(present, [true, false, false], "widened to whole pages");
         assert!(Pagemap::own().unwrap().scan(u64::MAX - 5, 4096, |_| ()).is_err());
-        assert!(Pagemap::of(u32::MAX).is_err());
     }
 }

@@ -181,12 +181,14 @@ pub fn binary(bytes: u64) -> String {
     human(bytes, 1024, BINARY)
 }
 
-/// `bytes` in `time` as GB/s.
+/// `bytes` in `time` as GB/s, below 0.1 GB/s as MB/s.
 pub fn rate(bytes: u64, time: Duration) -> String {
-    if time.is_zero() {
-        return "-".to_owned();
+    let rate = bytes as f64 / time.as_secs_f64();
+    match time.is_zero() {
+        true => "-".to_owned(),
+        false if rate < 1e8 => format!("{} MB/s", giga(rate * 1e3)),
+        false => per_second(rate),
     }
-    per_second(bytes as f64 / time.as_secs_f64())
 }
 
 /// Bytes per second as GB/s.

@@ -283,7 +283,7 @@ pub(crate) const fn second_size<F: Format>() -> u64 {
     }
 }
 
-/// The largest leaf for this alignment (addresses joined by "or"), length and limit, all whole granules, of these sizes.
+/// The largest leaf of these sizes for this alignment (addresses joined by "or"), length and limit, all whole granules.
 #[inline]
 pub(crate) fn leaf_kind<F: Format>(alignment: u64, len: u64, limit: u64, sizes: PageSizes) -> Kind {
     let exists = |kind: Kind| !F::STANDS_IN || sizes.contains(kind.size::<F>());

@@ -38,6 +38,7 @@ use core::sync::atomic;
 
 mod any;
 mod chunks;
+mod cursor;
 mod cut;
 mod dirty;
 mod error;

@@ -13,8 +13,8 @@ use core::ops::Range;
 use dmalane_addr::{Access, Address, PageSize, PageSizes, Segment, Span};
 
 use crate::format::{
-    Kind, MAX_LEVELS, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table,
-    page_size, same_table, second_size, shift, table_offset,
+    Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table, page_size,
+    same_table, second_size, shift, table_offset,
 };
 use crate::unmap::{Detach, count_pages};
 use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
@@ -23,58 +23,6 @@ use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
 const STEP: usize = 8;
 /// Pages that continue each other from which on it pays to ask first whether all their entries are free.
 const LONG: usize = 8;
-
-/// The tables down to where the last leaf was written, so that the next table is found from the nearest common one.
-/// Kept from call to call, and forgotten whenever tables leave the tree.
-#[derive(Debug)]
-pub(crate) struct Cursor<A> {
-    path: [A; MAX_LEVELS],
-    /// The deepest level of `path` that is known.
-    level: u32,
-    /// The address that `path` leads to.
-    at: u64,
-    /// An address that the last level but one was asked for; `u64::MAX` for none.
-    near: u64,
-    /// The offset of the table there, as [`Tables::loader`] counts. With only two levels it is the root.
-    above: u64,
-    /// An address that the last level was asked for; `u64::MAX` for none.
-    here: u64,
-    /// The table there.
-    last: A,
-}
-
-impl<A: Copy> Cursor<A> {
-    /// Knows nothing but the root, which never changes, its offset and its level.
-    pub(crate) fn new(root: A, offset: u64, level: u32) -> Self {
-        Self { path: [root; MAX_LEVELS], level, at: 0, near: u64::MAX, above: offset, here: u64::MAX, last: root }
-    }
-
-    /// Back to that: the root is at `level`.
-    pub(crate) fn forget(&mut self, level: u32) {
-        (self.level, self.near, self.here) = (level, u64::MAX, u64::MAX);
-    }
-
-    /// Forgets the table at `level` that translates `at`, and those below.
-    pub(crate) fn leave<F: Format>(&mut self, at: u64, level: u32) {
-        if self.level >= level && same_table::<F>(at, self.at, level) {
-            self.level = level - 1;
-        }
-        self.here = u64::MAX;
-        if level + 1 < F::LEVELS {
-            self.near = u64::MAX;
-        }
-    }
-
-    /// The deepest level at which one known table translates `at` too.
-    #[inline]
-    fn common_level<F: Format>(&self, at: u64) -> u32 {
-        let mut level = self.level;
-        while !same_table::<F>(at, self.at, level) {
-            level -= 1;
-        }
-        level
-    }
-}
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps `len` bytes from `at` to `to`, by the largest pages that alignment and length allow.
@@ -266,8 +214,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         done
     }
 
-    /// Maps pages over what is mapped there, in one table of the last level, from `at` on, to the pages of the
-    /// segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
+    /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages
+    /// of the segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
     /// break-before-make); the device may remember it until it has invalidated the span. Gives the number of pages
     /// written, and of those among them that were mapped before.
     ///
@@ -676,8 +624,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Links the blank table at `level` that the cursor is at, if entries from that of `at` on were written; without
-    /// any, it is freed.
+    /// Links the blank table at `level` that the cursor is at, in which so many entries from that of `at` on were
+    /// written; without any, it is freed.
     #[inline(never)] // once per table
     fn link_table(&mut self, at: u64, level: u32, written: usize) -> Result<(), Error> {
         let next = self.cursor.path[level as usize];

@@ -20,6 +20,16 @@ pub struct Run<I, O> {
     pub size: PageSize,
 }
 
+impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
+    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
+    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
+    ///
+    /// Leaves that continue each other are not merged: one item is one entry of the table.
+    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
+        Runs::new(self, span)
+    }
+}
+
 /// Iterator over the leaves of a span, made by [`PageTable::runs`].
 #[derive(Debug)]
 pub struct Runs<'a, F, I, O, T: Tables> {

@@ -5,12 +5,12 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, PageSizes, Span};
 
+use crate::cursor::Cursor;
 use crate::format::{
     Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, table_offset,
     top_leaf_level,
 };
-use crate::map::Cursor;
-use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, Runs, TableShape, Tables, slots};
+use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
@@ -278,14 +278,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Some(self.load(table, index::<F>(at, level + 1)))
     }
 
-    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
-    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
-    ///
-    /// Leaves that continue each other are not merged: one item is one entry of the table.
-    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
-        Runs::new(self, span)
-    }
-
     /// The number of live leaves of each page size, smallest size first. Kept up to date, so this costs nothing.
     pub fn leaf_counts(&self) -> impl Iterator<Item = (PageSize, u64)> + use<F, I, O, T> {
         let (leaves, sizes) = (self.leaves, self.page_sizes());
@@ -327,7 +319,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             regions.filter(|&region| region <= size).map(|region| size / region).fold(0, u64::saturating_add)
         };
         let of_all = |(size, leaves): (PageSize, u64)| leaves.saturating_mul(tables_of(size.bytes()));
-        let tables = self.leaf_counts().map(of_all).fold(0, u64::saturating_add);
+        let there = self.leaf_counts().filter(|(_, leaves)| *leaves > 0);
+        let tables = there.map(of_all).fold(0, u64::saturating_add);
         usize::try_from(tables).unwrap_or(usize::MAX)
     }
 

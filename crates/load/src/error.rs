@@ -8,8 +8,8 @@ use dmalane_queue::OpError;
 use thiserror::Error;
 
 use crate::container::FormatError;
+use crate::difference::Difference;
 use crate::fill::{FillError, QueueFailure};
-use crate::manifest::Difference;
 
 /// Reason why a load, a verification or the writing of an output failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]

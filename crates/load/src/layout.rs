@@ -2,7 +2,7 @@
 
 use dmalane_addr::PageSize;
 
-use crate::Model;
+use crate::container::Model;
 
 /// Tensors start at multiples of this in device virtual memory: the page size of the GPUs with the largest pages (Apple
 /// AGX).
@@ -115,7 +115,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{Container, Tensor};
+    use crate::container::{Tensor, raw};
     use dmalane_addr::FileOffset;
     use proptest::prelude::*;
 
@@ -134,7 +134,7 @@ mod tests {
             tensors: sizes.iter().map(tensor).collect(),
             metadata: None,
             by_columns: false,
-            container: Container::Safetensors,
+            container: &raw::CONTAINER,
         }
     }
 

@@ -17,6 +17,7 @@ mod clock;
 pub mod container;
 
 mod device;
+mod difference;
 mod direct;
 mod engine;
 mod error;
@@ -39,13 +40,14 @@ mod stage;
 mod targets;
 mod timeline;
 
-pub use container::{Container, Defect, FormatError, Model, Tensor};
+pub use container::{CONTAINERS, Container, Defect, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
+pub use difference::{Difference, RegionKind};
 pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, open_file};
 pub use layout::{Layout, Place, VaRange};
-pub use manifest::{Difference, Expected, Manifest, ManifestFile, ManifestRegion, RegionKind};
+pub use manifest::{Expected, Manifest, ManifestFile, ManifestRegion};
 pub use model::{
     Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelError, ModelFile, ModelOptions, Next, Part,
     Reads, TensorStream, model_heap,

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use crate::container::{Container, ContainerFile, Model};
+use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
 
 /// Chooses tensors by name.
@@ -75,8 +75,8 @@ impl OpenFile {
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Format`].
-    pub fn container(&self) -> Result<Container, Error> {
-        ContainerFile { path: &self.path, file: &self.file, len: self.size()? }.kind()
+    pub fn container(&self) -> Result<&'static Container, Error> {
+        container::kind(&ContainerFile { path: &self.path, file: &self.file, len: self.size()? })
     }
 
     /// The selected tensors of the file, as its [`Container`] has them.
@@ -87,7 +87,8 @@ impl OpenFile {
         if let Some(model) = self.parsed.get() {
             return Ok(model);
         }
-        let mut model = ContainerFile { path: &self.path, file: &self.file, len: self.size()? }.model()?;
+        let file = ContainerFile { path: &self.path, file: &self.file, len: self.size()? };
+        let mut model = container::parse(&file)?;
         if let Some(select) = &self.select {
             model.tensors.retain(|tensor| select(&tensor.name));
         }

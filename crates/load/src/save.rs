@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
+use rustix::fs::{Access, AtFlags, CWD, FallocateFlags, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 use crate::Error;
@@ -72,13 +72,22 @@ impl Output {
         }
     }
 
-    /// Whether the file could be written now. Writing it checks again.
+    /// Whether the file could be written now, and has some room. Nothing of that is left. Writing it checks again.
     ///
     /// # Errors
-    /// [`Error::File`] names the path and says what is in the way: no such directory, an existing file that may not be
-    /// replaced, an input, something that is not a regular file, a symbolic link in a directory that others can write.
+    /// [`Error::File`] names the path and says what is in the way: no such directory, or one that cannot be written, an
+    /// existing file that may not be replaced, an input, something that is not a regular file, a symbolic link in a
+    /// directory that others can write, a full file system.
     pub fn check(&self) -> Result<(), Error> {
-        Target::find(self).map(drop).map_err(|source| self.refusal(source))
+        let begun = || {
+            let mut saving = Saving::begin(self)?;
+            match rustix::fs::fallocate(saving.file(), FallocateFlags::empty(), 0, ROOM) {
+                // Not every file system can be asked.
+                Err(full @ (Errno::NOSPC | Errno::DQUOT)) => Err(full.into()),
+                _ => Ok(()),
+            }
+        };
+        begun().map_err(|source| self.refusal(source))
     }
 
     /// Writes the file.
@@ -141,6 +150,8 @@ impl From<&Path> for Output {
 /// Bits of a mode that say what a file is, and regular files (`S_IFMT`, `S_IFREG`).
 const FORMAT: u32 = 0o170_000;
 const FORMAT_REGULAR: u32 = 0o100_000;
+/// Bytes for which there must be room before a file is begun.
+const ROOM: u64 = 64 << 10;
 /// The most symbolic links in a path, as in the kernel.
 const LINKS: usize = 40;
 
@@ -224,7 +235,8 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
         rest.extend(path.components().rev().map(|c| c.as_os_str().to_owned()));
     };
     push(&mut rest, path);
-    let mut done = std::env::current_dir()?;
+    // A process may have no directory of its own any more, which matters to relative paths alone.
+    let mut done = if path.is_absolute() { PathBuf::from("/") } else { std::env::current_dir()? };
     let (mut links, mut dangles) = (0, false);
     while let Some(next) = rest.pop() {
         match Path::new(&next).components().next() {
@@ -287,9 +299,10 @@ impl<'a> Saving<'a> {
         let mode = Mode::from_raw_mode(if target.old.is_some() { 0o600 } else { 0o666 });
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let (file, named) = match rustix::fs::openat(&target.folder, ".", flags | OFlags::TMPFILE, mode) {
-            Ok(fd) => (fd, None),
+            // It gets its name through /proc.
+            Ok(fd) if rustix::fs::access(in_proc(&fd), Access::EXISTS).is_ok() => (fd, None),
             // Kernels and file systems without unnamed files say so in several ways.
-            Err(_) => create_beside(&target, flags, mode).map(|(fd, name)| (fd, Some(name)))?,
+            _ => create_beside(&target, flags, mode).map(|(fd, name)| (fd, Some(name)))?,
         };
         let this = Self { output, target, file: file.into(), named };
         if let Some(old) = &this.target.old {
@@ -327,7 +340,7 @@ impl<'a> Saving<'a> {
         let temporary = match self.named.take() {
             Some(named) => named,
             None => {
-                let source = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+                let source = in_proc(&self.file);
                 let link = |name: &OsStr| rustix::fs::linkat(CWD, &source, folder, name, AtFlags::SYMLINK_FOLLOW);
                 if !self.output.replace {
                     return link(name).map_err(exists);
@@ -366,6 +379,11 @@ impl Drop for Saving<'_> {
             let _ = rustix::fs::unlinkat(&self.target.folder, name, AtFlags::empty());
         }
     }
+}
+
+/// The name of an open file in /proc.
+fn in_proc(file: &impl AsRawFd) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
 fn exists(errno: Errno) -> io::Error {

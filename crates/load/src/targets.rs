@@ -57,7 +57,8 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    use crate::{Container, Layout, Model, Tensor};
+    use crate::container::{Model, Tensor, raw};
+    use crate::layout::Layout;
     use dmalane_addr::{SgIndex, SgTable};
     use dmalane_vm::Bo;
     use proptest::prelude::*;
@@ -80,7 +81,7 @@ mod tests {
                 t.into()
             });
             let tensors = tensors.collect();
-            let container = Container::Safetensors;
+            let container = &raw::CONTAINER;
             let model = Model { tensors, len: at, metadata: None, by_columns: false, container };
             let layout = Layout::new(&model, u64::MAX).unwrap();
             let mut sg = SgTable::new();

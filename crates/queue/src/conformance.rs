@@ -562,7 +562,6 @@ fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
     let did = |f: fn(&crate::Stats) -> u64| f(&stats) - f(&before);
     assert_eq!((did(|s| s.submitted), did(|s| s.ok), did(|s| s.failed)), (count, count - failed, failed));
     assert_eq!(did(|s| s.bytes), bytes_done);
-    assert!(stats.latency.count() > 0 && stats.latency.p50() <= stats.latency.p99());
 }
 
 fn compares_to_the_byte<F: Fixture>(fixture: &mut F) {

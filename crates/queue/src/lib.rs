@@ -8,8 +8,8 @@
 //! limits.
 //!
 //! Wrappers are queues too: [`Split`] drives several queues as one, distributing each copy as a [`Policy`] says: by
-//! address ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads and tasks use
-//! one queue at the same time. [`run`] and [`drain`] wait.
+//! address ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads use one queue at
+//! the same time. [`run`] and [`drain`] wait.
 //!
 //! # A queue of your own
 //!
@@ -122,5 +122,5 @@ pub use registry::{Registry, RegistryError, RegistryLimits, RegistryStats};
 pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};
 pub use split::{Clock, Split, WallClock};
 pub use state::{QueueState, Waiting};
-pub use stats::{Latency, Stats};
+pub use stats::Stats;
 pub use wait::{HaltWatch, RELEASE_TIMEOUT, RunError, StallWatch, drain, run, wait_with};

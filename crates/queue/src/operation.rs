@@ -116,7 +116,8 @@ pub enum Work<A = DeviceAddr> {
         /// The device's side.
         at: A,
     },
-    /// Compare host memory with device memory; neither is changed. Ends with [`OpError::Differs`](crate::OpError::Differs) where they differ.
+    /// Compare host memory with device memory; neither is changed. Ends with
+    /// [`OpError::Differs`](crate::OpError::Differs) where they differ.
     Compare {
         /// The host's side. With a [`Shape`], all of its rows.
         host: HostSlice,

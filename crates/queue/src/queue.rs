@@ -97,7 +97,7 @@ pub trait Queue: Send {
 
     /// Counters; `None` where the queue does not count.
     fn stats(&self) -> Option<Stats> {
-        Some(self.state()?.stats().clone())
+        Some(*self.state()?.stats())
     }
 
     /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so

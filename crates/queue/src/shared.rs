@@ -1,4 +1,4 @@
-//! One queue for many threads and tasks.
+//! One queue for many threads.
 //!
 //! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are
 //! queues themselves. A poll of one handle polls for all, and no thread waits for another one that polls: submitted
@@ -9,7 +9,6 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
-use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::{
@@ -54,7 +53,7 @@ impl Default for SharedOptions {
     }
 }
 
-/// A queue that any number of threads and tasks use, each through a [`SharedHandle`]. Clones share the same queue,
+/// A queue that any number of threads use, each through a [`SharedHandle`]. Clones share the same queue,
 /// which is dropped with the last clone and the last handle.
 pub struct SharedQueue<Q: Queue>(Arc<Inner<Q>>);
 
@@ -92,8 +91,6 @@ struct Front<A> {
     full: u64,
     taken_back: u64,
     halted: Option<StopReason>,
-    /// Another thread polls without being asked: tasks need not keep themselves awake.
-    driven: bool,
 }
 
 struct Waiting<A> {
@@ -107,14 +104,13 @@ struct Inbox<A> {
     completions: VecDeque<Completion<A>>,
     /// Operations that have not ended.
     in_flight: usize,
-    waker: Option<Waker>,
     /// The handle is gone: completions are dropped.
     detached: bool,
 }
 
 impl<A> Default for Inbox<A> {
     fn default() -> Self {
-        Self { completions: VecDeque::new(), in_flight: 0, waker: None, detached: false }
+        Self { completions: VecDeque::new(), in_flight: 0, detached: false }
     }
 }
 
@@ -124,7 +120,7 @@ impl<A> Default for Inbox<A> {
 /// [`Queue::restart`] and [`Queue::set_timeout`] are for all handles, [`Queue::stats`] of all. A fence is for the
 /// operations of handles of the same class.
 ///
-/// Tasks await completions by [`SharedHandle::next`]. A dropped handle waits for its operations, as every queue does,
+/// A dropped handle waits for its operations, as every queue does,
 /// but no longer than [`SharedOptions::drop_timeout`] for the next of them to end; [`SharedHandle::detach`] does not
 /// wait.
 pub struct SharedHandle<Q: Queue> {
@@ -159,7 +155,6 @@ impl<Q: Queue> SharedQueue<Q> {
             full: 0,
             taken_back: 0,
             halted: queue.halted(),
-            driven: false,
         };
         Self(Arc::new(Inner {
             limits: Limits { capacity: options.total, max_len },
@@ -197,7 +192,7 @@ impl<Q: Queue> SharedQueue<Q> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return 0,
         };
-        let mut wakers = self.feed(&mut back);
+        self.feed(&mut back);
         let Back { queue, owners, scratch, deadline } = &mut *back;
         queue.poll(scratch);
         let ended = scratch.len();
@@ -207,41 +202,22 @@ impl<Q: Queue> SharedQueue<Q> {
             for completion in scratch.drain(..) {
                 let place = owners.iter().position(|(theirs, ..)| *theirs == completion.ticket);
                 let Some((_, ticket, handle)) = place.and_then(|place| owners.remove(place)) else { continue };
-                wakers.extend(front.end(handle, Completion { ticket, ..completion }));
+                front.end(handle, Completion { ticket, ..completion });
             }
             drop(front);
             // The queue has room again.
-            wakers.extend(self.feed(&mut back));
+            self.feed(&mut back);
             back.queue.flush();
         }
         let halted = back.queue.halted();
         if halted.is_some() {
             self.front().halted = halted;
         }
-        drop(back);
-        // Without a lock: a waker may run its task at once.
-        wakers.into_iter().for_each(Waker::wake);
         ended
     }
 
-    /// Says whether a thread polls without being asked (one around [`SharedQueue::poll`], or with the [`Queue::event`]
-    /// of a handle). Then tasks that await completions sleep until that wakes them, instead of keeping their executor
-    /// busy.
-    pub fn set_driven(&self, driven: bool) {
-        let mut front = self.front();
-        front.driven = driven;
-        // Tasks that sleep have to poll again.
-        let sleepers: Vec<Waker> = match driven {
-            true => Vec::new(),
-            false => front.handles.iter_mut().filter_map(|inbox| inbox.waker.take()).collect(),
-        };
-        drop(front);
-        sleepers.into_iter().for_each(Waker::wake);
-    }
-
     /// Gives the queue what it may have of what waits.
-    fn feed(&self, back: &mut Back<Q>) -> Vec<Waker> {
-        let mut wakers = Vec::new();
+    fn feed(&self, back: &mut Back<Q>) {
         while back.queue.in_flight() < self.0.inside {
             let Some((class, Waiting { ticket, handle, operation })) = self.front().pop() else { break };
             match back.queue.submit(operation) {
@@ -253,11 +229,10 @@ impl<Q: Queue> SharedQueue<Q> {
                 // It was accepted before, so this is reported as its end.
                 Err(Refused { operation, reason }) => {
                     let result = Err(OpError::from(reason));
-                    wakers.extend(self.front().end(handle, Completion { ticket, operation, result, bytes: 0 }));
+                    self.front().end(handle, Completion { ticket, operation, result, bytes: 0 });
                 }
             }
         }
-        wakers
     }
 
     fn back(&self) -> MutexGuard<'_, Back<Q>> {
@@ -281,19 +256,16 @@ impl<A> Front<A> {
         Some((class, self.waiting[class].pop_front()?))
     }
 
-    /// Delivers a completion, and gives the waker of the task that waits for it.
-    fn end(&mut self, handle: usize, completion: Completion<A>) -> Option<Waker> {
+    /// Delivers a completion.
+    fn end(&mut self, handle: usize, completion: Completion<A>) {
         self.in_flight -= 1;
         let inbox = &mut self.handles[handle];
         inbox.in_flight -= 1;
         if !inbox.detached {
             inbox.completions.push_back(completion);
-            return inbox.waker.take();
-        }
-        if inbox.in_flight == 0 {
+        } else if inbox.in_flight == 0 {
             self.release(handle);
         }
-        None
     }
 
     fn release(&mut self, handle: usize) {
@@ -308,40 +280,6 @@ impl<Q: Queue> SharedHandle<Q> {
         &self.shared
     }
 
-    /// The next completion of this handle, for any executor; `None` when nothing is in flight.
-    ///
-    /// Each time it is polled it polls for all, and asks to be polled again, so that operations end whether or not
-    /// others poll; with [`SharedQueue::set_driven`] it sleeps until a completion has come. Dropping the future loses
-    /// nothing.
-    pub async fn next(&mut self) -> Option<Completion<Q::Addr>> {
-        std::future::poll_fn(|cx| self.poll_next(cx)).await
-    }
-
-    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Completion<Q::Addr>>> {
-        if self.in_flight == 0 {
-            return Poll::Ready(None);
-        }
-        let mut front = self.shared.front();
-        // Registered before the poll, which may be the one that ends the operation.
-        let waker = &mut front.handles[self.number].waker;
-        if !waker.as_ref().is_some_and(|known| known.will_wake(cx.waker())) {
-            *waker = Some(cx.waker().clone());
-        }
-        drop(front);
-        self.shared.poll();
-        let mut front = self.shared.front();
-        if let Some(completion) = front.handles[self.number].completions.pop_front() {
-            self.in_flight -= 1;
-            return Poll::Ready(Some(completion));
-        }
-        let driven = front.driven;
-        drop(front);
-        if !driven {
-            cx.waker().wake_by_ref();
-        }
-        Poll::Pending
-    }
-
     /// Drops the handle without waiting: its operations go on, and their memory is dropped when they have ended.
     pub fn detach(mut self) {
         // The drop that follows waits for none, and leaves.
@@ -351,7 +289,7 @@ impl<Q: Queue> SharedHandle<Q> {
     fn leave(&mut self) {
         let mut front = self.shared.front();
         let inbox = &mut front.handles[self.number];
-        (inbox.detached, inbox.waker) = (true, None);
+        inbox.detached = true;
         let dropped = std::mem::take(&mut inbox.completions);
         if inbox.in_flight == 0 {
             front.release(self.number);
@@ -413,10 +351,8 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
     /// Leaves it to another thread that is polling.
     fn flush(&mut self) {
         if let Ok(mut back) = self.shared.0.back.try_lock() {
-            let wakers = self.shared.feed(&mut back);
+            self.shared.feed(&mut back);
             back.queue.flush();
-            drop(back);
-            wakers.into_iter().for_each(Waker::wake);
         }
     }
 
@@ -511,12 +447,8 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
 
     fn arm(&mut self) -> bool {
         let mut back = self.shared.back();
-        let wakers = self.shared.feed(&mut back);
-        let armed = back.queue.arm();
-        drop(back);
-        let ended = !wakers.is_empty() || !self.shared.front().handles[self.number].completions.is_empty();
-        wakers.into_iter().for_each(Waker::wake);
-        armed && !ended
+        self.shared.feed(&mut back);
+        back.queue.arm() && self.shared.front().handles[self.number].completions.is_empty()
     }
 }
 

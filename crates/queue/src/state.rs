@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::stats::Sampler;
 use crate::{
     Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, QueueAddr, Refusal, Refused, Stats,
     StopReason, Ticket,
@@ -20,7 +19,6 @@ pub type Waiting<A = DeviceAddr> = VecDeque<(Ticket, Operation<A>)>;
 #[derive(Debug, Default)]
 pub struct QueueState {
     stats: Stats,
-    sampler: Sampler,
     /// Accepted and not given back.
     in_flight: usize,
     stopped: Option<StopReason>,
@@ -128,7 +126,6 @@ impl QueueState {
         }
         self.in_flight += 1;
         self.stats.submitted += 1;
-        self.sampler.begun(number);
         Ticket::new(number)
     }
 
@@ -166,7 +163,7 @@ impl QueueState {
         if let Some(at) = from.iter().position(|(waiting, _)| *waiting == ticket)
             && let Some((_, operation)) = from.remove(at)
         {
-            self.taken_back(ticket);
+            self.taken_back();
             return Cancelled::Removed(operation);
         }
         let maybe = ticket.number() < self.stats.submitted && self.in_flight > 0;
@@ -191,14 +188,12 @@ impl QueueState {
             }
         }
         self.stats.bytes += completion.bytes;
-        self.sampler.ended(completion.ticket.number(), &mut self.stats.latency);
     }
 
     /// Counts an operation that was taken back.
-    pub fn taken_back(&mut self, ticket: Ticket) {
+    pub fn taken_back(&mut self) {
         self.in_flight -= 1;
         self.stats.cancelled += 1;
-        self.sampler.ended(ticket.number(), &mut self.stats.latency);
     }
 
     /// The counters.
@@ -253,12 +248,10 @@ mod tests {
         assert!(matches!(state.cancel(tickets[0], &mut waiting), Cancelled::Unknown), "nothing is in flight");
         let mut expected = Stats { submitted: 7, ok: 3, failed: 3, cancelled: 2, bytes: 67, ..Stats::default() };
         (expected.full, expected.doorbells) = (1, 1);
-        expected.latency = state.stats().latency.clone();
-        assert_eq!((state.stats(), state.in_flight(), expected.latency.count()), (&expected, 0, 1));
-        // One that is taken back is no longer timed.
-        let first = state.accept();
-        state.taken_back(first);
-        assert!(state.in_flight() == 0 && state.sampler.is_empty() && state.stats().cancelled == 3);
+        assert_eq!((state.stats(), state.in_flight()), (&expected, 0));
+        let _third = state.accept();
+        state.taken_back();
+        assert!(state.in_flight() == 0 && state.stats().cancelled == 3);
     }
 
     #[test]

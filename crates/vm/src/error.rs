@@ -146,7 +146,7 @@ pub enum Error {
         format: &'static str,
     },
     /// The memory for the tables that the batch may need in the worst case cannot be had.
-    #[error("no memory for the {tables} page tables that the batch may need in {vm}")]
+    #[error("no memory for {tables} page table{} that the batch may need in {vm}", if *tables == 1 { "" } else { "s" })]
     NoTables {
         /// Tables asked for.
         tables: usize,

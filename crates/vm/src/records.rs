@@ -27,7 +27,6 @@ use core::marker::PhantomData;
 
 use dmalane_iopt::{Format, MAX_LEVELS};
 
-pub(crate) use self::change::Gone;
 use self::node::{ALL, Node};
 use crate::record::Record;
 use crate::slots::Full;
@@ -114,6 +113,15 @@ pub(crate) struct Extent {
     pub(crate) record: Record,
 }
 
+/// A part of what [`Records::take_slot`] takes away.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Gone {
+    /// First and last page of an entry.
+    Pages(u64, u64),
+    /// First and last page of what an empty node at `level` covered.
+    Node { first: u64, last: u64, level: u32 },
+}
+
 impl<F: Format> Records<F> {
     const LAST: u32 = F::LEVELS - 1;
 
@@ -160,6 +168,7 @@ impl<F: Format> Records<F> {
     /// No records; of those to come, none will go across the start of either page. The root of the page table is at
     /// `root_level`.
     pub(crate) fn new(fences: [u64; 2], root_level: u32) -> Result<Self, Full> {
+        const { assert!(Self::entries(0) < 1 << 16, "a node counts its entries in 16 bits") }
         let root = Self::entries(root_level);
         let mut it = Self {
             nodes: Vec::new(),
@@ -253,8 +262,8 @@ impl<F: Format> Records<F> {
         let (mut node_first, mut node_last) = (0, self.end() - 1);
         for level in self.top()..F::LEVELS {
             let id = path[level as usize];
-            // A later request may bind all of what this one unbinds a part of.
-            if make || self.wide {
+            // A later request may bind all of what this one unbinds a part of. The root has memory for all.
+            if level > self.top() && (make || self.wide) {
                 let (i, j) = self.within(level, (first, last), (node_first, node_last));
                 self.cover(id, i, j)?;
             }

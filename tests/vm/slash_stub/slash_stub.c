@@ -6,7 +6,7 @@
  * driver/libslash/include/slash/uapi/slash_interface.h.
  *
  * Parameters in /sys/module/slash_stub/parameters:
- *   delay_ms   each transfer waits so long before it moves bytes
+ *   delay_ms   time that each transfer waits before it moves bytes
  *   hang       transfers do not end before their queue pair is stopped
  *   buffers, pairs, ioctls, commands   what exists, and the transfers so far by ioctl and by io_uring command
  */

@@ -1,11 +1,13 @@
 //! `dmalane doctor`: checks of this machine, with fixes.
 
+mod check;
 mod hardware;
 mod host;
 mod io;
 mod pages;
 mod slash;
 
+use check::{Check, Status};
 pub use pages::why_not;
 
 use std::path::{Path, PathBuf};
@@ -15,7 +17,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::layout::{bad, good, plain, wrap};
+use crate::layout::{bad, good, wrap};
 use crate::output;
 use crate::probe::Probe;
 
@@ -52,99 +54,6 @@ impl Doctor {
             output::print_text(&text(&report))?;
         }
         Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Status {
-    Ok,
-    Missing,
-    Note,
-}
-
-/// The result of one check.
-#[derive(Debug, Serialize)]
-struct Check {
-    name: &'static str,
-    status: Status,
-    /// `dmalane load` does not run without it.
-    needed: bool,
-    /// Only hardware needs it; a load to the software card does not.
-    real_devices: bool,
-    found: String,
-    why: &'static str,
-    /// The command that fixes it: always set with `Missing`, and with a note about something that hardware needs.
-    fix: Option<String>,
-    /// The change that the command makes, and how long it lasts.
-    changes: Option<&'static str>,
-}
-
-/// The change that a fix makes, by a part of its command. Other commands change nothing and show what is wrong.
-const CHANGES: [(&str, &str); 15] = [
-    ("/nr_hugepages", "keeps so many pages for programs that ask for huge pages, until the machine restarts"),
-    ("tee /sys/kernel/mm/transparent_hugepage/", "the setting of all programs, until the machine restarts"),
-    ("/sys/fs/cgroup/", "the limit of this control group, until it is removed"),
-    ("tee /sys/bus/pci/rescan", "finds devices that were added since the start"),
-    ("tee /etc/default/grub.d/", "a file of the boot loader, for good"),
-    ("grubby ", "the command line of all kernels, for good"),
-    ("sysctl ", "allows it to all users, until the machine restarts"),
-    ("ulimit ", "the limit of this shell and what it starts"),
-    ("prlimit ", "the limit of this shell and what it starts"),
-    ("modprobe ", "loads the driver, until the machine restarts"),
-    ("setfacl ", "lets this user open it, until the machine restarts or the device is replugged"),
-    ("chmod ", "lets everybody read it, for good"),
-    ("usermod ", "the groups of this user, for good"),
-    ("apt install ", "installs packages, for good"),
-    ("systemctl enable ", "starts it now and whenever the machine starts"),
-];
-
-fn changes(fix: &str) -> &'static str {
-    let command = fix.split("    #").next().unwrap_or_default();
-    CHANGES.iter().find(|(part, _)| command.contains(part)).map_or("nothing", |(_, what)| what)
-}
-
-/// A check, before the result is known.
-struct Subject {
-    name: &'static str,
-    why: &'static str,
-    needed: bool,
-    real_devices: bool,
-}
-
-impl Subject {
-    /// Something that makes a load faster.
-    const fn useful(name: &'static str, why: &'static str) -> Self {
-        Self { name, why, needed: false, real_devices: false }
-    }
-
-    /// Something that only hardware needs: if it is missing, that is a note.
-    const fn for_real_devices(name: &'static str, why: &'static str) -> Self {
-        Self { name, why, needed: false, real_devices: true }
-    }
-
-    /// Something that every load needs.
-    const fn needed(name: &'static str, why: &'static str) -> Self {
-        Self { name, why, needed: true, real_devices: false }
-    }
-
-    fn check(self, status: Status, found: &str, fix: Option<String>) -> Check {
-        let Self { name, why, needed, real_devices } = self;
-        let changes = fix.as_deref().map(changes);
-        Check { name, status, needed, real_devices, found: plain(found), why, fix, changes }
-    }
-
-    fn ok(self, found: impl AsRef<str>) -> Check {
-        self.check(Status::Ok, found.as_ref(), None)
-    }
-
-    fn note(self, found: impl AsRef<str>) -> Check {
-        self.check(Status::Note, found.as_ref(), None)
-    }
-
-    fn missing(self, found: impl AsRef<str>, fix: impl Into<String>) -> Check {
-        let status = if self.real_devices { Status::Note } else { Status::Missing };
-        self.check(status, found.as_ref(), Some(plain(&fix.into())))
     }
 }
 

@@ -3,22 +3,22 @@
 mod formats;
 mod image;
 mod report;
+mod source;
 mod spec;
 
-use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::builder::{PathBufValueParser, PossibleValue, TypedValueParser};
-use clap::{Arg, Args, Command, Subcommand};
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::{Args, Subcommand};
 use dmalane::iopt::FormatId;
 use dmalane::load::Error;
 
 use crate::failure::Failure;
 use crate::output;
 
-use image::Image;
-use spec::number;
+pub use source::FormatName;
+use source::{Address, ImageSource, address};
 
 /// Default address of the tables that `build` writes.
 const BASE: u64 = 0x8000_0000;
@@ -140,54 +140,6 @@ struct Dump {
     source: ImageSource,
 }
 
-#[derive(Args)]
-struct ImageSource {
-    /// The image: page tables, written by `dmalane iopt build` or dumped from memory; - for standard input
-    #[arg(value_name = "IMAGE")]
-    image: PathBuf,
-
-    /// The page-table format, as `dmalane iopt formats` names it
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
-    format: FormatId,
-
-    /// The address of the root table
-    #[arg(long, value_name = "ADDR", value_parser = address)]
-    root: Address,
-
-    /// The address of the first byte of the image [default: that of the root]
-    #[arg(long, value_name = "ADDR", value_parser = address)]
-    base: Option<Address>,
-
-    /// Translate unprivileged accesses: pages for privileged ones fault
-    #[arg(long)]
-    user: bool,
-
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-}
-
-impl ImageSource {
-    fn base(&self) -> u64 {
-        self.base.unwrap_or(self.root).0
-    }
-
-    fn read(&self) -> Result<Image, Failure> {
-        let image = Image::read(&self.image, self.base())?;
-        if image.entry(self.root.0).is_none() {
-            return Err(Failure::new(format!(
-                "the root at {:#x} is not in {}, which holds {:#x} bytes from {:#x} on",
-                self.root.0,
-                self.image.display(),
-                image.len(),
-                self.base()
-            ))
-            .hint("--base is the address of the first byte of the image"));
-        }
-        Ok(image)
-    }
-}
-
 impl Iopt {
     /// Runs the subcommand.
     pub fn run(self) -> Result<ExitCode, Failure> {
@@ -237,38 +189,4 @@ impl Dump {
         })?;
         report::dumped(&source, &runs)
     }
-}
-
-/// Parses the name of a page-table format, and tells completion scripts the names.
-#[derive(Clone)]
-pub struct FormatName;
-
-impl TypedValueParser for FormatName {
-    type Value = FormatId;
-
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<FormatId, clap::Error> {
-        let parse = |text: &str| {
-            let parsed = text.parse::<FormatId>();
-            parsed.map_err(|e| format!("{e}\nhint: `dmalane iopt formats` lists them"))
-        };
-        parse.parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(FormatId::ALL.iter().map(|format| PossibleValue::new(format.name()))))
-    }
-}
-
-/// An address on the command line. A type of its own, so that the default is printed in hexadecimal.
-#[derive(Clone, Copy)]
-struct Address(u64);
-
-impl std::fmt::Display for Address {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
-
-fn address(text: &str) -> Result<Address, String> {
-    number(text).map(Address)
 }

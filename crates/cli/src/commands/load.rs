@@ -10,11 +10,10 @@ use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
-use dmalane::dma::PageBacking;
+use dmalane::device::BackingFiles;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Manifest, Output, ReferenceRates, Select};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Output, Select};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -23,6 +22,7 @@ use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
 use crate::number::within;
 use crate::output;
+use crate::phases::Phases;
 use crate::progress::Progress;
 use crate::report::{Page, Section};
 use crate::room::LoadRoom;
@@ -30,6 +30,7 @@ use crate::size::{Size, between, binary};
 use crate::source::{self, Copied};
 use crate::timeline;
 use record::Recording;
+use report::{Outcome, Run};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -66,12 +67,12 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 /// Measures and checks: the device memory is freed when the command ends.
 #[derive(Args)]
 #[command(
-    after_help = EXAMPLES.replace("FORMATS", &titles(|of| of != Container::Raw).join(", ")),
+    after_help = EXAMPLES.replace("FORMATS", &titles().join(", ")),
     group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
 pub(crate) struct Load {
-    /// Files to load, several shards at once; or the directory or the index of a model; - for standard input
+    /// Files to load, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
 
@@ -83,13 +84,14 @@ pub(crate) struct Load {
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
-    /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
+    /// List the header's metadata, and the tensors with their device addresses; --json always does
     #[arg(long)]
     list: bool,
 
-    /// Load only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
-    /// `[ab]` for one of these. May be given several times. With --no-checksum and without --manifest, only these
-    /// tensors are read of the files, else all bytes, to hash them
+    /// Load only tensors whose names match, such as '*.bias'; may be given several times
+    ///
+    /// * stands for any characters, ? for one, `[ab]` for one of these. With --no-checksum and without --manifest, only
+    /// these tensors are read of the files, else all bytes, to hash them.
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 
@@ -119,8 +121,7 @@ pub(crate) struct Load {
     #[arg(long, help_heading = "Reading")]
     no_checksum: bool,
 
-    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
-    /// in host memory
+    /// Bytes read and transferred together, from 4KiB to 1GiB; at most four such chunks are in host memory
     #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true, help_heading = "Reading")]
     chunk: Size,
@@ -129,8 +130,9 @@ pub(crate) struct Load {
     #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
     mm_channel: QueueChoice,
 
-    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
-    /// regions; or hbm-half for one region of a group [default: the first region]
+    /// Device memory for the tensors, such as ddr, hbm or hbm-half [default: the first region]
+    ///
+    /// A region by its name; a group, such as hbm, to stripe over its regions; or hbm-half for one region of a group.
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
     placement: Placement,
 
@@ -176,49 +178,15 @@ impl Outputs {
         Ok(outputs)
     }
 
+    /// Writes the trace of the binds.
+    fn write_record(&self, trace: Option<&[u8]>) -> Result<(), Failure> {
+        let record = self.record.as_ref().zip(trace).map_or(Ok(()), |(to, trace)| to.write(trace));
+        record.map_err(|e| output::refused("cannot record (the files are loaded)", &e))
+    }
+
     fn map(self, f: impl Fn(Output) -> Output) -> Self {
         Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
     }
-}
-
-/// The results of the loads, for the report.
-struct Outcome {
-    device: DeviceSpec,
-    inputs: Vec<Input<FileQueue>>,
-    /// The copies that were made before the first run.
-    copied: Copied,
-    /// The run with the median time.
-    run: Run,
-    /// The times of all runs.
-    runs: output::WallTimes,
-    verified: bool,
-    /// The manifest that the files were compared with.
-    manifest: Option<PathBuf>,
-    /// The files that were written.
-    recorded: Option<PathBuf>,
-    traced: Option<PathBuf>,
-    reported: Option<PathBuf>,
-    /// Measured after the last run.
-    references: Option<ReferenceRates>,
-}
-
-/// One load.
-struct Run {
-    loaded: Loaded,
-    /// Where tensors were bound, and so how they were read back.
-    space: AddressSpaceKind,
-    /// The pages behind the staging buffers.
-    backing: Option<PageBacking>,
-    /// At the end of the load, before reading back; of a card in this process.
-    iommu: Option<IommuCounters>,
-    /// Bytes of card memory that the load touched first; of a card in this process.
-    touched: Option<u64>,
-    /// High-water mark of the heap, reading back included.
-    heap_peak: u64,
-    /// High-water mark of the process, reading back included.
-    resident_peak: u64,
-    /// How the device was driven.
-    notes: Vec<String>,
 }
 
 impl Outcome {
@@ -249,6 +217,7 @@ impl Outcome {
 impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
+        let mut phases = Phases::new();
         let options = self.open_options();
         self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
@@ -270,7 +239,10 @@ impl Load {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
-        let mut inputs = files.map_or_else(|| self.make_sample(&room), Ok)?;
+        let mut inputs = match files {
+            Some(files) => files,
+            None => phases.time("sample", || self.make_sample(&room))?,
+        };
         // Again, now that it is known which files are read.
         let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
@@ -290,35 +262,65 @@ impl Load {
             device = device::open(&self.device, &options)?;
         }
         runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
-        let references = match self.format.verbose || self.timeline.report.is_some() {
-            true => Some(
-                device
-                    .reference_rates(&mut inputs, &manifest)
-                    .map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))?,
-            ),
-            false => None,
-        };
+        for report in runs.iter().map(|run| &run.loaded.report) {
+            phases.add("load", report.wall);
+            report.verified.iter().for_each(|verified| phases.add("verify", verified.wall));
+        }
         let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
         let (times, median) = output::WallTimes::of(&walls);
-        let outcome = Outcome {
-            device: self.device,
+        let trace = runs.last_mut().and_then(|run| run.recorded.take());
+        let mut outcome = Outcome {
+            device: self.device.clone(),
             inputs,
             copied,
             run: runs.swap_remove(median),
             runs: times,
             verified: self.verify,
-            manifest: self.manifest,
+            manifest: self.manifest.clone(),
             recorded: self.record.clone(),
             traced: self.timeline.trace.clone(),
             reported: self.timeline.report.clone(),
-            references,
+            references: None,
+            disturbed: false,
+            phases,
         };
-        outcome.write_timeline(&outputs)?;
+        let measured = match self.format.verbose || self.timeline.report.is_some() {
+            true => self.measure_references(&mut outcome, &mut device, &manifest),
+            false => Ok(()),
+        };
+        // What was found out is told, whatever becomes of the files.
+        let written = outputs.write_record(trace.as_deref()).and_then(|()| outcome.write_timeline(&outputs));
+        if written.is_err() {
+            (outcome.recorded, outcome.traced, outcome.reported) = (None, None, None);
+        }
         match self.format.json {
             true => output::print_json(&report::json(&outcome))?,
             false => output::print_text(&report::text(&outcome, self.format.verbose, self.list))?,
         }
-        Ok(ExitCode::SUCCESS)
+        measured.and(written).map(|()| ExitCode::SUCCESS)
+    }
+
+    /// Measures what the stages are compared with; again, if a stage was much faster: then the machine was busy.
+    fn measure_references(
+        &self,
+        outcome: &mut Outcome,
+        device: &mut OpenDevice,
+        manifest: &Manifest,
+    ) -> Result<(), Failure> {
+        let shown = self.format.shows_progress();
+        let mut measure = |Outcome { inputs, phases, .. }: &mut Outcome| {
+            let bar = Progress::waiting("references", shown);
+            let rates = phases.time("references", || device.reference_rates(inputs, manifest));
+            bar.finish();
+            rates.map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))
+        };
+        let first = measure(outcome)?;
+        outcome.references = Some(first);
+        if report::exceeds_references(outcome) {
+            outcome.references = Some(first.best(measure(outcome)?));
+            outcome.disturbed = report::exceeds_references(outcome);
+        }
+        Ok(())
     }
 
     /// Prints what a load would do.
@@ -366,8 +368,8 @@ impl Load {
         let bytes = |inputs: &[Input<FileQueue>]| {
             inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
-        let record = outputs.and_then(|outputs| outputs.record.as_ref());
-        let recording = record.map(|to| Recording::of(device, to)).transpose()?;
+        let record = outputs.is_some_and(|outputs| outputs.record.is_some());
+        let recording = record.then(|| Recording::of(device)).transpose()?;
         let before = device.counters().touched;
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
@@ -382,9 +384,7 @@ impl Load {
         let counters = device.counters();
         let iommu = counters.iommu;
         let touched = counters.touched.zip(before).map(|(now, then)| now.saturating_sub(then));
-        if let Some(recording) = recording {
-            recording.save()?;
-        }
+        let recorded = recording.map(Recording::finish).transpose()?;
         if self.verify {
             let bar = Progress::new("verify", self.format.shows_progress());
             bar.set_length(loaded.report.bytes);
@@ -395,6 +395,7 @@ impl Load {
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         Ok(Run {
             loaded,
+            recorded,
             space: device.address_space().kind(),
             backing: device.staging_backing().cloned(),
             iommu,
@@ -442,9 +443,9 @@ fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
 }
 
-/// The names of these kinds of files.
-fn titles(of: impl Fn(Container) -> bool) -> Vec<&'static str> {
-    Container::ALL.iter().filter(|kind| of(**kind)).map(|kind| kind.title()).collect()
+/// The kinds of files that have tensors: all but the last.
+fn titles() -> Vec<&'static str> {
+    CONTAINERS[..CONTAINERS.len() - 1].iter().map(|kind| kind.title).collect()
 }
 
 fn verify_failure(error: &Error) -> Failure {
@@ -488,8 +489,7 @@ mod tests {
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
-        assert_eq!(load.placement, Placement::HBM);
-        assert_eq!(load.chunk.bytes(), 2 << 20);
+        assert_eq!((load.placement, load.chunk.bytes()), (Placement::HBM, 2 << 20));
         assert_eq!(load.record, Some("trace".into()));
         assert!(load.verify && load.list);
         assert!(load.format.verbose && load.format.json && load.format.quiet);

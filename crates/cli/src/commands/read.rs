@@ -13,13 +13,11 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::devices::soft;
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Filled, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::queue::OpError;
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadMethod, ReadOptions,
-};
+use dmalane::{AllocAndRead, AllocRead, DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
 
 use crate::device::{self as opening, Consent};
 use crate::failure::Failure;
@@ -35,6 +33,7 @@ use crate::source::{self, Copied, SourceFile};
 use crate::timeline;
 use device::ReadTarget;
 use export::{Export, Exported};
+use report::{Outcome, ReadFile, Run};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -63,7 +62,7 @@ cannot be run.";
     mut_arg("overwrite", |arg| arg.requires("device"))
 )]
 pub(crate) struct Read {
-    /// Files to read, each into its own buffer, or the directory or the index of a model; - for standard input
+    /// Files to read, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
@@ -71,7 +70,7 @@ pub(crate) struct Read {
     #[arg(long, value_enum, default_value_t = Heap::Auto)]
     heap: Heap,
 
-    /// Best page backing to try; smaller pages take over where there are too few
+    /// Best pages to try; smaller ones take over where there are too few
     #[arg(long, value_enum, default_value_t = PageKind::Hugetlb2M, help_heading = "Memory")]
     pages: PageKind,
 
@@ -83,16 +82,13 @@ pub(crate) struct Read {
     #[arg(long, value_name = "N", value_parser = within::<u32>(0..=u32::MAX.into()), help_heading = "Memory")]
     node: Option<u32>,
 
-    /// Pin and map each chunk for a device as soon as it is allocated, with the software host's IOMMU
+    /// Pin and map each chunk as soon as it is allocated, with the software host's IOMMU
     #[arg(long)]
     map: bool,
 
     #[arg(short, long, value_parser = opening::Name, hide_possible_values = true, conflicts_with = "map")]
     #[arg(help = opening::help("Map each chunk for this device and transfer it while the rest is read"))]
     device: Option<DeviceSpec>,
-
-    #[command(flatten, next_help_heading = "Device")]
-    consent: Consent,
 
     /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
@@ -112,13 +108,13 @@ pub(crate) struct Read {
     #[command(flatten)]
     mode: ReadMode,
 
-    /// Chunk size, from 4KiB to 1GiB: bytes allocated before reading into them starts
+    /// Bytes allocated before reading into them starts, from 4KiB to 1GiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
     #[arg(value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true, help_heading = "Reading")]
     chunk: Size,
 
-    /// Read only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB; all of them must be there
+    /// Read only these bytes of each file, such as 0..4096, 1GiB.. or ..1MiB
     #[arg(long, value_name = "START..END", help_heading = "Reading")]
     range: Option<Range>,
 
@@ -134,6 +130,9 @@ pub(crate) struct Read {
 
     #[command(flatten)]
     export: Export,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 /// A heap to allocate from.
@@ -148,48 +147,6 @@ enum Heap {
     /// The kernel's dma-buf heap, /dev/dma_heap/system.
     #[value(name = "dma-heap")]
     Dma,
-}
-
-/// The result of reading, for the report.
-struct Outcome {
-    picked: Picked,
-    /// The copies that were made before the first run.
-    copied: Copied,
-    /// The run with the median time.
-    run: Run,
-    /// The times of all runs.
-    runs: output::WallTimes,
-    /// The device that got them.
-    device: Option<DeviceSpec>,
-    /// True when the data on the device was read back and compared.
-    verified: bool,
-    /// The manifest that the files were compared with.
-    manifest: Option<PathBuf>,
-    /// The files that were written.
-    traced: Option<PathBuf>,
-    reported: Option<PathBuf>,
-}
-
-/// Results of one run.
-struct Run {
-    report: FillReport,
-    files: Vec<ReadFile>,
-    /// Physically contiguous segments of the buffers, where the kernel tells.
-    segments: Option<u64>,
-    /// Device mappings of the buffers; `None` if none were asked for.
-    mappings: Option<usize>,
-    /// The heap of the device, where it reaches no other memory.
-    heap: Option<Arc<dyn dmalane::dma::Heap>>,
-    /// How the device was driven.
-    notes: Vec<String>,
-}
-
-/// A file that was read.
-struct ReadFile {
-    path: PathBuf,
-    bytes: u64,
-    checksum: Option<u64>,
-    method: ReadMethod,
 }
 
 impl Outcome {
@@ -252,8 +209,11 @@ impl Read {
         let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
         let timeline::TimelineOptions { trace: traced, report: reported } = self.timeline;
         let manifest = self.manifest;
-        let outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
-        outcome.write_timeline(&outputs)?;
+        let mut outcome = Outcome { picked, copied, run, runs: times, device, verified, manifest, traced, reported };
+        let written = outcome.write_timeline(&outputs);
+        if written.is_err() {
+            (outcome.traced, outcome.reported) = (None, None);
+        }
         let output::OutputFormat { verbose, json, .. } = self.format;
         let text = match json {
             true => output::json(&report::json(&outcome))?,
@@ -261,6 +221,7 @@ impl Read {
         };
         match exported {
             Some((exported, receiver)) if self.export.runs_command() => {
+                written?;
                 // Stdout is the command's.
                 if verbose || json {
                     output::print_beside(&text);
@@ -271,7 +232,7 @@ impl Read {
             None => ExitCode::SUCCESS,
         };
         output::print(&text)?;
-        Ok(ExitCode::SUCCESS)
+        written.map(|()| ExitCode::SUCCESS)
     }
 
     /// The files, and what was copied first: a file without a size that is not read once from front to back is.

@@ -28,7 +28,7 @@ pub struct Page<'a> {
 
 /// A part of a page.
 pub enum Section<'a> {
-    /// Which work was under way when, in a run that took so long.
+    /// Which work was under way when, and how long the run took.
     Timeline(&'a StageTimeline, Duration),
     /// Rates, each beside its reference.
     Bars(Vec<Bar>, String),

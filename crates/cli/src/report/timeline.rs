@@ -15,7 +15,7 @@ const COLUMNS: usize = 400;
 /// Rows that a track unfolds to at most; what overlaps further is drawn in the last one.
 const ROWS: usize = 16;
 
-/// The timeline of a run that took so long.
+/// The timeline of a run that took `wall`.
 pub fn html(timeline: &StageTimeline, wall: Duration) -> String {
     let ends = timeline.tracks.iter().flat_map(|track| &track.work).map(|work| work.end);
     let whole = ends.max().unwrap_or_default().max(wall).as_secs_f64().max(1e-9);

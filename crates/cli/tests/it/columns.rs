@@ -86,7 +86,7 @@ fn no_line_is_wider_than_100_columns_or_the_environment_says() {
     }
 }
 
-/// The text that a command shows in a terminal of so many columns, without colours.
+/// The text that a command shows in a terminal of `columns` columns, without colours.
 fn shown(mut command: Command, columns: u16) -> String {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&master).unwrap();

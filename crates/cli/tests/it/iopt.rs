@@ -7,8 +7,6 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::lists::{keys, page};
-
 /// Two with the same page sizes and limits, for what is said of each.
 const FORMATS: [&str; 2] = ["arm64-s1-4k", "x86-64-4level"];
 
@@ -340,21 +338,6 @@ fn every_help_has_an_example() {
         assert!(help.contains(&format!("Examples:\n  dmalane iopt {name}")), "{help}");
         assert!(help.contains("Exit status: 0"), "{help}");
         assert!(help.lines().all(|l| l.chars().count() <= 100), "wrapped");
-    }
-}
-
-#[test]
-fn every_field_and_format_is_documented() {
-    let page = |name: &str| page(&format!("formats/{name}"));
-    let place = Place::mappings(three());
-    let mut words = keys(&place.json("build spec.json -f arm64-s1-4k -o image.bin"));
-    words.extend(keys(&place.json("walk image.bin -f arm64-s1-4k --root 0x80000000 0 4096")));
-    words.extend(keys(&place.json("dump image.bin -f arm64-s1-4k --root 0x80000000")));
-    for word in words {
-        assert!(page("json.md").contains(&format!("`{word}`")), "{word} is not in json.md");
-    }
-    for format in formats() {
-        assert!(page("iopt-image.md").contains(&format!("`{format}`")), "{format} is not in iopt-image.md");
     }
 }
 

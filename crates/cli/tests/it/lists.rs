@@ -1,9 +1,7 @@
-//! Lists that name commands, in `cli.md`, `json.md` and tests, compared with what each command's help says.
+//! Lists of tests that name commands, compared with the commands of the help.
 
 use std::collections::BTreeSet;
 use std::process::Command;
-
-use serde_json::Value;
 
 use crate::examples::commands;
 
@@ -37,23 +35,6 @@ pub const MODELS: &str = "the directory or the index of a model";
 /// Whether a command line is one of this command, and not of another one whose name goes on.
 pub fn runs(line: &str, command: &str) -> bool {
     line.strip_prefix(command).is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
-}
-
-/// The names of all fields in an object, and in those within it, but for those that a file has named.
-pub fn keys(value: &Value) -> Vec<String> {
-    match value {
-        Value::Object(fields) => {
-            let within = |key: &str, value| if key == "metadata" { Vec::new() } else { keys(value) };
-            fields.iter().flat_map(|(key, value)| [vec![key.clone()], within(key, value)].concat()).collect()
-        }
-        Value::Array(items) => items.iter().flat_map(keys).collect(),
-        _ => Vec::new(),
-    }
-}
-
-/// A page of the documentation.
-pub fn page(name: &str) -> String {
-    std::fs::read_to_string(format!("{}/../../docs/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
 #[test]

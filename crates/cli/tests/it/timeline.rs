@@ -20,7 +20,7 @@ fn dmalane(folder: &Path, args: &[&str]) -> Output {
     output
 }
 
-/// A file with so many tensors of one byte.
+/// A file with `n` tensors of one byte.
 fn tensors(path: &Path, n: usize) {
     let entry = |i| format!(r#""t{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{}]}}"#, i + 1);
     let header = format!("{{{}}}", (0..n).map(entry).collect::<Vec<_>>().join(","));

@@ -7,8 +7,6 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::lists::{keys, page};
-
 const HEADER: &str = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
 const BO: &str = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
 const BIND: &str = r#"{"op":"bind","va":"0x8000","bo":1,"offset":"0x4000","len":"0xc000","access":"rw"}"#;
@@ -242,22 +240,6 @@ fn a_load_that_fails_records_nothing() {
     }
 }
 
-#[test]
-fn every_field_is_documented() {
-    let page = page("formats/json.md");
-    let section = page.split("## `dmalane vm replay --json`").nth(1).expect("a section of its own");
-    let place = Place::with(&[HEADER, BO, BIND, BIND, r#"{"op":"batch","ops":[{"op":"unbind","va":0,"len":1}]}"#]);
-    let mut words = keys(&place.json("vm replay trace.jsonl").1);
-    assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
-    words.extend(keys(&place.json("vm replay trace.jsonl --times").1));
-    assert!(words.contains(&"ns_per_operation".to_owned()));
-    words.extend(keys(&place.json("vm replay trace.jsonl --device soft").1));
-    assert!(words.contains(&"tables_batched".to_owned()));
-    for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
-        assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
-    }
-}
-
 /// A trace of pages of 16 KiB that are bound and unbound one by one, with some lines of other kinds.
 fn pages(count: u64) -> Place {
     let mut lines = vec![HEADER.to_owned(), BO.to_owned()];
@@ -436,7 +418,7 @@ fn a_recorded_load_in_every_format_that_can_hold_it() {
             let (status, text, stderr) = place.run(&format!("vm replay {trace} --format {name}"));
             // Tensors are bound at multiples of 4 KiB.
             assert_eq!(status == 0, held && !coarse, "{name}: {text} {stderr}");
-            assert_eq!(stderr.contains("-d soft,va-bits=32"), !held, "{name}: {stderr}");
+            assert_eq!(stderr.contains("soft,va-bits=32"), !held, "{name}: {stderr}");
         }
     }
     let (status, _, stderr) = load("x.jsonl", 31);
@@ -444,7 +426,7 @@ fn a_recorded_load_in_every_format_that_can_hold_it() {
     // A trace that says which range it needs.
     let place = Place::with(&[r#"{"trace":"dmalane-vm","version":1,"range":{"va":0,"len":"0x10000000000"}}"#]);
     let (status, _, stderr) = place.run("vm replay trace.jsonl --format riscv-sv39");
-    assert!(status == 1 && stderr.contains("-d soft,va-bits=39"), "{stderr}");
+    assert!(status == 1 && stderr.contains("soft,va-bits=39"), "{stderr}");
 }
 
 #[test]

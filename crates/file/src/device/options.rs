@@ -13,7 +13,8 @@ pub struct FileDeviceOptions {
     pub best: IoBackend,
     /// Use this backend without a probe. For devices that are known to work.
     pub trust: Option<IoBackend>,
-    /// Bypass the page cache. Then addresses, lengths and memory are multiples of [`FileDevice::alignment`](crate::FileDevice::alignment).
+    /// Bypass the page cache. Then addresses, lengths and memory are multiples of
+    /// [`FileDevice::alignment`](crate::FileDevice::alignment).
     pub direct: bool,
     /// Operations, and requests to the kernel, in flight on a queue. Clamped to 1..=4096.
     pub depth: usize,
@@ -23,8 +24,8 @@ pub struct FileDeviceOptions {
     /// two.
     pub block: usize,
     /// Memory may be allocated where a regular file or a block device holds data, which is then overwritten. Without it
-    /// such an allocation fails with [`HoldsData`](crate::HoldsData); operations on addresses that were not allocated are not checked. A
-    /// character device is never asked.
+    /// such an allocation fails with [`HoldsData`](crate::HoldsData); operations on addresses that were not allocated
+    /// are not checked. A character device is never asked.
     pub overwrite: bool,
 }
 

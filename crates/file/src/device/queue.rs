@@ -355,7 +355,7 @@ impl Queue for FileDeviceQueue {
         }
         match self.ops.remove(i) {
             Some(op) => {
-                self.state.taken_back(ticket);
+                self.state.taken_back();
                 Cancelled::Removed(op.into_operation())
             }
             None => Cancelled::Unknown,

@@ -1,4 +1,4 @@
-//! GGUF: the model files of llama.cpp and its relatives.
+//! GGUF: tensors behind a binary header, as llama.cpp and its relatives have them.
 //!
 //! Format: "GGUF" in the documentation of <https://github.com/ggml-org/ggml>, versions 2 and 3, little-endian. A header
 //! of typed key-value pairs and tensor descriptions is followed by the tensors' bytes, each at a multiple of
@@ -11,9 +11,13 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::safetensors::{MAX_HEADER, MAX_PAIRS, short};
-use super::{Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
-use crate::Error;
+use super::defect::Defect;
+use super::file::ContainerFile;
+use super::format_error::FormatError;
+use super::model::{Container, Model};
+use super::tensor::{Tensor, TypeNames};
+use super::text::{MAX_HEADER, MAX_PAIRS, short};
+use crate::error::Error;
 
 /// The first bytes of every GGUF file.
 const MAGIC: &[u8] = b"GGUF";
@@ -63,8 +67,16 @@ const TYPES: &[(u32, &str, u64, u64)] = &[
     (41, "Q1_0", 128, 18),
 ];
 
-/// Its properties.
-pub(super) const KIND: Kind = Kind { title: "GGUF", extensions: &["gguf"], magic: &[MAGIC], in_folders: true };
+/// The kind.
+pub static CONTAINER: Container = Container {
+    name: "gguf",
+    title: "GGUF",
+    extensions: &["gguf"],
+    magic: &[MAGIC],
+    in_folders: true,
+    parse_header: Some(parse_bytes),
+    parse,
+};
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -107,12 +119,20 @@ pub fn parse_header(input: impl BufRead, len: u64) -> Result<Model, HeaderError>
     Header { input, at: 0, len: len.min(MAX_HEADER), file: len }.model()
 }
 
+/// The same, of a header in memory, whose end is the only error of reading.
+fn parse_bytes(header: &[u8], len: u64, _: &str) -> Result<Model, FormatError> {
+    parse_header(header, len).map_err(|error| match error {
+        HeaderError::Format(error) => error,
+        HeaderError::Io(_) => in_header(Defect::CutOff { at: FileOffset::new(header.len() as u64), len: 1 }),
+    })
+}
+
 fn bad<T>(source: Defect) -> Result<T, HeaderError> {
     Err(HeaderError::Format(in_header(source)))
 }
 
 fn in_header(source: Defect) -> FormatError {
-    FormatError::InHeader { of: Container::Gguf, source }
+    FormatError::InHeader { of: CONTAINER.title, source }
 }
 
 /// The header as it is read, front to back.
@@ -167,7 +187,7 @@ impl<R: BufRead> Header<R> {
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
         metadata.sort_unstable();
         let metadata = Some(metadata);
-        Ok(Model { len: self.file, tensors, metadata, by_columns: false, container: Container::Gguf })
+        Ok(Model { len: self.file, tensors, metadata, by_columns: false, container: &CONTAINER })
     }
 
     /// Reads a tensor as its description has it: `at` counts from the start of the tensors' bytes, and `len` is where
@@ -372,6 +392,7 @@ fn place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::container::detect;
     use std::path::Path;
 
     /// Writes a header, the plain way.
@@ -475,10 +496,10 @@ mod tests {
             ]
         );
         let pairs = [("general.alignment", "64"), ("general.name", "tiny")].map(|(k, v)| (k.to_owned(), v.to_owned()));
-        assert_eq!((model.metadata.as_deref(), model.container), (Some(&pairs[..]), Container::Gguf));
-        assert_eq!(Container::detect(Path::new("x.bin"), &file[..16]), Container::Gguf);
+        assert_eq!((model.metadata.as_deref(), model.container), (Some(&pairs[..]), &CONTAINER));
+        assert_eq!(detect(Path::new("x.bin"), &file[..16]), &CONTAINER);
         // A web page that was saved under the file's name is damage, not a model of one run of bytes.
-        assert_eq!(Container::detect(Path::new("x.GGUF"), b"<!DOCTYPE html>"), Container::Gguf);
+        assert_eq!(detect(Path::new("x.GGUF"), b"<!DOCTYPE html>"), &CONTAINER);
         assert!(parsed(b"<!DOCTYPE html>").is_err());
         assert_eq!([0.1f32, 0.0, 1e9, f32::MIN_POSITIVE].map(float), ["0.1", "0", "1000000000", "1.1754944e-38"]);
         assert_eq!([5e-324, -1e300, f64::NAN].map(float), ["5e-324", "-1e300", "NaN"]);

@@ -5,8 +5,9 @@
 use std::fs::File;
 use std::path::Path;
 
-use super::{ContainerFile, FormatError, HEAD};
-use crate::Error;
+use super::file::{ContainerFile, HEAD};
+use super::format_error::FormatError;
+use crate::error::Error;
 
 /// The first line of every pointer, without the number of the version.
 const START: &[u8] = b"version https://git-lfs.github.com/spec/";

@@ -7,17 +7,29 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::safetensors::short;
-use super::{Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor};
-use crate::Error;
+use super::defect::Defect;
+use super::file::ContainerFile;
+use super::format_error::FormatError;
+use super::model::{Container, Model};
+use super::tensor::Tensor;
+use super::text::short;
+use crate::error::Error;
 
 /// The first bytes of every file.
 const MAGIC: &[u8] = b"\x93NUMPY";
 /// The most bytes of a header; NumPy itself reads 10000.
 const MAX_HEADER: u64 = 64 << 10;
 
-/// Its properties.
-pub(super) const KIND: Kind = Kind { title: "NumPy", extensions: &["npy"], magic: &[MAGIC], in_folders: false };
+/// The kind.
+pub static CONTAINER: Container = Container {
+    name: "npy",
+    title: "NumPy",
+    extensions: &["npy"],
+    magic: &[MAGIC],
+    in_folders: false,
+    parse_header: Some(parse_header),
+    parse,
+};
 
 /// The array of a file, with the file's name without its extension.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -31,7 +43,7 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
 /// # Errors
 /// [`FormatError`]; the array's bytes are all that follows the header.
 pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatError> {
-    let bad = |source| FormatError::InHeader { of: Container::Npy, source };
+    let bad = |source| FormatError::InHeader { of: CONTAINER.title, source };
     let cut_off = |at: u64, len: u64| bad(Defect::CutOff { at: FileOffset::new(at), len });
     let version = *head
         .get(MAGIC.len())
@@ -79,7 +91,7 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     let (name, dtype, at) = (name.to_owned(), dtype.into(), FileOffset::new(data));
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len: end - data })];
     let metadata = by_columns.then(|| vec![("fortran_order".to_owned(), "True".to_owned())]);
-    Ok(Model { len, tensors, metadata, by_columns, container: Container::Npy })
+    Ok(Model { len, tensors, metadata, by_columns, container: &CONTAINER })
 }
 
 /// The type of little-endian elements in the words of safetensors, and the bytes of one.
@@ -111,6 +123,7 @@ fn element(descr: &str) -> Option<(&'static str, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::container::detect;
     use std::path::Path;
 
     /// A file as `numpy.save` writes it.
@@ -131,7 +144,7 @@ mod tests {
     #[test]
     fn a_file_that_is_only_called_so_is_damaged() {
         for head in [&b""[..], b"PK\x03\x04"] {
-            assert_eq!(Container::detect(Path::new("weights.npy"), head), Container::Npy);
+            assert_eq!(detect(Path::new("weights.npy"), head), &CONTAINER);
             assert!(parsed(head).unwrap_err().contains("does not start with the magic number"));
         }
     }
@@ -153,7 +166,7 @@ mod tests {
             assert_eq!((&*tensor.name, &*tensor.dtype, &*tensor.shape), ("weights", dtype, &*dims), "{dictionary}");
             assert_eq!((tensor.at.bits() + tensor.len, tensor.len), (bytes_of_file.len() as u64, bytes as u64));
             assert_eq!((model.metadata.is_some(), model.by_columns), (order == "True", order == "True"));
-            assert_eq!(Container::detect(Path::new("x"), &bytes_of_file[..16]), Container::Npy);
+            assert_eq!(detect(Path::new("x"), &bytes_of_file[..16]), &CONTAINER);
             // Every prefix, and every changed byte of the header, has an answer.
             for cut in 0..bytes_of_file.len() {
                 assert!(parsed(&bytes_of_file[..cut]).is_err(), "{cut} bytes");

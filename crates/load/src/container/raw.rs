@@ -4,11 +4,15 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::{Container, ContainerFile, FormatError, Kind, Model, Tensor};
-use crate::Error;
+use super::file::ContainerFile;
+use super::format_error::FormatError;
+use super::model::{Container, Model};
+use super::tensor::Tensor;
+use crate::error::Error;
 
-/// Its properties: it takes the files that no other kind does.
-pub(super) const KIND: Kind = Kind { title: "raw", extensions: &[], magic: &[], in_folders: false };
+/// The kind: it takes the files that no other kind does.
+pub static CONTAINER: Container =
+    Container { name: "raw", title: "raw", extensions: &[], magic: &[], in_folders: false, parse_header: None, parse };
 
 /// The whole file as a tensor without a type.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -18,5 +22,5 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
     let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (dtype, shape, at, len) = (Arc::default(), Box::default(), FileOffset::new(0), file.len);
     let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len })];
-    Ok(Model { len, tensors, metadata: None, by_columns: false, container: Container::Raw })
+    Ok(Model { len, tensors, metadata: None, by_columns: false, container: &CONTAINER })
 }

@@ -1,4 +1,4 @@
-//! Safetensors files.
+//! Safetensors: tensors behind a JSON header.
 //!
 //! Format: <https://github.com/huggingface/safetensors#format>: 8 bytes little-endian header length, a JSON header of
 //! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. This
@@ -14,17 +14,27 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Container, ContainerFile, Defect, FormatError, Kind, Model, Tensor, TypeNames};
-use crate::Error;
-
-/// The longest header that is accepted, in bytes: the limit of the format's own library.
-pub const MAX_HEADER: u64 = 100_000_000;
+use super::defect::Defect;
+use super::file::ContainerFile;
+use super::format_error::FormatError;
+use super::model::{Container, Model};
+use super::tensor::{Tensor, TypeNames};
+use super::text::{MAX_HEADER, MAX_PAIRS, short};
+use crate::error::Error;
 
 /// The length field in front of the header.
 const PREFIX: u64 = 8;
 
-/// Its properties: it has no magic number.
-pub(super) const KIND: Kind = Kind { title: "safetensors", extensions: &["safetensors"], magic: &[], in_folders: true };
+/// The kind: it has no magic number.
+pub static CONTAINER: Container = Container {
+    name: "safetensors",
+    title: "safetensors",
+    extensions: &["safetensors"],
+    magic: &[],
+    in_folders: true,
+    parse_header: Some(|header, file, _| parse_header(header, file)),
+    parse,
+};
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
@@ -109,14 +119,11 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
         let extra = len - (data + end);
         return Err(FormatError::TrailingBytes { at: FileOffset::new(data + end), extra });
     }
-    Ok(Model { len, tensors, metadata, by_columns: false, container: Container::Safetensors })
+    Ok(Model { len, tensors, metadata, by_columns: false, container: &CONTAINER })
 }
 
 /// Dimensions of a tensor, at most. NumPy and PyTorch allow as many.
 pub const MAX_DIMS: usize = 64;
-
-/// Pairs of metadata, at most.
-pub const MAX_PAIRS: usize = 10_000;
 
 /// The contents of a header, without types and shapes.
 #[derive(Default)]
@@ -409,16 +416,6 @@ impl<'de> Visitor<'de> for Checked {
             map.next_value_seed(below)?;
         }
         Ok(())
-    }
-}
-
-/// Characters of a name or a reason that go into a message: headers are hostile, and may be one name of 100 MB.
-const SHORT: usize = 200;
-
-pub(crate) fn short(text: &str) -> String {
-    match text.char_indices().nth(SHORT) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text.to_owned(),
     }
 }
 

@@ -9,9 +9,11 @@ use std::path::{Component, Path, PathBuf};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::safetensors::{MAX_HEADER, short};
-use super::{Container, Defect, FormatError};
-use crate::Error;
+use super::defect::Defect;
+use super::format_error::FormatError;
+use super::kinds::CONTAINERS;
+use super::text::{MAX_HEADER, short};
+use crate::error::Error;
 
 /// How the names of indices end, as `save_pretrained` of Hugging Face's libraries writes them.
 const INDEX: &str = ".safetensors.index.json";
@@ -52,7 +54,7 @@ fn values<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<String>
 }
 
 /// The files of a model, in the order of their names: those that an index (`*.safetensors.index.json`) lists; for a
-/// directory, those of the index in it, or else all its files of the first kind in [`Container::ALL`] that it has and
+/// directory, those of the index in it, or else all its files of the first kind in [`CONTAINERS`] that it has and
 /// that a directory may stand for; and for anything else the path itself.
 ///
 /// # Errors
@@ -84,7 +86,7 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, Error> {
         }
     }
     let mut wanted = vec![format!("*{INDEX}")];
-    for kind in Container::ALL.iter().map(|of| of.kind()).filter(|kind| kind.in_folders) {
+    for kind in CONTAINERS.iter().filter(|kind| kind.in_folders) {
         let found: Vec<PathBuf> = names.iter().filter(|name| kind.is_name(name)).cloned().collect();
         if !found.is_empty() {
             return Ok(found);

@@ -10,9 +10,10 @@ use super::error::ModelError;
 use super::file::{Expected, ModelFile};
 use super::plan::Plan;
 use crate::container::Tensor;
+use crate::difference::Difference;
 use crate::error::Error;
 use crate::fill::{Digest, Extent, HashRegions, Job};
-use crate::manifest::{Difference, Manifest, ManifestFile, ManifestRegion};
+use crate::manifest::{Manifest, ManifestFile, ManifestRegion};
 use crate::read::{Read, ReadOptions};
 
 /// Finds what the manifest has of each file, and compares all that is not in a tensor: headers and gaps.

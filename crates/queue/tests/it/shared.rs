@@ -1,10 +1,5 @@
 //! Handles of one queue: whose turn it is, whose completion it is, and what is left when a handle goes.
 
-use std::future::Future;
-use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use dmalane_queue::{Cancelled, Class, OpError, Queue, Refusal, SharedOptions, SharedQueue, StopReason, Ticket};
@@ -271,48 +266,6 @@ fn a_wait_ends_in_time() {
     assert!(handle.arm());
     orders.lock().unwrap().armed = false;
     assert!(!handle.arm());
-}
-
-#[derive(Default)]
-struct Woken(AtomicUsize);
-
-impl Wake for Woken {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-#[test]
-fn a_task_sleeps_only_where_somebody_else_polls() {
-    let (device, orders) = Device::new(2);
-    let shared = SharedQueue::new(device, options(2, 8));
-    let mut handle = shared.handle(Class::Normal);
-    let woken = Arc::<Woken>::default();
-    let waker = Waker::from(woken.clone());
-    let mut context = Context::from_waker(&waker);
-    let times = || woken.0.load(Ordering::Relaxed);
-    assert!(matches!(pin!(handle.next()).poll(&mut context), Poll::Ready(None)), "nothing in flight");
-    let _ = handle.submit(numbered(0)).unwrap();
-    assert!(pin!(handle.next()).poll(&mut context).is_pending());
-    assert_eq!(times(), 1, "it asks to be polled again");
-    shared.set_driven(true);
-    assert!(pin!(handle.next()).poll(&mut context).is_pending());
-    assert_eq!(times(), 1, "it sleeps");
-    orders.lock().unwrap().end = 1;
-    assert_eq!((shared.poll(), times()), (1, 2), "woken by who polls");
-    match pin!(handle.next()).poll(&mut context) {
-        Poll::Ready(Some(completion)) => assert_eq!(number(&completion.operation), 0),
-        other => panic!("{other:?}"),
-    }
-    assert_eq!(handle.in_flight(), 0);
-    // Who no longer drives wakes those who sleep.
-    let _ = handle.submit(numbered(1)).unwrap();
-    assert!(pin!(handle.next()).poll(&mut context).is_pending());
-    assert_eq!(times(), 2);
-    shared.set_driven(false);
-    assert_eq!(times(), 3);
-    orders.lock().unwrap().end = 1;
-    assert!(pin!(handle.next()).poll(&mut context).is_ready());
 }
 
 #[test]

@@ -1,10 +1,7 @@
 //! Queues under random use, through a bus that can lose, stall and reset; shared queues; the registration cache.
 
-use std::future::Future;
-use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
@@ -581,58 +578,6 @@ fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
     let unregistered = bench.heap.allocate(4096).unwrap().share().into_slice();
     let _ticket = handle.submit(Operation::write(unregistered, at(0))).unwrap();
     assert_eq!(drain(&mut handle)[0].result, Err(OpError::Refused(Refusal::NotRegistered)));
-}
-
-/// Runs a future, sleeping while it is pending.
-fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(std::thread::Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park_timeout(Duration::from_secs(20)),
-        }
-    }
-}
-
-#[test]
-fn operations_can_be_awaited() {
-    // Alone: the future keeps the card going.
-    let bench = Bench::new(Workers::Inline, 16);
-    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
-    let copy = |len| {
-        let mut handle = shared.handle(Class::Normal);
-        let _ticket = handle.submit(bench.copy(len)).unwrap();
-        async move {
-            let end = handle.next().await.expect("one is in flight");
-            assert!(handle.next().await.is_none());
-            end.result
-        }
-    };
-    assert_eq!(block_on(copy(8 << 20)), Ok(()));
-    // Driven: another thread polls, and its polls wake the tasks.
-    shared.set_driven(true);
-    let stop = AtomicBool::new(false);
-    std::thread::scope(|s| {
-        let driver = s.spawn(|| {
-            while !stop.load(Ordering::Relaxed) {
-                shared.poll();
-                std::thread::yield_now();
-            }
-        });
-        let tasks: Vec<_> = (0..8).map(|_| s.spawn(|| block_on(copy(1 << 20)))).collect();
-        for task in tasks {
-            assert_eq!(task.join().unwrap(), Ok(()));
-        }
-        stop.store(true, Ordering::Relaxed);
-        driver.join().unwrap();
-    });
 }
 
 #[test]

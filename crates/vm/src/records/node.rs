@@ -6,7 +6,6 @@ use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32};
 
 use dmalane_iopt::Format;
 
-use super::Records;
 use crate::record::Record;
 use crate::words::Words;
 
@@ -21,7 +20,7 @@ pub(super) struct Node<F> {
     pub(super) groups: u64,
     /// The last plan that touched it.
     pub(super) plan: u64,
-    /// Low and high half of [`Records::run`]'s answer, so that it need not be searched again.
+    /// Low and high half of [`Records::run`](super::Records::run)'s answer, so that it need not be searched again.
     pub(super) run: [AtomicU32; 2],
     /// Words that it has.
     pub(super) len: u32,
@@ -89,7 +88,7 @@ impl<F: Format> Node<F> {
 
     /// Notes where its words are now.
     pub(super) fn move_to(&mut self, at: usize, len: usize, groups: u64) {
-        const { assert!(size_of::<Self>() == 64 && F::INDEX_BITS < 16 && Records::<F>::entries(0) < 1 << 16) }
+        const { assert!(size_of::<Self>() == 64 && F::INDEX_BITS < 16) }
         let (first, count) = (groups.trailing_zeros(), groups.count_ones());
         let in_a_row = count > 0 && (groups >> first).trailing_ones() == count;
         (self.at, self.len, self.groups) = (at, len as u32, groups); // a table has fewer entries

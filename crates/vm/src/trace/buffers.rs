@@ -6,15 +6,8 @@ use std::sync::{Arc, Weak};
 
 use dmalane_addr::{Address, CardAddr, Segment, SgIndex, SgTable};
 
-use super::TraceRefusal;
+use super::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS, TraceRefusal};
 use crate::Bo;
-
-/// Buffer objects at once, at most; those that were destroyed count as long as they are bound.
-pub const MAX_BOS: usize = 1 << 16;
-/// Segments of all of them, at most.
-pub const MAX_SEGMENTS: usize = 1 << 22;
-/// Bytes of all of them that are scattered, at most. Their indices take up to a quarter of a byte for each 4 KiB.
-pub const MAX_SCATTERED: u64 = 1 << 42;
 
 /// A buffer of no more segments needs no index that grows with its length.
 const FEW: usize = 4;

@@ -9,13 +9,11 @@ use serde::{Deserialize, Serialize};
 
 use super::number::Number;
 use super::plain::plain_json;
-use super::{Line, Lines, TraceError};
+use super::{Line, Lines, TraceError, VERSION};
 use crate::{AnyVm, any_vm};
 
 /// Value of the field `trace` of the first line.
 pub const FORMAT: &str = "dmalane-vm";
-/// The version that is written, and the only one that is read.
-pub const VERSION: u64 = 1;
 
 /// Memory for the page tables of a VM that is replayed into. A trace that needs more is refused.
 const TABLE_BYTES: u64 = 256 << 20;

@@ -3,8 +3,7 @@
 use std::io::{self, BufRead, ErrorKind};
 use std::prelude::v1::*;
 
-/// Bytes of a line, at most. A longer one is skipped without being stored.
-pub const MAX_LINE: usize = 16 << 20;
+use super::MAX_LINE;
 
 /// A line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,8 +1,8 @@
 //! Traces of what was bound in device virtual memory: recorded, and replayed into a VM.
 //!
 //! A trace is text, one JSON object a line; `docs/formats/vm-trace.md` says which. Nothing in it is trusted. [`Lines`]
-//! reads it without holding more than a line, [`Requests`] says what each line asks for, [`Replay`] does it in a VM, and
-//! [`Recorder`] writes what was asked of a VM.
+//! reads it without holding more than a line, [`Requests`] says what each line asks for, [`Replay`] does it in a VM,
+//! and [`Recorder`] writes what was asked of a VM.
 //!
 //! ```
 //! use dmalane_iopt::FormatId;
@@ -28,6 +28,7 @@
 mod buffers;
 mod error;
 mod header;
+mod limits;
 mod lines;
 mod number;
 mod operation;
@@ -36,11 +37,11 @@ mod record;
 mod replay;
 mod requests;
 
-pub use buffers::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS};
 pub use error::{TraceError, TraceRefusal};
-pub use header::{FORMAT, TraceHeader, VERSION};
-pub use lines::{Line, Lines, MAX_LINE};
-pub use operation::{MAX_BATCH, TraceOperation};
+pub use header::{FORMAT, TraceHeader};
+pub use limits::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
+pub use lines::{Line, Lines};
+pub use operation::TraceOperation;
 pub use plain::plain_json;
 pub use record::Recorder;
 pub use replay::{Done, Outcome, Replay, Timed, Times};

@@ -10,10 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::header::RawSegment;
 use super::number::{Number, decimal};
 use super::plain::plain_json;
-use super::{Line, TraceRefusal};
-
-/// Operations of a batch, at most.
-pub const MAX_BATCH: usize = 1 << 18;
+use super::{Line, MAX_BATCH, TraceRefusal};
 
 /// The operation of a line. Buffer objects are named by their ids; nothing has been looked up or checked against a VM.
 #[derive(Clone, PartialEq, Eq, Debug)]

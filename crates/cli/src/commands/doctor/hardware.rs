@@ -2,7 +2,8 @@
 
 use dmalane::{pci, vfio};
 
-use super::{Check, Subject, host};
+use super::check::{Check, Subject};
+use super::host;
 use crate::probe::{NodeState, Probe};
 use crate::size::binary;
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::{Check, Subject};
+use super::check::{Check, Subject};
 use crate::device::CHUNK;
 use crate::layout::shell_words;
 use crate::probe::{CAP_IPC_LOCK, Probe};

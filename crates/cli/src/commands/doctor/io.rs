@@ -8,7 +8,8 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, OFlags, StatxFlags, fstatfs, statx};
 
-use super::{Check, Subject, host};
+use super::check::{Check, Subject};
+use super::host;
 use crate::failure::Failure;
 use crate::layout::shell_words;
 use crate::probe::{CAP_SYS_ADMIN, Probe};

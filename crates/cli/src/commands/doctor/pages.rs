@@ -2,8 +2,8 @@
 
 use dmalane::dma::{NoPages, PageKind};
 
+use super::check::{Check, Subject};
 use super::host::HOST_BUFFERS;
-use super::{Check, Subject};
 use crate::probe::Probe;
 use crate::size::binary;
 
@@ -49,8 +49,8 @@ pub fn reserved_2m(probe: &Probe) -> Check {
     )
 }
 
-/// The command that reserves as many more huge pages of so many KiB as buffers of so many bytes lack; `None` where
-/// there are enough.
+/// The command that reserves the huge pages of `kib` KiB that buffers of `bytes` bytes lack; `None` where there are
+/// enough.
 fn reserve(probe: &Probe, kib: u64, bytes: u64) -> Option<String> {
     let Pool { total, usable, .. } = pool(probe, kib)?;
     let lacking = bytes.div_ceil(kib << 10).checked_sub(usable).filter(|lacking| *lacking > 0)?;
@@ -58,8 +58,8 @@ fn reserve(probe: &Probe, kib: u64, bytes: u64) -> Option<String> {
     Some(format!("echo {wanted} | sudo tee {POOLS}/hugepages-{kib}kB/nr_hugepages"))
 }
 
-/// Why buffers of so many bytes in all do not have these pages, with what [`reserve`] says where it helps: for as many
-/// bytes as `doctor` counts at least. `command` writes it, for [`wrap`](crate::layout::wrap) as one word.
+/// Why buffers of `bytes` bytes in all do not have these pages, with the command of [`reserve`] where it helps: for at
+/// least the bytes that `doctor` counts. `command` writes it, for [`wrap`](crate::layout::wrap) as one word.
 pub fn why_not((kind, why): &(PageKind, NoPages), bytes: u64, command: fn(&str) -> String) -> String {
     let kib = if *kind == PageKind::Hugetlb1G { 1 << 20 } else { 2048 };
     match why {

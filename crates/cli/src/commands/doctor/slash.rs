@@ -4,8 +4,8 @@
 
 use dmalane::pci;
 
+use super::check::{Check, Subject};
 use super::hardware::{list, open_up};
-use super::{Check, Subject};
 use crate::probe::{NodeState, Probe};
 
 /// The PCI functions that the driver binds: of the QDMA, then of the control BARs.

@@ -6,6 +6,7 @@ use std::os::unix::fs::symlink;
 
 use tempfile::TempDir;
 
+use super::check::changes;
 use super::*;
 
 /// A machine that has these files.

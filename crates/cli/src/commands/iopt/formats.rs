@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::Path;
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
-use dmalane::iopt::{self, Error, FaultKind, Format, FormatId, Register, WalkFault, Walked, with_format};
+use dmalane::iopt::{
+    self, Error, FaultKind, Format, FormatId, PageTable, Register, TableShape, WalkFault, Walked, with_format,
+};
 
 use super::image::{Image, ImageTables};
 use super::spec::{SpecMapping, wrong};
@@ -63,10 +65,14 @@ impl BuildError {
 
 /// Builds tables from `base` on.
 pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<Built, BuildError> {
-    let tables = ImageTables::new(base);
-    let table = format.table::<Iova, PhysAddr, _>(tables);
-    let mut table = table.map_err(|e| BuildError::Base(e, format.table_shape().root))?;
-    let granule = table.granule();
+    with_format!(format, F => build_as::<F>(mappings, base))
+}
+
+// Of a page table, only what this calls is compiled for each format.
+fn build_as<F: Format>(mappings: &[SpecMapping], base: u64) -> Result<Built, BuildError> {
+    let table = PageTable::<F, Iova, PhysAddr, _>::new(ImageTables::new(base));
+    let mut table = table.map_err(|e| BuildError::Base(e, TableShape::of::<F>().root))?;
+    let granule = F::GRANULE;
     for (i, m) in mappings.iter().enumerate() {
         for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
             if !value.is_multiple_of(granule.bytes()) {
@@ -79,7 +85,7 @@ pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<Bu
     Ok(Built {
         root: table.root().bits(),
         tables: table.tables().count(),
-        leaves: table.leaf_counts(),
+        leaves: table.leaf_counts().collect(),
         registers: table.registers(),
         bytes: table.tables_mut().take(),
     })
@@ -130,7 +136,7 @@ impl DumpRun {
 /// Why a dump gave up.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Endless {
-    /// After so many entries, many times those of the image.
+    /// After this number of entries, many times those of the image.
     Entries(u64),
     /// More than [`MOST_RUNS`].
     Runs,

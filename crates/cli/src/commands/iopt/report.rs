@@ -7,8 +7,8 @@ use dmalane::addr::{Access, PageSize};
 use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
 use serde_json::{Value, json};
 
-use super::ImageSource;
 use super::formats::{self, DumpRun};
+use super::source::ImageSource;
 use crate::failure::Failure;
 use crate::layout::{Table, plain};
 use crate::{output, size};

@@ -4,21 +4,18 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane::OpenDevice;
-use dmalane::load::Output;
 use dmalane::vm::trace::{Recorder, TraceHeader};
 
 use crate::failure::Failure;
-use crate::output;
 
 /// A trace that is being recorded. It is held in memory, as a load that fails leaves nothing behind.
 pub struct Recording {
-    to: Output,
     recorder: Arc<Mutex<io::Result<Recorder<Vec<u8>>>>>,
 }
 
 impl Recording {
-    /// Records what is bound on a device from now on, for the file `to`.
-    pub fn of(device: &mut OpenDevice, to: &Output) -> Result<Self, Failure> {
+    /// Records what is bound on a device from now on.
+    pub fn of(device: &mut OpenDevice) -> Result<Self, Failure> {
         let space = device.address_space();
         let Some(vm) = space.vm() else {
             return Err(Failure::usage("--record is for devices with an MMU: on this one nothing is bound"));
@@ -35,15 +32,14 @@ impl Recording {
                 *recorder = Err(error);
             }
         }));
-        Ok(Self { to: to.clone(), recorder })
+        Ok(Self { recorder })
     }
 
-    /// Writes what was recorded so far.
-    pub fn save(self) -> Result<(), Failure> {
+    /// The trace of what was recorded so far.
+    pub fn finish(self) -> Result<Vec<u8>, Failure> {
         let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
         // Later operations are not part of the trace.
         let recorded = std::mem::replace(&mut *recorder, Err(io::Error::other("the trace has ended")));
-        let trace = recorded.and_then(Recorder::finish).map_err(|e| Failure::because("cannot record", &e))?;
-        self.to.write(&trace).map_err(|e| output::refused("cannot record (the files are loaded)", &e))
+        recorded.and_then(Recorder::finish).map_err(|e| Failure::because("cannot record", &e))
     }
 }

@@ -1,21 +1,70 @@
-//! The outcome of a load, as text and as JSON.
+//! The outcome of a load, and how it is told: as text, as JSON and for a page.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use dmalane::DeviceSpec;
 use dmalane::addr::PageSize;
-use dmalane::device::AddressSpaceKind;
+use dmalane::device::{AddressSpaceKind, IommuCounters};
+use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
-use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport, Verified};
+use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Stage, StageReport, Verified};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
+use crate::output::WallTimes;
+use crate::phases::Phases;
 use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
+use crate::source::Copied;
+
+/// The results of the loads, for the report.
+pub(super) struct Outcome {
+    pub(super) device: DeviceSpec,
+    pub(super) inputs: Vec<Input<FileQueue>>,
+    /// The copies that were made before the first run.
+    pub(super) copied: Copied,
+    /// The run with the median time.
+    pub(super) run: Run,
+    /// The times of all runs.
+    pub(super) runs: WallTimes,
+    pub(super) verified: bool,
+    /// The manifest that the files were compared with.
+    pub(super) manifest: Option<PathBuf>,
+    /// The files that were written.
+    pub(super) recorded: Option<PathBuf>,
+    pub(super) traced: Option<PathBuf>,
+    pub(super) reported: Option<PathBuf>,
+    /// Measured after the last run.
+    pub(super) references: Option<ReferenceRates>,
+    /// A stage was much faster than its reference, twice.
+    pub(super) disturbed: bool,
+    pub(super) phases: Phases,
+}
+
+/// One load.
+pub(super) struct Run {
+    pub(super) loaded: Loaded,
+    /// The trace of the binds, of the last run.
+    pub(super) recorded: Option<Vec<u8>>,
+    /// Where tensors were bound, and so how they were read back.
+    pub(super) space: AddressSpaceKind,
+    /// The pages behind the staging buffers.
+    pub(super) backing: Option<PageBacking>,
+    /// At the end of the load, before reading back; of a card in this process.
+    pub(super) iommu: Option<IommuCounters>,
+    /// Bytes of card memory that the load touched first; of a card in this process.
+    pub(super) touched: Option<u64>,
+    /// High-water mark of the heap, reading back included.
+    pub(super) heap_peak: u64,
+    /// High-water mark of the process, reading back included.
+    pub(super) resident_peak: u64,
+    /// How the device was driven.
+    pub(super) notes: Vec<String>,
+}
 
 fn tensors(loaded: &Loaded) -> usize {
     loaded.files.iter().map(|f| f.model.tensors.len()).sum()
@@ -35,6 +84,15 @@ fn reference(s: &StageReport, o: &Outcome) -> Option<f64> {
         _ => return None,
     };
     (best.is_finite() && best > 0.0).then_some(best)
+}
+
+/// A stage that is faster than its reference by more than this was measured on a machine that was busy for one of them.
+const EXCEEDED: f64 = 1.2;
+
+/// Whether a stage was much faster than its reference.
+pub(super) fn exceeds_references(o: &Outcome) -> bool {
+    let of_reference = |s: &StageReport| Some(reached(s)? / reference(s, o)?);
+    stages(o).iter().filter_map(of_reference).any(|share| share > EXCEEDED)
 }
 
 /// The rate of a stage that moved bytes.
@@ -112,6 +170,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
             "read_bytes_per_s": rates.read,
             "copy_bytes_per_s": rates.copy,
             "first_touch_bytes_per_s": rates.first_touch,
+            "disturbed": o.disturbed,
         })
     });
     let passed_over = backing.iter().flat_map(|r| &r.passed_over);
@@ -182,7 +241,7 @@ fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<imp
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
-        "format": file.model.container.name(),
+        "format": file.model.container.name,
         "metadata": metadata(file),
         "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
         "direct": how.direct,
@@ -196,7 +255,7 @@ fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
-        "format": file.model.container.name(),
+        "format": file.model.container.name,
         "metadata": metadata(file),
         "device_bytes": file.device_bytes(),
     });
@@ -250,7 +309,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     );
     for (file, input) in placed.files.iter().zip(inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let (kind, tensors) = (file.model.container.name(), count(file.model.tensors.len(), "tensor"));
+        let (kind, tensors) = (file.model.container.name, count(file.model.tensors.len(), "tensor"));
         let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
         let at = if at.is_empty() { String::new() } else { format!(", device VA {}", at.join(", ")) };
         let how = plain(&input.queue.how().to_string());
@@ -303,9 +362,10 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     out.push('\n');
     for (file, input) in o.run.loaded.files.iter().zip(&o.inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let content = match file.model.container {
-            Container::Raw => "raw, one run of bytes".to_owned(),
-            kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
+        let kind = file.model.container;
+        let content = match kind.parse_header {
+            None => format!("{}, one run of bytes", kind.name),
+            Some(_) => format!("{}, {}", kind.name, count(file.model.tensors.len(), "tensor")),
         };
         let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
@@ -450,6 +510,10 @@ fn details(o: &Outcome) -> String {
             0,
         );
     }
+    if o.disturbed {
+        out += &wrap("The references are disturbed: a stage was faster, and is compared with a busy machine.", 0);
+    }
+    out += &wrap(&o.phases.text(), 2);
     out.push('\n');
     let r = &o.run.loaded.report;
     let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
@@ -520,10 +584,7 @@ mod tests {
         let text = tensor_table(tensors.iter());
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 3);
-        assert!(
-            lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"),
-            "{text}"
-        );
+        assert!(lines[1].starts_with("a\\u{1b}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"), "{text}");
         let column =
             |line: &str| line.chars().collect::<String>().chars().count() - line.rsplit("  ").next().unwrap().len();
         assert!(lines.iter().all(|l| column(l) == column(lines[0])), "{text}");

@@ -1,15 +1,62 @@
 //! The outcome of reading, as text, JSON and CSV.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
+use dmalane::dma::{Heap, Picked};
+use dmalane::load::fill::FillReport;
 use dmalane::load::{Stage, StageReport};
+use dmalane::{DeviceSpec, ReadMethod};
 use serde_json::{Value, json};
 
-use super::Outcome;
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
+use crate::output::WallTimes;
 use crate::report::{Bar, Section};
 use crate::size::{binary, duration, per_second, rate};
+use crate::source::Copied;
+
+/// The result of reading, for the report.
+pub(super) struct Outcome {
+    pub(super) picked: Picked,
+    /// The copies that were made before the first run.
+    pub(super) copied: Copied,
+    /// The run with the median time.
+    pub(super) run: Run,
+    /// The times of all runs.
+    pub(super) runs: WallTimes,
+    /// The device that got them.
+    pub(super) device: Option<DeviceSpec>,
+    /// True when the data on the device was read back and compared.
+    pub(super) verified: bool,
+    /// The manifest that the files were compared with.
+    pub(super) manifest: Option<PathBuf>,
+    /// The files that were written.
+    pub(super) traced: Option<PathBuf>,
+    pub(super) reported: Option<PathBuf>,
+}
+
+/// Results of one run.
+pub(super) struct Run {
+    pub(super) report: FillReport,
+    pub(super) files: Vec<ReadFile>,
+    /// Physically contiguous segments of the buffers, where the kernel tells.
+    pub(super) segments: Option<u64>,
+    /// Device mappings of the buffers; `None` if none were asked for.
+    pub(super) mappings: Option<usize>,
+    /// The heap of the device, where it reaches no other memory.
+    pub(super) heap: Option<Arc<dyn Heap>>,
+    /// How the device was driven.
+    pub(super) notes: Vec<String>,
+}
+
+/// A file that was read.
+pub(super) struct ReadFile {
+    pub(super) path: PathBuf,
+    pub(super) bytes: u64,
+    pub(super) checksum: Option<u64>,
+    pub(super) method: ReadMethod,
+}
 
 fn per_stage(s: &StageReport) -> Option<f64> {
     (!s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
@@ -41,7 +88,7 @@ pub(super) fn json(o: &Outcome) -> Value {
         "segments": o.run.segments,
         "mappings": o.run.mappings,
     });
-    let file = |super::ReadFile { path, bytes, checksum, method }: &super::ReadFile| {
+    let file = |ReadFile { path, bytes, checksum, method }: &ReadFile| {
         json!({
             "path": path.to_string_lossy(),
             "bytes": bytes,
@@ -173,7 +220,7 @@ pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
 /// The files for a page.
 pub(super) fn page_files(o: &Outcome) -> Section<'static> {
     let head = ["file", "size", "XXH3", "direct", "page cache"].map(str::to_owned).to_vec();
-    let file = |file: &super::ReadFile| {
+    let file = |file: &ReadFile| {
         let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
         let (path, moved) = (file.path.to_string_lossy().into_owned(), file.method.moved);
         vec![path, binary(file.bytes), hash, binary(moved.direct), binary(moved.buffered)]

@@ -1,0 +1,79 @@
+//! The kinds of files, and what kind a file is of.
+
+use std::path::Path;
+
+use super::file::{ContainerFile, HEAD};
+use super::model::{Container, Model};
+use super::{gguf, lfs, npy, raw, safetensors};
+use crate::error::Error;
+
+/// All kinds, in the order in which they are tried. `raw`, the last, takes what no other does; the first byte of the
+/// fuzz target `header_cost` counts the kinds before it.
+pub const CONTAINERS: &[&Container] = &[&safetensors::CONTAINER, &gguf::CONTAINER, &npy::CONTAINER, &raw::CONTAINER];
+
+/// The kind of a file with this name and these first bytes, of which there are [`HEAD`] unless it is shorter.
+pub fn detect(path: &Path, head: &[u8]) -> &'static Container {
+    CONTAINERS.iter().find(|of| of.claims(path, head)).copied().unwrap_or(&raw::CONTAINER)
+}
+
+/// Detects the kind of a file.
+pub(crate) fn kind(file: &ContainerFile<'_>) -> Result<&'static Container, Error> {
+    let head = file.read(0, file.len.min(HEAD as u64))?;
+    lfs::refuse(file, &head)?;
+    Ok(detect(file.path, &head))
+}
+
+/// Detects the kind of a file and parses it.
+pub(crate) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
+    let model = (kind(file)?.parse)(file)?;
+    model.check().map_err(|e| file.bad(e))?;
+    Ok(model)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kind_is_known_by_any_of_its_extensions_and_first_bytes() {
+        const KIND: Container = Container {
+            name: "",
+            title: "",
+            parse_header: None,
+            parse: raw::CONTAINER.parse,
+            extensions: &["one", "two"],
+            magic: &[b"MAGIC", b"magic"],
+            in_folders: true,
+        };
+        for (name, head, claimed) in [
+            ("a.one", "", true),
+            ("a.TWO", "other", true),
+            ("a.bin", "MAGIC 1", true),
+            ("a.bin", "magic 2", true),
+            ("two", "MAGI", false),
+            ("a.two.bin", "", false),
+        ] {
+            assert_eq!(KIND.claims(Path::new(name), head.as_bytes()), claimed, "{name} {head}");
+        }
+    }
+
+    #[test]
+    fn no_two_kinds_claim_the_same_files() {
+        for of in CONTAINERS {
+            let Container { extensions, magic, .. } = of;
+            for magic in *magic {
+                assert!((1..=HEAD).contains(&magic.len()), "{of:?}: {magic:?} is not of 1 to {HEAD} bytes");
+            }
+            for other in CONTAINERS.iter().filter(|other| *other != of) {
+                let others = other;
+                for (ours, theirs) in magic.iter().flat_map(|ours| others.magic.iter().map(move |m| (ours, m))) {
+                    assert!(!theirs.starts_with(ours), "{theirs:?} of {other:?} begins as {ours:?} of {of:?}");
+                }
+                for extension in *extensions {
+                    let is = |theirs: &&str| theirs.eq_ignore_ascii_case(extension);
+                    assert!(!others.extensions.iter().any(is), "{extension} is of {of:?} and {other:?}");
+                }
+            }
+        }
+    }
+}
