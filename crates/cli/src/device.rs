@@ -72,8 +72,8 @@ impl TypedValueParser for Name {
 
 /// The help of `-d`: what it is for, and the kinds of devices.
 pub fn help(what: &str) -> String {
-    let kinds: Vec<_> = KINDS.iter().filter_map(|kind| kind.syntax.split('[').next()).collect();
-    format!("{what}: {}; options follow, as in soft,ddr=1GiB, and `dmalane devices` describes all", kinds.join(", "))
+    let kinds: Vec<_> = KINDS.iter().map(|kind| kind.name).collect();
+    format!("{what}: {}; `dmalane devices` shows how each is named", kinds.join(", "))
 }
 
 /// Parses the name of a device.

@@ -27,6 +27,8 @@ pub struct LoadRoom<'a> {
     /// The memory that gets the tensors, and the group of regions that it is in.
     placement: &'a Placement,
     group: String,
+    /// Bytes of addresses, where the device has fewer of them than of memory.
+    addresses: Option<u64>,
     /// One region that files have to themselves: no MMU, and so no page tables.
     plain: bool,
     /// The device with this memory.
@@ -37,6 +39,7 @@ impl<'a> LoadRoom<'a> {
     /// The memory of a device with nothing loaded.
     pub fn of(device: &mut OpenDevice, spec: &'a DeviceSpec, placement: &'a Placement) -> Self {
         let flat = device.address_space().kind() == AddressSpaceKind::Flat;
+        let addresses = device.address_space().room();
         let memory = device.memory();
         let plain = flat && memory.regions().count() == 1;
         let group = match placement {
@@ -47,12 +50,19 @@ impl<'a> LoadRoom<'a> {
         let others: Vec<u64> = others.map(|region| region.span.len()).collect();
         let largest_elsewhere = others.iter().copied().max().unwrap_or(0);
         let elsewhere = others.into_iter().fold(0, u64::saturating_add);
-        Self { largest_file: memory.room(placement), plain, elsewhere, largest_elsewhere, placement, group, spec }
+        let room = memory.room(placement);
+        let (largest_file, addresses) = (room.min(addresses), (addresses < room).then_some(addresses));
+        Self { largest_file, addresses, plain, elsewhere, largest_elsewhere, placement, group, spec }
     }
 
     /// Checks, before anything is written, that a sample fits the device and the temporary folder.
     pub fn check_sample(&self, size: u64) -> Result<(), Failure> {
         let room = self.largest_file;
+        if let Some(addresses) = self.addresses.filter(|most| size > *most) {
+            let have = format!("{} has addresses for {}", self.spec, binary(addresses));
+            let failure = Failure::new(format!("a sample of {} does not fit: {have}", binary(size)));
+            return Err(failure.hint(format!("-d {},flat takes none", self.spec)));
+        }
         if size > room {
             let have = format!("{} has {} for a file", self.spec, binary(room));
             let failure = Failure::new(format!("a sample of {} does not fit: {have}", binary(size)));

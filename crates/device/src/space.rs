@@ -22,6 +22,11 @@ pub trait AddressSpace: Send {
         u64::MAX
     }
 
+    /// Bytes of the ranges that can still be reserved, all together, where a driver limits them.
+    fn room(&self) -> u64 {
+        u64::MAX
+    }
+
     /// Takes `len` bytes of addresses for a buffer with these segments. In a [flat](AddressSpaceKind::Flat) space they
     /// are those of the buffer; elsewhere the range starts at a multiple of 2 MiB and may be longer than was asked for.
     ///

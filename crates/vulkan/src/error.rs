@@ -106,6 +106,19 @@ pub enum Error {
         /// Bytes of the longest range.
         most: u64,
     },
+    /// More addresses than the driver has for sparse buffers.
+    #[error(
+        "{free} of the driver's {most} bytes of addresses for sparse buffers (sparseAddressSpaceSize) are left, too few \
+         for {len}: open the GPU as vulkan:NAME,flat, which takes none"
+    )]
+    NoAddresses {
+        /// Bytes of the range.
+        len: u64,
+        /// Bytes that are left.
+        free: u64,
+        /// Bytes that the driver has.
+        most: u64,
+    },
     /// Something larger than the driver can make.
     #[error("{what} of {len} bytes is larger than the driver's largest ({most})")]
     TooLarge {

@@ -268,9 +268,14 @@ impl SparseMap {
         (most / LARGE.bytes()).saturating_sub(1) * LARGE.bytes()
     }
 
+    /// Bytes of addresses for sparse buffers that no range has taken, the gaps behind them included.
+    fn free(&self, state: &State) -> u64 {
+        let taken = state.windows.values().map(|window| window.range.len() + LARGE.bytes()).sum();
+        self.gpu.info().sparse.unwrap_or(0).saturating_sub(taken)
+    }
+
     /// Reserves a range that starts at a multiple of 2 MiB: a sparse buffer.
     fn reserve(&self, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
-        let info = self.gpu.info();
         let whole = LARGE.round_up(len.max(1)).ok_or(SpaceError::Exhausted(len))?;
         // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
         let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
@@ -278,9 +283,9 @@ impl SparseMap {
             return Err(refused(Error::LongRange { len, most: self.longest() }));
         }
         let mut state = self.lock();
-        let taken: u64 = state.windows.values().map(|window| window.range.len() + LARGE.bytes()).sum();
-        if taken.saturating_add(asked) > info.sparse.unwrap_or(0) {
-            return Err(SpaceError::Exhausted(len));
+        let free = self.free(&state);
+        if asked > free {
+            return Err(refused(Error::NoAddresses { len, free, most: self.gpu.info().sparse.unwrap_or(0) }));
         }
         let (buffer, _) = self.gpu.sparse_buffer(asked).map_err(driver)?;
         let base = address_of(&self.gpu, &buffer) ^ self.high;
@@ -467,6 +472,10 @@ impl AddressSpace for SparseSpace {
 
     fn longest(&self) -> u64 {
         self.map.longest()
+    }
+
+    fn room(&self) -> u64 {
+        self.map.free(&self.map.lock()).saturating_sub(LARGE.bytes())
     }
 
     fn reserve(&mut self, _: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError> {

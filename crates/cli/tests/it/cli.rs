@@ -318,7 +318,7 @@ fn limits_of_the_shell_are_named() {
         stderr(&output).to_owned()
     };
     let text = limited("ulimit -v 4000000", "--sample 1MiB");
-    assert!(text.contains("\nhint: ") && text.contains("-d soft,ddr=SIZE,hbm=SIZE, now 64 GiB and 32 GiB"), "{text}");
+    assert!(text.contains("\nhint: ") && text.contains("soft,ddr=SIZE,hbm=SIZE, now 64 GiB and 32 GiB"), "{text}");
     let many = "truncate -s 4096 a; for i in 1 2 3 4 5; do set -- \"$@\" a a a a; done; ulimit -n 20";
     let text = limited(many, "\"$@\"");
     assert!(text.contains("ulimit -n"), "{text}");
@@ -805,7 +805,7 @@ fn a_dry_run_says_where_everything_would_be() {
     let text = stdout(&text);
     assert!(text.starts_with("Would load 5 tensors in 1 file onto soft: 2"), "{text}");
     assert!(text.contains("\nembeddings.weight ") && text.lines().all(|line| line.len() <= 100), "{text}");
-    assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: ram:"));
+    assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: -d ram:"));
     complains(&["load", &model, "--dry-run", "--record", "x"], 2);
     // A file device keeps its bytes.
     let memory = folder.join("memory");

@@ -224,7 +224,7 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
 /// the device's memory.
 const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
     ("read", "command", "a program with its words, for --export, which is refused with a device"),
-    ("card serve", "vfio_user", "a socket"),
+    ("card serve", "vfio_user", "its device is the software card"),
     ("bar-map", "", "its devices are those of VFIO"),
 ];
 

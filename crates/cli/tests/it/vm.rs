@@ -418,7 +418,7 @@ fn a_recorded_load_in_every_format_that_can_hold_it() {
             let (status, text, stderr) = place.run(&format!("vm replay {trace} --format {name}"));
             // Tensors are bound at multiples of 4 KiB.
             assert_eq!(status == 0, held && !coarse, "{name}: {text} {stderr}");
-            assert_eq!(stderr.contains("-d soft,va-bits=32"), !held, "{name}: {stderr}");
+            assert_eq!(stderr.contains("soft,va-bits=32"), !held, "{name}: {stderr}");
         }
     }
     let (status, _, stderr) = load("x.jsonl", 31);
@@ -426,7 +426,7 @@ fn a_recorded_load_in_every_format_that_can_hold_it() {
     // A trace that says which range it needs.
     let place = Place::with(&[r#"{"trace":"dmalane-vm","version":1,"range":{"va":0,"len":"0x10000000000"}}"#]);
     let (status, _, stderr) = place.run("vm replay trace.jsonl --format riscv-sv39");
-    assert!(status == 1 && stderr.contains("-d soft,va-bits=39"), "{stderr}");
+    assert!(status == 1 && stderr.contains("soft,va-bits=39"), "{stderr}");
 }
 
 #[test]

@@ -271,7 +271,10 @@ fn parse<S: Spec>(text: &str) -> Result<S, BadDeviceSpec> {
         }
         BadOption::Value { option, why } => BadDeviceSpec::Value { kind: S::NAME, option, why },
     })?;
-    let parsed = if colon && what.is_empty() { Err("nothing follows the colon".into()) } else { S::parse(what) };
+    let parsed = match S::parse(what) {
+        Ok(_) if colon && what.is_empty() => Err("nothing follows the colon".into()),
+        parsed => parsed,
+    };
     let wrong = |source| BadDeviceSpec::Rest { text: text.to_owned(), syntax: S::SYNTAX, source };
     let mut spec = parsed.map_err(wrong)?;
     for (number, value) in given {

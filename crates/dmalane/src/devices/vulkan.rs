@@ -87,6 +87,10 @@ fn listed(gpu: GpuInfo) -> Listed {
             most => format!("{most} allocations"),
         }
     );
+    let limits = match gpu.sparse {
+        Some(bytes) => format!("{limits}, {} of addresses for sparse buffers", binary(bytes)),
+        None => limits,
+    };
     let dma_buf = match (gpu.dma_buf_import, gpu.dma_buf_export) {
         (true, true) => "yes",
         (true, false) => "import",
