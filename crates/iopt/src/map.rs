@@ -13,8 +13,8 @@ use core::ops::Range;
 use dmalane_addr::{Access, Address, PageSize, PageSizes, Segment, Span};
 
 use crate::format::{
-    Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table,
-    page_size, same_table, second_size, shift, table_offset,
+    Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table, page_size,
+    same_table, second_size, shift, table_offset,
 };
 use crate::unmap::{Detach, count_pages};
 use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
