@@ -107,7 +107,7 @@ pub(crate) fn close(model: u64) -> Result<(), Refused> {
 
 impl From<ModelError> for Refused {
     fn from(error: ModelError) -> Self {
-        Self::new(crate::targets::number_of_model(&error), dmalane::error_chain(&error))
+        Self::new(crate::numbers::number_of_model(&error), dmalane::error_chain(&error))
     }
 }
 

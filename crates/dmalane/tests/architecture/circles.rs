@@ -10,7 +10,6 @@ use super::{CRATES, code_only, files, read, report, root};
 
 /// The circles that may stay: a crate, its files, and why a reader would draw them as one thing.
 const ALLOWED: &[(&str, &str, &str)] = &[
-    ("capi", "models.rs targets.rs", "to be dissolved"),
     ("cli", "commands/validate.rs commands/validate/page.rs commands/validate/report.rs", "to be dissolved"),
     ("cli", "report/chart.rs report/mod.rs report/timeline.rs", "to be dissolved"),
     (
@@ -19,7 +18,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
         "the functions of the driver, and the objects that they make, which call them by its macros",
     ),
     ("python", "device.rs memory.rs open.rs", "to be dissolved"),
-    ("validate", "lib.rs measure.rs place.rs target.rs walk.rs workers.rs", "to be dissolved"),
     ("vfio", "container.rs device.rs", "a container opens its devices, and an open device keeps its container"),
     ("vm", "plan.rs vm.rs", "a plan borrows the VM that it changes"),
 ];
