@@ -654,6 +654,9 @@ fn number_of_failure(failure: &QueueFailure) -> Number {
 /// The number for an error of a device's driver: that of a lost device, or else this one.
 fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
     use dmalane::{cuda, vulkan};
+    if let Some(vulkan::Error::NoAddresses { .. }) = error.downcast_ref() {
+        return Errno::NoMem.into();
+    }
     let lost = matches!(error.downcast_ref(), Some(vulkan::Error::Lost(_)))
         || matches!(error.downcast_ref(), Some(cuda::Error::Lost(_)));
     if lost { Number::Kernel(ENODEV) } else { otherwise }
