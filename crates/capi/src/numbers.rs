@@ -14,7 +14,7 @@ use crate::objects::{Number, Refused};
 
 // Numbers of asm-generic/errno.h that the bind manager has no use for.
 const EIO: i32 = 5;
-pub(crate) const EAGAIN: i32 = 11;
+const EAGAIN: i32 = 11;
 const ENODEV: i32 = 19;
 const EISDIR: i32 = 21;
 pub(crate) const ESPIPE: i32 = 29;
@@ -117,6 +117,9 @@ fn number_of_failure(failure: &QueueFailure) -> Number {
 /// The number for an error of a device's driver: that of a lost device, or else this one.
 fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
     use dmalane::{cuda, vulkan};
+    if let Some(vulkan::Error::NoAddresses { .. }) = error.downcast_ref() {
+        return Errno::NoMem.into();
+    }
     let lost = matches!(error.downcast_ref(), Some(vulkan::Error::Lost(_)))
         || matches!(error.downcast_ref(), Some(cuda::Error::Lost(_)));
     if lost { Number::Kernel(ENODEV) } else { otherwise }

@@ -8,8 +8,8 @@ use dmalane::device::AddressSpaceKind;
 use dmalane::dma::{BufferSlice, SharedBuf};
 use dmalane::load::{Loaded, LoadedTensor};
 use dmalane::queue::{
-    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue,
-    Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
+    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refused as NotAccepted,
+    Registered, Shape, StopReason, Ticket,
 };
 use dmalane::{HostModel, LoadOptions, ModelError, ModelOptions, OpenDevice, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
