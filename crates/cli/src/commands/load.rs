@@ -103,14 +103,14 @@ pub(crate) struct Load {
     #[arg(long)]
     verify: bool,
 
-    /// Compare the files with this manifest while they are loaded; `dmalane manifest` makes it
+    /// Compare the files with this manifest, which `dmalane manifest` makes
     #[arg(long, value_name = "FILE", conflicts_with_all = ["sample", "dry_run"])]
     manifest: Option<PathBuf>,
 
     #[command(flatten)]
     format: output::OutputFormat,
 
-    /// Load N times, onto the device opened anew, and report the run with the median time
+    /// Do it N times, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 

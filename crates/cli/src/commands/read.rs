@@ -82,7 +82,7 @@ pub(crate) struct Read {
     #[arg(long, value_name = "N", value_parser = within::<u32>(0..=u32::MAX.into()), help_heading = "Memory")]
     node: Option<u32>,
 
-    /// Pin and map each chunk as soon as it is allocated, with the software host's IOMMU
+    /// Pin and map each chunk too, with the software host's IOMMU
     #[arg(long)]
     map: bool,
 
@@ -94,14 +94,14 @@ pub(crate) struct Read {
     #[arg(long, requires = "device")]
     verify: bool,
 
-    /// Compare the files with this manifest while they are read; `dmalane manifest` makes it
+    /// Compare the files with this manifest, which `dmalane manifest` makes
     #[arg(long, value_name = "FILE", conflicts_with = "range")]
     manifest: Option<PathBuf>,
 
     #[command(flatten)]
     format: output::OutputFormat,
 
-    /// Read N times, each into new memory, and report the run with the median time
+    /// Do it N times, and report the run with the median time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     repeat: u32,
 
