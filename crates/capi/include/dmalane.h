@@ -233,14 +233,14 @@ struct dml_slice {
 	uint64_t stop; /* behind the last one */
 };
 
-/* Opens files of tensors: `paths` are files, directories or indices. -EINVAL for files that are no models, and where two
- * have a tensor of one name. */
+/* Opens files of tensors: `paths` are files, directories or indices. -EINVAL for files that are no models, and where
+ * two have a tensor of one name. */
 int32_t dml_model_open(const char *const *paths, size_t count, const struct dml_model_config *config, dml_model *model);
 /* Tensor `index`, from 0 in the order of the files and of their bytes, and its name, cut to `size` bytes including the
- * terminating zero; `name` may be null. -ENOENT behind the last, -EOVERFLOW for one of more than DML_DIMS dimensions. */
+ * terminating zero; `name` may be null. -ENOENT behind the last, -EOVERFLOW for more than DML_DIMS dimensions. */
 int32_t dml_model_tensor(dml_model model, uint64_t index, struct dml_model_tensor *tensor, char *name, size_t size);
-/* Reads a tensor. `filled` says where its bytes are until the tensor is destroyed; it has no checksum. -ENOMEM where the
- * memory limit does not allow it now. */
+/* Reads a tensor. `filled` says where its bytes are until the tensor is destroyed; it has no checksum. -ENOMEM where
+ * the memory limit does not allow it now. */
 int32_t dml_model_read(dml_model model, const char *name, dml_host_tensor *tensor, struct dml_filled *filled);
 /* Reads a slice: `count` ranges, one for each dimension. -EINVAL for ranges beyond the tensor, and for types without a
  * size. */
@@ -380,7 +380,8 @@ struct dml_tensor {
  * -EBUSY while completions have not been polled. After an error nothing stays on the device. */
 int32_t dml_target_load(dml_target target, const char *path, const char *placement, uint32_t flags, dml_load *load);
 /* The same for a model that is open. */
-int32_t dml_target_load_model(dml_target target, dml_model model, const char *placement, uint32_t flags, dml_load *load);
+int32_t dml_target_load_model(dml_target target, dml_model model, const char *placement, uint32_t flags,
+			      dml_load *load);
 /* Tensor `index`, from 0 in the order of the file, and its name, cut to `size` bytes including the terminating zero;
  * `name` may be null. -ENOENT behind the last. */
 int32_t dml_load_tensor(dml_load load, uint64_t index, struct dml_tensor *tensor, char *name, size_t size);

@@ -11,13 +11,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane::dma::{Needs, Picked, pick};
-use dmalane::file::{Error, Mode};
-use dmalane::load::fill::{Extent, FillError, FillOptions, FilledBuf, Job};
-use dmalane::queue::OpError;
-use dmalane::{AllocAndRead, ModelError, OpenFile, Read, ReadError, ReadOptions, error_chain};
+use dmalane::file::Mode;
+use dmalane::load::fill::{Extent, FillOptions, FilledBuf, Job};
+use dmalane::{AllocAndRead, ModelError, OpenFile, Read, ReadOptions, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
+use crate::numbers::{ESPIPE, os};
 use crate::objects::{Number, Numbered, Refused, lock};
 
 static BUFFERS: Mutex<Numbered<FilledBuf>> = Mutex::new(Numbered::new());
@@ -26,14 +26,6 @@ const SHAREABLE: u32 = 1;
 const DIRECT: u32 = 1 << 1;
 const BUFFERED: u32 = 1 << 2;
 const CHECKSUM: u32 = 1 << 3;
-
-// Numbers of asm-generic/errno.h that the bind manager has no use for.
-const EIO: i32 = 5;
-const EISDIR: i32 = 21;
-const ESPIPE: i32 = 29;
-const ENODATA: i32 = 61;
-const ETIMEDOUT: i32 = 110;
-const ESTALE: i32 = 116;
 
 /// `struct dml_read_config`, by value.
 pub(crate) struct Request {
@@ -200,44 +192,4 @@ pub(crate) fn destroy(buffer: u64) -> Result<(), Refused> {
 
 fn kernel(error: &std::io::Error) -> Refused {
     Refused::new(os(error), error)
-}
-
-/// The number of an error of the operating system, which a driver's error may wrap.
-pub(crate) fn os(error: &std::io::Error) -> Number {
-    let mut causes = std::iter::successors(Some(error as &dyn std::error::Error), |e| e.source());
-    let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
-    Number::Kernel(number.unwrap_or(EIO))
-}
-
-/// The number of an error about a file that was to be opened.
-pub(crate) fn number_of_file(error: &Error) -> Number {
-    match error {
-        Error::Open { source, .. } => os(source),
-        Error::NotAFile { kind: "directory", .. } => Number::Kernel(EISDIR),
-        Error::NoDirect { .. } | Error::NoUring { .. } => Errno::NotSup.into(),
-        _ => Number::Kernel(EIO),
-    }
-}
-
-/// The number of an error of a read into memory.
-pub(crate) fn number_of_read(error: &ReadError) -> Number {
-    match error {
-        ReadError::Open { source, .. } => os(source),
-        ReadError::File(error) => number_of_file(error),
-        ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => Number::Kernel(ENODATA),
-        ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
-        ReadError::Changed { .. } => Number::Kernel(ESTALE),
-        ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
-            Errno::NoMem.into()
-        }
-        ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
-        ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
-        _ => Number::Kernel(EIO),
-    }
-}
-
-impl From<ReadError> for Refused {
-    fn from(error: ReadError) -> Self {
-        Self::new(number_of_read(&error), error_chain(&error))
-    }
 }

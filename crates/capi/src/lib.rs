@@ -10,6 +10,7 @@
 mod abi;
 mod buffers;
 mod models;
+mod numbers;
 mod objects;
 mod targets;
 

@@ -4,7 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Mutex;
 
 use dmalane::load::{HostTensor, Next, TensorStream};
-use dmalane::{HostModel, ModelError, ModelOptions};
+use dmalane::{HostModel, ModelOptions};
 use dmalane_vm::Errno;
 
 use crate::buffers;
@@ -103,12 +103,6 @@ pub(crate) fn close(model: u64) -> Result<(), Refused> {
     let model = lock(&MODELS).remove_object(model, "model")?;
     drop(model);
     Ok(())
-}
-
-impl From<ModelError> for Refused {
-    fn from(error: ModelError) -> Self {
-        Self::new(crate::targets::number_of_model(&error), dmalane::error_chain(&error))
-    }
 }
 
 /// The longest shape that C gets.

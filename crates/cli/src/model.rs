@@ -16,8 +16,7 @@ use crate::source::{Copied, SourceFile};
 #[derive(Args, Clone, Copy)]
 #[command(next_help_heading = "Reading")]
 pub struct ReadMode {
-    /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
-    /// file system supports it]
+    /// Read through the page cache [default: only files that are cached]
     #[arg(long, conflicts_with = "direct")]
     buffered: bool,
 

@@ -44,6 +44,7 @@ pub use dmalane_load as load;
 pub use dmalane_queue as queue;
 pub use dmalane_sim as sim;
 pub use dmalane_slash as slash;
+#[cfg(feature = "validate")]
 pub use dmalane_validate as validate;
 pub use dmalane_vfio as vfio;
 pub use dmalane_vfio_user as vfio_user;

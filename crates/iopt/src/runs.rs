@@ -42,7 +42,7 @@ pub struct Runs<'a, F, I, O, T: Tables> {
 }
 
 impl<'a, F: Format, I: Address, O: Address, T: Tables> Runs<'a, F, I, O, T> {
-    fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
+    pub(crate) fn new(table: &'a PageTable<F, I, O, T>, span: Span<I>) -> Self {
         let first = span.first().bits();
         let last = span.last().bits().min(table.input_len() - 1);
         let rest = (first <= last).then_some((first, last));

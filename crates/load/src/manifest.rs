@@ -137,8 +137,8 @@ impl Manifest {
     /// the work; it must not panic. Memory: 48 MiB of buffers, and what the tensors' names take.
     ///
     /// # Errors
-    /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name; work
-    /// that `progress` has ended.
+    /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name;
+    /// work that `progress` has ended.
     pub fn of<S: Queue<Addr = FileOffset>>(
         inputs: &mut [Input<S>],
         sha256: bool,

@@ -4,8 +4,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_load::Model;
+use dmalane_load::container::MAX_PAIRS;
 use dmalane_load::container::gguf;
-use dmalane_load::container::safetensors::{MAX_DIMS, MAX_PAIRS, parse_header};
+use dmalane_load::container::safetensors::{MAX_DIMS, parse_header};
 use peak_alloc::PeakAlloc;
 use rustix::time::{ClockId, clock_gettime};
 

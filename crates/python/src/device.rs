@@ -16,8 +16,8 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::failure::Failure;
 use crate::interrupt;
+use crate::manifest::ManifestOf;
 use crate::memory::{Buffer, Described, Tensor};
-use crate::open::ManifestOf;
 use crate::report;
 
 type Shared = Arc<Mutex<OpenDevice>>;

@@ -8,7 +8,22 @@ use pyo3::prelude::*;
 
 use crate::failure::Failure;
 use crate::interrupt;
-use crate::open::ManifestOf;
+
+/// A manifest as Python has it: its JSON, or the path of its file.
+#[derive(FromPyObject)]
+pub(crate) enum ManifestOf {
+    Json(Vec<u8>),
+    Path(PathBuf),
+}
+
+impl ManifestOf {
+    pub(crate) fn read(self) -> Result<Manifest, Failure> {
+        match self {
+            Self::Json(text) => Manifest::parse(&text).map_err(|e| Failure::new("FormatError", e.to_string())),
+            Self::Path(path) => Ok(Manifest::read(&path)?),
+        }
+    }
+}
 
 /// Hashes every tensor, header and gap of files: the JSON of a manifest.
 #[pyfunction]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dmalane::addr::FileOffset;
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job};
-use dmalane::load::{Manifest, Next, Part, Reads, TensorStream, model_heap};
+use dmalane::load::{Next, Part, Reads, TensorStream, model_heap};
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -15,27 +15,12 @@ use pyo3::types::PyDict;
 
 use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
+use crate::manifest::ManifestOf;
 use crate::memory::{Buffer, Tensor};
 use crate::report;
 
 /// How often a thread that waits for a tensor looks for signals.
 const EVERY: Duration = Duration::from_millis(40);
-
-/// A manifest as Python has it: its JSON, or the path of its file.
-#[derive(FromPyObject)]
-pub(crate) enum ManifestOf {
-    Json(Vec<u8>),
-    Path(PathBuf),
-}
-
-impl ManifestOf {
-    pub(crate) fn read(self) -> Result<Manifest, Failure> {
-        match self {
-            Self::Json(text) => Manifest::parse(&text).map_err(|e| Failure::new("FormatError", e.to_string())),
-            Self::Path(path) => Ok(Manifest::read(&path)?),
-        }
-    }
-}
 
 /// A model that is open: one or more files of tensors.
 #[pyclass(frozen, weakref, module = "dmalane")]

@@ -7,14 +7,13 @@ use dmalane_addr::CardAddr;
 use dmalane_dma::PageKind;
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, Split};
 
+use crate::error::{ValidateError, size};
 use crate::place::{Layout, Memories};
+use crate::report::{Figure, Integrity, ValidateEvent, ValidateReport};
+use crate::settings::{Allocation, Directions, Pages, Phase, Stop, ValidateSettings};
 use crate::target::{Reference, TestedDevice};
 use crate::walk::Walk;
 use crate::workers::{Job, Worker, go, rate};
-use crate::{
-    Allocation, Directions, Figure, Integrity, Pages, Phase, Stop, ValidateError, ValidateEvent, ValidateReport,
-    ValidateSettings,
-};
 
 const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
@@ -141,8 +140,7 @@ fn cases(
             }
             for &pages in &settings.pages {
                 if pages == Pages::Huge && buffer < HUGE {
-                    let kibs = buffer >> 10;
-                    report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: a buffer is less than one"));
+                    report.left_out.push(format!("{phase}, {}, {pages}: a buffer is less than one", size(buffer)));
                     continue;
                 }
                 let case = Case { target, settings, channels, layout, phase, buffer, pages };
@@ -229,7 +227,7 @@ struct Case<'a> {
 impl Case<'_> {
     fn run(&self, report: &mut ValidateReport, watch: &mut dyn FnMut(ValidateEvent)) -> Result<(), ValidateError> {
         let Self { phase, buffer, pages, settings, .. } = *self;
-        let kibs = buffer >> 10;
+        let what = format!("{phase}, {}, {pages}", size(buffer));
         // At positions, each direction has buffers of its own.
         let groups = match settings.is_positional() {
             true => settings.directions.chunks(1),
@@ -238,7 +236,7 @@ impl Case<'_> {
         let mut all: Option<Integrity> = None;
         let mut result = Ok(());
         for (round, directions) in (2..).step_by(ROUNDS).zip(groups) {
-            watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
+            watch(ValidateEvent::Step(format!("{what}: comparing")));
             let workers = match settings.is_positional() {
                 true => self.workers_at_positions(directions[0])?,
                 false => self.workers()?,
@@ -246,7 +244,7 @@ impl Case<'_> {
             let (mut workers, kind) = match workers {
                 Ok(workers) => workers,
                 Err(why) => {
-                    report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: {why}"));
+                    report.left_out.push(format!("{what}: {why}"));
                     break;
                 }
             };
@@ -275,8 +273,7 @@ impl Case<'_> {
         watch: &mut dyn FnMut(ValidateEvent),
     ) -> Result<(), ValidateError> {
         let Self { target, settings, phase, buffer, pages, .. } = *self;
-        let kibs = buffer >> 10;
-        let mut say = |what: &str| watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
+        let mut say = |what| watch(ValidateEvent::Step(format!("{phase}, {}, {pages}: {what}", size(buffer))));
         for (round, &directions) in (first..).zip(of) {
             if integrity.ok < integrity.threads {
                 break;

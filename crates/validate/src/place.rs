@@ -1,38 +1,13 @@
 //! Where on a device the buffers of a phase lie.
 
-use std::fmt;
-
 use dmalane_addr::{CardAddr, Span};
 
-use crate::ValidateError;
+use crate::error::ValidateError;
+use crate::settings::Phase;
 
 /// The longest stripe: as long as `--placement hbm` makes them.
 const STRIPE: u64 = 2 << 20;
 const PAGE: u64 = 4096;
-
-/// Which memory a measurement is about.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Phase {
-    /// HBM: each buffer striped over both halves.
-    Hbm,
-    /// DDR.
-    Ddr,
-    /// Each buffer half in HBM, half in DDR.
-    Both,
-    /// The only memory of a device that has no others.
-    Device,
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Hbm => "HBM",
-            Self::Ddr => "DDR",
-            Self::Both => "HBM+DDR",
-            Self::Device => "device",
-        })
-    }
-}
 
 /// The memories of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

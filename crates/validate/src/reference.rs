@@ -8,9 +8,10 @@ use dmalane_device::{BackingFiles, DriverCopies};
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
+use crate::error::ValidateError;
+use crate::settings::{Directions, Stop};
 use crate::target::{Reference, TestedDevice};
 use crate::workers::Worker;
-use crate::{Directions, Stop, ValidateError};
 
 /// A reference is not measured for longer.
 const MOST: Duration = Duration::from_millis(500);

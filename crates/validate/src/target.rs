@@ -10,8 +10,9 @@ use dmalane_device::{BackingFiles, Device, DeviceMemory, DriverCopies, Placement
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
+use crate::error::ValidateError;
 use crate::place::Memories;
-use crate::{Phase, ValidateError};
+use crate::settings::Phase;
 
 /// The treatment of the contents of a device that is made of files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -247,8 +248,5 @@ pub(crate) fn share(queue: impl Queue<Addr = DeviceAddr> + 'static) -> SharedQue
     SharedQueue::new(Box::new(queue), SharedOptions { inside: capacity, total: capacity, drop_timeout: DROP_TIMEOUT })
 }
 
-/// Time without a completion after which a device counts as stuck, besides the time that a buffer takes at
-/// [`SLOWEST`].
+/// Time without a completion after which a device counts as stuck, besides the time that a buffer takes.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
-/// Bytes per second that a device moves at least, unless it is stuck.
-pub(crate) const SLOWEST: u64 = 4_000_000;

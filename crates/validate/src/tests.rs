@@ -12,8 +12,8 @@ use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDrive
 use dmalane_dma::Registrar;
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
-    Capabilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, StopReason,
-    Ticket, Work,
+    Capabilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal,
+    Refused, StopReason, Ticket, Work,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -149,7 +149,7 @@ fn settings_that_make_no_sense_are_refused() {
         (ValidateSettings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
         (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
         (ValidateSettings { starting_offset: 1, ..quick() }, "a starting offset of 1 is not a multiple of 4 KiB"),
-        (ValidateSettings { starting_offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
+        (ValidateSettings { starting_offset: 1 << 40, ..quick() }, "HBM has 64 MiB"),
         (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the starting offset included"),
         (ValidateSettings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
         (ValidateSettings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
@@ -158,7 +158,7 @@ fn settings_that_make_no_sense_are_refused() {
         (ValidateSettings { channels: "0,1,0,2".parse().unwrap(), ..quick() }, "no channel 2, it has 2"),
         (ValidateSettings { stride: Some(4097), ..quick() }, "an offset of 4097 is not a multiple of 4 KiB"),
         (ValidateSettings { stride: Some(4096), ..quick() }, "an offset of 4096 is less than a buffer"),
-        (ValidateSettings { stride: Some(32 * MIB), ..quick() }, "HBM has 67108864 bytes"),
+        (ValidateSettings { stride: Some(32 * MIB), ..quick() }, "HBM has 64 MiB"),
         (ValidateSettings { region_stride: Some(0), ..quick() }, "a region stride of 0 is not"),
         (ValidateSettings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
     ] {

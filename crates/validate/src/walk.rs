@@ -9,7 +9,7 @@ use dmalane_dma::{BufferRef, BufferSlice, Registrar, SharedBuf};
 use dmalane_queue::{DeviceAddr, DeviceQueue, Direction, Operation, Refusal, Registered, Ticket};
 use hdrhistogram::Histogram;
 
-use crate::ValidateError;
+use crate::error::ValidateError;
 
 /// Bytes compared or filled at a time.
 const BLOCK: usize = 64 << 10;

@@ -7,9 +7,13 @@ use std::time::{Duration, Instant};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, StopReason, Work};
 
-use crate::target::SLOWEST;
+use crate::error::ValidateError;
+use crate::report::Rate;
+use crate::settings::{Phase, Stop};
 use crate::walk::{Walk, histogram};
-use crate::{Phase, Rate, Stop, ValidateError};
+
+/// Bytes per second that a device moves at least, unless it is stuck.
+const SLOWEST: u64 = 4_000_000;
 
 /// Time that a thread waits for a queue that it has stopped to release its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });

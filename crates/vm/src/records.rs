@@ -27,7 +27,6 @@ use core::marker::PhantomData;
 
 use dmalane_iopt::{Format, MAX_LEVELS};
 
-pub(crate) use self::change::Gone;
 use self::node::{ALL, Node};
 use crate::record::Record;
 use crate::slots::Full;
@@ -112,6 +111,15 @@ pub(crate) struct Extent {
     pub(crate) first: u64,
     pub(crate) pages: u64,
     pub(crate) record: Record,
+}
+
+/// A part of what [`Records::take_slot`] takes away.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Gone {
+    /// First and last page of an entry.
+    Pages(u64, u64),
+    /// First and last page of what an empty node at `level` covered.
+    Node { first: u64, last: u64, level: u32 },
 }
 
 impl<F: Format> Records<F> {

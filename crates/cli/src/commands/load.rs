@@ -72,7 +72,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
 pub(crate) struct Load {
-    /// Files to load, several shards at once; or the directory or the index of a model; - for standard input
+    /// Files to load, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
 
@@ -84,13 +84,14 @@ pub(crate) struct Load {
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
-    /// List the header's metadata, and the tensors with dtype, shape, bytes and device addresses; --json always does
+    /// List the header's metadata, and the tensors with their device addresses; --json always does
     #[arg(long)]
     list: bool,
 
-    /// Load only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
-    /// `[ab]` for one of these. May be given several times. With --no-checksum and without --manifest, only these
-    /// tensors are read of the files, else all bytes, to hash them
+    /// Load only tensors whose names match, such as '*.bias'; may be given several times
+    ///
+    /// * stands for any characters, ? for one, `[ab]` for one of these. With --no-checksum and without --manifest, only
+    /// these tensors are read of the files, else all bytes, to hash them.
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 
@@ -120,8 +121,7 @@ pub(crate) struct Load {
     #[arg(long, help_heading = "Reading")]
     no_checksum: bool,
 
-    /// Chunk size, from 4KiB to 1GiB, rounded up to 4KiB: bytes read and transferred together; at most four chunks are
-    /// in host memory
+    /// Bytes read and transferred together, from 4KiB to 1GiB; at most four such chunks are in host memory
     #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true, help_heading = "Reading")]
     chunk: Size,
@@ -130,8 +130,9 @@ pub(crate) struct Load {
     #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
     mm_channel: QueueChoice,
 
-    /// Device memory for the tensors: a region by its name, such as ddr; a group, such as hbm, to stripe over its
-    /// regions; or hbm-half for one region of a group [default: the first region]
+    /// Device memory for the tensors, such as ddr, hbm or hbm-half [default: the first region]
+    ///
+    /// A region by its name; a group, such as hbm, to stripe over its regions; or hbm-half for one region of a group.
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
     placement: Placement,
 

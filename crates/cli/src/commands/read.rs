@@ -62,7 +62,7 @@ cannot be run.";
     mut_arg("overwrite", |arg| arg.requires("device"))
 )]
 pub(crate) struct Read {
-    /// Files to read, each into its own buffer, or the directory or the index of a model; - for standard input
+    /// Files to read, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
@@ -70,7 +70,7 @@ pub(crate) struct Read {
     #[arg(long, value_enum, default_value_t = Heap::Auto)]
     heap: Heap,
 
-    /// Best page backing to try; smaller pages take over where there are too few
+    /// Best pages to try; smaller ones take over where there are too few
     #[arg(long, value_enum, default_value_t = PageKind::Hugetlb2M, help_heading = "Memory")]
     pages: PageKind,
 
@@ -82,16 +82,13 @@ pub(crate) struct Read {
     #[arg(long, value_name = "N", value_parser = within::<u32>(0..=u32::MAX.into()), help_heading = "Memory")]
     node: Option<u32>,
 
-    /// Pin and map each chunk for a device as soon as it is allocated, with the software host's IOMMU
+    /// Pin and map each chunk as soon as it is allocated, with the software host's IOMMU
     #[arg(long)]
     map: bool,
 
     #[arg(short, long, value_parser = opening::Name, hide_possible_values = true, conflicts_with = "map")]
     #[arg(help = opening::help("Map each chunk for this device and transfer it while the rest is read"))]
     device: Option<DeviceSpec>,
-
-    #[command(flatten, next_help_heading = "Device")]
-    consent: Consent,
 
     /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
@@ -111,13 +108,13 @@ pub(crate) struct Read {
     #[command(flatten)]
     mode: ReadMode,
 
-    /// Chunk size, from 4KiB to 1GiB: bytes allocated before reading into them starts
+    /// Bytes allocated before reading into them starts, from 4KiB to 1GiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
     #[arg(value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true, help_heading = "Reading")]
     chunk: Size,
 
-    /// Read only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB; all of them must be there
+    /// Read only these bytes of each file, such as 0..4096, 1GiB.. or ..1MiB
     #[arg(long, value_name = "START..END", help_heading = "Reading")]
     range: Option<Range>,
 
@@ -133,6 +130,9 @@ pub(crate) struct Read {
 
     #[command(flatten)]
     export: Export,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 /// A heap to allocate from.

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 use dmalane::devices::Ability;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
@@ -29,33 +29,41 @@ use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
 use crate::report::Page;
-use crate::size::{Size, SizeError};
+use crate::size::{Size, SizeError, binary};
 use crate::timeline::Files;
 use repeat::Spread;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
-  dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
-  dmalane validate --sweep 4KiB,16MiB,MUL4 --report sizes.html
+  dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
+  dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
+
+Exit status: 0 all data was equal, 1 it was not, or a failure, 2 usage error, 130 or 143 interrupted.";
+
+const MORE_EXAMPLES: &str = "\
+Examples:
+  dmalane validate                                 the software card: HBM, DDR, and both at once
+  dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
+  dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
-  dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
-  dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --mb
+  dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
+  dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --like v80-smi
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
 
 Overwrites the device's memory from --starting-offset on. A file or a block device that holds data is \
 measured only with --overwrite, a character device with --starting-offset or --overwrite. Rates are in \
-GB/s (10^9 bytes), sizes in GiB (2^30 bytes); --mb adds v80-smi's unit (2^20 bytes). Bandwidth is \
-reported only where the data read back was equal.
+GB/s (10^9 bytes), sizes in GiB (2^30 bytes). Bandwidth is reported only where the data read back was \
+equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error, \
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
 
 /// Measure a device: data integrity, then bandwidth and latency, each beside a reference rate.
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, after_long_help = MORE_EXAMPLES)]
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
@@ -66,134 +74,108 @@ pub(crate) struct Validate {
     #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
     threads: u8,
 
-    /// Buffer size, a multiple of 4KiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer)]
-    #[arg(allow_hyphen_values = true)]
-    buffer_size: Size,
+    /// Size of a buffer, or FIRST,LAST,STEP for several: STEP is MUL (times 2), MULN (times N), ADD (plus FIRST) or
+    /// ADDSIZE
+    #[arg(long, value_name = "SIZE", default_value = "16MiB", value_parser = buffers, allow_hyphen_values = true)]
+    buffer_size: Buffers,
 
-    /// First byte of each memory that is used, a multiple of 4KiB [default: 0]
-    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
-    starting_offset: Option<Size>,
+    /// Memories of a card to measure [default: each, then both at once]
+    #[arg(long, value_name = "MEMORY", value_enum, value_delimiter = ',')]
+    placement: Vec<Phase>,
 
-    /// Distance from one buffer position to the next, a multiple of 4KiB, at least a buffer; each buffer is then
-    /// contiguous [default: packed, in HBM striped over both halves]
-    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
-    offset: Option<Size>,
-
-    /// DMA channel of the buffers: auto, one channel, or an entry for each buffer position (two per thread) like
-    /// 0,1,0,auto
-    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: Channels,
-
-    /// Measure only DDR
-    #[arg(long, conflicts_with = "hbm_only")]
-    ddr_only: bool,
-
-    /// Measure only HBM
-    #[arg(long)]
-    hbm_only: bool,
-
-    /// How buffers share the channels; paired: those at even positions take one channel and region, those at odd
-    /// positions the other
-    #[arg(long, value_enum, default_value_t = Allocation::Auto)]
-    channel_allocation: Allocation,
-
-    /// Distance between the two regions of --channel-allocation paired [default: half of each memory]
-    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
-    channel_region_stride: Option<Size>,
-
-    /// Accepted and without effect: no device is ever reset
-    #[arg(short = 'R', long)]
-    no_reset: bool,
-
-    /// Transfers of each buffer per measurement, instead of a duration
-    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
-    iterations: Option<u64>,
+    /// Directions
+    #[arg(long, value_name = "WHICH", value_enum, value_delimiter = ',', default_value = "read,write,both")]
+    direction: Vec<Directions>,
 
     /// Seconds per measurement
     #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds)]
     duration: Duration,
 
-    /// As --iterations [default with --bandwidth-duration 0: 1]
-    #[arg(long, value_name = "N", conflicts_with_all = ["iterations", "duration"])]
-    #[arg(value_parser = within::<u64>(1..=u64::MAX))]
-    bandwidth_iterations: Option<u64>,
+    /// Transfers of each buffer per measurement, instead of a duration
+    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
+    iterations: Option<u64>,
 
-    /// As --duration; if not 0, it takes precedence over --bandwidth-iterations
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["iterations", "duration"])]
-    #[arg(value_parser = seconds_or_none)]
-    bandwidth_duration: Option<Duration>,
-
-    /// Transfer each buffer whole over one channel, without striping and channel policy; channels alternate
-    #[arg(long)]
-    raw_transfer_test: bool,
-
-    /// Measure reading [default: reading, writing, and both at once]
-    #[arg(long)]
-    read: bool,
-
-    /// Measure writing
-    #[arg(long)]
-    write: bool,
-
-    /// Measure reading and writing at the same time
-    #[arg(long)]
-    bidirectional: bool,
-
-    /// Register each buffer once (default)
-    #[arg(long, conflicts_with = "unregistered")]
-    registered: bool,
-
-    /// Register the buffer for each transfer
-    #[arg(long)]
-    unregistered: bool,
-
-    /// Page sizes of the buffers; each is measured
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "4k,2m")]
-    pages: Vec<Pages>,
-
-    /// Measure buffer sizes from FIRST to LAST, multiplied by 2 (MUL) or N (MULN), or increased by FIRST (ADD) or SIZE
-    /// (ADDSIZE)
-    #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
-    sweep: Option<Sweep>,
+    /// Measure N times; report medians with their spread
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    repeat: u32,
 
     #[command(flatten)]
     consent: Consent,
 
-    /// Measure N times, and report the median of each figure with its spread
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
-    repeat: u32,
+    /// Write a page (HTML): figures beside references, charts over sizes
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    report: Option<PathBuf>,
 
-    /// Also print rates in MB/s: of 2^20 bytes, as v80-smi does, and of 10^6
-    #[arg(long, conflicts_with_all = ["json", "csv"])]
-    mb: bool,
+    /// Page sizes
+    #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m", help_heading = BUFFERS)]
+    pages: Vec<Pages>,
 
-    /// Print the rates as nvbandwidth does, under its names (host_to_device_memcpy_ce and so on)
-    #[arg(long, conflicts_with_all = ["json", "csv", "mb"])]
-    nvbandwidth: bool,
+    /// Register the buffer for each transfer, instead of once
+    #[arg(long, help_heading = BUFFERS)]
+    unregistered: bool,
 
-    #[command(flatten)]
+    /// First byte used of each memory, a multiple of 4KiB [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
+    starting_offset: Option<Size>,
+
+    /// Distance from one buffer to the next, each contiguous [default: packed, in HBM striped over both halves]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
+    offset: Option<Size>,
+
+    /// DMA channel: auto, a number, or one for each buffer (two per thread) like 0,1,0,auto
+    #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = BUFFERS)]
+    mm_channel: Channels,
+
+    /// paired: even buffers use one channel and region, odd ones the other
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Allocation::Auto, help_heading = BUFFERS)]
+    channel_allocation: Allocation,
+
+    /// Distance between the regions of --channel-allocation paired [default: half of each memory]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
+    #[arg(hide_short_help = true)]
+    channel_region_stride: Option<Size>,
+
+    /// Transfer each buffer whole over one channel; channels alternate
+    #[arg(long, help_heading = BUFFERS)]
+    raw_transfer_test: bool,
+
+    #[command(flatten, next_help_heading = OUTPUTS)]
     format: output::OutputFormat,
 
     /// Print the result as CSV
     #[arg(long, conflicts_with = "json")]
     csv: bool,
 
-    /// Write a page (HTML) with the figures beside their references, bandwidth and latency over buffer sizes, the
-    /// machine and the command
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    report: Option<PathBuf>,
+    /// Print the rates like another tool, too: v80-smi in MB/s of 2^20 bytes, nvbandwidth by its names
+    #[arg(long, value_enum, value_name = "TOOL", conflicts_with_all = ["json", "csv"])]
+    like: Option<Like>,
 
     #[command(flatten)]
     replace: output::Replace,
 }
 
+/// The heading of options about buffers.
+const BUFFERS: &str = "Buffers and channels";
+/// That of options about output.
+const OUTPUTS: &str = "Outputs";
+
+/// Another tool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Like {
+    /// AMD's v80-smi.
+    V80Smi,
+    /// NVIDIA's nvbandwidth.
+    Nvbandwidth,
+}
+
+/// Sizes of buffers.
+#[derive(Clone)]
+struct Buffers(Vec<u64>);
+
 /// The result, for the report.
 struct Outcome {
     device: String,
     notes: Vec<String>,
-    /// Options that were given and change nothing.
-    no_effect: Vec<String>,
     settings: ValidateSettings,
     report: ValidateReport,
     /// For each figure of several measurements, the least and the greatest rate.
@@ -261,16 +243,16 @@ impl Validate {
         }
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
-        let (device, notes, no_effect) = (target.name.clone(), target.notes(), self.no_effect());
+        let (device, notes) = (target.name.clone(), target.notes());
         // Waits for transfers that a hung device has not completed, and counts the buffers that it keeps.
         drop(target);
         let held = dmalane::file::quarantined_bytes();
         let failed = failed.map(|failure| match held {
             0 => signals.mark(failure),
-            n => signals.mark(failure).cause(format!("the kernel still holds {n} bytes of buffers")),
+            n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n as u64))),
         });
         let complete = failed.is_none();
-        let outcome = Outcome { device, notes, no_effect, settings, report, spreads, complete };
+        let outcome = Outcome { device, notes, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, &files)?;
         }
@@ -303,8 +285,11 @@ impl Validate {
         match (self.format.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome, path))?,
             (_, true) => output::print(&report::csv(outcome))?,
-            _ if self.nvbandwidth => output::print(&report::nvbandwidth(outcome))?,
-            _ => output::print_text(&report::text(outcome, path, self.format.verbose, self.mb))?,
+            _ if self.like == Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
+            _ => {
+                let mb = self.like == Some(Like::V80Smi);
+                output::print_text(&report::text(outcome, path, self.format.verbose, mb))?;
+            }
         }
         written
     }
@@ -312,8 +297,7 @@ impl Validate {
     /// Refuses options that do not fit the device.
     fn check_options(&self) -> Result<(), Failure> {
         let card = [
-            ("--ddr-only", self.ddr_only),
-            ("--hbm-only", self.hbm_only),
+            ("--placement", !self.placement.is_empty()),
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
@@ -321,13 +305,16 @@ impl Validate {
         if let Some(option) = given(&card).filter(|_| !self.device.kind().has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
+        if self.channel_region_stride.is_some() && self.channel_allocation != Allocation::Paired {
+            return Err(Failure::usage("--channel-region-stride needs --channel-allocation paired"));
+        }
         self.consent.check(&self.device)
     }
 
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
         // As many calls at once as the reference makes.
-        let both = if self.settings().directions.contains(&Directions::Both) { 2 } else { 1 };
+        let both = if self.direction.contains(&Directions::Both) { 2 } else { 1 };
         OpenOptions {
             // All memory is measured, and nothing is bound.
             flat: true,
@@ -339,54 +326,21 @@ impl Validate {
     }
 
     fn settings(&self) -> ValidateSettings {
-        let chosen =
-            [(self.read, Directions::Read), (self.write, Directions::Write), (self.bidirectional, Directions::Both)];
-        let all = !chosen.iter().any(|(chosen, _)| *chosen);
         ValidateSettings {
             threads: self.threads.into(),
-            buffers: match &self.sweep {
-                Some(sweep) => sweep.iter().collect(),
-                None => vec![self.buffer_size.bytes()],
-            },
+            buffers: self.buffer_size.0.clone(),
             starting_offset: self.starting_offset.map_or(0, Size::bytes),
             stride: self.offset.map(Size::bytes),
             region_stride: self.channel_region_stride.map(Size::bytes),
-            phases: match (self.ddr_only, self.hbm_only) {
-                (true, _) => vec![Phase::Ddr],
-                (_, true) => vec![Phase::Hbm],
-                _ => Vec::new(),
-            },
+            phases: self.placement.clone(),
             channels: self.mm_channel.clone(),
             allocation: self.channel_allocation,
-            stop: self.stop(),
+            stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
             raw: self.raw_transfer_test,
-            directions: chosen.iter().filter(|(chosen, _)| all || *chosen).map(|(_, directions)| *directions).collect(),
+            directions: self.direction.clone(),
             registered: !self.unregistered,
             pages: self.pages.clone(),
         }
-    }
-
-    /// When a figure has been measured for long enough.
-    fn stop(&self) -> Stop {
-        match (self.bandwidth_duration, self.bandwidth_iterations.or(self.iterations)) {
-            (Some(time), _) if !time.is_zero() => Stop::For(time),
-            (Some(_), n) => Stop::After(n.unwrap_or(1)),
-            (None, n) => n.map_or(Stop::For(self.duration), Stop::After),
-        }
-    }
-
-    /// Options that were given and change nothing, with the reason.
-    fn no_effect(&self) -> Vec<String> {
-        let timed = self.bandwidth_duration.is_some_and(|time| !time.is_zero());
-        let all = [
-            (self.no_reset, "--no-reset: no device is ever reset"),
-            (
-                self.channel_region_stride.is_some() && self.channel_allocation != Allocation::Paired,
-                "--channel-region-stride: only --channel-allocation paired has two regions",
-            ),
-            (timed && self.bandwidth_iterations.is_some(), "--bandwidth-iterations: --bandwidth-duration is not 0"),
-        ];
-        all.into_iter().filter(|(given, _)| *given).map(|(_, why)| why.to_owned()).collect()
     }
 
     /// The device to measure, and the report to write: checked before minutes of measuring, and never one of the
@@ -480,20 +434,21 @@ fn pages(text: &str) -> Result<Size, String> {
     }
 }
 
-fn buffer(text: &str) -> Result<Size, String> {
-    match pages(text)? {
-        size if (4096..=1 << 30).contains(&size.bytes()) => Ok(size),
-        _ => Err("not from 4KiB to 1GiB".to_owned()),
+fn buffers(text: &str) -> Result<Buffers, String> {
+    let size = |text: &str| text.parse().map(Size::bytes).map_err(|e: SizeError| e.to_string());
+    let sizes = match text.contains(',') {
+        true => Sweep::parse(text, size).map_err(|e| e.to_string())?.iter().collect(),
+        false => vec![size(text)?],
+    };
+    let of = |size: u64| if sizes.len() > 1 { format!("{} is ", binary(size)) } else { String::new() };
+    for &size in &sizes {
+        match size {
+            _ if !size.is_multiple_of(4096) => return Err(format!("{}not a multiple of 4KiB", of(size))),
+            4096..=0x4000_0000 => {}
+            _ => return Err(format!("{}not from 4KiB to 1GiB", of(size))),
+        }
     }
-}
-
-fn sweep(text: &str) -> Result<Sweep, String> {
-    let sweep = Sweep::parse(text, |size| size.parse().map(Size::bytes).map_err(|e: SizeError| e.to_string()));
-    let sweep = sweep.map_err(|e| e.to_string())?;
-    match sweep.iter().find(|size| !size.is_multiple_of(4096) || *size > 1 << 30) {
-        Some(size) => Err(format!("{size} is not a multiple of 4KiB up to 1GiB")),
-        None => Ok(sweep),
-    }
+    Ok(Buffers(sizes))
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -502,13 +457,5 @@ fn seconds(text: &str) -> Result<Duration, String> {
     match seconds > 0.0 && seconds <= 3600.0 {
         true => Duration::try_from_secs_f64(seconds).map_err(|_| bad.to_owned()),
         false => Err(bad.to_owned()),
-    }
-}
-
-/// As [`seconds`], or 0 for none.
-fn seconds_or_none(text: &str) -> Result<Duration, String> {
-    match text.parse() {
-        Ok(0.0) => Ok(Duration::ZERO),
-        _ => seconds(text),
     }
 }

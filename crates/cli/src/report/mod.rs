@@ -73,8 +73,8 @@ impl Section<'_> {
             Self::Timeline(timeline, wall) => (
                 "Timeline",
                 timeline::html(timeline, *wall),
-                "A row is a thread, or operations that were in flight together: its height is their number, and it \
-                 unfolds. Point at a span for its time and size.",
+                "A row is a thread. Operations in flight together are one row, whose height is their number: click it \
+                 to unfold them. Point at a span for its time and size.",
             ),
             Self::Bars(bars, note) if !bars.is_empty() => {
                 let of = bars.iter().any(|bar| bar.reference.is_some());

@@ -28,7 +28,7 @@ const SHORTER: &[(&str, &str)] = &[
     ("--sample 64MiB", "--sample 8MiB"),
     ("--buffer-size 64MiB", "--buffer-size 64KiB"),
     ("--offset 64MiB", "--offset 64KiB"),
-    ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
+    ("--buffer-size 4KiB,16MiB,MUL4", "--buffer-size 4KiB,64KiB,MUL4"),
 ];
 
 fn help(program: &str, words: &[String]) -> String {
@@ -133,8 +133,7 @@ fn run(examples: Vec<String>) -> Done {
         }
         if line.starts_with("dmalane validate") {
             line += if line.contains("-j") { "" } else { " -j 1" };
-            line +=
-                if line.contains("--buffer-size") || line.contains("--sweep") { "" } else { " --buffer-size 64KiB" };
+            line += if line.contains("--buffer-size") { "" } else { " --buffer-size 64KiB" };
             line += if line.contains("--iterations") { "" } else { " --duration 0.001" };
         }
         // Without --force, an example may not replace what another one wrote.

@@ -39,7 +39,7 @@ fn in_every_command(layers: Option<&Layers>, device: &str) -> Option<()> {
     for figure in validated["figures"].as_array().unwrap() {
         assert!(figure["reference_bytes_per_s"].as_f64() > Some(0.0), "{figure}");
     }
-    let named = run(&format!("validate -d {device} {quick} --nvbandwidth"))?;
+    let named = run(&format!("validate -d {device} {quick} --like nvbandwidth"))?;
     for name in [
         "host_to_device_memcpy_ce",
         "device_to_host_memcpy_ce",

@@ -385,7 +385,6 @@ fn a_full_file_system_keeps_what_is_there() {
         "iopt build boot.json --format x86-64-4level -o disk/old --force",
         "manifest model.safetensors -o disk/old --force",
         "validate -d ram:1MiB -j 1 --buffer-size 4KiB --iterations 1 --pages 4k --report disk/old --force",
-        "validate -d file:disk/old -j 1 --buffer-size 4KiB --iterations 1",
         "load -q model.safetensors --record disk/new",
     ] {
         let mut command = Command::new("unshare");

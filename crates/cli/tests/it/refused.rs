@@ -83,7 +83,7 @@ fn buffers_that_the_kernel_does_not_fix_are_not_said_to_be_fixed() {
     let validate = |buffer: &str| {
         let line = format!(
             "ulimit -l 8192; exec {} validate -d file:{},probe-at=1MiB --overwrite --buffer-size {buffer} \
-             --iterations 1 -j 1 --pages 4k --read --json",
+             --iterations 1 -j 1 --pages 4k --direction read --json",
             program.display(),
             device.display()
         );

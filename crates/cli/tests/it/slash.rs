@@ -187,7 +187,7 @@ fn system_calls_per_mib_are_a_read_and_a_transfer_for_each_slot() {
 /// Validates both ways, each memory and both, with each size; the program compares the bytes of each.
 fn sweep(sizes: &str, count: usize, threads: &str) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
-    let args = ["validate", "-d", "slash:0", "--sweep", sizes, "-j", threads, "--iterations", "1", "--json"];
+    let args = ["validate", "-d", "slash:0", "--buffer-size", sizes, "-j", threads, "--iterations", "1", "--json"];
     let Some(output) = dmalane(&model, &args) else { return };
     assert!(output.status.success(), "{}", text(&output));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();

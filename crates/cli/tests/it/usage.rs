@@ -104,21 +104,20 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("-j 0", "not a whole number from 1 to 64"),
             ("--buffer-size 5000", "not a multiple of 4KiB"),
             ("--buffer-size 2GiB", "not from 4KiB to 1GiB"),
-            ("--sweep 4KiB", "--sweep"),
-            ("--sweep 4KiB,1M,MUL", "could mean MB"),
+            ("--buffer-size 4KiB,8KiB", "FIRST,LAST,MUL"),
+            ("--buffer-size 4KiB,1M,MUL", "could mean MB"),
             ("-d soft,ring=3", "not a power of two from 2 to 65536"),
             ("-d slash:0,ring=16", "not a number from 0 to 15"),
             ("--mm-channel 9", "--mm-channel"),
             ("--duration 0", "not a number of seconds"),
             ("--iterations 0", "not a whole number of at least 1"),
             ("--iterations 1 --duration 1", "cannot be used with"),
-            ("--ddr-only --hbm-only", "cannot be used with"),
             ("--overwrite", "--overwrite is for file, not for soft"),
             ("-d soft,probe-at=1MiB", "which file has"),
-            ("-d ram:64MiB --ddr-only", "--ddr-only is for a card"),
+            ("-d ram:64MiB --placement ddr", "--placement is for a card"),
             ("--pages 3m", "--pages"),
-            ("validate --report -", "stdout is for the report"),
-            ("--mb --json", "cannot be used with"),
+            ("--report -", "stdout is for the report"),
+            ("--like v80-smi --json", "cannot be used with"),
         ],
     ),
     ("doctor", &[("a b", "b")]),
@@ -338,7 +337,7 @@ fn wrong_usage_is_2_and_everything_else_is_1() {
 #[test]
 fn errors_are_as_wide_as_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
-    for line in ["load --chunk x", "load m -d gpu0", "validate --sweep 4KiB", "load"] {
+    for line in ["load --chunk x", "load m -d gpu0", "validate --buffer-size 4KiB,8KiB", "load"] {
         std::fs::write(folder.path().join("m"), "x").unwrap();
         let shell = format!("stty rows 24 cols 60; {} {line}", env!("CARGO_BIN_EXE_dmalane"));
         let mut command = Command::new("script");

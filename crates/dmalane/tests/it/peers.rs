@@ -13,7 +13,7 @@ use rustix::thread::set_thread_res_uid;
 /// A user whom nothing of the tests belongs to.
 const OTHER: u32 = 54_321;
 
-/// Listens as another user, from a thread of that user: who connects is asked to trust it. `None` unless root runs this.
+/// Listens as another user, from a thread of that user: who connects is asked to trust it. `None` unless run by root.
 fn listen_as_another(path: &Path, kind: SocketType) -> Option<OwnedFd> {
     let listen_as = || {
         let other = Uid::from_raw(OTHER);

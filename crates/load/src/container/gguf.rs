@@ -1,4 +1,4 @@
-//! GGUF: the model files of llama.cpp and its relatives.
+//! GGUF: tensors behind a binary header, as llama.cpp and its relatives have them.
 //!
 //! Format: "GGUF" in the documentation of <https://github.com/ggml-org/ggml>, versions 2 and 3, little-endian. A header
 //! of typed key-value pairs and tensor descriptions is followed by the tensors' bytes, each at a multiple of
@@ -392,6 +392,7 @@ fn place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::container::detect;
     use std::path::Path;
 
     /// Writes a header, the plain way.

@@ -123,6 +123,7 @@ fn element(descr: &str) -> Option<(&'static str, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::container::detect;
     use std::path::Path;
 
     /// A file as `numpy.save` writes it.

@@ -1,4 +1,4 @@
-//! Safetensors files.
+//! Safetensors: tensors behind a JSON header.
 //!
 //! Format: <https://github.com/huggingface/safetensors#format>: 8 bytes little-endian header length, a JSON header of
 //! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. This

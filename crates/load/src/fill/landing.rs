@@ -1,9 +1,9 @@
 //! Landing places: huge pages that reads arrive in, where the buffers have small pages behind a memfd.
 //!
-//! A disk request lists its pages, so that small pages make short requests, and the kernel zeroes a page of a memfd that
-//! is touched for the first time. So reads go to huge pages, which are used again and again. The bytes are copied from
-//! there into pages that the kernel makes with these contents, or that are present already. Both together take less time
-//! than reads into small pages.
+//! A disk request lists its pages, so that small pages make short requests, and the kernel zeroes a page of a memfd
+//! that is touched for the first time. So reads go to huge pages, which are used again and again. The bytes are copied
+//! from there into pages that the kernel makes with these contents, or that are present already. Both together take
+//! less time than reads into small pages.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, LazyLock, Mutex};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Settings of a job. `dmalane::ReadOptions` and [`DriveOptions`](crate::DriveOptions) embed them.
+/// Settings of a job. [`ReadOptions`](crate::ReadOptions) and [`DriveOptions`](crate::DriveOptions) embed them.
 #[derive(Clone, Debug)]
 pub struct FillOptions {
     /// Bytes of memory that are allocated together, before reading into them starts: of a chunk, or of a staging buffer
@@ -26,8 +26,8 @@ pub struct FillOptions {
     /// waits for it, before it is stopped, which is a [`FillError::Transfer`](super::FillError::Transfer). Operations
     /// that have not ended by then stay with their queue.
     pub timeout: Duration,
-    /// Record a timeline ([`FillReport::timeline`](super::FillReport::timeline)), in at most about 1 MiB for each worker,
-    /// and for each channel of a device that was opened with this set.
+    /// Record a timeline ([`FillReport::timeline`](super::FillReport::timeline)), in at most about 1 MiB for each
+    /// worker, and for each channel of a device that was opened with this set.
     pub timeline: bool,
 }
 

@@ -17,7 +17,8 @@ pub fn model_heap() -> &'static Pool {
     &HEAP
 }
 
-/// An allocation that tensors keep alive together. Its bytes count against the model's memory limit until it is dropped.
+/// An allocation that tensors keep alive together. Its bytes count against the model's memory limit until it is
+/// dropped.
 pub struct Block {
     buf: SharedBuf,
     _charge: Option<Charge>,

@@ -181,8 +181,8 @@ impl HostModel {
         self.by_name.get(name).copied().ok_or_else(|| ModelError::NoTensor(name.to_owned()))
     }
 
-    /// Reads all tensors, those of a file into one block. With `align`, a power of two of at most 4096, each starts at a
-    /// multiple of it and shares no such unit with another one.
+    /// Reads all tensors, those of a file into one block. With `align`, a power of two of at most 4096, each starts at
+    /// a multiple of it and shares no such unit with another one.
     ///
     /// # Errors
     /// [`ModelError`]. [`ModelError::BadSlice`] for another `align`.

@@ -3,23 +3,17 @@
 use std::fs::File;
 use std::ops::{Bound, ControlFlow, RangeBounds};
 
-use crate::fill::{BufferMemory, Extent, FillReport, FilledBuf, Job};
+use crate::fill::{BufferMemory, Extent, Job};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 
-use super::{ReadError, ReadFiles, ReadMethod, ReadOptions, is_stream, read, short, stream};
+use super::error::ReadError;
+use super::job::read;
+use super::method::{AllocRead, ReadFiles};
+use super::options::ReadOptions;
+use super::plan::is_stream;
+use super::{short, stream};
 use crate::open_file::{OpenFile, name};
-
-/// A buffer with the bytes of a file.
-#[derive(Debug)]
-pub struct AllocRead {
-    /// The buffer.
-    pub buffer: FilledBuf,
-    /// The method by which the file was read.
-    pub method: ReadMethod,
-    /// Times of the stages.
-    pub report: FillReport,
-}
 
 /// Allocates buffers that are filled from files; implemented for every heap.
 pub trait AllocAndRead: Heap {

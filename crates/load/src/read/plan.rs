@@ -1,9 +1,13 @@
 //! The method for each file, with its reason: direct or buffered, in a ring or not, by how many workers.
 
 use crate::fill::Job;
+use std::fs::FileType;
+use std::os::unix::fs::FileTypeExt;
+
 use dmalane_file::{FileOptions, Io, Mode, Residency, residency};
 
-use super::{ReadError, ReadOptions, Scheme, is_stream};
+use super::error::ReadError;
+use super::options::{ReadOptions, Scheme};
 use crate::choose::{Choice, workers};
 use crate::open_file::{OpenFile, size};
 
@@ -78,4 +82,9 @@ pub(super) fn plan(
     let workers = if short { 1 } else { workers(copied) };
     let size = kind.is_file().then_some(size);
     Ok(Plan { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })
+}
+
+/// True for pipes, sockets and character devices, which have no offsets.
+pub(super) fn is_stream(kind: &FileType) -> bool {
+    !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
 }

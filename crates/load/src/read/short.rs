@@ -11,8 +11,10 @@ use dmalane_queue::{OpError, StopReason};
 use rustix::fs::{FileType, OFlags};
 use twox_hash::XxHash3_64;
 
+use super::error::ReadError;
+use super::method::{AllocRead, ReadMethod};
+use super::options::{ReadOptions, Scheme};
 use super::plan::SHORT;
-use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme};
 use crate::choose::Choice;
 use crate::open_file::name;
 

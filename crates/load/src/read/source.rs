@@ -4,7 +4,7 @@ use dmalane_addr::FileOffset;
 use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
 use dmalane_queue::Queue;
 
-use super::ReadError;
+use super::error::ReadError;
 use super::plan::Plan;
 use crate::open_file::OpenFile;
 

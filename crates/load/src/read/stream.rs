@@ -11,7 +11,9 @@ use dmalane_file::{How, Moved, StreamQueue};
 use dmalane_queue::{OpError, Operation, Refusal, Refused, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
 
-use super::{AllocRead, ReadError, ReadMethod, ReadOptions};
+use super::error::ReadError;
+use super::method::{AllocRead, ReadMethod};
+use super::options::ReadOptions;
 use crate::open_file::OpenFile;
 
 /// Bytes of an intermediate buffer: few, since the last one is used in part.

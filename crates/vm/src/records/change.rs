@@ -5,7 +5,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use dmalane_iopt::Format;
 
 use super::node::MIXED;
-use super::{ROOT, Records, write_run};
+use super::{Gone, ROOT, Records, write_run};
 use crate::record::Record;
 use crate::slots::{Place, Slots};
 
@@ -282,13 +282,4 @@ impl<F: Format> Records<F> {
             at = end.wrapping_add(1);
         }
     }
-}
-
-/// A part of what [`Records::take_slot`] takes away.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Gone {
-    /// First and last page of an entry.
-    Pages(u64, u64),
-    /// First and last page of what an empty node at `level` covered.
-    Node { first: u64, last: u64, level: u32 },
 }

@@ -1,6 +1,5 @@
 //! `dmalaned status`: clients and their resources.
 
-use std::fmt::Write;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -9,10 +8,10 @@ use std::time::Duration;
 use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status_with};
 use dmalane_cli::failure::Failure;
-use dmalane_cli::layout::fit;
+use dmalane_cli::layout::{Table, fit};
 use dmalane_cli::number::within;
 use dmalane_cli::output;
-use dmalane_cli::size::Size;
+use dmalane_cli::size::binary;
 use serde_json::{Value, json};
 
 const EXAMPLES: &str = "\
@@ -132,15 +131,6 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
     })
 }
 
-fn size(bytes: u64) -> String {
-    // Binary units where the size is a whole number of them, which is usual for limits.
-    let unit = [(30, "GiB"), (20, "MiB"), (10, "KiB")].into_iter().find(|(shift, _)| bytes >> shift > 0);
-    match unit {
-        Some((shift, name)) if bytes.is_multiple_of(1 << shift) => format!("{} {name}", bytes >> shift),
-        _ => Size::about(bytes).to_string(),
-    }
-}
-
 fn text(status: &DaemonStatus) -> String {
     let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
     let mut out = format!(
@@ -152,39 +142,27 @@ fn text(status: &DaemonStatus) -> String {
         totals.refused,
         totals.requests,
         totals.errors,
-        size(ddr.0),
-        size(ddr.1),
-        size(hbm.0),
-        size(hbm.1),
+        binary(ddr.0),
+        binary(ddr.1),
+        binary(hbm.0),
+        binary(hbm.1),
     );
     if clients.is_empty() {
-        out += "no clients\n";
-        return out;
+        return out + "no clients\n";
     }
-    // Writing to a String cannot fail.
-    let _ = writeln!(
-        out,
-        "{:>6} {:>7} {:>5} {:>6} {:>7} {:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>6}",
-        "client", "pid", "uid", "queues", "buffers", "bytes", "mappings", "ddr", "hbm", "H2C", "C2H", "errors"
-    );
+    let mut table = Table::new("rrrrrrrrrrrrl", HEAD);
     for c in clients {
-        let _ = writeln!(
-            out,
-            "{:>6} {:>7} {:>5} {:>6} {:>7} {:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>6}{}",
-            c.client,
-            c.pid,
-            c.uid,
-            c.queues,
-            c.buffers,
-            size(c.bytes),
-            c.mappings,
-            size(c.ddr),
-            size(c.hbm),
-            size(c.h2c),
-            size(c.c2h),
-            c.errors,
-            if c.closing { " closing" } else { "" }
-        );
+        let closing = if c.closing { "closing" } else { "" };
+        let numbers = [c.pid, c.uid, c.queues, c.buffers, c.mappings].map(|number| number.to_string());
+        let [pid, uid, queues, buffers, mappings] = numbers;
+        let [bytes, ddr, hbm, h2c, c2h] = [c.bytes, c.ddr, c.hbm, c.h2c, c.c2h].map(binary);
+        let (client, errors) = (c.client.to_string(), c.errors.to_string());
+        table.row([client, pid, uid, queues, buffers, bytes, mappings, ddr, hbm, h2c, c2h, errors, closing.to_owned()]);
     }
+    out += &table.text();
     out
 }
+
+/// The columns of the clients.
+const HEAD: [&str; 13] =
+    ["client", "pid", "uid", "queues", "buffers", "bytes", "mappings", "ddr", "hbm", "H2C", "C2H", "errors", ""];

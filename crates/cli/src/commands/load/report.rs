@@ -445,7 +445,8 @@ pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
     };
     let meaning =
         "Measured rates above references: what this machine reached in the same run when it did nothing else.";
-    Section::Bars(stages(o).iter().filter_map(bar).collect(), meaning.to_owned())
+    let moving = stages(o).into_iter().filter(|s| s.stage != Stage::Allocate);
+    Section::Bars(moving.filter_map(|s| bar(&s)).collect(), meaning.to_owned())
 }
 
 /// The stages for a page.

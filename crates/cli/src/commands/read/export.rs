@@ -29,13 +29,14 @@ const NOT_RUN: [u8; 2] = [126, 127];
 #[derive(Args)]
 #[command(next_help_heading = "To another process")]
 pub struct Export {
-    /// Run COMMAND in place of dmalane, with the memory as an open descriptor that it can map: its number is in
-    /// DMALANE_FD, its bytes in DMALANE_SIZE (for several files, lists with spaces), and memfd or dma-buf in
-    /// DMALANE_KIND
+    /// Run COMMAND in place of dmalane, with the memory as an open descriptor that it can map
+    ///
+    /// Its number is in DMALANE_FD, its bytes in DMALANE_SIZE (for several files, lists with spaces), and memfd or
+    /// dma-buf in DMALANE_KIND.
     #[arg(long, value_enum, requires = "command", conflicts_with_all = ["device", "map", "repeat", "send_to"])]
     export: Option<As>,
 
-    /// Send the memory as descriptors to the process that listens at this Unix socket
+    /// Send the memory to the process that listens at this Unix socket
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "map", "repeat"])]
     send_to: Option<PathBuf>,
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dmalane::dma::{Heap, Picked};
-use dmalane::load::StageReport;
 use dmalane::load::fill::FillReport;
+use dmalane::load::{Stage, StageReport};
 use dmalane::{DeviceSpec, ReadMethod};
 use serde_json::{Value, json};
 
@@ -205,7 +205,8 @@ pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
     let bar = |s: &StageReport| {
         Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
     };
-    Section::Bars(o.run.report.stages.iter().filter_map(bar).collect(), String::new())
+    let moves = |s: &&StageReport| matches!(s.stage, Stage::Read | Stage::Checksum | Stage::Transfer);
+    Section::Bars(o.run.report.stages.iter().filter(moves).filter_map(bar).collect(), String::new())
 }
 
 /// The stages for a page.

@@ -13,22 +13,16 @@ use crate::size::{binary, per_second};
 /// The answer, and the line that explains it.
 pub fn answer(outcome: &Outcome) -> (String, String) {
     let verdict = match (outcome.report.passed(), outcome.complete) {
-        (false, _) => "Data read back differs".to_owned(),
-        (true, true) => format!("Data intact: {}", fastest(outcome)),
-        (true, false) => format!("Incomplete: {}", fastest(outcome)),
+        (false, _) => "Data read back differs",
+        (true, true) => "Data intact",
+        (true, false) => "Incomplete",
     };
-    (verdict, how(outcome))
+    let words = [verdict.to_owned(), fastest(outcome)];
+    (words.into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(": "), how(outcome))
 }
 
 /// What a series of figures has in common.
 type Series = (Phase, Pages);
-
-fn words(pages: Pages) -> &'static str {
-    match pages {
-        Pages::Small => "4 KiB pages",
-        Pages::Huge => "2 MiB pages",
-    }
-}
 
 /// The sections, in order.
 pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
@@ -42,7 +36,7 @@ pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
     let charts = |times: bool, lines: &dyn Fn(&[&Figure]) -> Vec<Line>| -> Vec<Chart> {
         let chart = |series: &Series| {
             let these: Vec<&Figure> = figures.iter().filter(|f| (f.phase, f.pages) == *series).collect();
-            Chart { title: format!("{}, {}", series.0, words(series.1)), times, lines: lines(&these) }
+            Chart { title: format!("{}, {}", series.0, series.1), times, lines: lines(&these) }
         };
         series.iter().filter(|of| sizes(of) > 1).map(chart).collect()
     };
@@ -59,7 +53,7 @@ pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
             charts(true, &latency),
             "Moving one buffer: the median, and dashed the 99th percentile; of both directions at once the slower one's.",
         ),
-        Section::Table("Figures", table(figures), "GB/s of all threads together; us for one buffer, to 1 %."),
+        Section::Table("Figures", table(figures), "Rates are of all threads together, times of one buffer, to 1 %."),
         Section::Table("Integrity", integrity(outcome), ""),
     ]
 }
@@ -81,7 +75,7 @@ fn bars(figures: &[Figure], series: &[Series], sweep: bool) -> Vec<Bar> {
         let these = figures.iter().filter(|f| (f.phase, f.pages) == *of && f.directions == directions);
         let f = these.max_by(|a, b| a.total().total_cmp(&b.total()))?;
         let size = if sweep { format!(", {} buffers", binary(f.buffer)) } else { String::new() };
-        let name = format!("{} {}, {}{size}", f.phase, direction(f.directions), words(f.pages));
+        let name = format!("{} {}, {}{size}", f.phase, direction(f.directions), f.pages);
         Some(Bar { name, colour: colour(directions), got: f.total(), reference: f.reference })
     };
     series.iter().flat_map(|of| DIRECTIONS.map(|directions| (of, directions))).filter_map(fastest).collect()
@@ -137,7 +131,7 @@ fn integrity(outcome: &Outcome) -> Vec<Vec<String>> {
     let head = ["memory", "buffer", "pages", "equal", "different"].map(str::to_owned).to_vec();
     let rows = outcome.report.integrity.iter().map(|i| {
         let equal = format!("{} of {}", i.ok, i.threads);
-        vec![i.phase.to_string(), binary(i.buffer), words(i.pages).to_owned(), equal, i.wrong.join("; ")]
+        vec![i.phase.to_string(), binary(i.buffer), i.pages.to_string(), equal, i.wrong.join("; ")]
     });
     std::iter::once(head).chain(rows).collect()
 }

@@ -110,7 +110,6 @@ pub fn json(outcome: &Outcome, page: Option<&Path>) -> Value {
         "reference": report.reference,
         "reported": page.map(|path| path.to_string_lossy()),
         "skipped": report.left_out,
-        "no_effect": outcome.no_effect,
     })
 }
 
@@ -200,7 +199,7 @@ pub fn text(outcome: &Outcome, page: Option<&Path>, verbose: bool, mb: bool) -> 
     for i in &report.integrity {
         let verdict = if i.ok == i.threads && i.wrong.is_empty() { good("OK") } else { bad("FAILED") };
         let (phase, size) = (i.phase.to_string(), binary(i.buffer));
-        out += &format!("integrity  {phase:8} {size:>9}  {} pages  {}/{} {verdict}\n", pages(i.pages), i.ok, i.threads);
+        out += &format!("integrity  {phase:8} {size:>9}  {}  {}/{} {verdict}\n", i.pages, i.ok, i.threads);
     }
     if !report.figures.is_empty() {
         out += "\nGB/s of all threads together; us for one buffer, from a histogram with a resolution of 1 %\n";
@@ -213,9 +212,6 @@ pub fn text(outcome: &Outcome, page: Option<&Path>, verbose: bool, mb: bool) -> 
     }
     if !outcome.complete {
         out += "incomplete: see the error\n";
-    }
-    for option in &outcome.no_effect {
-        out += &wrap(&format!("no effect: {option}"), 2);
     }
     for left in &report.left_out {
         out += &wrap(&format!("not measured: {}", plain(left)), 2);

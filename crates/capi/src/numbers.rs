@@ -1,0 +1,262 @@
+//! The error numbers that C gets.
+
+use std::error::Error as StdError;
+
+use dmalane::device::{IoError, MemoryError, SpaceError};
+use dmalane::file;
+use dmalane::load::Error as LoadingError;
+use dmalane::load::fill::{FillError, QueueFailure};
+use dmalane::queue::{OpError, Refusal, StopReason};
+use dmalane::{ModelError, OpenError, ReadError, error_chain};
+use dmalane_vm::Errno;
+
+use crate::objects::{EBUSY, Number, Refused};
+
+// Numbers of asm-generic/errno.h that the bind manager has no use for.
+const EIO: i32 = 5;
+pub(crate) const EAGAIN: i32 = 11;
+const ENODEV: i32 = 19;
+const EISDIR: i32 = 21;
+pub(crate) const ESPIPE: i32 = 29;
+const ENODATA: i32 = 61;
+const EBADMSG: i32 = 74;
+const ETIMEDOUT: i32 = 110;
+pub(crate) const EALREADY: i32 = 114;
+const ESTALE: i32 = 116;
+const ECANCELED: i32 = 125;
+
+/// The number of an error of the operating system, which a driver's error may wrap.
+pub(crate) fn os(error: &std::io::Error) -> Number {
+    let mut causes = std::iter::successors(Some(error as &dyn std::error::Error), |&e| e.source());
+    let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
+    Number::Kernel(number.unwrap_or(EIO))
+}
+
+/// The number of an error about a file that was to be opened.
+pub(crate) fn number_of_file(error: &file::Error) -> Number {
+    match error {
+        file::Error::Open { source, .. } => os(source),
+        file::Error::NotAFile { kind: "directory", .. } => Number::Kernel(EISDIR),
+        file::Error::NoDirect { .. } | file::Error::NoUring { .. } => Errno::NotSup.into(),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+/// The number of an error of a read into memory.
+pub(crate) fn number_of_read(error: &ReadError) -> Number {
+    match error {
+        ReadError::Open { source, .. } => os(source),
+        ReadError::File(error) => number_of_file(error),
+        ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => Number::Kernel(ENODATA),
+        ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
+        ReadError::Changed { .. } => Number::Kernel(ESTALE),
+        ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
+            Errno::NoMem.into()
+        }
+        ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
+        ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+impl From<ModelError> for Refused {
+    fn from(error: ModelError) -> Self {
+        Self::new(number_of_model(&error), error_chain(&error))
+    }
+}
+
+impl From<ReadError> for Refused {
+    fn from(error: ReadError) -> Self {
+        Self::new(number_of_read(&error), error_chain(&error))
+    }
+}
+
+fn number_of_stop(reason: &StopReason) -> Number {
+    match reason {
+        StopReason::Requested(_) => Errno::Canceled.into(),
+        StopReason::Timeout(_) => Number::Kernel(ETIMEDOUT),
+        StopReason::Lost(_) => Number::Kernel(ENODEV),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+pub(crate) fn number_of_refusal(reason: &Refusal) -> Number {
+    match reason {
+        Refusal::Full => Number::Kernel(EAGAIN),
+        Refusal::TooLong { .. } => Errno::TooBig.into(),
+        Refusal::PastTheTop => Errno::Overflow.into(),
+        Refusal::NotPermitted => Errno::Perm.into(),
+        Refusal::Unsupported(_) => Errno::NotSup.into(),
+        Refusal::Stopped(reason) => number_of_stop(reason),
+        _ => Errno::Inval.into(),
+    }
+}
+
+pub(crate) fn number_of(error: &OpError) -> Number {
+    match error {
+        OpError::Fault(_) | OpError::MmuFault(_) | OpError::NoCardMemory(_) => Errno::Fault.into(),
+        OpError::EndOfFile { .. } => Number::Kernel(ENODATA),
+        OpError::Io { errno, .. } => Number::Kernel(*errno),
+        OpError::Differs { .. } => Number::Kernel(EBADMSG),
+        OpError::Cancelled => Errno::Canceled.into(),
+        OpError::Stopped(reason) => number_of_stop(reason),
+        OpError::Refused(reason) => number_of_refusal(reason),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+fn number_of_failure(failure: &QueueFailure) -> Number {
+    match failure {
+        QueueFailure::Refused(reason) => number_of_refusal(reason),
+        QueueFailure::Stopped(reason) | QueueFailure::Io(IoError::Halted(reason)) => number_of_stop(reason),
+        QueueFailure::Io(IoError::TimedOut(_)) | QueueFailure::TimedOut(_) => Number::Kernel(ETIMEDOUT),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+/// The number for an error of a device's driver: that of a lost device, or else this one.
+fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
+    use dmalane::{cuda, vulkan};
+    if let Some(vulkan::Error::NoAddresses { .. }) = error.downcast_ref() {
+        return Errno::NoMem.into();
+    }
+    let lost = matches!(error.downcast_ref(), Some(vulkan::Error::Lost(_)))
+        || matches!(error.downcast_ref(), Some(cuda::Error::Lost(_)));
+    if lost { Number::Kernel(ENODEV) } else { otherwise }
+}
+
+fn number_of_memory(error: &MemoryError) -> Number {
+    match error {
+        MemoryError::NoRegion { .. } => Errno::Inval.into(),
+        MemoryError::Driver { source, .. } => number_of_driver(&**source, Errno::NoMem.into()),
+        MemoryError::Full { .. } => Errno::NoMem.into(),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+fn number_of_host(error: &dmalane::dma::Error) -> Number {
+    use dmalane::dma::Error;
+    match error {
+        Error::BadLength(_) | Error::BadRange { .. } => Errno::Inval.into(),
+        Error::NoHeap(_) | Error::WholeBuffers | Error::ForeignPin => Errno::NotSup.into(),
+        Error::Allocate { source, .. } | Error::Import(source) => os(source),
+        Error::Backend(source) => number_of_driver(&**source, Number::Kernel(EIO)),
+        _ => Errno::NoMem.into(),
+    }
+}
+
+fn number_of_space(error: &SpaceError) -> Number {
+    match error {
+        SpaceError::Exhausted(_) => Errno::NoMem.into(),
+        SpaceError::Fragmented(_) => Errno::NotSup.into(),
+        SpaceError::TooShort { .. } => Errno::Range.into(),
+        SpaceError::Elsewhere(_) => Errno::Inval.into(),
+        SpaceError::NotReserved(_) => Errno::NoEnt.into(),
+        SpaceError::Vm(error) => error.errno().into(),
+        SpaceError::Invalidate(source) | SpaceError::Refused(source) | SpaceError::Driver(source) => {
+            number_of_driver(&**source, Number::Kernel(EIO))
+        }
+        _ => Number::Kernel(EIO),
+    }
+}
+
+impl From<OpenError> for Refused {
+    fn from(error: OpenError) -> Self {
+        let number = match &error {
+            OpenError::Spec(_) => Errno::Inval.into(),
+            _ => Number::Kernel(ENODEV),
+        };
+        Self::new(number, error_chain(&error))
+    }
+}
+
+impl From<MemoryError> for Refused {
+    fn from(error: MemoryError) -> Self {
+        Self::new(number_of_memory(&error), error_chain(&error))
+    }
+}
+
+impl From<dmalane::dma::Error> for Refused {
+    fn from(error: dmalane::dma::Error) -> Self {
+        Self::new(number_of_host(&error), error_chain(&error))
+    }
+}
+
+impl From<SpaceError> for Refused {
+    fn from(error: SpaceError) -> Self {
+        Self::new(number_of_space(&error), error_chain(&error))
+    }
+}
+
+/// The number of an error of a model.
+pub(crate) fn number_of_model(error: &ModelError) -> Number {
+    match error {
+        ModelError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
+        ModelError::Load(LoadingError::File { source, .. }) => os(source),
+        ModelError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
+            number_of(source)
+        }
+        ModelError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
+        ModelError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
+        ModelError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
+        ModelError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
+        ModelError::Load(LoadingError::Memory(error)) => number_of_host(error),
+        ModelError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
+        ModelError::Open(error) => number_of_file(error),
+        ModelError::Read(error) => number_of_read(error),
+        ModelError::Memory(error) => number_of_host(error),
+        ModelError::NoTensor(_) => Errno::NoEnt.into(),
+        ModelError::Twice { .. } | ModelError::ByColumns { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
+        ModelError::Unlisted { .. } => Number::Kernel(EBADMSG),
+        ModelError::Load(LoadingError::Differs { .. }) => Number::Kernel(EBADMSG),
+        ModelError::Unchecked => Errno::NotSup.into(),
+        ModelError::Replaced { .. } => Number::Kernel(ESTALE),
+        ModelError::Limit { .. } | ModelError::TooLarge { .. } => Errno::NoMem.into(),
+        ModelError::Cancelled | ModelError::Closed => Number::Kernel(ECANCELED),
+        _ => Number::Kernel(EIO),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use dmalane::{Placement, cuda, vulkan};
+
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_lost_is_gone_whatever_notices_it() {
+        let lost = || StopReason::Lost("the GPU is lost".into());
+        let load = |source| ModelError::Load(LoadingError::Queue { path: "model".into(), end: "device", source });
+        let vulkan = vulkan::CallError { call: "vkQueueBindSparse", result: Default::default() };
+        let cuda = || cuda::Error::Call { call: "cuMemMap", code: 1, name: String::new(), text: String::new() };
+        let cuda_lost = || cuda::Error::Lost(Box::new(cuda()));
+        let none = Errno::NoMem.number();
+        let errors: [(&dyn Fn() -> Box<dyn StdError + Send + Sync>, _, _); 4] = [
+            (&|| vulkan::Error::Lost(vulkan).into(), ENODEV, ENODEV),
+            (&|| cuda_lost().into(), ENODEV, ENODEV),
+            (&|| vulkan::Error::Call(vulkan).into(), EIO, none),
+            (&|| cuda().into(), EIO, none),
+        ];
+        for (error, number, of_memory) in errors {
+            let numbers = [
+                number_of_space(&SpaceError::Driver(error())),
+                number_of_space(&SpaceError::Invalidate(error())),
+                number_of_host(&dmalane::dma::Error::Backend(error())),
+            ];
+            assert!(numbers.iter().all(|n| n.get() == number), "{}", error());
+            let memory = MemoryError::Driver { len: 1, placement: Placement::Default, source: error() };
+            assert_eq!(number_of_memory(&memory).get(), of_memory, "{memory}");
+        }
+        let numbers = [
+            number_of(&OpError::Stopped(lost())),
+            number_of_refusal(&Refusal::Stopped(lost())),
+            Refused::from(load(lost().into())).0,
+            Refused::from(load(IoError::Halted(lost()).into())).0,
+        ];
+        assert!(numbers.iter().all(|number| number.get() == ENODEV));
+        assert_eq!(Refused::from(load(QueueFailure::TimedOut(Duration::from_millis(5)))).0.get(), ETIMEDOUT);
+        assert_eq!(Refused::from(load(StopReason::Driver("a call failed".into()).into())).0.get(), EIO);
+    }
+}

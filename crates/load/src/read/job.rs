@@ -1,0 +1,102 @@
+//! A read: the method for each file, its workers, and the engine.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use dmalane_dma::{FileMapping, PageKind};
+use dmalane_file::{Fallback, How, Mode, Moved};
+use dmalane_queue::DeviceAddr;
+
+use super::cached::FromCache;
+use super::error::{ReadError, named};
+use super::method::{ReadFiles, ReadMethod};
+use super::options::{ReadOptions, Scheme};
+use super::plan::{Plan, plan};
+use super::source::Source;
+use crate::device::OpenDevice;
+use crate::fill::{BufferMemory, FillCached, FillOptions, Job, Sink, Watch, fill};
+use crate::open_file::OpenFile;
+
+/// A device, and the place on it for each buffer.
+pub(super) type Onto<'a> = (&'a mut OpenDevice, &'a [DeviceAddr]);
+
+/// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
+pub(super) fn read<'a>(
+    memory: BufferMemory<'_>,
+    onto: Option<Onto<'_>>,
+    sources: &'a [OpenFile],
+    job: &Job,
+    options: &ReadOptions,
+    watch: &mut Watch<'_>,
+    unchanged: bool,
+) -> Result<ReadFiles, ReadError> {
+    let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
+    if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
+        return Err(ReadError::Limit { wanted, limit });
+    }
+    let capabilities = memory.heap.capabilities();
+    let writable = capabilities.shareable;
+    // As `Reserved::is_better_copied_to` says when there is a reservation.
+    let copied_to = writable && capabilities.best_pages == PageKind::Base;
+    let plans = sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to));
+    let plans = plans.collect::<Result<Vec<Plan>, ReadError>>()?;
+    let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
+    let mut workers = Vec::new();
+    for _ in 0..count.clamp(1, 64) {
+        let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan);
+        workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
+    }
+    let one_chunk;
+    let fill_options = match options.scheme {
+        Scheme::Overlap => &options.fill,
+        Scheme::Sequential | Scheme::Plain => {
+            one_chunk = FillOptions { chunk: u64::MAX, ..options.fill.clone() };
+            &one_chunk
+        }
+    };
+    // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
+    // as soon as it is populated; all of a cached file is, by its queue.
+    let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
+    let map = |(source, plan): (&'a OpenFile, &Plan)| {
+        let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
+        let some = some && (writable || plan.options.mode == Mode::Auto);
+        let mapping = some.then(|| FileMapping::new(source.file.as_fd(), plan.first..plan.end).ok()).flatten();
+        mapping.map(|mapping| (&source.file, mapping))
+    };
+    let from_cache = FromCache {
+        files: sources.iter().zip(&plans).map(map).collect(),
+        copied: sources.iter().map(|_| AtomicU64::new(0)).collect(),
+    };
+    let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
+    let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
+    let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
+    let filled = match onto {
+        None => fill(memory, Sink::Memory, job, &mut queues, fill_options, watch),
+        Some((device, places)) => device.fill(memory, places, job, &mut queues, fill_options, watch),
+    };
+    let filled = filled.map_err(|e| named(e, sources))?;
+    for (source, plan) in sources.iter().zip(&plans).filter(|_| unchanged) {
+        if let Some(before) = plan.size.filter(|size| plan.end == *size) {
+            let now = source.size()?;
+            if now != before {
+                return Err(ReadError::Changed { path: source.path.clone(), before, now });
+            }
+        }
+    }
+    let method = |(i, plan): (usize, Plan)| {
+        let copied = from_cache.copied[i].load(Ordering::Relaxed);
+        let mut moved = Moved { direct: 0, buffered: copied };
+        // The worker that moved most; all are alike unless something was refused to one of them.
+        let all = |m: Moved| m.direct + m.buffered;
+        let most = workers.iter().max_by_key(|of| all(of[i].moved())).map(|of| &of[i]);
+        for queue in workers.iter().map(|of| of[i].moved()) {
+            (moved.direct, moved.buffered) = (moved.direct + queue.direct, moved.buffered + queue.buffered);
+        }
+        let mut how = most.map_or_else(How::plain, Source::how);
+        if copied > 0 && writable {
+            how.reasons.push(Fallback::ToMemfd(copied));
+        }
+        ReadMethod { how, reason: plan.reason, moved, cached: plan.cached }
+    };
+    Ok(ReadFiles { filled, methods: plans.into_iter().enumerate().map(method).collect() })
+}
