@@ -10,11 +10,11 @@ use dmalane::queue::{OpError, Refusal, StopReason};
 use dmalane::{ModelError, OpenError, ReadError, error_chain};
 use dmalane_vm::Errno;
 
-use crate::objects::{EBUSY, Number, Refused};
+use crate::objects::{Number, Refused};
 
 // Numbers of asm-generic/errno.h that the bind manager has no use for.
 const EIO: i32 = 5;
-pub(crate) const EAGAIN: i32 = 11;
+const EAGAIN: i32 = 11;
 const ENODEV: i32 = 19;
 const EISDIR: i32 = 21;
 pub(crate) const ESPIPE: i32 = 29;
@@ -27,7 +27,7 @@ const ECANCELED: i32 = 125;
 
 /// The number of an error of the operating system, which a driver's error may wrap.
 pub(crate) fn os(error: &std::io::Error) -> Number {
-    let mut causes = std::iter::successors(Some(error as &dyn std::error::Error), |&e| e.source());
+    let mut causes = std::iter::successors(Some(error as &(dyn StdError + 'static)), |e| e.source());
     let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
     Number::Kernel(number.unwrap_or(EIO))
 }

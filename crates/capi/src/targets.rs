@@ -4,20 +4,20 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use dmalane::device::{AddressSpaceKind, IoError, MemoryError, SpaceError};
+use dmalane::device::AddressSpaceKind;
 use dmalane::dma::{BufferSlice, SharedBuf};
 use dmalane::load::{Loaded, LoadedTensor};
 use dmalane::queue::{
-    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refusal,
-    Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
+    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refused as NotAccepted,
+    Registered, Shape, StopReason, Ticket,
 };
-use dmalane::{HostModel, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenError, Placement, error_chain};
+use dmalane::{HostModel, LoadOptions, ModelError, ModelOptions, OpenDevice, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
 use crate::buffers;
 use crate::models;
-use crate::numbers::{EAGAIN, EALREADY, number_of, number_of_refusal};
+use crate::numbers::{EALREADY, number_of, number_of_refusal};
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
