@@ -9,10 +9,11 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex, Span};
 use dmalane::DeviceSpec;
+use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex, Span};
 use dmalane::cuda::{Binds, CudaDevice, GpuName};
 use dmalane::device::{Bounce, Device, DriverCopy, Placement};
+use dmalane::devices::cuda::CudaSpec;
 use dmalane::dma::{BufferSlice, Heap};
 use dmalane::queue::{DeviceAddr, DeviceQueue, Direction, Registered};
 use dmalane::vm::{BindRequest, Bo};

@@ -14,7 +14,6 @@ use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, Heap, SharedBuf};
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{DriveOptions, write_sample};
 use dmalane::queue::{Operation, Queue};
-use dmalane::sim::Workers;
 use dmalane::{FileOptions, OpenDevice, OpenOptions, Placement, open_file};
 
 use crate::report::Report;

@@ -149,7 +149,7 @@ mod tests {
                 let own = NAMES.iter().filter(|name| name.split([':', ',']).next() == Some(kind.name));
                 let has = |name: &&str| name.contains(&format!(",{}", option.key));
                 let shared = ["ring", "flat", "va-bits"].contains(&option.key);
-                assert!(shared || own.clone().any(|name| has(&name)), "{}: {option}", kind.name);
+                assert!(shared || own.clone().any(has), "{}: {option}", kind.name);
             }
         }
     }

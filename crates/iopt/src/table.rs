@@ -318,9 +318,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let regions = (1..F::LEVELS).map(|level| page_size::<F>(level - 1).bytes());
             regions.filter(|&region| region <= size).map(|region| size / region).fold(0, u64::saturating_add)
         };
-        let of_all = |(size, leaves): (PageSize, u64)| leaves.saturating_mul(tables_of(size.bytes()));
-        let there = self.leaf_counts().filter(|(_, leaves)| *leaves > 0);
-        let tables = there.map(of_all).fold(0, u64::saturating_add);
+        let mut tables = 0u64;
+        // Most have leaves of the last level alone, which take no table, and every plan asks.
+        for level in top_leaf_level::<F>()..F::LEVELS - 1 {
+            for kind in [false, true].map(|group| Kind { level, group }) {
+                let leaves = self.leaves[kind.slot()];
+                if leaves > 0 {
+                    tables = tables.saturating_add(leaves.saturating_mul(tables_of(kind.size::<F>().bytes())));
+                }
+            }
+        }
         usize::try_from(tables).unwrap_or(usize::MAX)
     }
 

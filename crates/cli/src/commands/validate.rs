@@ -249,7 +249,7 @@ impl Validate {
         let held = dmalane::file::quarantined_bytes();
         let failed = failed.map(|failure| match held {
             0 => signals.mark(failure),
-            n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n as u64))),
+            n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n))),
         });
         let complete = failed.is_none();
         let outcome = Outcome { device, notes, settings, report, spreads, complete };

@@ -97,8 +97,9 @@ fn in_flight(track: &Track, most: usize, whole: f64) -> String {
     let mut counts = vec![[0.0; COLUMNS]; Stage::ALL.len()];
     for work in &track.work {
         let (start, end) = (work.start.as_secs_f64() / column, work.end.as_secs_f64() / column);
-        for i in start as usize..(end.ceil() as usize).min(COLUMNS) {
-            counts[work.stage as usize][i] += (end.min(i as f64 + 1.0) - start.max(i as f64)).max(0.0);
+        let columns = counts[work.stage as usize].iter_mut().enumerate();
+        for (i, count) in columns.take(end.ceil() as usize).skip(start as usize) {
+            *count += (end.min(i as f64 + 1.0) - start.max(i as f64)).max(0.0);
         }
     }
     let mut below = [0.0; COLUMNS];

@@ -10,11 +10,10 @@ use tempfile::TempDir;
 /// Two with the same page sizes and limits, for what is said of each.
 const FORMATS: [&str; 2] = ["arm64-s1-4k", "x86-64-4level"];
 
-/// All of them, as the help has them.
+/// All of them, as they are listed.
 fn formats() -> Vec<String> {
-    let help = Place::mappings(json!([])).text("build --help");
-    let values = help.split("[possible values: ").nth(1).unwrap().split(']').next().unwrap();
-    values.split(',').map(|name| name.trim().to_owned()).collect()
+    let listed: Value = serde_json::from_str(&Place::mappings(json!([])).text("formats --json")).unwrap();
+    listed["formats"].as_array().unwrap().iter().map(|of| of["format"].as_str().unwrap().to_owned()).collect()
 }
 
 /// A directory with the specification `spec.json`.

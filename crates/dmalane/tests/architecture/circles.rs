@@ -18,7 +18,6 @@ const ALLOWED: &[(&str, &str, &str)] = &[
         "the functions of the driver, and the objects that they make, which call them by its macros",
     ),
     ("python", "device.rs memory.rs", "memory.rs, the file with unsafe code, lends the memory of both"),
-    ("validate", "lib.rs measure.rs place.rs target.rs walk.rs workers.rs", "to be dissolved"),
     ("vfio", "container.rs device.rs", "a container opens its devices, and an open device keeps its container"),
     ("vm", "plan.rs vm.rs", "a plan borrows the VM that it changes"),
 ];

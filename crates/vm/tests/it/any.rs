@@ -129,7 +129,7 @@ fn agree<F: Format>(format: FormatId, limit: usize, batches: usize) {
     }
     let [typed, any] = vms.each_mut().map(|vm| {
         let bound: Vec<u64> = bos.iter().map(|bo| vm.bound_bytes(bo)).collect();
-        (mapping(&**vm), vm.binding_count(), bound, vm.lookup(DeviceVa::new(whole | whole / 2)))
+        (mapping(&**vm), vm.binding_count(), bound, vm.lookup(DeviceVa::new(whole + whole / 2)))
     });
     assert_eq!(typed, any, "{format}");
     assert_eq!(any.3, None, "beyond the addresses of {format}");
