@@ -27,7 +27,7 @@ const ECANCELED: i32 = 125;
 
 /// The number of an error of the operating system, which a driver's error may wrap.
 pub(crate) fn os(error: &std::io::Error) -> Number {
-    let mut causes = std::iter::successors(Some(error as &(dyn StdError + 'static)), |e| e.source());
+    let mut causes = std::iter::successors(Some(error as &(dyn StdError + 'static)), |&e| e.source());
     let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
     Number::Kernel(number.unwrap_or(EIO))
 }
