@@ -924,7 +924,8 @@ exported! {
         // SAFETY: the contract of the function.
         unsafe { put(tensor, DmlModelTensor::default())? };
         let Described { name: called, dtype, shape, len } = models::describe(model, index)?;
-        let mut found = DmlModelTensor { len, name_len: called.len() as u64, dims: shape.len() as u64, ..Default::default() };
+        let (name_len, dims) = (called.len() as u64, shape.len() as u64);
+        let mut found = DmlModelTensor { len, name_len, dims, ..DmlModelTensor::default() };
         found.shape = models::shape(&shape)?;
         let room = found.dtype.len() - 1;
         found.dtype.iter_mut().zip(dtype.bytes().take(room)).for_each(|(to, byte)| *to = byte);

@@ -10,7 +10,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum PeerError {
     /// It belongs to another user.
-    #[error("the socket belongs to user {uid}, and not to {}", .trusted.iter().map(u32::to_string).collect::<Vec<_>>().join(" or "))]
+    #[error("the socket belongs to user {uid}, and not to {}", names(.trusted))]
     Untrusted {
         /// The user that called listen(2).
         uid: u32,
@@ -20,6 +20,10 @@ pub enum PeerError {
     /// The kernel does not say whose it is.
     #[error("the kernel does not say whose the socket is: {0}")]
     Unknown(rustix::io::Errno),
+}
+
+fn names(users: &[u32]) -> String {
+    users.iter().map(u32::to_string).collect::<Vec<_>>().join(" or ")
 }
 
 /// Users to whom a process that gets memory of this one may belong, unless others are named: root, and the user of this

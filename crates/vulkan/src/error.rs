@@ -108,8 +108,8 @@ pub enum Error {
     },
     /// More addresses than the driver has for sparse buffers.
     #[error(
-        "{free} of the driver's {most} bytes of addresses for sparse buffers (sparseAddressSpaceSize) are left, too few \
-         for {len}: open the GPU as vulkan:NAME,flat, which takes none"
+        "{free} of the driver's {most} bytes of addresses for sparse buffers (sparseAddressSpaceSize) are left, too \
+         few for {len}: open the GPU as vulkan:NAME,flat, which takes none"
     )]
     NoAddresses {
         /// Bytes of the range.

@@ -90,8 +90,8 @@ pub(crate) struct Load {
 
     /// Load only tensors whose names match, such as '*.bias'; may be given several times
     ///
-    /// In a pattern * stands for any characters, ? for one, `[ab]` for one of these. With --no-checksum and without --manifest, only
-    /// these tensors are read of the files, else all bytes, to hash them.
+    /// In a pattern * stands for any characters, ? for one, `[ab]` for one of these. With --no-checksum and without
+    /// --manifest, only these tensors are read of the files, else all bytes, to hash them.
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     tensors: Vec<glob::Pattern>,
 

@@ -1,5 +1,6 @@
 //! `dmalane validate`: data integrity and speed of a device.
 
+mod outcome;
 mod page;
 mod repeat;
 mod report;
@@ -31,7 +32,7 @@ use crate::progress::Steps;
 use crate::report::Page;
 use crate::size::{Size, SizeError, binary};
 use crate::timeline::Files;
-use repeat::Spread;
+use outcome::Outcome;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -107,7 +108,8 @@ pub(crate) struct Validate {
     report: Option<PathBuf>,
 
     /// Page sizes
-    #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m", help_heading = BUFFERS)]
+    #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m")]
+    #[arg(help_heading = BUFFERS)]
     pages: Vec<Pages>,
 
     /// Register the buffer for each transfer, instead of once
@@ -171,18 +173,6 @@ enum Like {
 /// Sizes of buffers.
 #[derive(Clone)]
 struct Buffers(Vec<u64>);
-
-/// The result, for the report.
-struct Outcome {
-    device: String,
-    notes: Vec<String>,
-    settings: ValidateSettings,
-    report: ValidateReport,
-    /// For each figure of several measurements, the least and the greatest rate.
-    spreads: Vec<Spread>,
-    /// Everything that was asked for was measured.
-    complete: bool,
-}
 
 /// SIGINT and SIGTERM, caught.
 struct Signals {

@@ -2,11 +2,11 @@
 
 use std::fmt::Write;
 
-use super::escape;
+use super::html::escape;
 use crate::size::{binary, per_second};
 
 /// A rate beside its reference.
-pub struct Bar {
+pub struct RateBar {
     /// What it is a rate of.
     pub name: String,
     /// The number of its colour.
@@ -24,12 +24,12 @@ pub struct Chart {
     /// Values are seconds; else bytes per second.
     pub times: bool,
     /// In the order in which they are drawn.
-    pub lines: Vec<Line>,
+    pub lines: Vec<ChartLine>,
 }
 
 /// A line of a chart.
 #[derive(Clone)]
-pub struct Line {
+pub struct ChartLine {
     /// What it is.
     pub name: String,
     /// The number of its colour.
@@ -41,10 +41,10 @@ pub struct Line {
 }
 
 /// A row for each rate.
-pub fn bars(bars: &[Bar]) -> String {
+pub fn bars(bars: &[RateBar]) -> String {
     let most = bars.iter().flat_map(|bar| [Some(bar.got), bar.reference]).flatten().fold(1.0, f64::max);
     let mut out = String::from("<div class=\"bars\">\n");
-    for Bar { name, colour, got, reference } in bars {
+    for RateBar { name, colour, got, reference } in bars {
         let width = |rate: f64| rate / most * 100.0;
         let bar =
             reference.map_or(String::new(), |r| format!("<i class=\"ref\" style=\"width:{:.2}%\"></i>", width(r)));
@@ -120,7 +120,7 @@ impl Chart {
             let (x, y) = (x(*size), height - 8.0);
             let _ = write!(out, "<text x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", binary(*size));
         }
-        for Line { name: line, colour, dashed, points } in &self.lines {
+        for ChartLine { name: line, colour, dashed, points } in &self.lines {
             let dash = if *dashed { " dash" } else { "" };
             let _ = write!(out, "<g class=\"c{colour}\"><polyline class=\"{}\" points=\"", dash.trim());
             points.iter().for_each(|(size, value)| {
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_single_size_and_no_line_at_all_are_drawn() {
-        let line = Line { name: "read".into(), colour: 2, dashed: false, points: vec![(4096, 1e9)] };
+        let line = ChartLine { name: "read".into(), colour: 2, dashed: false, points: vec![(4096, 1e9)] };
         for lines in [vec![line], Vec::new()] {
             let svg = Chart { title: String::new(), times: false, lines }.svg();
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");

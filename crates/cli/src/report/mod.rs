@@ -1,6 +1,7 @@
 //! The report of a command as one page (HTML): answer, sections, machine and command.
 
 mod chart;
+mod html;
 mod machine;
 mod timeline;
 
@@ -9,7 +10,8 @@ use std::time::Duration;
 
 use dmalane::load::StageTimeline;
 
-pub use chart::{Bar, Chart, Line};
+pub use chart::{Chart, ChartLine, RateBar};
+use html::{escape, key};
 pub use machine::Machine;
 
 const STYLE: &str = include_str!("page.css");
@@ -31,7 +33,7 @@ pub enum Section<'a> {
     /// Which work was under way when, and how long the run took.
     Timeline(&'a StageTimeline, Duration),
     /// Rates, each beside its reference.
-    Bars(Vec<Bar>, String),
+    Bars(Vec<RateBar>, String),
     /// Drawings over the size of buffers with their title, and what the lines mean.
     Charts(&'a str, Vec<Chart>, &'a str),
     /// A table with its title, whose first row has the names of the columns, and what these mean.
@@ -93,12 +95,6 @@ impl Section<'_> {
     }
 }
 
-/// The names of colours.
-fn key<'a>(names: impl Iterator<Item = (usize, &'a str)>) -> String {
-    let names = names.map(|(colour, name)| format!("<span class=\"c{colour}\">{}</span>", escape(name)));
-    format!("<div class=\"key\">{}</div>\n", names.collect::<String>())
-}
-
 /// A table of which the first row is the head and the first column text; other columns are numbers.
 fn table(rows: &[Vec<String>]) -> String {
     let line = |(n, cells): (usize, &Vec<String>)| {
@@ -109,26 +105,6 @@ fn table(rows: &[Vec<String>]) -> String {
     };
     let lines: String = rows.iter().enumerate().map(line).collect();
     format!("<div class=\"scroll\"><table>\n{lines}</table></div>\n")
-}
-
-/// `text` where HTML and SVG expect text: no markup, no control characters.
-fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out += "&amp;",
-            '<' => out += "&lt;",
-            '>' => out += "&gt;",
-            '"' => out += "&quot;",
-            '\'' => out += "&#39;",
-            // Also what turns the direction of text, so that a name cannot look like another one.
-            c if c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') => {
-                out.push('\u{fffd}')
-            }
-            c => out.push(c),
-        }
-    }
-    out
 }
 
 #[cfg(test)]
@@ -146,9 +122,9 @@ mod tests {
     #[test]
     fn every_text_of_a_page_is_escaped() {
         let evil = "<b>\"&'";
-        let line = Line { name: evil.into(), colour: 2, dashed: false, points: vec![(4096, 1e9), (8192, 2e9)] };
+        let line = ChartLine { name: evil.into(), colour: 2, dashed: false, points: vec![(4096, 1e9), (8192, 2e9)] };
         let chart = |times| Chart { title: evil.into(), times, lines: vec![line.clone()] };
-        let bar = Bar { name: evil.into(), colour: 1, got: 1e9, reference: Some(2e9) };
+        let bar = RateBar { name: evil.into(), colour: 1, got: 1e9, reference: Some(2e9) };
         let rows = vec![vec![evil.to_owned(); 2]; 2];
         let page = Page {
             command: evil,

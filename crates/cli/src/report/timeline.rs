@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane::load::{Stage, StageSpan, StageTimeline, Track};
 
-use super::{escape, key};
+use super::html::{escape, key};
 use crate::size::{binary, duration};
 
 /// Width of a strip in units of its drawing, which is stretched to the page.

@@ -10,8 +10,6 @@ use super::{CRATES, code_only, files, read, report, root};
 
 /// The circles that may stay: a crate, its files, and why a reader would draw them as one thing.
 const ALLOWED: &[(&str, &str, &str)] = &[
-    ("cli", "commands/validate.rs commands/validate/page.rs commands/validate/report.rs", "to be dissolved"),
-    ("cli", "report/chart.rs report/mod.rs report/timeline.rs", "to be dissolved"),
     (
         "cuda",
         "sys.rs sys/back_to_back.rs sys/by_hand.rs sys/context.rs sys/host.rs sys/stream.rs sys/window.rs",

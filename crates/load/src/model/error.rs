@@ -94,8 +94,8 @@ fn beyond(wanted: u64, used: u64, limit: u64) -> String {
     match wanted > limit {
         true => format!("{wanted} bytes are more than the memory limit of {limit}: read it in slices"),
         false => format!(
-            "{wanted} bytes are wanted, but {used} of the memory limit of {limit} are in use: release tensors, or raise \
-             it"
+            "{wanted} bytes are wanted, but {used} of the memory limit of {limit} are in use: release tensors, or \
+             raise it"
         ),
     }
 }

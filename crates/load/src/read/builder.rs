@@ -121,8 +121,9 @@ impl<'a> Read<'a> {
     /// Reads into buffers of `heap`, and returns when everything has arrived, on the device too.
     ///
     /// # Errors
-    /// [`ReadError`]. [`FillError::Map`](crate::fill::FillError::Map) where the registrar refuses; [`Transfer`](crate::fill::FillError::Transfer) or
-    /// [`Refused`](crate::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then its queue is stopped.
+    /// [`ReadError`]. [`FillError::Map`](crate::fill::FillError::Map) where the registrar refuses;
+    /// [`Transfer`](crate::fill::FillError::Transfer) or [`Refused`](crate::fill::FillError::Refused) where the device
+    /// fails, or ends nothing for half a minute: then its queue is stopped.
     /// Reads and transfers in flight have ended by then, and nothing is left mapped or pinned; a transfer that the
     /// device does not let go of stays in flight, and keeps its memory and its mapping.
     pub fn into_memory(self, heap: &dyn Heap) -> Result<ReadFiles, ReadError> {

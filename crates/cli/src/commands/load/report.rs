@@ -17,7 +17,7 @@ use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
 use crate::output::WallTimes;
 use crate::phases::Phases;
-use crate::report::{Bar, Section};
+use crate::report::{RateBar, Section};
 use crate::size::{binary, duration, per_second, rate};
 use crate::source::Copied;
 
@@ -441,7 +441,12 @@ fn stage_table(o: &Outcome) -> String {
 /// The rates of the stages for a page.
 pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
     let bar = |s: &StageReport| {
-        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: reached(s)?, reference: reference(s, o) })
+        Some(RateBar {
+            name: s.stage.to_string(),
+            colour: s.stage as usize,
+            got: reached(s)?,
+            reference: reference(s, o),
+        })
     };
     let meaning =
         "Measured rates above references: what this machine reached in the same run when it did nothing else.";

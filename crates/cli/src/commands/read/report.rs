@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
 use crate::output::WallTimes;
-use crate::report::{Bar, Section};
+use crate::report::{RateBar, Section};
 use crate::size::{binary, duration, per_second, rate};
 use crate::source::Copied;
 
@@ -203,7 +203,7 @@ fn stage_table(o: &Outcome) -> String {
 /// The rates of the stages for a page.
 pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
     let bar = |s: &StageReport| {
-        Some(Bar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
+        Some(RateBar { name: s.stage.to_string(), colour: s.stage as usize, got: per_stage(s)?, reference: None })
     };
     let moves = |s: &&StageReport| matches!(s.stage, Stage::Read | Stage::Checksum | Stage::Transfer);
     Section::Bars(o.run.report.stages.iter().filter(moves).filter_map(bar).collect(), String::new())

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use dmalane::validate::{Directions, Figure, Pages, Phase, Rate};
 
-use super::Outcome;
+use super::outcome::Outcome;
 use super::report::{direction, fastest, how, three_digits, us};
-use crate::report::{Bar, Chart, Line, Section};
+use crate::report::{Chart, ChartLine, RateBar, Section};
 use crate::size::{binary, per_second};
 
 /// The answer, and the line that explains it.
@@ -33,7 +33,7 @@ pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
     let sizes = |of: &Series| {
         figures.iter().filter(|f| (f.phase, f.pages) == *of).map(|f| f.buffer).collect::<HashSet<_>>().len()
     };
-    let charts = |times: bool, lines: &dyn Fn(&[&Figure]) -> Vec<Line>| -> Vec<Chart> {
+    let charts = |times: bool, lines: &dyn Fn(&[&Figure]) -> Vec<ChartLine>| -> Vec<Chart> {
         let chart = |series: &Series| {
             let these: Vec<&Figure> = figures.iter().filter(|f| (f.phase, f.pages) == *series).collect();
             Chart { title: format!("{}, {}", series.0, series.1), times, lines: lines(&these) }
@@ -51,7 +51,8 @@ pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
         Section::Charts(
             "Latency over buffer size",
             charts(true, &latency),
-            "Moving one buffer: the median, and dashed the 99th percentile; of both directions at once the slower one's.",
+            "Moving one buffer: the median, and dashed the 99th percentile; of both directions at once those of the \
+             slower one.",
         ),
         Section::Table("Figures", table(figures), "Rates are of all threads together, times of one buffer, to 1 %."),
         Section::Table("Integrity", integrity(outcome), ""),
@@ -70,33 +71,33 @@ fn colour(directions: Directions) -> usize {
 const DIRECTIONS: [Directions; 3] = [Directions::Read, Directions::Write, Directions::Both];
 
 /// The fastest figure of each memory, page size and direction.
-fn bars(figures: &[Figure], series: &[Series], sweep: bool) -> Vec<Bar> {
+fn bars(figures: &[Figure], series: &[Series], sweep: bool) -> Vec<RateBar> {
     let fastest = |(of, directions): (&Series, Directions)| {
         let these = figures.iter().filter(|f| (f.phase, f.pages) == *of && f.directions == directions);
         let f = these.max_by(|a, b| a.total().total_cmp(&b.total()))?;
         let size = if sweep { format!(", {} buffers", binary(f.buffer)) } else { String::new() };
         let name = format!("{} {}, {}{size}", f.phase, direction(f.directions), f.pages);
-        Some(Bar { name, colour: colour(directions), got: f.total(), reference: f.reference })
+        Some(RateBar { name, colour: colour(directions), got: f.total(), reference: f.reference })
     };
     series.iter().flat_map(|of| DIRECTIONS.map(|directions| (of, directions))).filter_map(fastest).collect()
 }
 
 /// A line for each direction, of what `value` says.
-fn lines(figures: &[&Figure], what: &str, dashed: bool, value: impl Fn(&Figure) -> Option<f64>) -> Vec<Line> {
+fn lines(figures: &[&Figure], what: &str, dashed: bool, value: impl Fn(&Figure) -> Option<f64>) -> Vec<ChartLine> {
     let line = |directions| {
         let these = figures.iter().filter(|f| f.directions == directions);
         let points: Vec<_> = these.filter_map(|f| Some((f.buffer, value(f)?))).collect();
         let name = format!("{}{what}", direction(directions));
-        (!points.is_empty()).then_some(Line { name, colour: colour(directions), dashed, points })
+        (!points.is_empty()).then_some(ChartLine { name, colour: colour(directions), dashed, points })
     };
     DIRECTIONS.into_iter().filter_map(line).collect()
 }
 
-fn bandwidth(figures: &[&Figure]) -> Vec<Line> {
+fn bandwidth(figures: &[&Figure]) -> Vec<ChartLine> {
     [lines(figures, ", reference", true, |f| f.reference), lines(figures, "", false, |f| Some(f.total()))].concat()
 }
 
-fn latency(figures: &[&Figure]) -> Vec<Line> {
+fn latency(figures: &[&Figure]) -> Vec<ChartLine> {
     let seconds = |get: fn(&Rate) -> Duration| move |f: &Figure| Some(worst(f, get)?.as_secs_f64());
     [lines(figures, ", 99 %", true, seconds(|r| r.p99)), lines(figures, ", median", false, seconds(|r| r.p50))].concat()
 }

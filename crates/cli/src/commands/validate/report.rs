@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane::validate::{Allocation, Directions, Figure, Pages, Rate, Stop};
 use serde_json::{Value, json};
 
-use super::Outcome;
+use super::outcome::Outcome;
 use crate::layout::{Table, bad, count, good, plain, wrap};
 use crate::output::csv_line;
 use crate::size::{binary, giga, per_second};
