@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::memory::Memory;
 use crate::{BufferRef, VolatileSlice};
 
-/// An owned slice of a [`SharedBuf`], disjoint from every other slice.
+/// An owned slice of a [`SharedBuf`](crate::SharedBuf), disjoint from every other slice.
 ///
 /// An operation in flight owns its slice, so no other code accesses those bytes until the operation returns it.
 pub struct BufferSlice {

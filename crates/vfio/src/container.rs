@@ -202,7 +202,7 @@ impl VfioContainer {
     }
 
     /// Bytes that are currently mapped, without BARs whose mapping the kernel has removed
-    /// ([`PeerMapping::is_mapped`]).
+    /// ([`PeerMapping::is_mapped`](crate::PeerMapping::is_mapped)).
     pub fn mapped_bytes(&self) -> u64 {
         self.0.mapped.load(Ordering::Relaxed)
     }

@@ -553,8 +553,8 @@ fn models_come_as_people_have_them() {
         format!("{}{}", stdout(&output), stderr(&output))
     };
     std::fs::create_dir_all(at("sharded")).unwrap();
-    crate::sample(at("sharded/model-1.safetensors"), 1 << 20, 1);
-    crate::sample(at("sharded/model-2.safetensors"), 2 << 20, 1);
+    crate::shard(at("sharded/model-1.safetensors"), 1 << 20, 'a');
+    crate::shard(at("sharded/model-2.safetensors"), 2 << 20, 'b');
     std::fs::write(at("sharded/config.json"), "{}").unwrap();
     std::fs::write(at("sharded/old.safetensors"), "not part of the model").unwrap();
     let index = r#"{"metadata": {}, "weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}"#;

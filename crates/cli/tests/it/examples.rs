@@ -81,9 +81,11 @@ fn shell(line: &str, folder: &Path) -> std::process::Output {
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     crate::sample(folder.path().join("model.safetensors"), 4 << 20, 1);
+    for (name, letter) in [("shard-1.safetensors", 'a'), ("shard-2.safetensors", 'b')] {
+        crate::shard(folder.path().join(name), 4 << 20, letter);
+    }
     let make = "\
         dmalane load -q model.safetensors --record binds.jsonl
-        cp model.safetensors shard-1.safetensors; cp model.safetensors shard-2.safetensors
         cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
         gzip -k model.bin model.safetensors
         mkdir -p models/minilm; cp model.safetensors models/minilm/model.safetensors

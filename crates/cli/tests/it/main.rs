@@ -38,6 +38,21 @@ fn sample(path: impl AsRef<std::path::Path>, size: u64, seed: u64) {
     dmalane::load::write_sample(&mut std::fs::File::create(path).unwrap(), size, seed).unwrap();
 }
 
+/// Makes a shard of a model: a sample whose tensors are called by `letter` and their names in a sample.
+fn shard(path: impl AsRef<std::path::Path>, size: u64, letter: char) {
+    let mut bytes = Vec::new();
+    dmalane::load::write_sample(&mut bytes, size, 1).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(&bytes[8..end]).unwrap();
+    let named = header.into_iter().map(|(name, about)| match name.as_str() {
+        "__metadata__" => (name, about),
+        _ => (format!("{letter}.{name}"), about),
+    });
+    let header = serde_json::to_vec(&named.collect::<serde_json::Map<_, _>>()).unwrap();
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &bytes[end..]].concat();
+    std::fs::write(path, file).unwrap();
+}
+
 /// How often tests kill a program: 50 times, or as often as `DMALANE_KILLS` says.
 fn kills() -> u64 {
     std::env::var("DMALANE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)

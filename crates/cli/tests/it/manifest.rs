@@ -80,8 +80,8 @@ fn a_difference_is_named_by_every_command_that_reads() {
 fn a_file_that_was_not_downloaded_is_one_of_the_differences() {
     let folder = folder("manifest-pointer");
     fs::create_dir(folder.join("model")).unwrap();
-    for shard in ["a", "b", "c"] {
-        crate::sample(folder.join(format!("model/{shard}.safetensors")), 1 << 20, 1);
+    for shard in ['a', 'b', 'c'] {
+        crate::shard(folder.join(format!("model/{shard}.safetensors")), 1 << 20, shard);
     }
     dmalane(&folder, "manifest model -o m.json", 0);
     flip(&folder.join("model/a.safetensors"), 0);
@@ -103,8 +103,8 @@ fn a_file_that_was_not_downloaded_is_one_of_the_differences() {
 fn files_of_a_model_that_are_missing_are_named() {
     let folder = folder("manifest-shards");
     fs::create_dir(folder.join("model")).unwrap();
-    for shard in ["a", "b"] {
-        crate::sample(folder.join(format!("model/{shard}.safetensors")), 1 << 20, 1);
+    for shard in ['a', 'b'] {
+        crate::shard(folder.join(format!("model/{shard}.safetensors")), 1 << 20, shard);
     }
     dmalane(&folder, "manifest model --sha256 -o m.json", 0);
     dmalane(&folder, "verify model --manifest m.json", 0);
