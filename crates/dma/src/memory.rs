@@ -107,8 +107,8 @@ impl BufferRef {
     /// As [`SharedBuf::export`](crate::SharedBuf::export), for code that registers memory without owning the buffer.
     ///
     /// # Errors
-    /// [`Error::NoDescriptor`] for anonymous memory; [`Error::Borrowed`] while [`BufferSlice::with_bytes`](crate::BufferSlice::with_bytes) lends bytes
-    /// of it.
+    /// [`Error::NoDescriptor`] for anonymous memory; [`Error::Borrowed`] while
+    /// [`BufferSlice::with_bytes`](crate::BufferSlice::with_bytes) lends bytes of it.
     pub fn export(&self) -> Result<BorrowedFd<'_>, Error> {
         // Under this lock no thread borrows the bytes, and none will once the memory counts as exported.
         let uses = self.0.uses();

@@ -65,7 +65,8 @@ pub enum ValidateError {
     /// The contents of the device's file cannot be read, so nothing was written.
     #[error("cannot read the device's contents: {0}")]
     Contents(std::io::Error),
-    /// The device is a character device, which may hold data, and [`Contents`](crate::Contents) does not allow to overwrite them.
+    /// The device is a character device, which may hold data, and [`Contents`](crate::Contents) does not allow to
+    /// overwrite them.
     #[error("{0} is a character device, whose contents would be overwritten")]
     Lost(String),
     /// The device is a file that holds data, and [`Contents`](crate::Contents) does not allow to overwrite them.

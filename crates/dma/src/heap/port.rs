@@ -18,7 +18,8 @@ pub trait Heap: Send + Sync {
     /// in use. `len` is rounded up to the kernel's pages, or, from 4 MiB on, to those of the heap.
     ///
     /// # Errors
-    /// As [`Heap::allocate`]. There is no fallback later: when pages run out, [`Absent::populate`](crate::Absent::populate) fails.
+    /// As [`Heap::allocate`]. There is no fallback later: when pages run out,
+    /// [`Absent::populate`](crate::Absent::populate) fails.
     fn reserve(&self, len: usize) -> Result<Reserved, Error>;
 
     /// Uses for which this heap's buffers are suitable.
