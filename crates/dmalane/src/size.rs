@@ -328,9 +328,9 @@ mod tests {
             assert_eq!((decimal(bytes).as_str(), binary(bytes).as_str()), (ten, two));
         }
         assert_eq!(rate(2_430_000_000, Duration::from_secs(1)), "2.43 GB/s");
-        assert_eq!(rate(10_000_000, Duration::from_secs(1)), "0.0100 GB/s");
-        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "0.00105 GB/s");
-        assert_eq!(rate(1, Duration::from_secs(1)), "0.000000001 GB/s");
+        assert_eq!(rate(10_000_000, Duration::from_secs(1)), "10.0 MB/s");
+        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "1.05 MB/s");
+        assert_eq!(rate(1, Duration::from_secs(1)), "0.00000100 MB/s");
         assert_eq!([0.0, 12.34e9, 123.4e9, 1234e9].map(giga), ["0.00", "12.3", "123", "1234"]);
         assert_eq!(rate(1, Duration::ZERO), "-");
         assert_eq!(duration(Duration::from_micros(9990)), "9.99 ms");

@@ -32,7 +32,7 @@ use crate::progress::Steps;
 use crate::report::Page;
 use crate::size::{Size, SizeError, binary};
 use crate::timeline::Files;
-use outcome::Outcome;
+use outcome::ValidateOutcome;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -242,7 +242,7 @@ impl Validate {
             n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n))),
         });
         let complete = failed.is_none();
-        let outcome = Outcome { device, notes, settings, report, spreads, complete };
+        let outcome = ValidateOutcome { device, notes, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, &files)?;
         }
@@ -263,7 +263,7 @@ impl Validate {
     }
 
     /// Writes the page, and prints the figures.
-    fn print(&self, outcome: &Outcome, files: &Files) -> Result<(), Failure> {
+    fn print(&self, outcome: &ValidateOutcome, files: &Files) -> Result<(), Failure> {
         let page = Page {
             command: "dmalane validate",
             device: &self.device.to_string(),

@@ -263,10 +263,11 @@ fn a_sample_that_does_not_fit_is_not_written() {
 fn plain_memory_needs_no_more_than_its_files() {
     let folder = folder("plain-room");
     std::fs::write(folder.join("small"), [1; 5000]).unwrap();
+    std::fs::write(folder.join("other"), [1; 5000]).unwrap();
     std::fs::write(folder.join("large"), vec![1; 6_000_000]).unwrap();
     for (line, tight, enough) in [
         ("load small", "4KiB", "ram:16KiB"),
-        ("load small small large", "4KiB", "ram:8MiB"),
+        ("load small other large", "4KiB", "ram:8MiB"),
         ("read small", "4KiB", "ram:16KiB"),
         ("load --sample 3MiB", "1MiB", "ram:4MiB"),
     ] {

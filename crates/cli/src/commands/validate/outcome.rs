@@ -5,7 +5,7 @@ use dmalane::validate::{ValidateReport, ValidateSettings};
 use super::repeat::Spread;
 
 /// The result, for the report.
-pub struct Outcome {
+pub struct ValidateOutcome {
     pub device: String,
     pub notes: Vec<String>,
     pub settings: ValidateSettings,

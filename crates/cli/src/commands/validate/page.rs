@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use dmalane::validate::{Directions, Figure, Pages, Phase, Rate};
 
-use super::outcome::Outcome;
+use super::outcome::ValidateOutcome;
 use super::report::{direction, fastest, how, three_digits, us};
 use crate::report::{Chart, ChartLine, RateBar, Section};
 use crate::size::{binary, per_second};
 
 /// The answer, and the line that explains it.
-pub fn answer(outcome: &Outcome) -> (String, String) {
+pub fn answer(outcome: &ValidateOutcome) -> (String, String) {
     let verdict = match (outcome.report.passed(), outcome.complete) {
         (false, _) => "Data read back differs",
         (true, true) => "Data intact",
@@ -25,7 +25,7 @@ pub fn answer(outcome: &Outcome) -> (String, String) {
 type Series = (Phase, Pages);
 
 /// The sections, in order.
-pub fn sections(outcome: &Outcome) -> Vec<Section<'_>> {
+pub fn sections(outcome: &ValidateOutcome) -> Vec<Section<'_>> {
     let figures = &outcome.report.figures;
     let mut series: Vec<Series> = figures.iter().map(|f| (f.phase, f.pages)).collect();
     let mut seen = HashSet::new();
@@ -128,7 +128,7 @@ fn table(figures: &[Figure]) -> Vec<Vec<String>> {
     std::iter::once(head.map(str::to_owned).to_vec()).chain(figures.iter().map(row)).collect()
 }
 
-fn integrity(outcome: &Outcome) -> Vec<Vec<String>> {
+fn integrity(outcome: &ValidateOutcome) -> Vec<Vec<String>> {
     let head = ["memory", "buffer", "pages", "equal", "different"].map(str::to_owned).to_vec();
     let rows = outcome.report.integrity.iter().map(|i| {
         let equal = format!("{} of {}", i.ok, i.threads);

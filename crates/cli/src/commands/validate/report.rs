@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane::validate::{Allocation, Directions, Figure, Pages, Rate, Stop};
 use serde_json::{Value, json};
 
-use super::outcome::Outcome;
+use super::outcome::ValidateOutcome;
 use crate::layout::{Table, bad, count, good, plain, wrap};
 use crate::output::csv_line;
 use crate::size::{binary, giga, per_second};
@@ -40,8 +40,8 @@ pub fn us(time: Duration) -> f64 {
 }
 
 /// The outcome as what `--json` prints, described in `docs/formats/json.md`.
-pub fn json(outcome: &Outcome, page: Option<&Path>) -> Value {
-    let Outcome { settings, report, .. } = outcome;
+pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
+    let ValidateOutcome { settings, report, .. } = outcome;
     let (iterations, duration) = match settings.stop {
         Stop::After(n) => (Some(n), None),
         Stop::For(time) => (None, Some(time.as_secs_f64())),
@@ -113,7 +113,7 @@ pub fn json(outcome: &Outcome, page: Option<&Path>) -> Value {
     })
 }
 
-pub fn csv(outcome: &Outcome) -> String {
+pub fn csv(outcome: &ValidateOutcome) -> String {
     let mut out = csv_line(
         [
             "memory",
@@ -161,8 +161,8 @@ pub fn csv(outcome: &Outcome) -> String {
 }
 
 /// The fastest rates under the names of nvbandwidth, in its form.
-pub fn nvbandwidth(outcome: &Outcome) -> String {
-    let Outcome { report, settings, device, .. } = outcome;
+pub fn nvbandwidth(outcome: &ValidateOutcome) -> String {
+    let ValidateOutcome { report, settings, device, .. } = outcome;
     // With traffic both ways, nvbandwidth's figure is that of one of them, too.
     let tests = [
         ("host_to_device_memcpy_ce", Directions::Write, true, "->"),
@@ -188,7 +188,7 @@ pub fn nvbandwidth(outcome: &Outcome) -> String {
 }
 
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
-pub fn text(outcome: &Outcome, page: Option<&Path>, verbose: bool, mb: bool) -> String {
+pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: bool) -> String {
     let report = &outcome.report;
     let mut out = answer(outcome);
     out += &wrap(&plain(&how(outcome)), 2);
@@ -223,15 +223,15 @@ pub fn text(outcome: &Outcome, page: Option<&Path>, verbose: bool, mb: bool) -> 
 }
 
 /// The device, and how it was measured.
-pub fn how(outcome: &Outcome) -> String {
-    let Outcome { device, settings, .. } = outcome;
+pub fn how(outcome: &ValidateOutcome) -> String {
+    let ValidateOutcome { device, settings, .. } = outcome;
     let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
     let raw = if settings.raw { ", raw transfers" } else { "" };
     format!("{device}: {}, buffers {registered}{raw}", count(settings.threads, "thread"))
 }
 
 /// The result in one line: whether the data were right, and the fastest figures.
-fn answer(outcome: &Outcome) -> String {
+fn answer(outcome: &ValidateOutcome) -> String {
     match (outcome.report.passed(), fastest(outcome)) {
         (false, _) => format!("{}: data read back differs\n", bad("FAILED")),
         (true, rates) if rates.is_empty() => format!("{}\n", good("Data intact")),
@@ -240,7 +240,7 @@ fn answer(outcome: &Outcome) -> String {
 }
 
 /// The fastest figure of each direction.
-pub fn fastest(outcome: &Outcome) -> String {
+pub fn fastest(outcome: &ValidateOutcome) -> String {
     let figures = &outcome.report.figures;
     let rates = [(Directions::Read, "reads"), (Directions::Write, "writes"), (Directions::Both, "both")];
     let rates = rates.into_iter().filter_map(|(directions, name)| {
@@ -253,7 +253,7 @@ pub fn fastest(outcome: &Outcome) -> String {
 }
 
 /// A line for each figure; the one with the other page size is in the same line.
-fn figures(outcome: &Outcome) -> String {
+fn figures(outcome: &ValidateOutcome) -> String {
     let report = &outcome.report;
     let mut table = Table::new(
         "lrlrrrrrrrrr",
@@ -310,7 +310,7 @@ fn figures(outcome: &Outcome) -> String {
 }
 
 /// The figures of the table in both units that are called MB/s.
-fn megabytes(outcome: &Outcome) -> String {
+fn megabytes(outcome: &ValidateOutcome) -> String {
     let head = ["memory", "buffer", "dir", "Read", "Write", "Total", "| Read", "Write", "Total"];
     let mut table = Table::new("lrlrrrrrr", head);
     let figures = &outcome.report.figures;
