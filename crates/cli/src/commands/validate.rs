@@ -39,14 +39,6 @@ Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
   dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
-
-Exit status: 0 all data was equal, 1 it was not, or a failure, 2 usage error, 130 or 143 interrupted.";
-
-const MORE_EXAMPLES: &str = "\
-Examples:
-  dmalane validate                                 the software card: HBM, DDR, and both at once
-  dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
-  dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
@@ -64,7 +56,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 
 /// Measure a device: data integrity, then bandwidth and latency, each beside a reference rate.
 #[derive(Args)]
-#[command(after_help = EXAMPLES, after_long_help = MORE_EXAMPLES)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
     #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]

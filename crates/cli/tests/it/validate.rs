@@ -370,7 +370,7 @@ fn a_bad_command_line_is_explained() {
         (&["--like", "v80-smi", "--json"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["-d", "gpu0"], "ram:SIZE"),
-        (&["-d", "file:"], "nothing follows the colon"),
+        (&["-d", "file:"], "a path is missing"),
         (&["-d", "file:x,c2h="], "a value is missing"),
         (&["-d", "file:x,ring=16"], "which soft and daemon and vfio and vfio-user and slash and vrtd have"),
         (&["-d", "file:x", "--placement", "hbm"], "--placement is for a card"),
