@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::size::duration;
 
-/// What a run does one after the other.
+/// The phases of a run, in order.
 pub struct Phases {
     start: Instant,
     parts: Vec<(&'static str, Duration)>,

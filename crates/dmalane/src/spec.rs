@@ -32,7 +32,7 @@ impl DeviceSpec {
         self.0.kind()
     }
 
-    /// What the name was parsed into; `None` for another kind.
+    /// The parsed name; `None` for another kind.
     pub fn get<S: Spec>(&self) -> Option<&S> {
         self.0.as_any().downcast_ref()
     }

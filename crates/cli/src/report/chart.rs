@@ -7,19 +7,19 @@ use crate::size::{binary, per_second};
 
 /// A rate beside its reference.
 pub struct RateBar {
-    /// What it is a rate of.
+    /// The stage or figure with this rate.
     pub name: String,
     /// The number of its colour.
     pub colour: usize,
     /// Bytes per second.
     pub got: f64,
-    /// What is possible, in bytes per second.
+    /// The reference rate, in bytes per second.
     pub reference: Option<f64>,
 }
 
 /// Values over the size of buffers.
 pub struct Chart {
-    /// What it is about.
+    /// Its title.
     pub title: String,
     /// Values are seconds; else bytes per second.
     pub times: bool,
@@ -30,7 +30,7 @@ pub struct Chart {
 /// A line of a chart.
 #[derive(Clone)]
 pub struct ChartLine {
-    /// What it is.
+    /// Its name in the key.
     pub name: String,
     /// The number of its colour.
     pub colour: usize,

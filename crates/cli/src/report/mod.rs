@@ -24,7 +24,7 @@ pub struct Page<'a> {
     pub device: &'a str,
     /// The line with size and rate, and the line that explains it.
     pub answer: (String, String),
-    /// What follows, in order; empty ones are left out.
+    /// The sections, in order; empty ones are left out.
     pub sections: Vec<Section<'a>>,
 }
 

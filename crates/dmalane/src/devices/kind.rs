@@ -1,4 +1,4 @@
-//! What a kind of device declares, and what a name of it is parsed into.
+//! The declaration of a kind of device, and the parsed form of its names.
 
 use std::any::Any;
 use std::error::Error;
@@ -23,9 +23,9 @@ pub trait Spec: Clone + fmt::Debug + Send + Sync + Sized + 'static {
     const SYNTAX: &'static str;
     /// A description for people.
     const ABOUT: &'static str;
-    /// What commands ask of a kind.
+    /// The questions that commands ask of a kind.
     const ABILITIES: &'static [Ability] = &[];
-    /// What stands after the colon may have commas, as a path may.
+    /// The text after the colon may have commas, as a path may.
     const COMMAS: bool = false;
 
     /// Parses what stands after the colon, without the options; empty without a colon.
@@ -77,7 +77,7 @@ pub trait Spec: Clone + fmt::Debug + Send + Sync + Sized + 'static {
     }
 }
 
-/// What a kind of device has or needs.
+/// Properties and needs of a kind of device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Ability {
@@ -99,7 +99,7 @@ pub struct DeviceKind {
     pub syntax: &'static str,
     /// A description for people.
     pub about: &'static str,
-    /// What it has or needs.
+    /// Its properties and needs.
     pub abilities: &'static [Ability],
     options: fn() -> Vec<OptionAbout>,
     parse: fn(&str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec>,

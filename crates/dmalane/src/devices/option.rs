@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::size::{self, Size};
 
-/// What people need to know of an option.
+/// The description of an option.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OptionAbout {
     /// Its name.
@@ -64,7 +64,7 @@ impl<S> SpecOption<S> {
     }
 }
 
-/// What is wrong with the options of a name.
+/// Reason why the options of a name are refused.
 #[derive(Debug, PartialEq)]
 pub(super) enum BadOption {
     /// There is none of this name.
@@ -162,7 +162,7 @@ where
     number.ok_or_else(|| format!("not a number from {} to {}", range.start(), range.end()))
 }
 
-/// What the option `server-uid` is for.
+/// Purpose of the option `server-uid`.
 pub(super) const SERVER_UID: &str = "a user that the socket may belong to, besides root and you";
 
 /// The number of a user.

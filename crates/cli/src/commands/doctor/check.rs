@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::layout::plain;
 
-/// What a check says.
+/// The verdict of a check.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Status {

@@ -21,7 +21,7 @@ pub fn answer(outcome: &ValidateOutcome) -> (String, String) {
     (words.into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(": "), how(outcome))
 }
 
-/// What a series of figures has in common.
+/// The properties that all figures of a series share.
 type Series = (Phase, Pages);
 
 /// The sections, in order.
