@@ -26,8 +26,8 @@ use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use crate::config::ClientLimits;
 use crate::page::Page;
-use crate::server::Totals;
 use crate::socket::{self, Received};
+use crate::state::Totals;
 use crate::wire::{
     ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE,
     MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, RowAnswer, TotalsAnswer, VERSION,

@@ -10,11 +10,11 @@ use dmalane_sim::{CardConfig, CardMemory, DevicePort, HostConfig, SoftCard, Soft
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
-use crate::account::{Account, Charge};
-use crate::config::{Budget, ClientLimits};
+use crate::account::{Accounts, Charge};
+use crate::config::ClientLimits;
 use crate::page::Page;
 use crate::socket::{self, SendTimes};
-use crate::wire::Code;
+use crate::wire::{Code, RowAnswer};
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
 const MIN_COST: i64 = 64 << 10;
@@ -39,16 +39,13 @@ pub(crate) struct Function {
     call_times: SendTimes,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
-    charge: MemoryCharge,
+    /// The user who is charged for the work of the queues.
+    user: u32,
+    card_memory: CardCharge,
 }
 
-/// Card memory of a user; given back on drop.
-pub(crate) struct MemoryCharge {
-    budget: Arc<Budget>,
-    uid: u32,
-    ddr: u64,
-    hbm: u64,
-}
+/// For the card's DDR and HBM.
+pub(crate) type CardCharge = [Charge; 2];
 
 /// Why a function could not be created.
 pub(crate) struct NoFunction(pub Code, pub String);
@@ -61,14 +58,16 @@ impl Function {
         ddr: u64,
         hbm: u64,
         queues: u32,
-        uid: u32,
-        (budget, account): (&Arc<Budget>, &Arc<Account>),
+        user: u32,
+        accounts: &Accounts,
     ) -> Result<(Self, Vec<OwnedFd>), NoFunction> {
         let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
-        let charge = Charge::new(account, uid, base).map_err(|text| NoFunction(Code::Quota, text))?;
+        let take = |account, amount| Charge::new(account, user, amount).map_err(|text| NoFunction(Code::Quota, text));
+        let card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
+        let charge = take(&accounts.memory, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let config = CardConfig { ddr, hbm, channels: queues, workers: Workers::Inline };
         let page = Page::new().map_err(|e| failed(&e))?;
@@ -88,14 +87,13 @@ impl Function {
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
         let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
-        budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
-        let charge = MemoryCharge { budget: budget.clone(), uid, ddr, hbm };
-        Ok((Self { card, host, page, kick, calls, call_times: SendTimes::default(), ddr, hbm, charge }, theirs))
+        let call_times = SendTimes::default();
+        Ok((Self { card, host, page, kick, calls, call_times, ddr, hbm, user, card_memory }, theirs))
     }
 
     /// The user who is charged for the work of the queues.
     pub(crate) fn user(&self) -> u32 {
-        self.charge.uid
+        self.user
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -124,10 +122,21 @@ impl Function {
     }
 
     /// Bytes copied over the link so far, from the host to the card and back.
-    pub(crate) fn link_bytes(&self) -> (u64, u64) {
+    fn link_bytes(&self) -> (u64, u64) {
         let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
         let all = |r| (0..self.queues()).map(|queue| wide(queue, r)).fold(0, u64::wrapping_add);
         (all(regs::CH_BYTES_H2C), all(regs::CH_BYTES_C2H))
+    }
+
+    /// Adds to a row of the status what the function counts.
+    pub(crate) fn count_into(&self, row: &mut RowAnswer) {
+        let host = self.host.stats();
+        let (h2c, c2h) = self.link_bytes();
+        (row.h2c, row.c2h) = (h2c.into(), c2h.into());
+        row.in_flight = self.in_flight().into();
+        row.iotlb_hits = host.iotlb_hits.into();
+        row.iotlb_misses = host.iotlb_misses.into();
+        row.faults = host.faults.into();
     }
 
     /// The sum of [`Function::link_bytes`].
@@ -138,7 +147,7 @@ impl Function {
     }
 
     /// Descriptors that running queues were given and have not completed.
-    pub(crate) fn in_flight(&self) -> u64 {
+    fn in_flight(&self) -> u64 {
         let of = |queue: usize| {
             let head = self.register(queue, regs::CH_HEAD);
             // The client may write anything.
@@ -177,11 +186,11 @@ impl Function {
 
     /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
     /// worker's. Returns what is to be given back together with the place of the client.
-    pub(crate) fn release(mut function: Arc<Self>) -> Option<MemoryCharge> {
+    pub(crate) fn release(mut function: Arc<Self>) -> Option<CardCharge> {
         let start = Instant::now();
         loop {
             match Arc::try_unwrap(function) {
-                Ok(function) => return Some(function.charge),
+                Ok(function) => return Some(function.card_memory),
                 Err(shared) if start.elapsed() < Duration::from_secs(5) => function = shared,
                 Err(_) => return None,
             }
@@ -212,11 +221,5 @@ impl Function {
             self.call_times.measure(|| socket::call(self.calls[queue].as_fd()));
         }
         Some(i64::try_from(stepped.cost).unwrap_or(i64::MAX / 2).max(MIN_COST))
-    }
-}
-
-impl Drop for MemoryCharge {
-    fn drop(&mut self) {
-        self.budget.give(self.uid, self.ddr, self.hbm);
     }
 }

@@ -6,15 +6,26 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use crate::ClientResources;
-
 /// Refusals of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
-pub(crate) const MAX_LOGGED_REFUSALS: u32 = 8;
+const MAX_LOGGED_REFUSALS: u32 = 8;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
 /// Clients of a user that come and go are logged one by one so often within [`LOG_WINDOW`].
-pub(crate) const MAX_LOGGED_CLIENTS: u32 = 64;
+const MAX_LOGGED_CLIENTS: u32 = 64;
 /// Users with limits of their own; further ones share one, so that a user of many numbers does not flood the log.
 const MAX_LOGGED_USERS: usize = 64;
+
+/// Resources of a client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ClientResources {
+    /// Buffers.
+    pub buffers: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Mappings.
+    pub mappings: usize,
+    /// Card memory in bytes.
+    pub card: u64,
+}
 
 /// An event for the daemon's log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -104,19 +115,72 @@ impl fmt::Display for Of {
     }
 }
 
+/// The daemon's log.
+pub(crate) struct Log {
+    sink: Box<dyn FnMut(&ServerEvent) + Send>,
+    refusals: LogLimits,
+    comings: LogLimits,
+    /// Of errors of `accept`, which are no user's.
+    accept_failures: LogLimits,
+}
+
+impl Log {
+    pub(crate) fn new(sink: impl FnMut(&ServerEvent) + Send + 'static) -> Self {
+        let (refusals, comings, accept_failures) = Default::default();
+        Self { sink: Box::new(sink), refusals, comings, accept_failures }
+    }
+
+    /// Logs an event.
+    pub(crate) fn always(&mut self, event: &ServerEvent) {
+        (self.sink)(event);
+    }
+
+    /// Logs that a client of a user has come or gone, or counts it.
+    pub(crate) fn client(&mut self, user: u32, event: &ServerEvent) {
+        if self.comings.should_log(user, Instant::now(), MAX_LOGGED_CLIENTS) {
+            (self.sink)(event);
+        }
+    }
+
+    /// The same, for a user who was refused.
+    pub(crate) fn refused(&mut self, user: u32, event: &ServerEvent) {
+        if self.refusals.should_log(user, Instant::now(), MAX_LOGGED_REFUSALS) {
+            (self.sink)(event);
+        }
+    }
+
+    pub(crate) fn accept_failed(&mut self, error: Errno) {
+        if self.accept_failures.should_log(0, Instant::now(), MAX_LOGGED_REFUSALS) {
+            (self.sink)(&ServerEvent::AcceptFailed(error));
+        }
+    }
+
+    /// Logs how many events were only counted.
+    pub(crate) fn catch_up(&mut self) {
+        let now = Instant::now();
+        for (count, user) in self.refusals.suppressed(now) {
+            (self.sink)(&ServerEvent::RefusedMore(count, user));
+        }
+        for (count, user) in self.comings.suppressed(now) {
+            (self.sink)(&ServerEvent::More(count, user));
+        }
+        self.accept_failures.suppressed(now);
+    }
+}
+
 /// Limits the log entries of a kind, for each user: nobody hides what others do.
 #[derive(Default)]
-pub(crate) struct LogLimits(HashMap<Option<u32>, LogLimit>);
+struct LogLimits(HashMap<Option<u32>, LogLimit>);
 
 impl LogLimits {
     /// True when this entry of a user should be logged.
-    pub(crate) fn should_log(&mut self, user: u32, now: Instant, most: u32) -> bool {
+    fn should_log(&mut self, user: u32, now: Instant, most: u32) -> bool {
         let own = self.0.contains_key(&Some(user)) || self.0.len() < MAX_LOGGED_USERS;
         self.0.entry(own.then_some(user)).or_default().should_log(now, most)
     }
 
     /// The numbers of entries that were not logged, of users whose windows have ended.
-    pub(crate) fn suppressed(&mut self, now: Instant) -> Vec<(u64, Option<u32>)> {
+    fn suppressed(&mut self, now: Instant) -> Vec<(u64, Option<u32>)> {
         let mut counts = Vec::new();
         self.0.retain(|user, limit| {
             counts.extend(limit.suppressed(now).map(|count| (count, *user)));

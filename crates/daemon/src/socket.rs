@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use nix::libc;
-use nix::sys::socket::{GetSockOpt, SetSockOpt};
+use nix::sys::socket::SetSockOpt;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
 
-use crate::pool::thread_time;
+use crate::thread::thread_time;
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
 /// Most descriptors that the kernel passes in one message (SCM_MAX_FD): with room for all, the kernel closes none.
@@ -33,17 +33,11 @@ const TOO_MANY: u32 = 4 * LONG_WEIGHT - LONG_WEIGHT / 2;
 #[derive(Clone, Copy)]
 struct PassRights;
 nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::SetBool);
-nix::getsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::GetBool);
 
 /// Lets the peer send descriptors, or not: then it gets EPERM. Sockets that a listener accepts inherit the option at
-/// connect(2). False where the kernel (before 6.16) does not know it; then every socket takes descriptors.
-pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) -> bool {
-    PassRights.set(&socket, &pass).is_ok()
-}
-
-/// True when the peer may have sent descriptors: since it connected, the socket takes them.
-pub(crate) fn passes_rights(socket: impl AsFd) -> bool {
-    PassRights.get(&socket).unwrap_or(true)
+/// connect(2). Before Linux 6.16, which does not know it, every socket takes descriptors.
+pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) {
+    let _ = PassRights.set(&socket, &pass);
 }
 
 /// Result of receiving from a socket.

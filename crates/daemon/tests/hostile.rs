@@ -796,33 +796,3 @@ fn a_blocking_close_does_not_delay_other_clients() {
     drop((others, listener, _other, buf));
     end(daemon, bystander, before);
 }
-
-/// An answer wakes every poll entry: with many thousands, that would take the thread that answers all clients.
-#[test]
-fn a_client_whose_socket_has_thousands_of_waiters_is_disconnected() {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let daemon = Daemon::start(Config::default());
-    let hostile = Raw::greeted(&daemon.path);
-    let (stop, polled) = (AtomicBool::new(false), hostile.socket.try_clone().unwrap());
-    // As many as the limit of descriptors allows, over the threads.
-    let each = 8000.min(rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(8000)) as usize;
-    let waits = || {
-        let mut fds = vec![PollFd::new(&polled, PollFlags::IN); each];
-        while !stop.load(Ordering::Relaxed) {
-            let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
-        }
-    };
-    let answered = std::thread::scope(|s| {
-        (0..160_000 / each).for_each(|_| drop(s.spawn(waits)));
-        let answered = (0..200).find(|_| {
-            std::thread::sleep(Duration::from_millis(50));
-            let sent = hostile.send(&ClientRequest::Status { first: 0 }.encode(1), &[]);
-            sent.is_err() || hostile.receive().is_none()
-        });
-        stop.store(true, Ordering::Relaxed);
-        answered
-    });
-    assert!(answered.is_some_and(|answered| answered >= 3), "{answered:?} answers");
-    drop((hostile, polled));
-    daemon.end_empty();
-}

@@ -456,6 +456,7 @@ fn limits_are_enforced() {
     assert!(refused(ClientOptions { ddr: 66 << 20, ..daemon.options() }).contains("a client may have 67108864"));
     assert!(refused(ClientOptions { queues: 3, ..daemon.options() }).contains("queues"));
     assert!(refused(ClientOptions { hbm: 5, ..daemon.options() }).contains("must be a multiple of 4 MiB"));
+    daemon.wait_until_empty();
     let first = daemon.connect();
     assert_eq!((first.limits(), first.pin_limit()), (limits, Some(limits.bytes)));
     let second = Client::connect(ClientOptions { hbm: 4 << 20, queues: 1, ..daemon.options() }).unwrap();
@@ -463,7 +464,7 @@ fn limits_are_enforced() {
     let report = daemon.status();
     assert_eq!((report.ddr, report.hbm), ((128 << 20, 128 << 20), (68 << 20, 256 << 20)));
     let text = refused(daemon.options());
-    assert!(text.contains("0 bytes of DDR") && text.contains("wait until"), "{text}");
+    assert!(text.contains("all clients use 134217728 of 134217728 (--ddr)") && text.contains("wait until"), "{text}");
     drop(second);
     daemon.wait_for("card memory is released", |r| r.ddr.0 == 64 << 20);
     let second = daemon.connect();

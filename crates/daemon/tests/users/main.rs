@@ -348,10 +348,12 @@ fn status_does_not_wait_for_memory_that_is_freed() {
                 rustix::fs::fallocate(memfd, FallocateFlags::empty(), 0, 16 << 20).unwrap();
             }
             let fds: Vec<BorrowedFd<'_>> = memfds.iter().map(AsFd::as_fd).collect();
-            // While the mapping is made, the request waits in the socket, and its descriptors become the last ones.
-            assert!(send_map(&hostile, 64 * MIB) && send(&hostile, &request, &fds));
+            // While the mapping is made, the requests wait in the socket, and the descriptors become the last ones. The
+            // daemon closes them when it has answered, before the next request.
+            assert!(send_map(&hostile, 64 * MIB) && send(&hostile, &request, &fds) && send(&hostile, &request, &[]));
             drop(memfds);
             receive(&hostile).unwrap();
+            let _ = receive(&hostile);
             let (began, mut longest) = (Instant::now(), 0.0f64);
             while answered(std::slice::from_ref(&hostile)) == 0 {
                 let ask = || ask(&mine, &ClientRequest::Status { first: 0 }, &[]).unwrap();
