@@ -43,8 +43,7 @@ pub(crate) struct Accounts {
 impl Accounts {
     pub(crate) fn new(config: &Config) -> Self {
         let (ddr, hbm) = config.card_limits();
-        let card = "request less";
-        let mapped = "unmap buffers";
+        let (card, mapped) = ("request less", "unmap buffers");
         let of = |limits, names, remedy| Arc::new(Account::new(limits, names, remedy));
         Self {
             ddr: of(ddr, ["bytes of DDR", "--ddr", "--user-ddr"], card),
@@ -94,13 +93,6 @@ impl Account {
         Ok(())
     }
 
-    /// Counts what a user has already, beyond the limits if need be.
-    pub(crate) fn force(&self, user: u32, more: u64) {
-        let mut used = self.used();
-        used.all += more;
-        *used.users.entry(user).or_default() += more;
-    }
-
     /// True for a user beyond the limit of a user.
     pub(crate) fn is_over(&self, user: u32) -> bool {
         self.used().users.get(&user).is_some_and(|has| *has > self.limits.1)
@@ -147,9 +139,12 @@ impl Charge {
         Ok(Self { account: account.clone(), user, bytes: AtomicU64::new(bytes) })
     }
 
-    /// For what a user has already ([`Account::force`]).
+    /// For what a user has already: it counts beyond the limits, if need be.
     pub(crate) fn forced(account: &Arc<Account>, user: u32, bytes: u64) -> Self {
-        account.force(user, bytes);
+        let mut used = account.used();
+        used.all += bytes;
+        *used.users.entry(user).or_default() += bytes;
+        drop(used);
         Self { account: account.clone(), user, bytes: AtomicU64::new(bytes) }
     }
 }

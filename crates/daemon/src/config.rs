@@ -242,11 +242,6 @@ impl Config {
             || gids.iter().any(|gid| self.admin_gids.contains(gid))
     }
 
-    /// True when the groups of a user matter.
-    pub(crate) fn names_groups(&self) -> bool {
-        !self.gids.is_empty() || !self.admin_gids.is_empty()
-    }
-
     /// Most clients of one user.
     pub(crate) fn clients_per_user(&self) -> usize {
         self.user_clients.unwrap_or(self.clients - self.clients / 4)
@@ -360,8 +355,5 @@ mod tests {
         let config = Config { admins: vec![7], admin_gids: vec![9], ..Config::default() };
         assert!([0, me, 7].iter().all(|uid| config.is_admin(*uid, &[])) && config.is_admin(me + 8, &[1, 9]));
         assert!(!config.is_admin(me + 8, &[7]));
-        // A peer's groups are read where one of them may matter.
-        let (users, admins) = (Config { gids: vec![9], ..Config::default() }, config);
-        assert!(users.names_groups() && admins.names_groups() && !Config::default().names_groups());
     }
 }

@@ -18,15 +18,15 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::account::{Account, Charge};
 use crate::config::FUNCTION_DESCRIPTORS;
-use crate::function::{Function, NoFunction};
+use crate::function::Function;
 use crate::log::ClientResources;
 use crate::peer::Peer;
 use crate::socket;
 use crate::state::ServerState;
 use crate::thread::take_time;
 use crate::wire::{
-    ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment, OpenAnswer, RowAnswer,
-    VERSION, failed, message,
+    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment,
+    OpenAnswer, Refused, VERSION, failed, message,
 };
 
 /// Bytes of a buffer that are populated at once.
@@ -61,8 +61,6 @@ pub(crate) enum Handled {
     /// A status request: the server answers it, since it knows all connections.
     Status { seqno: u64, first: u64 },
 }
-
-struct Refused(Code, String);
 
 /// A memfd by device and inode: a client that sends it several times still has one buffer.
 type Key = (u64, u64);
@@ -219,13 +217,13 @@ impl Connection {
                 socket::pass_rights(&self.socket, true);
                 let answer = HelloAnswer {
                     version: VERSION.into(),
-                    reserved: Default::default(),
+                    queues: limits.queues.into(),
                     client: self.id.into(),
                     ddr: limits.ddr.into(),
                     hbm: limits.hbm.into(),
-                    queues: limits.queues.into(),
-                    buffers: limits.buffers.into(),
                     bytes: limits.bytes.into(),
+                    buffers: limits.buffers.into(),
+                    reserved: Default::default(),
                 };
                 Ok((answer.as_bytes().to_vec(), Vec::new()))
             }
@@ -302,8 +300,7 @@ impl Connection {
             }
         }
         let descriptors = self.charge(&state.accounts.descriptors, FUNCTION_DESCRIPTORS - 1 + u64::from(queues))?;
-        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.user, &state.accounts)
-            .map_err(|NoFunction(code, text)| Refused(code, text))?;
+        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.user, &state.accounts)?;
         let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot create a function: {e}"));
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
         let function = Arc::new(function);
@@ -449,20 +446,20 @@ impl Connection {
     }
 
     /// The client's row of a status answer, but for what its function counts.
-    pub(crate) fn row(&self) -> RowAnswer {
+    pub(crate) fn row(&self) -> ClientStatus {
         let function = self.function.as_deref();
-        RowAnswer {
-            client: self.id.into(),
-            pid: self.peer.pid.into(),
-            uid: self.peer.uid.into(),
-            queues: (function.map_or(0, Function::queues) as u32).into(),
-            buffers: (self.buffers.len() as u32).into(),
-            mappings: (self.mappings.len() as u32).into(),
-            bytes: self.bytes.into(),
-            ddr: function.map_or(0, |f| f.ddr).into(),
-            hbm: function.map_or(0, |f| f.hbm).into(),
-            errors: self.errors.into(),
-            ..RowAnswer::new_zeroed()
+        ClientStatus {
+            client: self.id,
+            pid: self.peer.pid,
+            uid: self.peer.uid,
+            queues: function.map_or(0, Function::queues) as u32,
+            buffers: self.buffers.len() as u32,
+            mappings: self.mappings.len() as u32,
+            bytes: self.bytes,
+            ddr: function.map_or(0, |f| f.ddr),
+            hbm: function.map_or(0, |f| f.hbm),
+            errors: self.errors,
+            ..ClientStatus::new_zeroed()
         }
     }
 

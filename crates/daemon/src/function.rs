@@ -13,8 +13,8 @@ use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 use crate::account::{Accounts, Charge};
 use crate::config::ClientLimits;
 use crate::page::Page;
-use crate::socket::{self, SendTimes};
-use crate::wire::{Code, RowAnswer};
+use crate::socket;
+use crate::wire::{ClientStatus, Code, Refused};
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
 const MIN_COST: i64 = 64 << 10;
@@ -35,8 +35,6 @@ pub(crate) struct Function {
     kick: OwnedFd,
     /// The daemon's ends of the socket pairs that wake the client. They receive nothing.
     calls: Vec<OwnedFd>,
-    /// Of what is sent to these.
-    call_times: SendTimes,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
     /// The user who is charged for the work of the queues.
@@ -46,9 +44,6 @@ pub(crate) struct Function {
 
 /// For the card's DDR and HBM.
 pub(crate) type CardCharge = [Charge; 2];
-
-/// Why a function could not be created.
-pub(crate) struct NoFunction(pub Code, pub String);
 
 impl Function {
     /// Creates a function for a client of this user. Returns it with the client's descriptors: the kick descriptor,
@@ -60,12 +55,12 @@ impl Function {
         queues: u32,
         user: u32,
         accounts: &Accounts,
-    ) -> Result<(Self, Vec<OwnedFd>), NoFunction> {
-        let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot create a function: {e}"));
+    ) -> Result<(Self, Vec<OwnedFd>), Refused> {
+        let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
-        let take = |account, amount| Charge::new(account, user, amount).map_err(|text| NoFunction(Code::Quota, text));
+        let take = |account, amount| Charge::new(account, user, amount).map_err(|text| Refused(Code::Quota, text));
         let card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
         let charge = take(&accounts.memory, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
@@ -82,13 +77,12 @@ impl Function {
         let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
         let theirs = std::iter::once(kick.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
         let refused = |e| match e {
-            dmalane_sim::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
+            dmalane_sim::Error::BadConfig { .. } => Refused(Code::Quota, e.to_string()),
             e => failed(&e),
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
         let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
-        let call_times = SendTimes::default();
-        Ok((Self { card, host, page, kick, calls, call_times, ddr, hbm, user, card_memory }, theirs))
+        Ok((Self { card, host, page, kick, calls, ddr, hbm, user, card_memory }, theirs))
     }
 
     /// The user who is charged for the work of the queues.
@@ -129,14 +123,11 @@ impl Function {
     }
 
     /// Adds to a row of the status what the function counts.
-    pub(crate) fn count_into(&self, row: &mut RowAnswer) {
+    pub(crate) fn count_into(&self, row: &mut ClientStatus) {
         let host = self.host.stats();
         let (h2c, c2h) = self.link_bytes();
-        (row.h2c, row.c2h) = (h2c.into(), c2h.into());
-        row.in_flight = self.in_flight().into();
-        row.iotlb_hits = host.iotlb_hits.into();
-        row.iotlb_misses = host.iotlb_misses.into();
-        row.faults = host.faults.into();
+        (row.h2c, row.c2h, row.in_flight) = (h2c, c2h, self.in_flight());
+        (row.iotlb_hits, row.iotlb_misses, row.faults) = (host.iotlb_hits, host.iotlb_misses, host.faults);
     }
 
     /// The sum of [`Function::link_bytes`].
@@ -198,11 +189,6 @@ impl Function {
         }
     }
 
-    /// True when waking the client takes too long for the worker to go on doing it.
-    pub(crate) fn calls_take_long(&self) -> bool {
-        self.call_times.are_too_long()
-    }
-
     /// True when no queue accesses host memory any more, according to the card's registers, not to the page.
     pub(crate) fn has_stopped(&self) -> bool {
         (0..self.queues()).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
@@ -217,8 +203,9 @@ impl Function {
         }
         let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
-        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 && !self.calls_take_long() {
-            self.call_times.measure(|| socket::call(self.calls[queue].as_fd()));
+        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
+            // Where thousands of waiters poll the client's end, this takes long: time for which the user pays.
+            socket::call(self.calls[queue].as_fd());
         }
         Some(i64::try_from(stepped.cost).unwrap_or(i64::MAX / 2).max(MIN_COST))
     }

@@ -92,7 +92,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             });
         }
         let request = match kind {
-            0 => ClientRequest::Hello { min: input.u16(), max: input.u16() },
+            0 => ClientRequest::Hello { min: input.u16().into(), max: input.u16().into() },
             1 => ClientRequest::Open { ddr: input.number(), hbm: input.number(), queues: u32::from(input.u8()) },
             2 => ClientRequest::Read { bar: input.u8() % 4, offset: u64::from(input.u16()) },
             // No worker runs the card's queues here, so register writes have no further effect.

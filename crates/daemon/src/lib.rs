@@ -63,11 +63,10 @@ mod thread;
 pub mod wire;
 mod worker;
 
-pub use client::{Client, ClientError, ClientOptions, DaemonStatus, status, status_with};
+pub use client::{Client, ClientError, ClientOptions, DaemonStatus, status};
 pub use config::{BadConfig, ClientLimits, Config};
 pub use error::ServerError;
 pub use listener::{Listener, SOCKET};
 pub use log::{ClientResources, ServerEvent};
 pub use server::Server;
-pub use state::Totals;
-pub use wire::ClientStatus;
+pub use wire::{ClientStatus, Totals};

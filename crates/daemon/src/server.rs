@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -19,9 +20,9 @@ use crate::log::{Log, ServerEvent};
 use crate::peer::Peer;
 use crate::serving::Serving;
 use crate::socket;
-use crate::state::{ServerState, Totals, lock};
+use crate::state::{ServerState, lock};
 use crate::thread::{take_time, yield_to_worker};
-use crate::wire::{Code, failed};
+use crate::wire::{Code, Totals, failed};
 use crate::worker::RunQueue;
 
 /// Connections beyond the limit, reserved for status requests of the operator.
@@ -79,7 +80,7 @@ impl Server {
         }
         self.state.shut_down();
         let begun = Instant::now();
-        while (self.state.are_served() || Arc::strong_count(&self.closes) > 1)
+        while (self.state.has_clients() || Arc::strong_count(&self.closes) > 1)
             && self.worker_lives()
             && begun.elapsed() < self.state.config.stop_timeout + CLOSE_TIMEOUT
         {
@@ -116,7 +117,7 @@ impl Server {
             if !self.worker_lives() {
                 return Err(ServerError::WorkerDied);
             }
-            lock(&self.state.log).catch_up();
+            lock(&self.state.log).catch_up(now);
             if fds[1].revents().is_empty() || !can_accept {
                 continue;
             }
@@ -125,8 +126,8 @@ impl Server {
                 Ok(true) => {}
                 Ok(false) => rest = Some(Instant::now() + (UNPAID_REST * began.elapsed()).min(MAX_REST)),
                 Err(e) => {
-                    lock(&self.state.log).accept_failed(e);
-                    rest = Some(Instant::now() + Duration::from_millis(100));
+                    lock(&self.state.log).always(&ServerEvent::AcceptFailed(e));
+                    rest = Some(Instant::now() + INTERVAL / 2);
                 }
             }
         }
@@ -135,6 +136,7 @@ impl Server {
     /// Accepts or refuses a connection. False when nobody pays for that.
     fn accept(&mut self, listener: &OwnedFd) -> Result<bool, Errno> {
         take_time();
+        let began = Instant::now();
         let socket = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(socket) => socket,
             // The peer has already disconnected.
@@ -172,7 +174,7 @@ impl Server {
             && !(admin && connected < state.config.clients + OPERATOR_CONNECTIONS)
         {
             lock(&state.totals).refused += 1;
-            lock(&state.log).refused(user, &ServerEvent::Refused { pid, uid, why });
+            lock(&state.log).of(user, &ServerEvent::Refused { pid, uid, why }, began);
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
             self.disconnect(socket);
             return Ok(false);
@@ -214,7 +216,7 @@ impl Drop for Server {
         if let Some(worker) = self.worker.take() {
             let _ = worker.join();
         }
-        // Quarantined resources end with the process: without the worker nothing accesses them.
+        self.state.worker_ended.store(true, Ordering::SeqCst);
     }
 }
 
@@ -224,7 +226,6 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
-    use std::sync::atomic::Ordering;
 
     use dmalane_card::Card;
     use dmalane_dma::MemfdHeap;
@@ -412,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_whose_queues_do_not_stop_are_quarantined() {
+    fn clients_whose_queues_do_not_stop_keep_their_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
@@ -424,10 +425,11 @@ mod tests {
         let run_queue = server.state.run_queue.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let now = || status(&ClientOptions::new(&path)).unwrap();
         let until = |what: &str, right: &dyn Fn(&crate::DaemonStatus) -> bool| {
             let start = Instant::now();
-            while !right(&status(&path).unwrap()) {
-                assert!(start.elapsed() < Duration::from_secs(60), "{what}: {:?}", status(&path));
+            while !right(&now()) {
+                assert!(start.elapsed() < Duration::from_secs(60), "{what}: {:?}", now());
                 thread::sleep(POLL_INTERVAL);
             }
         };
@@ -442,17 +444,18 @@ mod tests {
             thread::sleep(POLL_INTERVAL);
         }
         client.abandon();
-        until("quarantined", &|r| r.quarantined == 1);
-        let held = status(&path).unwrap();
+        let is_logged = |said: &str| events.lock().unwrap().iter().any(|event: &String| event.contains(said));
+        until("not stopped", &|_| is_logged("its queues have not stopped"));
+        let held = now();
         let row = held.clients.iter().find(|c| c.client == number).unwrap();
-        assert!(row.closing && row.buffers == 4 && row.ddr == limits.ddr, "{row:?}");
-        assert_eq!((held.ddr.0, held.totals.released, held.totals.quarantined), (limits.ddr, 0, 1));
+        assert!(row.closing == 1 && row.buffers == 4 && row.ddr == limits.ddr, "{row:?}");
+        assert_eq!((held.ddr.0, held.totals.released), (limits.ddr, 0));
         // The queues stop later.
         run_queue.paused.store(false, Ordering::SeqCst);
-        until("released", &|r| r.quarantined == 0 && r.ddr.0 == 0);
+        until("released", &|r| r.clients.len() == 1 && r.ddr.0 == 0);
         drop(stop);
         let totals = daemon.join().unwrap();
-        assert_eq!((totals.served, totals.released, totals.quarantined), (1, 1, 1));
+        assert_eq!((totals.served, totals.released), (1, 1));
         let all = format!("{} bytes of card memory", limits.ddr + limits.hbm);
         for said in ["still allocated: 4 buffers", "released 4 buffers"] {
             let named = |event: &String| event.contains(said) && event.contains(&all);

@@ -10,6 +10,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,17 +24,12 @@ use crate::connection::{Answer, Connection, Handled};
 use crate::function::Function;
 use crate::log::ServerEvent;
 use crate::socket::{self, Received};
-use crate::state::{Client, Phase, ServerState, lock};
+use crate::state::{Client, ServerState, lock};
 use crate::thread::{take_time, yield_to_worker};
 use crate::wire::{Code, MAX_MESSAGE};
 
 /// How often a thread that waits looks whether it may go on: until its user has paid, or a queue has stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// How often a client that sends nothing is looked after.
-const IDLE_INTERVAL: Duration = Duration::from_secs(1);
-/// Why a client is disconnected whose sockets have thousands of waiters.
-const SLOW_TO_WAKE: &str = "it takes too long to wake the client: too many wait at its sockets";
-
 /// A thread that serves a client.
 pub(crate) struct Serving {
     state: Arc<ServerState>,
@@ -76,18 +72,15 @@ impl Serving {
         let Config { hello_timeout, open_timeout, .. } = self.state.config;
         loop {
             let function = self.connection.function.as_ref();
-            if function.is_some_and(|function| function.calls_take_long()) {
-                return Err(SLOW_TO_WAKE);
-            }
             let limit = match function {
                 Some(_) => None,
                 None if self.connection.greeted => Some(open_timeout),
                 None => Some(hello_timeout.min(open_timeout)),
             };
             let after = self.since.elapsed();
-            let longest = limit.map_or(IDLE_INTERVAL, |limit| limit.saturating_sub(after).min(IDLE_INTERVAL));
+            let longest = limit.map(|limit| timespec(limit.saturating_sub(after)));
             let mut fds = [&self.connection.socket, &self.state.stop].map(|fd| PollFd::new(fd, PollFlags::IN));
-            let _ = poll(&mut fds, Some(&timespec(longest)));
+            let _ = poll(&mut fds, longest.as_ref());
             if !fds[1].revents().is_empty() {
                 return Err("the daemon is shutting down");
             }
@@ -166,8 +159,8 @@ impl Serving {
             if !self.counted && connection.function.is_some() {
                 self.counted = true;
                 totals.served += 1;
-                lock(&state.log)
-                    .client(peer.user, &ServerEvent::Connected { client: connection.id, pid: peer.pid, uid: peer.uid });
+                let event = ServerEvent::Connected { client: connection.id, pid: peer.pid, uid: peer.uid };
+                lock(&state.log).of(peer.user, &event, Instant::now());
             }
         }
         let answer = match handled {
@@ -186,27 +179,22 @@ impl Serving {
     fn end(self, why: &'static str) {
         let Self { state, client, mut connection, charge, counted, .. } = self;
         let (id, user) = (connection.id, client.peer.user);
-        client.set_phase(Phase::Closing);
+        client.is_closing();
         let since = Instant::now();
         if let Some(function) = &connection.function {
             function.stop();
             state.run_queue.wake();
         }
-        let mut quarantined = false;
-        while !connection.function.as_ref().is_none_or(|function| function.has_stopped()) {
-            if !quarantined && since.elapsed() > state.config.stop_timeout {
-                quarantined = true;
-                client.set_phase(Phase::Quarantined);
-                lock(&state.totals).quarantined += 1;
-                lock(&state.log).always(&ServerEvent::Quarantined { client: id, resources: connection.resources() });
-            }
-            if quarantined && state.is_stopping() {
-                return lock(&state.left).push(Box::new(connection));
+        let mut late = false;
+        let has_stopped = |connection: &Connection| connection.function.as_ref().is_none_or(|f| f.has_stopped());
+        while !has_stopped(&connection) && !state.worker_ended.load(Ordering::SeqCst) {
+            if !late && since.elapsed() > state.config.stop_timeout {
+                late = true;
+                lock(&state.log).always(&ServerEvent::NotStopped { client: id, resources: connection.resources() });
             }
             thread::sleep(POLL_INTERVAL);
         }
         let after = since.elapsed();
-        client.set_phase(Phase::Closing);
         let released = connection.resources();
         let turn = lock(&client.user.long);
         let function = connection.function.take();
@@ -223,7 +211,7 @@ impl Serving {
         state.remove(id);
         if counted {
             lock(&state.totals).released += 1;
-            lock(&state.log).client(user, &ServerEvent::Disconnected { client: id, why, released, after });
+            lock(&state.log).of(user, &ServerEvent::Disconnected { client: id, why, released, after }, Instant::now());
         }
         let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
         // Messages that are left unread may carry descriptors, whose close may take any time.
@@ -274,7 +262,7 @@ mod tests {
             thread::sleep(map_timeout + map_timeout / 4);
             assert!(!mapping.is_finished(), "one at a time");
             assert!(other.read32(regs::BAR_REGISTERS, regs::CONTROL).is_ok());
-            assert_eq!(crate::status(&folder.path().join("socket")).unwrap().clients.len(), 3);
+            assert_eq!(crate::status(&ClientOptions::new(folder.path().join("socket"))).unwrap().clients.len(), 3);
             drop(long);
             assert!(mapping.join().unwrap().is_ok());
         });

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -13,25 +14,8 @@ use crate::config::Config;
 use crate::function::Function;
 use crate::log::Log;
 use crate::peer::Peer;
-use crate::wire::{ANSWER, ClientRequest, MAX_ROWS, RowAnswer, TotalsAnswer, message};
+use crate::wire::{ANSWER, ClientRequest, ClientStatus, MAX_ROWS, StatusAnswer, Totals, message};
 use crate::worker::RunQueue;
-
-/// Counters of a daemon since its start.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Totals {
-    /// Clients that have opened a function.
-    pub served: u64,
-    /// Clients among them that have disconnected and whose resources were released.
-    pub released: u64,
-    /// Connections refused.
-    pub refused: u64,
-    /// Requests answered.
-    pub requests: u64,
-    /// Requests refused.
-    pub errors: u64,
-    /// Disconnected clients whose queues did not stop in time.
-    pub quarantined: u64,
-}
 
 /// State that all threads share.
 pub(crate) struct ServerState {
@@ -45,8 +29,8 @@ pub(crate) struct ServerState {
     started: Instant,
     /// Eventfd: readable once the daemon shuts down.
     pub stop: OwnedFd,
-    /// Clients whose queues had not stopped when the daemon ended: their memory ends with the worker.
-    pub left: Mutex<Vec<Box<dyn Send>>>,
+    /// The worker has ended: nothing accesses clients' memory.
+    pub worker_ended: AtomicBool,
 }
 
 /// What other threads know of a client.
@@ -59,18 +43,8 @@ pub(crate) struct Client {
 /// What the status shows of a client.
 struct Shown {
     /// As of the last request.
-    row: RowAnswer,
+    row: ClientStatus,
     function: Weak<Function>,
-    phase: Phase,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Phase {
-    Served,
-    /// Disconnected, until the card has stopped accessing its memory.
-    Closing,
-    /// The card has not stopped in time.
-    Quarantined,
 }
 
 /// The turns of a user's clients.
@@ -96,16 +70,16 @@ impl ServerState {
             clients: Mutex::default(),
             started: Instant::now(),
             stop: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            left: Mutex::default(),
+            worker_ended: AtomicBool::new(false),
         })
     }
 
     /// Adds a connection, whose row of the status this is.
-    pub(crate) fn add(&self, id: u64, peer: Peer, row: RowAnswer) -> Arc<Client> {
+    pub(crate) fn add(&self, id: u64, peer: Peer, row: ClientStatus) -> Arc<Client> {
         let mut clients = lock(&self.clients);
         let others = clients.values().find(|client| client.peer.user == peer.user);
         let user = others.map_or_else(Arc::default, |client| client.user.clone());
-        let shown = Shown { row, function: Weak::new(), phase: Phase::Served };
+        let shown = Shown { row, function: Weak::new() };
         let client = Arc::new(Client { peer, user, shown: Mutex::new(shown) });
         clients.insert(id, client.clone());
         client
@@ -132,14 +106,9 @@ impl ServerState {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
     }
 
-    /// Clients whose resources are not released, but for those whose queues do not stop.
-    pub(crate) fn are_served(&self) -> bool {
-        lock(&self.clients).values().any(|client| lock(&client.shown).phase != Phase::Quarantined)
-    }
-
-    /// The daemon shuts down.
-    pub(crate) fn is_stopping(&self) -> bool {
-        poll(&mut [PollFd::new(&self.stop, PollFlags::IN)], Some(&Timespec::default())).is_ok_and(|n| n > 0)
+    /// There are clients whose resources are not released.
+    pub(crate) fn has_clients(&self) -> bool {
+        !lock(&self.clients).is_empty()
     }
 
     /// The peer has closed the connection, or the daemon shuts down.
@@ -154,41 +123,32 @@ impl ServerState {
         let clients = lock(&self.clients);
         let is_shown = |client: &&Arc<Client>| client.peer.user == peer.user || peer.admin;
         let mut rows = clients.range(first..).filter(|(_, client)| is_shown(client));
-        let page: Vec<RowAnswer> = rows.by_ref().take(MAX_ROWS).map(|(_, client)| lock(&client.shown).row()).collect();
+        let page: Vec<ClientStatus> =
+            rows.by_ref().take(MAX_ROWS).map(|(_, client)| lock(&client.shown).row()).collect();
         let more = rows.next().is_some();
-        let phases = |phase| clients.values().filter(is_shown).filter(|c| lock(&c.shown).phase == phase).count() as u32;
         // Others see what their own user has and does.
         let user = (!peer.admin).then_some(peer.user);
-        let sum = if peer.admin { *lock(&self.totals) } else { Totals::default() };
         let Accounts { ddr, hbm, .. } = &self.accounts;
-        let totals = TotalsAnswer {
-            uptime: self.started.elapsed().as_secs().into(),
-            clients: phases(Phase::Served).into(),
-            quarantined: phases(Phase::Quarantined).into(),
-            served: sum.served.into(),
-            released: sum.released.into(),
-            refused: sum.refused.into(),
-            requests: sum.requests.into(),
-            errors: sum.errors.into(),
-            ddr: ddr.in_use(user).into(),
-            hbm: hbm.in_use(user).into(),
-            ddr_total: ddr.total().into(),
-            hbm_total: hbm.total().into(),
-            rows: (page.len() as u32).into(),
-            more: u32::from(more).into(),
+        let answer = StatusAnswer {
+            uptime: self.started.elapsed().as_secs(),
+            totals: if peer.admin { *lock(&self.totals) } else { Totals::default() },
+            ddr: [ddr.in_use(user), ddr.total()],
+            hbm: [hbm.in_use(user), hbm.total()],
+            more: more.into(),
         };
-        let body = [totals.as_bytes(), page.as_bytes()].concat();
+        let body = [answer.as_bytes(), page.as_bytes()].concat();
         message(ClientRequest::Status { first }.opcode() | ANSWER, seqno, &body)
     }
 }
 
 impl Client {
-    pub(crate) fn set_phase(&self, phase: Phase) {
-        lock(&self.shown).phase = phase;
+    /// The client has disconnected, and its resources are being released.
+    pub(crate) fn is_closing(&self) {
+        lock(&self.shown).row.closing = 1;
     }
 
     /// Shows the state of a client as of now.
-    pub(crate) fn show(&self, row: RowAnswer, function: Option<&Arc<Function>>) {
+    pub(crate) fn show(&self, row: ClientStatus, function: Option<&Arc<Function>>) {
         let mut shown = lock(&self.shown);
         shown.row = row;
         shown.function = function.map(Arc::downgrade).unwrap_or_default();
@@ -196,9 +156,8 @@ impl Client {
 }
 
 impl Shown {
-    fn row(&self) -> RowAnswer {
+    fn row(&self) -> ClientStatus {
         let mut row = self.row;
-        row.closing = u32::from(self.phase != Phase::Served).into();
         if let Some(function) = self.function.upgrade() {
             function.count_into(&mut row);
         }

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 
 use crate::function::Function;
 
@@ -42,11 +42,6 @@ const MIN_STEP: u64 = 32 << 10;
 /// Where steps take longer than this, the next ones are shorter: a user whose few operations end sooner than that has
 /// no work for the worker until the client has seen it, and waits for the step of another user then.
 const STEP_TIME: Duration = Duration::from_micros(200);
-/// Kicks in a row without work after which the function's kicks are ignored for [`IGNORE_TIME`]: each takes a
-/// processor that another client may wait for.
-const EMPTY_KICKS: u32 = 32;
-/// The worker looks at the doorbells of a function whose kicks are ignored after this time at the latest.
-const IGNORE_TIME: Duration = Duration::from_millis(5);
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
@@ -93,12 +88,6 @@ struct Turn {
     continues: bool,
     /// The limit of the next step's cost.
     most: u64,
-    /// The client has kicked, and the function's turn has not come since.
-    kicked: bool,
-    /// Kicks in a row that brought no work.
-    empty_kicks: u32,
-    /// Until when kicks are ignored.
-    ignored: Option<Instant>,
 }
 
 /// Work done in a round, of a user or of a function.
@@ -193,7 +182,7 @@ impl RunQueue {
         // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
         // the client shares the file and can clear O_NONBLOCK.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(number_of(function)), flags)
+        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(0), flags)
     }
 
     /// Removes a function.
@@ -205,45 +194,16 @@ impl RunQueue {
         });
     }
 
-    /// Ignores functions whose kicks bring no work, and listens to them again after [`IGNORE_TIME`]. Returns when the
-    /// first of these times ends.
-    fn ignore_empty_kicks(&self, users: &mut [UserTurn]) -> Option<Instant> {
-        let now = Instant::now();
-        for turn in users.iter_mut().flat_map(|user| &mut user.turns) {
-            match turn.ignored {
-                Some(end) if end > now => {}
-                Some(_) => {
-                    let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-                    let is_there = functions.iter().any(|f| Arc::ptr_eq(f, &turn.function));
-                    // Where the kernel has no memory for it, it is tried again later.
-                    let heard = !is_there || self.listen(&turn.function).is_ok();
-                    turn.ignored = (!heard).then(|| now + IGNORE_TIME);
-                    // One more kick that brings no work is enough.
-                    turn.empty_kicks = turn.empty_kicks.min(EMPTY_KICKS - 1);
-                }
-                None if turn.empty_kicks >= EMPTY_KICKS => {
-                    let _ = epoll::delete(&self.epoll, turn.function.kick());
-                    turn.ignored = Some(now + IGNORE_TIME);
-                }
-                None => {}
-            }
-        }
-        users.iter().flat_map(|user| &user.turns).filter_map(|turn| turn.ignored).min()
-    }
-
     /// Runs the queues until [`RunQueue::quit`]. Spins for `spin` before it sleeps.
     pub(crate) fn run(&self, spin: Duration) {
         let mut users: Vec<UserTurn> = Vec::new();
         let mut seen = 0;
         let mut idle: Option<Instant> = None;
-        // Whether a sleep was announced, and when it has to end for those to whom it was not.
-        let (mut asleep, mut unannounced) = (false, None::<Instant>);
-        let mut rounds = Rounds { last: None };
-        let set_asleep = |users: &[UserTurn], asleep: bool| {
-            // Not to those whose kicks are ignored: the worker will look.
-            let turns = users.iter().flat_map(|user| &user.turns).filter(|turn| !asleep || turn.ignored.is_none());
-            turns.for_each(|turn| turn.function.page().set_asleep(asleep));
+        let mut asleep = false;
+        let set_asleep = |users: &[UserTurn], asleep| {
+            users.iter().flat_map(|user| &user.turns).for_each(|turn| turn.function.page().set_asleep(asleep));
         };
+        let mut rounds = Rounds { last: None };
         while !self.quit.load(Ordering::SeqCst) {
             #[cfg(test)]
             if self.paused.load(Ordering::SeqCst) {
@@ -270,12 +230,10 @@ impl RunQueue {
                 // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
                 // A function that is added in between was told nothing, but `change` wakes after it has counted.
                 asleep = true;
-                unannounced = self.ignore_empty_kicks(&mut users);
                 set_asleep(&users, true);
                 continue;
             } else {
-                let until = unannounced.map(|end| end.saturating_duration_since(Instant::now()));
-                self.sleep(until.into_iter().chain(all.paid).fold(MAX_SLEEP, Duration::min), &mut users);
+                self.sleep(all.paid.map_or(MAX_SLEEP, |paid| paid.min(MAX_SLEEP)));
             }
             if std::mem::take(&mut asleep) {
                 set_asleep(&users, false);
@@ -319,26 +277,16 @@ impl RunQueue {
         self.charged.store(!charges.is_empty(), Ordering::SeqCst);
     }
 
-    fn sleep(&self, longest: Duration, users: &mut [UserTurn]) {
+    fn sleep(&self, longest: Duration) {
         let longest = Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: i64::from(longest.subsec_nanos()) };
         // `epoll_wait` has milliseconds, and `epoll_pwait2` is missing in older kernels.
-        let mut ready = [PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
-        let _ = rustix::event::poll(&mut ready, Some(&longest));
+        let mut ready = [PollFd::new(&self.epoll, PollFlags::IN)];
+        let _ = poll(&mut ready, Some(&longest));
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
-        let (events, _) = epoll::wait(&self.epoll, &mut events, Some(&Timespec::default())).unwrap_or_default();
-        for turn in users.iter_mut().flat_map(|user| &mut user.turns) {
-            turn.kicked |= events.iter().any(|event| event.data.u64() == number_of(&turn.function));
-        }
-        let mut ready = [PollFd::new(&self.wake, rustix::event::PollFlags::IN)];
-        if rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
-            let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
-        }
+        let _ = epoll::wait(&self.epoll, &mut events, Some(&Timespec::default()));
+        // Never blocks.
+        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
     }
-}
-
-/// The number of a function's kicks: its address, while it is in the list.
-fn number_of(function: &Arc<Function>) -> u64 {
-    Arc::as_ptr(function).addr() as u64
 }
 
 /// The rounds of all users.
@@ -420,8 +368,7 @@ impl UserTurn {
 
 impl Turn {
     fn of(function: Arc<Function>) -> Self {
-        let (next, continues, kicked, empty_kicks, ignored) = (0, false, false, 0, None);
-        Self { function, deficit: 0, next, continues, most: MAX_STEP, kicked, empty_kicks, ignored }
+        Self { function, deficit: 0, next: 0, continues: false, most: MAX_STEP }
     }
 
     /// Runs one round of a function, or as much as the user may still spend.
@@ -441,7 +388,6 @@ impl Turn {
                 let queue = self.next;
                 self.next = (queue + 1) % queues;
                 if let Some(cost) = self.function.step(queue, self.most) {
-                    (self.kicked, self.empty_kicks) = (false, 0);
                     let after = now();
                     let took = after.duration_since(before);
                     (all.stepped, any, before) = (true, true, after);
@@ -460,7 +406,6 @@ impl Turn {
                 }
             }
             if !any {
-                self.empty_kicks += u32::from(std::mem::take(&mut self.kicked));
                 self.deficit = 0;
                 return all;
             }

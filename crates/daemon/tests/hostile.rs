@@ -182,7 +182,7 @@ impl Bystander {
             self.buf.as_ref().unwrap().as_volatile_slice().read(&mut got);
             assert!(got == self.bytes, "the card");
         }
-        let report = dmalane_daemon::status(&self.path).unwrap();
+        let report = dmalane_daemon::status(&dmalane_daemon::ClientOptions::new(&self.path)).unwrap();
         let row = report.clients.iter().find(|c| c.client == self.client.number()).unwrap();
         assert_eq!(row.errors, 0, "errors are counted for the client that causes them");
     }
@@ -501,7 +501,7 @@ fn a_client_and_a_daemon_of_different_versions_say_which() {
     let said = Raw::new(&daemon.path).ask(&ClientRequest::Hello { min: 1, max: 2 }, &[]);
     assert_eq!(said.code(), Some(Code::Version));
     let text = String::from_utf8_lossy(&said.body);
-    assert!(text.contains("the client speaks versions 1 to 2, the daemon 3"), "{text}");
+    assert!(text.contains(&format!("the client speaks versions 1 to 2, the daemon {VERSION}")), "{text}");
     daemon.end_empty();
 
     // A daemon of version 2, and this client.
@@ -514,12 +514,12 @@ fn a_client_and_a_daemon_of_different_versions_say_which() {
     let old = std::thread::spawn(move || {
         let peer = Raw { socket: rustix::net::accept(&listener).unwrap(), seqno: 0 };
         let asked = peer.receive().unwrap();
-        let versions = [4, 6].map(|at| u16::from_le_bytes([asked.body[at], asked.body[at + 1]]));
+        let versions = [16, 20].map(|at| u32::from_le_bytes(asked.body[at..at + 4].try_into().unwrap()));
         let text = format!("the client speaks versions {} to {}, the daemon 2", versions[0], versions[1]);
         peer.send(&failed(asked.seqno, Code::Version, &text), &[]).unwrap();
     });
-    let error = status(&path).unwrap_err().to_string();
-    assert!(error.contains("the client speaks versions 3 to 3, the daemon 2"), "{error}");
+    let error = status(&dmalane_daemon::ClientOptions::new(&path)).unwrap_err().to_string();
+    assert!(error.contains(&format!("the client speaks versions {VERSION} to {VERSION}, the daemon 2")), "{error}");
     old.join().unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! Tests of the worker: shares, debts, gaps, charges and kicks, with a clock that the tests move.
+//! Tests of the worker: shares, debts, gaps and charges, with a clock that the tests move.
 
 use std::cell::Cell;
 
@@ -19,7 +19,7 @@ struct Backlog {
     len: u32,
     tails: Vec<u32>,
     /// The client's descriptors.
-    fds: Vec<OwnedFd>,
+    _fds: Vec<OwnedFd>,
     _mappings: Vec<Mapping>,
 }
 
@@ -78,7 +78,7 @@ impl Backlog {
         }
         let turn = Turn::of(Arc::new(function));
         let turn = UserTurn::of(0, vec![turn]);
-        Self { turn, len, tails: vec![0; queues as usize], fds, _mappings: mappings }
+        Self { turn, len, tails: vec![0; queues as usize], _fds: fds, _mappings: mappings }
     }
 
     fn function(&self) -> &Function {
@@ -261,7 +261,7 @@ fn debts_are_paid_by_time_while_a_user_is_between_two_operations() {
         let mut expected = None;
         for at in times {
             passed.set(us(*at));
-            let round = rounds.next(users, &now);
+            let round = rounds.next(users, now);
             if round.stepped {
                 return (Some(*at), expected);
             }
@@ -280,42 +280,6 @@ fn debts_are_paid_by_time_while_a_user_is_between_two_operations() {
     users[1].turns = turns;
     users[1].deficit = -cost_of(us(1000));
     assert_eq!(served(&mut users, us(0), &often), thirteen);
-}
-
-#[test]
-fn a_client_whose_socket_has_thousands_of_waiters_is_woken_no_more() {
-    let accounts = Accounts::new(&Config::default());
-    let mut one = Backlog::new(4096, 1, &accounts);
-    let (call, stop) = (one.fds[1].try_clone().unwrap(), AtomicBool::new(false));
-    let each = 8000.min(rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(8000)) as usize;
-    let waits = || {
-        // As many as the limit of descriptors allows, over the threads.
-        let mut fds = vec![PollFd::new(&call, rustix::event::PollFlags::IN); each];
-        while !stop.load(Ordering::Relaxed) {
-            let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
-            crate::socket::drain(&call);
-        }
-    };
-    let calls = std::thread::scope(|s| {
-        (0..160_000 / each).for_each(|_| drop(s.spawn(waits)));
-        let called = (0..200).find(|_| {
-            std::thread::sleep(Duration::from_millis(50));
-            one.refill_to(1);
-            one.function().page().swap_wakeup_wanted(0, 1);
-            one.serve();
-            one.function().calls_take_long()
-        });
-        stop.store(true, Ordering::Relaxed);
-        called
-    });
-    assert!(calls.is_some_and(|calls| calls >= 3), "{calls:?}");
-    // The worker goes on without: nothing is sent.
-    one.refill_to(1);
-    one.function().page().swap_wakeup_wanted(0, 1);
-    assert!(one.serve());
-    let mut fds = [PollFd::new(&call, rustix::event::PollFlags::IN)];
-    crate::socket::drain(&call);
-    assert_eq!(rustix::event::poll(&mut fds, Some(&Timespec::default())), Ok(0));
 }
 
 #[test]
@@ -371,49 +335,6 @@ fn nothing_but_work_keeps_the_worker_awake() {
     queue.quit();
     let worked = worker.join().unwrap();
     assert!(worked < 5 * spin, "{worked:?} of a second");
-}
-
-#[test]
-fn kicks_without_work_are_ignored_for_a_while() {
-    let (queue, accounts) = (RunQueue::new().unwrap(), Accounts::new(&Config::default()));
-    let mut backlog = Backlog::new(4096, 1, &accounts);
-    let function = backlog.turn.turns[0].function.clone();
-    queue.add(function.clone()).unwrap();
-    let (mut users, now) = (Vec::new(), Instant::now());
-    queue.refresh(&mut users);
-    // The first is that of the eventfd itself, which may be readable.
-    queue.sleep(Duration::ZERO, &mut users);
-    let kick = |users: &mut Vec<UserTurn>| {
-        crate::socket::kick(function.kick());
-        queue.sleep(Duration::ZERO, users);
-        let heard = users[0].turns[0].kicked;
-        Rounds { last: None }.next(users, || now);
-        heard
-    };
-    users[0].turns[0].kicked = false;
-    for _ in 0..EMPTY_KICKS {
-        assert_eq!(queue.ignore_empty_kicks(&mut users), None);
-        assert!(kick(&mut users));
-    }
-    assert!(queue.ignore_empty_kicks(&mut users).is_some());
-    assert!(!kick(&mut users) && queue.ignore_empty_kicks(&mut users).is_some());
-    // One more chance after a while.
-    users[0].turns[0].ignored = Some(now);
-    assert!(queue.ignore_empty_kicks(&mut users).is_none() && kick(&mut users));
-    assert!(queue.ignore_empty_kicks(&mut users).is_some());
-    // Work is seen all the same, and forgives once the time is over.
-    backlog.refill_to(1);
-    assert!(!kick(&mut users) && queue.ignore_empty_kicks(&mut users).is_some());
-    users[0].turns[0].ignored = Some(now);
-    for _ in 0..EMPTY_KICKS {
-        assert_eq!(queue.ignore_empty_kicks(&mut users), None);
-        assert!(kick(&mut users));
-    }
-    assert!(queue.ignore_empty_kicks(&mut users).is_some());
-    // A function that is gone is not listened to again, though its client keeps the descriptor.
-    queue.remove(&function);
-    users[0].turns[0].ignored = Some(now);
-    assert!(queue.ignore_empty_kicks(&mut users).is_none() && !kick(&mut users));
 }
 
 #[test]
@@ -478,7 +399,7 @@ fn who_comes_back_while_others_are_in_debt_gains_nothing() {
                 before = moved();
             }
             let until_now = moved();
-            rounds.next(&mut users, &now);
+            rounds.next(&mut users, now);
             if moved() == until_now {
                 waited.set(waited.get() + Duration::from_micros(10));
             }
