@@ -10,8 +10,8 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{AnonHeap, BufferRef, BufferSlice, Error, Heap, Mapping, Pinned, Registrar, SharedBuf, Undo};
 use dmalane_queue::{
-    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Stats,
-    StopReason, Ticket, Work,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Registered,
+    Stats, StopReason, Ticket, Work,
 };
 
 /// Pins up to a limit.
@@ -99,6 +99,8 @@ pub fn number(operation: &Operation) -> u64 {
 pub struct Orders {
     /// Numbers of the operations in the order in which they came.
     pub got: Vec<u64>,
+    /// Whether the registration of each had another holder when it came.
+    pub shared: Vec<bool>,
     /// Operations that end at the next polls.
     pub end: usize,
     /// All further ones are refused with this.
@@ -160,6 +162,8 @@ impl Queue for Device {
             _ if self.flying.len() >= self.capacity => Refusal::Full,
             _ => {
                 orders.got.push(number(&operation));
+                let via = operation.hosts().iter().find_map(|host| host.via.as_ref());
+                orders.shared.push(via.is_some_and(Registered::is_busy));
                 let ticket = Ticket::new(1000 + orders.got.len() as u64);
                 self.flying.push((ticket, operation));
                 return Ok(ticket);
