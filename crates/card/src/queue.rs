@@ -264,7 +264,6 @@ impl<B: Mmio> CardQueue<B> {
         self.collect(done);
         if self.head != head {
             self.quiet = 0;
-            self.state.moved();
         } else {
             self.quiet += 1;
         }
@@ -363,12 +362,8 @@ impl<B: Mmio> CardQueue<B> {
         completion
     }
 
-    /// Checks for a timeout, for a halt of the card, and for the confirmation of a stop, with which everything in
-    /// flight ends.
+    /// Checks for a halt of the card, and for the confirmation of a stop, with which everything in flight ends.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
-        if let Some(reason) = self.state.timed_out() {
-            self.stop(reason);
-        }
         // A failed read yields an unknown status.
         let status = self.registers().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
         match self.state.stopped() {
@@ -623,11 +618,6 @@ impl<B: Mmio> Queue for CardQueue<B> {
         Cancelled::Requested
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout)
-    }
-
-    /// Tells the card to stop. The memory of what is in flight stays here until it has.
     fn stop(&mut self, reason: StopReason) {
         if self.state.stop(reason) {
             // A card that does not take this will not confirm it either.

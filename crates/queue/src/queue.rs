@@ -88,13 +88,6 @@ pub trait Queue: Send {
         Cancelled::TooLate
     }
 
-    /// Makes the queue stop when nothing has ended for this time although something is in flight; `None`: it waits for
-    /// ever. False where the queue does not watch the time.
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        let _ = timeout;
-        false
-    }
-
     /// Counters; `None` where the queue does not count.
     fn stats(&self) -> Option<Stats> {
         Some(*self.state()?.stats())
@@ -164,10 +157,6 @@ macro_rules! forward {
 
             fn cancel(&mut self, ticket: Ticket) -> Cancelled<Self::Addr> {
                 (**self).cancel(ticket)
-            }
-
-            fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-                (**self).set_timeout(timeout)
             }
 
             fn stats(&self) -> Option<Stats> {

@@ -116,9 +116,9 @@ impl<A> Default for Inbox<A> {
 
 /// A handle of a [`SharedQueue`]: a queue with its own operations and completions.
 ///
-/// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`],
-/// [`Queue::restart`] and [`Queue::set_timeout`] are for all handles, [`Queue::stats`] of all. A fence is for the
-/// operations of handles of the same class.
+/// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`]
+/// and [`Queue::restart`] are for all handles, [`Queue::stats`] of all. A fence is for the operations of handles of the
+/// same class.
 ///
 /// A dropped handle waits for its operations, as every queue does,
 /// but no longer than [`SharedOptions::drop_timeout`] for the next of them to end; [`SharedHandle::detach`] does not
@@ -425,10 +425,6 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         front.handles[self.number].in_flight -= 1;
         self.in_flight -= 1;
         Cancelled::Removed(taken)
-    }
-
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.shared.back().queue.set_timeout(timeout)
     }
 
     fn stats(&self) -> Option<Stats> {

@@ -14,13 +14,10 @@ use dmalane_queue::{
     Stats, StopReason, Ticket, Work,
 };
 
-/// Pins up to a limit.
+/// Maps whatever it is given.
 pub struct Bus(Arc<State>);
 
-pub struct State {
-    pub limit: u64,
-    /// Whether it tells the limit.
-    pub tells: bool,
+struct State {
     pinned: AtomicU64,
     iovas: Mutex<RangeCache<Iova>>,
 }
@@ -35,13 +32,15 @@ impl Undo for State {
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
 }
 
-impl Bus {
-    pub fn new(limit: u64, tells: bool) -> Self {
+impl Default for Bus {
+    fn default() -> Self {
         let space = Span::new(Iova::new(1 << 20), 1 << 32).unwrap();
         let iovas = Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K)));
-        Self(Arc::new(State { limit, tells, pinned: AtomicU64::new(0), iovas }))
+        Self(Arc::new(State { pinned: AtomicU64::new(0), iovas }))
     }
+}
 
+impl Bus {
     /// Bytes that are mapped now.
     pub fn pinned(&self) -> u64 {
         self.0.pinned.load(Ordering::Relaxed)
@@ -50,10 +49,6 @@ impl Bus {
 
 impl Registrar for Bus {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        let (wanted, pinned, limit) = (range.len() as u64, self.pinned(), self.0.limit);
-        if pinned + wanted > limit {
-            return Err(Error::PinLimit { wanted, pinned, limit });
-        }
         Ok(Pinned::new(buffer.clone(), range, None, self.0.clone()))
     }
 
@@ -63,10 +58,6 @@ impl Registrar for Bus {
         self.0.pinned.fetch_add(len, Ordering::Relaxed);
         let lease = self.0.iovas.lock().unwrap().allocate(len, PageSize::SIZE_4K)?;
         Ok(Mapping::new(list, lease, access))
-    }
-
-    fn pin_limit(&self) -> Option<u64> {
-        self.0.tells.then_some(self.0.limit)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
@@ -118,7 +109,6 @@ pub struct Device {
     flying: Vec<(Ticket, Operation)>,
     capacity: usize,
     stopped: Option<StopReason>,
-    timeout: Option<Duration>,
     event: UnixStream,
 }
 
@@ -131,7 +121,6 @@ impl Device {
                 flying: Vec::new(),
                 capacity,
                 stopped: None,
-                timeout: None,
                 event: UnixStream::pair().unwrap().0,
             },
             orders,
@@ -216,11 +205,6 @@ impl Queue for Device {
             Some(place) => Cancelled::Removed(self.flying.remove(place).1),
             None => Cancelled::Unknown,
         }
-    }
-
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.timeout = timeout;
-        true
     }
 
     fn stats(&self) -> Option<Stats> {

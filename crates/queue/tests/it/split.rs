@@ -77,7 +77,7 @@ fn results(split: &mut Split<Device, Cut>) -> Vec<(Ticket, Result<(), OpError>, 
 
 #[test]
 fn a_copy_that_is_not_cut_is_passed_on_as_it_was_submitted() {
-    let bus = Bus::new(1 << 20, true);
+    let bus = Bus::default();
     let (mut split, orders) = both(4, None);
     // What takes an operation apart holds its registration itself, and gives each part another.
     for (len, shared) in [(64, [vec![false], vec![]]), (128, [vec![true], vec![true]])] {
