@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -637,24 +636,6 @@ impl<B: Mmio> Queue for CardQueue<B> {
             self.check_status(&mut Vec::new());
         }
         self.released && self.flying.is_empty() && self.start_channel().is_ok()
-    }
-
-    fn event(&self) -> Option<BorrowedFd<'_>> {
-        self.bus.event(self.index)
-    }
-
-    fn arm(&mut self) -> bool {
-        self.flush();
-        if let Some(event) = self.bus.event(self.index) {
-            // It fails when the event is empty already.
-            let _ = rustix::io::read(event, &mut [0u8; 8]);
-        }
-        let armed = self.registers().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
-        // As in `wait`: first the register, then a last check.
-        let worked = self.bus.progress();
-        let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
-        // A thread that steps a card without workers at this moment does so once, and then nobody does.
-        armed && !worked && !seen && self.state.is_running() && self.bus.works_alone()
     }
 }
 

@@ -116,7 +116,7 @@ pub use outcome::{Cancelled, Completion, Refused, Ticket};
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use queue::{DeviceQueue, Queue};
 pub use registered::Registered;
-pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};
+pub use shared::{SharedHandle, SharedOptions, SharedQueue};
 pub use split::{Clock, Split, WallClock};
 pub use state::{QueueState, Waiting};
 pub use stats::Stats;

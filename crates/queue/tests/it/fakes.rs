@@ -1,8 +1,6 @@
 //! A registrar that maps without a device, and a queue that ends operations when it is told to.
 
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -100,7 +98,6 @@ pub struct Orders {
     /// The timeouts of the waits so far, and the number of the wait in which everything ends.
     pub waits: Vec<Duration>,
     pub last_wait: usize,
-    pub armed: bool,
 }
 
 /// A queue that ends its operations in order, when told to.
@@ -109,22 +106,12 @@ pub struct Device {
     flying: Vec<(Ticket, Operation)>,
     capacity: usize,
     stopped: Option<StopReason>,
-    event: UnixStream,
 }
 
 impl Device {
     pub fn new(capacity: usize) -> (Self, Arc<Mutex<Orders>>) {
         let orders = Arc::<Mutex<Orders>>::default();
-        (
-            Self {
-                orders: orders.clone(),
-                flying: Vec::new(),
-                capacity,
-                stopped: None,
-                event: UnixStream::pair().unwrap().0,
-            },
-            orders,
-        )
+        (Self { orders: orders.clone(), flying: Vec::new(), capacity, stopped: None }, orders)
     }
 }
 
@@ -210,13 +197,5 @@ impl Queue for Device {
     fn stats(&self) -> Option<Stats> {
         let submitted = self.orders.lock().unwrap().got.len() as u64;
         Some(Stats { submitted, full: 5, cancelled: 7, ..Stats::default() })
-    }
-
-    fn event(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.event.as_fd())
-    }
-
-    fn arm(&mut self) -> bool {
-        self.orders.lock().unwrap().armed
     }
 }

@@ -10,7 +10,7 @@ use dmalane_card::{Card, CardQueue};
 use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
 use dmalane_queue::conformance::{Fixture, OperationModel, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
-    Cancelled, Class, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal, Registered,
+    Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal, Registered,
     SharedOptions, SharedQueue, StallWatch, StopReason, Work, run,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -90,9 +90,6 @@ impl Mmio for Faulty {
     fn wait(&self, timeout: Duration) -> bool {
         self.naps.fetch_add(1, Ordering::Relaxed);
         self.bus.wait(timeout)
-    }
-    fn event(&self, channel: usize) -> Option<std::os::fd::BorrowedFd<'_>> {
-        self.bus.event(channel)
     }
 }
 
@@ -451,39 +448,6 @@ fn a_long_copy_is_cancelled_in_the_middle() {
 }
 
 #[test]
-fn an_event_comes_when_something_has_ended() {
-    let bench = Bench::new(Workers::PerChannel, 16);
-    let mut queue = bench.card.queue(0).unwrap();
-    for _ in 0..20 {
-        let _ticket = queue.submit(bench.copy(1 << 20)).unwrap();
-        if queue.arm() {
-            let event = queue.event().expect("an eventfd");
-            let mut fds = [rustix::event::PollFd::new(&event, rustix::event::PollFlags::IN)];
-            let wait = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
-            assert_eq!(rustix::event::poll(&mut fds, Some(&wait)).unwrap(), 1, "the event came");
-        }
-        // The event may belong to the copy, or to one before it.
-        assert_eq!(drain(&mut queue)[0].result, Ok(()));
-    }
-}
-
-#[test]
-fn nobody_sleeps_for_a_card_that_only_works_when_polled() {
-    let bench = Bench::new(Workers::Inline, 16);
-    let (mut queue, mut other) = (bench.card.queue(0).unwrap(), bench.card.queue(1).unwrap());
-    assert!(!queue.arm() && !other.arm(), "nothing is in flight, and nothing will come");
-    let _ticket = queue.submit(bench.copy(4096)).unwrap();
-    for _ in 0..10 {
-        assert!(!queue.arm() && !other.arm());
-    }
-    assert_eq!(drain(&mut queue)[0].result, Ok(()));
-    assert!(!queue.arm());
-    // One with a thread says so, idle as it is.
-    let bench = Bench::new(Workers::One, 16);
-    assert!(bench.card.queue(0).unwrap().arm());
-}
-
-#[test]
 fn sixty_four_threads_share_a_queue() {
     for workers in [Workers::Inline, Workers::One] {
         let bench = Bench::new(workers, 64);
@@ -494,8 +458,8 @@ fn sixty_four_threads_share_a_queue() {
                 s.spawn(move || {
                     let mut random = Random(thread);
                     let place = at(thread * 8192);
-                    for class in [Class::High, Class::Normal, Class::Low] {
-                        let mut handle = shared.handle(class);
+                    for _ in 0..3 {
+                        let mut handle = shared.handle();
                         for _ in 0..7 {
                             let bytes = random.bytes(8192);
                             let (buf, via) = bench.buffer(8192);
@@ -510,39 +474,10 @@ fn sixty_four_threads_share_a_queue() {
                 });
             }
         });
-        assert_eq!((shared.in_flight(), shared.handle(Class::Low).stats().unwrap().ok), (0, 64 * 42));
+        assert_eq!((shared.in_flight(), shared.handle().stats().unwrap().ok), (0, 64 * 42));
         drop(shared);
         bench.assert_clean();
     }
-}
-
-#[test]
-fn urgent_operations_overtake_and_none_starves() {
-    let bench = Bench::new(Workers::Inline, 2);
-    let shared = SharedQueue::new(
-        bench.card.queue(0).unwrap(),
-        SharedOptions { inside: 2, total: 200, ..SharedOptions::default() },
-    );
-    let mut handles = [Class::Low, Class::High].map(|class| shared.handle(class));
-    for (n, handle) in handles.iter_mut().enumerate() {
-        for i in 0..50 {
-            let _ticket = handle.submit(Operation::fill(at((50 * n as u64 + i) * 8), 8, i)).unwrap();
-        }
-    }
-    assert_eq!(handles[0].submit(Operation::fill(at(0), 0, 0)).unwrap_err().reason, Refusal::Empty);
-    let (mut order, mut done) = (Vec::new(), Vec::new());
-    while shared.in_flight() > 0 {
-        shared.poll();
-        // Two at most end at a time, and those are counted in the order of urgency.
-        for (n, handle) in handles.iter_mut().enumerate().rev() {
-            handle.poll(&mut done);
-            assert!(done.iter().all(|end| end.result == Ok(())));
-            order.extend(done.drain(..).map(|_| n));
-        }
-    }
-    assert_eq!(order.len(), 100);
-    let low_before = order.iter().take(40).filter(|n| **n == 0).count();
-    assert!((1..=8).contains(&low_before), "of the first 40, {low_before} were not urgent");
 }
 
 #[test]
@@ -552,7 +487,7 @@ fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
         bench.card.queue(0).unwrap(),
         SharedOptions { inside: 1, total: 3, ..SharedOptions::default() },
     );
-    let mut handles = [0, 1, 2].map(|_| shared.handle(Class::Normal));
+    let mut handles = [0, 1, 2].map(|_| shared.handle());
     let tickets = handles.each_mut().map(|handle| handle.submit(bench.copy(4096)).unwrap());
     assert_eq!(handles[0].submit(bench.copy(4096)).unwrap_err().reason, Refusal::Full);
     assert!(matches!(handles[0].cancel(tickets[1]), Cancelled::Unknown), "it belongs to another handle");
@@ -570,7 +505,7 @@ fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
 fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
     let bench = Bench::new(Workers::Inline, 2);
     let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     let unregistered = bench.heap.allocate(4096).unwrap().share().into_slice();
     let _ticket = handle.submit(Operation::write(unregistered, at(0))).unwrap();
     assert_eq!(drain(&mut handle)[0].result, Err(OpError::Refused(Refusal::NotRegistered)));
