@@ -382,7 +382,7 @@ fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseErr
     Ok(())
 }
 
-/// The same calls on plain heap tables (with their own `update`) give the same table.
+/// The same calls on plain heap tables (with their own `edit`) give the same table.
 fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
     let mut slow = Table::<F, Failing>::new(Failing::new()).unwrap();
     let mut fast = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
