@@ -16,7 +16,7 @@ use dmalane::addr::{Access, CardAddr, Span};
 use dmalane::card::{Card, CardQueue};
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane::queue::{
-    CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered, Registry, RegistryLimits,
+    CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered,
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -473,9 +473,7 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
             };
             let memory = via.mapping().pinned().reference().clone();
             let times = (16 * MIB / size).clamp(2, 256);
-            let (mut once, mut each, mut cached) = (Vec::new(), Vec::new(), Vec::new());
-            let limits = RegistryLimits::for_bus(&*bench.bus);
-            let mut registry = Registry::new(bench.bus.clone(), limits);
+            let (mut once, mut each) = (Vec::new(), Vec::new());
             for _ in 0..options.rounds {
                 once.push(time(|| (0..times).for_each(|_| copy(via.clone()))));
                 each.push(time(|| {
@@ -485,9 +483,6 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
                         copy(Registered::from_mapping(mapping));
                     });
                 }));
-                cached.push(time(|| {
-                    (0..times).for_each(|_| copy(registry.get(&memory, 0..size, Access::RW).expect("a registration")));
-                }));
             }
             let label = format!("registered {}", Case { size, hot: true, region: size }.name().replace(" hot", ""));
             let items = Details { items: Some(times as u64), ..Details::default() };
@@ -495,8 +490,6 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
             let a = report.detailed_row(&label, &format!("once, {pages}"), bytes, &once, items);
             let b = report.detailed_row(&label, &format!("for each, {pages}"), bytes, &each, items);
             report.note(&label, &format!("register for each transfer / once, {pages}"), b / a);
-            let c = report.detailed_row(&label, &format!("cached, {pages}"), bytes, &cached, items);
-            report.note(&label, &format!("registration cache / once, {pages}"), c / a);
         }
     }
     Ok(())

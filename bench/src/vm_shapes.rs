@@ -88,7 +88,6 @@ pub fn run(report: &mut Report, rounds: usize) -> Result<(), Error> {
         report.at_most(&name, 1.0, ours / (btree + table));
     }
     few_among_many(report, rounds)?;
-    found(report, rounds)?;
     replaced(report, rounds)?;
     walked(report, rounds)?;
     memory(report)
@@ -133,51 +132,6 @@ fn few_among_many(report: &mut Report, rounds: usize) -> Result<(), Error> {
         medians.push(report.detailed_row(&case, OURS, FEW * PAGE, &samples, details));
     }
     report.at_most("unbind of a buffer of 16 pages: among 10^6 others / among 10^3", 3.0, medians[2] / medians[0]);
-    Ok(())
-}
-
-/// The binding around a page in the middle of 10^6 that were bound one by one, right after one of them has changed and
-/// again.
-fn found(report: &mut Report, rounds: usize) -> Result<(), Error> {
-    const ALL: u64 = 1_000_000;
-    let bo = Arc::new(Bo::of_segments(1, of_pages(Layout::Single, ALL))?);
-    let mut vm = new_vm()?;
-    let bind = |vm: &mut Vm<_, _>, page: u64| {
-        let done = vm.bind(DeviceVa::new(page * PAGE), &bo, page * PAGE, PAGE, Access::RW).expect("a sound request");
-        vm.invalidated(done);
-    };
-    (0..ALL).for_each(|page| bind(&mut vm, page));
-    let mut random = Mt19937::new(7);
-    let mut samples = [Vec::new(), Vec::new()];
-    for _ in 0..rounds {
-        let mut changed = 0.0;
-        for _ in 0..PAGES {
-            let page = random.below(ALL);
-            let done = vm.unbind(Span::new(DeviceVa::new(page * PAGE), PAGE).ok_or("a page")?)?;
-            vm.invalidated(done);
-            bind(&mut vm, page);
-            let va = DeviceVa::new(random.below(ALL) * PAGE);
-            let mut binding = None;
-            changed += cpu_time(|| binding = vm.binding_at(black_box(va)));
-            if binding.is_none_or(|b| b.span.first() != DeviceVa::new(0) || b.span.len() != ALL * PAGE) {
-                return Err(format!("no binding of all pages at {va}").into());
-            }
-        }
-        samples[0].push(changed / PAGES as f64);
-        let places: Vec<_> = (0..PAGES).map(|_| DeviceVa::new(random.below(ALL) * PAGE)).collect();
-        let mut bytes = 0;
-        let again = cpu_time(|| {
-            bytes = places.iter().map(|&va| vm.binding_at(va).map_or(0, |binding| binding.span.len())).sum();
-        });
-        if bytes != PAGES * ALL * PAGE {
-            return Err("a binding is missing".into());
-        }
-        samples[1].push(again / PAGES as f64);
-    }
-    let details = || Details { items: Some(1), ..Details::default() };
-    report.detailed_row("binding_at in 10^6 pages, one has changed", OURS, PAGE, &samples[0], details());
-    let again = report.detailed_row("binding_at in 10^6 pages", OURS, PAGE, &samples[1], details());
-    report.at_most_in("binding_at in 10^6 pages that were bound one by one", 1.0, 1e6 * again, "us, at most");
     Ok(())
 }
 

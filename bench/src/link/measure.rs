@@ -9,7 +9,7 @@ use dmalane::addr::{Access, CardAddr, Span};
 use dmalane::device::{AddressSpace, Device, DeviceInfo, Region};
 use dmalane::dma::{BufferSlice, Registrar};
 use dmalane::queue::{
-    Class, DeviceAddr, DeviceQueue, Direction, Operation, Queue, Refusal, Registered, SharedOptions, SharedQueue, Work,
+    DeviceAddr, DeviceQueue, Direction, Operation, Queue, Refusal, Registered, SharedOptions, SharedQueue, Work,
 };
 
 use super::assumptions::{all, v80};
@@ -165,7 +165,7 @@ pub fn fit_link(mut device: Box<dyn Device>, settings: &FitSettings) -> Result<F
             let at = first.bits() + (number * DEPTH * CHUNK) as u64;
             match have < ((number + 1) * DEPTH * CHUNK) as u64 {
                 true => Err(format!("{:?} has {have} bytes, which is too small", stream.half).into()),
-                false => Flow::new(Box::new(queues[stream.channel].handle(Class::Normal)), &*registrar, at, number),
+                false => Flow::new(Box::new(queues[stream.channel].handle()), &*registrar, at, number),
             }
         };
         let mut flows = set.iter().enumerate().map(flow).collect::<Result<Vec<_>, _>>()?;

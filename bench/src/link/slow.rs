@@ -157,10 +157,6 @@ impl<Q: Queue> Queue for Slow<Q> {
         self.in_flight() == 0 && self.inner.restart()
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.inner.set_timeout(timeout)
-    }
-
     fn stats(&self) -> Option<Stats> {
         self.inner.stats()
     }

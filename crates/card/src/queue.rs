@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -264,7 +263,6 @@ impl<B: Mmio> CardQueue<B> {
         self.collect(done);
         if self.head != head {
             self.quiet = 0;
-            self.state.moved();
         } else {
             self.quiet += 1;
         }
@@ -363,12 +361,8 @@ impl<B: Mmio> CardQueue<B> {
         completion
     }
 
-    /// Checks for a timeout, for a halt of the card, and for the confirmation of a stop, with which everything in
-    /// flight ends.
+    /// Checks for a halt of the card, and for the confirmation of a stop, with which everything in flight ends.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
-        if let Some(reason) = self.state.timed_out() {
-            self.stop(reason);
-        }
         // A failed read yields an unknown status.
         let status = self.registers().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
         match self.state.stopped() {
@@ -623,11 +617,6 @@ impl<B: Mmio> Queue for CardQueue<B> {
         Cancelled::Requested
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout)
-    }
-
-    /// Tells the card to stop. The memory of what is in flight stays here until it has.
     fn stop(&mut self, reason: StopReason) {
         if self.state.stop(reason) {
             // A card that does not take this will not confirm it either.
@@ -647,24 +636,6 @@ impl<B: Mmio> Queue for CardQueue<B> {
             self.check_status(&mut Vec::new());
         }
         self.released && self.flying.is_empty() && self.start_channel().is_ok()
-    }
-
-    fn event(&self) -> Option<BorrowedFd<'_>> {
-        self.bus.event(self.index)
-    }
-
-    fn arm(&mut self) -> bool {
-        self.flush();
-        if let Some(event) = self.bus.event(self.index) {
-            // It fails when the event is empty already.
-            let _ = rustix::io::read(event, &mut [0u8; 8]);
-        }
-        let armed = self.registers().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
-        // As in `wait`: first the register, then a last check.
-        let worked = self.bus.progress();
-        let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
-        // A thread that steps a card without workers at this moment does so once, and then nobody does.
-        armed && !worked && !seen && self.state.is_running() && self.bus.works_alone()
     }
 }
 

@@ -184,25 +184,6 @@ impl<B: Mmio> Tables for CardTables<B> {
     ///
     /// # Panics
     /// When the address is not that of a table or the range reaches beyond 512.
-    fn update(&mut self, table: CardAddr, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
-        let slot = self.slot(table);
-        let start = range.start;
-        let mut done = 0;
-        for entry in &mut self.copy[slot][range] {
-            let Some(new) = each(*entry) else { break };
-            *entry = new;
-            done += 1;
-        }
-        if done > 0 {
-            self.write(slot, start..start + done);
-        }
-        done
-    }
-
-    /// One write to the card for all of them.
-    ///
-    /// # Panics
-    /// When the address is not that of a table or the range reaches beyond 512.
     fn edit(&mut self, table: CardAddr, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
         let slot = self.slot(table);
         let start = range.start;

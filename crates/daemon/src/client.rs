@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -313,8 +313,6 @@ struct Inner {
     kick: OwnedFd,
     /// Wake the client, one for each queue.
     calls: Vec<OwnedFd>,
-    /// True for each call descriptor that [`Mmio::event`] has returned: [`Mmio::wait`] does not read those.
-    event_taken: Vec<AtomicBool>,
     gone: OnceLock<ClientError>,
     status_reads: AtomicU32,
     /// The IOVAs that the daemon has assigned.
@@ -353,7 +351,6 @@ impl Client {
             page,
             kick,
             calls: fds.collect(),
-            event_taken: (0..queues).map(|_| AtomicBool::new(false)).collect(),
             gone: OnceLock::new(),
             status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
@@ -580,23 +577,16 @@ impl Mmio for Client {
         Ok(())
     }
 
-    /// Waits for the calls whose descriptors [`Mmio::event`] has not returned, and for the end of the connection.
+    /// Waits for the calls, and for the end of the connection.
     fn wait(&self, timeout: Duration) -> bool {
-        let taken = self.0.event_taken.iter().map(|taken| taken.load(Ordering::Relaxed));
-        let calls: Vec<&OwnedFd> =
-            self.0.calls.iter().zip(taken).filter(|(_, taken)| !taken).map(|(call, _)| call).collect();
-        let fds: Vec<BorrowedFd<'_>> = calls.iter().map(|call| call.as_fd()).chain([self.0.socket.as_fd()]).collect();
+        let calls = &self.0.calls;
+        let fds: Vec<BorrowedFd<'_>> = calls.iter().map(AsFd::as_fd).chain([self.0.socket.as_fd()]).collect();
         if self.0.gone.get().is_some() || !wait_for(&fds, timeout) {
             return false;
         }
         calls.iter().for_each(socket::drain);
         self.0.check_connection();
         true
-    }
-
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.0.event_taken.get(channel)?.store(true, Ordering::Relaxed);
-        Some(self.0.calls.get(channel)?.as_fd())
     }
 }
 

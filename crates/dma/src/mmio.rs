@@ -1,6 +1,5 @@
 //! The port of drivers of register-mapped hardware.
 
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use crate::{Error, Registrar};
@@ -50,11 +49,4 @@ pub trait Mmio: Registrar {
 
     /// Waits for an interrupt, for at most `timeout`; true when one came. May return early without one.
     fn wait(&self, timeout: Duration) -> bool;
-
-    /// A non-blocking eventfd that counts the interrupts of a channel from now on; `None` when the device has none. All
-    /// callers get the same descriptor.
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        let _ = channel;
-        None
-    }
 }

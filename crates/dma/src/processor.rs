@@ -127,18 +127,15 @@ mod x86_64 {
     #[inline]
     pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, len: usize, hint: CopyHint) {
         let mut done = 0;
-        if hint != CopyHint::Keep && len >= STREAM_FROM {
+        if hint != CopyHint::Keep && len >= STREAM_FROM && std::arch::is_x86_feature_detected!("avx") {
             // Streaming stores want an aligned destination: the head goes by ordinary stores.
             let head = to.align_offset(64);
             let body = (len - head) & !127;
-            // SAFETY: `head < 64 <= len`, and `head + body <= len`: all within what the caller vouches for.
+            // SAFETY: `head < 64`, so `body` is at least 128, and `head + body <= len`: all within what the caller
+            // vouches for.
             unsafe {
                 copy_rep(to, from, head);
-                if body > 0 && std::arch::is_x86_feature_detected!("avx") {
-                    copy_stream_avx(to.add(head), from.add(head), body);
-                } else {
-                    copy_stream(to.add(head), from.add(head), body);
-                }
+                copy_stream(to.add(head), from.add(head), body);
             }
             done = head + body;
             if hint == CopyHint::Stream {
@@ -167,51 +164,8 @@ mod x86_64 {
     /// Copies `len` bytes with streaming stores, which nothing orders before later stores yet.
     ///
     /// # Safety
-    /// As for [`copy`]; `to` is a multiple of 16 and `len` a multiple of 128.
-    unsafe fn copy_stream(to: *mut u8, from: *const u8, len: usize) {
-        if len == 0 {
-            return;
-        }
-        // SAFETY: the loop reads and writes exactly `len` bytes, 128 at a time, which the caller vouches for. SSE2 is
-        // part of x86-64.
-        unsafe {
-            asm!(
-                "2:",
-                "prefetchnta [rsi + 1024]",
-                "prefetchnta [rsi + 1088]",
-                "movups xmm0, [rsi]",
-                "movups xmm1, [rsi + 16]",
-                "movups xmm2, [rsi + 32]",
-                "movups xmm3, [rsi + 48]",
-                "movups xmm4, [rsi + 64]",
-                "movups xmm5, [rsi + 80]",
-                "movups xmm6, [rsi + 96]",
-                "movups xmm7, [rsi + 112]",
-                "movntps [rdi], xmm0",
-                "movntps [rdi + 16], xmm1",
-                "movntps [rdi + 32], xmm2",
-                "movntps [rdi + 48], xmm3",
-                "movntps [rdi + 64], xmm4",
-                "movntps [rdi + 80], xmm5",
-                "movntps [rdi + 96], xmm6",
-                "movntps [rdi + 112], xmm7",
-                "add rsi, 128",
-                "add rdi, 128",
-                "sub rcx, 128",
-                "jnz 2b",
-                inout("rdi") to => _, inout("rsi") from => _, inout("rcx") len => _,
-                out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-                out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
-                options(nostack)
-            );
-        }
-    }
-
-    /// As [`copy_stream`] with 32-byte registers: measured a quarter faster from memory to memory.
-    ///
-    /// # Safety
     /// As for [`copy`]; `to` is a multiple of 32, `len` a multiple of 128 and not 0, and the processor has AVX.
-    unsafe fn copy_stream_avx(to: *mut u8, from: *const u8, len: usize) {
+    unsafe fn copy_stream(to: *mut u8, from: *const u8, len: usize) {
         // SAFETY: the loop reads and writes exactly `len` bytes, 128 at a time, which the caller vouches for, as for
         // AVX.
         unsafe {

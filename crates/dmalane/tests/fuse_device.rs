@@ -12,7 +12,9 @@ use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
 };
-use dmalane::queue::{Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered};
+use dmalane::queue::{
+    Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, StallWatch,
+};
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, ReplyWrite, Request, WriteFlags,
@@ -299,7 +301,6 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
     fs.fresh();
     fs.order(Fault::Stuck(BAD));
     let mut queue = node.queue().unwrap();
-    assert!(queue.set_timeout(Some(Duration::from_millis(300))));
     // A read: the kernel lets one write to a file of FUSE wait for the other.
     let hangs = queue.submit(copy(node, heap, Direction::ToHost, &data[..4096], BAD)).unwrap();
     let good = queue.submit(copy(node, heap, Direction::FromHost, data, 0)).unwrap();
@@ -307,9 +308,13 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
     let fence = queue.submit(Operation::fence()).unwrap();
     let mut ended = Vec::new();
     let start = Instant::now();
+    let mut watch = StallWatch::default();
     while queue.in_flight() > 1 {
         assert!(start.elapsed() < LONG);
-        queue.wait(&mut ended, Duration::from_millis(50));
+        match queue.wait(&mut ended, Duration::from_millis(50)) {
+            0 => watch.lost(Duration::from_millis(300)).into_iter().for_each(|why| queue.stop(why)),
+            _ => watch.moved(),
+        }
     }
     let result = |ticket| ended.iter().find(|e| e.ticket == ticket).map(|e| e.result.clone());
     assert_eq!(result(good), Some(Ok(())), "it was done");

@@ -11,6 +11,9 @@ use dmalane_addr::{Address, Span};
 /// [`tables`](Self::tables) is not empty), wait for the device to say so, then hand the list to
 /// [`PageTable::free_tables`](crate::PageTable::free_tables). A list that is dropped leaks its tables: better than a
 /// device that walks memory which belongs to somebody else by now.
+///
+/// Lists of several unmaps may wait for one invalidation, as in a flush queue. Until then a device may still reach what
+/// was unmapped: neither the memory behind it nor its input addresses may serve anything else.
 #[must_use = "invalidate the device's translations of the span, then hand the list to free_tables"]
 #[derive(Debug)]
 pub struct FlushList<I: Address, A> {

@@ -36,7 +36,6 @@ extern crate alloc;
 #[cfg(target_has_atomic = "64")]
 use core::sync::atomic;
 
-mod any;
 mod chunks;
 mod cursor;
 mod cut;
@@ -46,7 +45,6 @@ mod estimate;
 mod flush;
 mod format;
 mod formats;
-mod gather;
 mod map;
 #[cfg(target_has_atomic = "64")]
 mod pool;
@@ -59,13 +57,11 @@ mod unmap;
 mod walk;
 mod words;
 
-pub use any::AnyTable;
 pub use error::{Error, NamedAddr};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
 pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
-pub use gather::Gather;
 #[cfg(target_has_atomic = "64")]
 pub use pool::{LocalPool, TablePool};
 pub use runs::{Run, Runs};

@@ -275,21 +275,6 @@ impl<A: Address> Tables for &TablePool<'_, A> {
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
-    fn update(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
-        let first = self.first(table) + range.start;
-        let len = range.len();
-        for (done, word) in self.words[first..first + len].iter().enumerate() {
-            match each(word.load(Ordering::Acquire)) {
-                Some(new) => word.store(new, Ordering::Release),
-                None => return done,
-            }
-        }
-        len
-    }
-
-    /// # Panics
-    /// When the address is not that of a table.
-    #[inline]
     fn edit(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
         let first = self.first(table);
         let words = &self.words[first + range.start..first + range.end];
@@ -375,13 +360,6 @@ macro_rules! words_of_pool {
             let $tables = self;
             let mut pool: &TablePool<'_, A> = $pool;
             pool.clear_bits(table, index, bits)
-        }
-
-        #[inline]
-        fn update(&mut self, table: A, range: Range<usize>, each: impl FnMut(u64) -> Option<u64>) -> usize {
-            let $tables = self;
-            let mut pool: &TablePool<'_, A> = $pool;
-            pool.update(table, range, each)
         }
 
         #[inline]

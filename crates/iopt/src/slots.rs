@@ -116,40 +116,29 @@ pub(crate) fn fill<F: Format, T: Tables>(
     if F::ENTRY_BYTES == 8 { tables.fill(table, range, each) } else { edit::<F, T>(tables, table, range, each) }
 }
 
-/// [`Tables::update`] for entries, cleaned.
+/// Replaces entries from the start of a range on by those that `each` gives for them, until it gives none; cleaned.
+/// Gives their number.
 #[inline]
 pub(crate) fn update<F: Format, T: Tables>(
     tables: &mut T,
     table: T::Addr,
     range: Range<usize>,
-    each: impl FnMut(u64) -> Option<u64>,
+    mut each: impl FnMut(u64) -> Option<u64>,
 ) -> usize {
     let start = range.start;
-    let done = rewrite::<F, T>(tables, table, range, each);
+    let done = edit::<F, T>(tables, table, range, |entries| {
+        let mut changed = 0;
+        for entry in entries {
+            let Some(new) = each(*entry) else { break };
+            *entry = new;
+            changed += 1;
+        }
+        changed
+    });
     if done > 0 {
         clean::<F, T>(tables, table, start..start + done);
     }
     done
-}
-
-#[inline]
-fn rewrite<F: Format, T: Tables>(
-    tables: &mut T,
-    table: T::Addr,
-    range: Range<usize>,
-    mut each: impl FnMut(u64) -> Option<u64>,
-) -> usize {
-    if F::ENTRY_BYTES == 8 {
-        return tables.update(table, range, each);
-    }
-    let (start, len) = (range.start, range.len());
-    for index in range {
-        match each(load::<F, T>(tables, table, index)) {
-            Some(new) => write::<F, T>(tables, table, index, new),
-            None => return index - start,
-        }
-    }
-    len
 }
 
 /// The entry at byte address `at`, out of the word that `load` fetches.

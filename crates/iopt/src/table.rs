@@ -16,7 +16,7 @@ use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, Tabl
 ///
 /// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. [`clear`](Self::clear), and an
 /// [`unmap`](Self::unmap) of tables that threads share, may leave an empty linked table; later maps there use smaller
-/// leaves until [`prune`](Self::prune). A map that fails frees the tables that it made itself and no other.
+/// leaves until an unmap covers it. A map that fails frees the tables that it made itself and no other.
 ///
 /// A table can be walked by a device at any time. An entry is written once its table is complete, and a table is linked
 /// after it was zeroed; ordering those writes for the device, and cleaning caches for one that does not snoop, is the
@@ -218,7 +218,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// The same for tables that [`clear_into`](Self::clear_into) and [`prune_into`](Self::prune_into) detached.
+    /// The same for tables that [`clear_into`](Self::clear_into) and [`detach_empty`](Self::detach_empty) detached.
     #[inline(never)] // most lists have none
     pub fn free_detached(&mut self, tables: impl IntoIterator<Item = T::Addr>) {
         tables.into_iter().for_each(|table| self.tables.free(table));

@@ -152,21 +152,6 @@ pub trait Tables {
     /// `false` changes nothing that a caller can see.
     fn reserve(&mut self, tables: usize) -> bool;
 
-    /// Rewrites words from the start of `range` on: `each` is given the word there and gives the one to put in its
-    /// place, or `None` to stop. Gives the number of words replaced.
-    ///
-    /// The same as loads and stores. An implementation overrides it to find the table once for all of them.
-    fn update(&mut self, table: Self::Addr, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
-        let (start, len) = (range.start, range.len());
-        for index in range {
-            match each(self.load(table, index)) {
-                Some(new) => self.store(table, index, new),
-                None => return index - start,
-            }
-        }
-        len
-    }
-
     /// Rewrites words from the start of `range` on, many at a time: `each` is given the next words, changes some of
     /// them from the first on, and returns how many. When that is not all of them, it is not called again. Returns the
     /// number of words replaced; the others are not stored to.
@@ -404,21 +389,6 @@ impl<A: Address> Tables for HeapTables<A> {
     fn store(&mut self, table: A, index: usize, entry: u64) {
         let position = self.position(table, index);
         self.words[position] = entry;
-    }
-
-    /// # Panics
-    /// When the address is not that of a table.
-    #[inline]
-    fn update(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
-        let first = self.first(table) + range.start;
-        let len = range.len();
-        for (done, entry) in self.words[first..first + len].iter_mut().enumerate() {
-            match each(*entry) {
-                Some(new) => *entry = new,
-                None => return done,
-            }
-        }
-        len
     }
 
     /// All of the range in one chunk, where it is: no device walks this memory, so nobody sees how it is written.

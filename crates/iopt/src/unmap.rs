@@ -110,7 +110,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// maps there again does not need another one. Tables that the span covers are detached as ever.
     ///
     /// An empty table prevents a leaf as large as the range that it translates; smaller leaves are mapped in it.
-    /// [`prune`](Self::prune) takes such tables away.
+    /// An unmap of all that it translates takes it away.
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
@@ -140,28 +140,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.clear_page(at.bits(), Detach::Covered)
     }
 
-    /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
-    /// No mapping changes, so [`FlushList::bytes`] is 0.
-    ///
-    /// For one page this is a walk, and a search of the last table for an entry that is in use. Where tables are
-    /// shared, only tables that the span covers are detached.
-    pub fn prune(&mut self, span: Span<I>) -> FlushList<I, T::Addr> {
-        let mut tables = Vec::new();
-        self.prune_into(span, &mut tables);
-        FlushList { span, bytes: 0, tables }
-    }
-
-    /// The same into a list of the caller's, as with [`clear_into`](Self::clear_into). Gives the number of tables.
-    pub fn prune_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> usize {
-        let before = tables.len();
-        let (first, last) = (span.first().bits(), span.last().bits().min(self.input_len() - 1));
-        if first <= last {
-            self.prune_below(self.root, self.root_level(), first, last, tables);
-        }
-        self.note_detached(tables.len() - before);
-        tables.len() - before
-    }
-
     /// Detaches the table at `level`, counted from the root at 0, that translates `at`, if there is one: the caller
     /// knows that it is empty, so nothing is searched. True when there was one. Tables above it stay, be they empty or
     /// not, and so does everything where tables are shared.
@@ -189,37 +167,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             above = T::Addr::new(next);
         }
         false
-    }
-
-    /// Unlinks empty tables below one at `level`. True when it saw an entry of it that stays in use.
-    fn prune_below(&mut self, table: T::Addr, level: u32, first: u64, last: u64, tables: &mut Vec<T::Addr>) -> bool {
-        if level + 1 == F::LEVELS {
-            return false;
-        }
-        let page = page_size::<F>(level).bytes();
-        let mut at = first;
-        let mut used = false;
-        for k in index::<F>(first, level)..=index::<F>(last, level) {
-            let entry_last = (at | (page - 1)).min(last);
-            match F::decode(level, self.load(table, k)) {
-                Entry::Invalid => {}
-                Entry::Leaf { .. } => used = true,
-                Entry::Table(next) => {
-                    let next = T::Addr::new(next);
-                    let covered = at & (page - 1) == 0 && entry_last & (page - 1) == page - 1;
-                    let stays = self.prune_below(next, level + 1, at, entry_last, tables)
-                        || T::SHARED && !covered
-                        || !self.is_empty(next, level + 1);
-                    if !stays {
-                        self.store(table, k, 0);
-                        tables.push(next);
-                    }
-                    used |= stays;
-                }
-            }
-            at = entry_last.wrapping_add(1);
-        }
-        used
     }
 
     /// Unmaps into a new list. Always inline: one page is the call that drivers make most, and the list goes through

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use dmalane_addr::{Access, Iova, PageSize, PageSizes, PhysAddr, Span};
-use dmalane_iopt::{Entry, Error, FaultKind, Format, Gather, PageTable, Register, TableShape, Tables, walk};
+use dmalane_iopt::{Entry, Error, FaultKind, Format, PageTable, Register, TableShape, Tables, walk};
 use loom::sync::atomic;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
@@ -297,96 +297,37 @@ fn device_that_walks<F: Format>(root: u64, pool: Shared) -> (thread::JoinHandle<
     (device, walking)
 }
 
-/// A device walks while pages are unmapped, gathered, flushed, and their table serves other pages. The invalidation
+/// A device walks while pages are unmapped and invalidated, and their table serves other pages. The invalidation
 /// waits for the walk that is under way, as those of an IOMMU do: so the device finds a page where it was, or nothing,
-/// and never what the table maps after the flush. `early` frees the table before.
-fn gathered(early: bool) {
+/// and never what the table maps afterwards. `early` frees the table before.
+fn unmapped(early: bool) {
     type F = Tiny<2>;
     let (pool, _) = pool::<F>(2); // the root, and the one table that serves twice
     let mut table = Table::<F, _>::new(pool).unwrap();
     (0..2).for_each(|n| map(&mut table, n));
     let root = table.root().bits();
     let (device, walking) = device_that_walks::<F>(root, pool);
-    let mut gather = Gather::new();
-    let pair = Span::new(Iova::new(0), 2 * PAGE).unwrap();
-    gather.add(table.unmap(pair).unwrap()).unwrap();
-    assert_eq!((gather.tables(), gather.ranges()), (1, &[pair][..]));
-    if early {
-        table.flush(&mut gather, |_| ());
-        map(&mut table, 2);
+    let list = table.unmap(Span::new(Iova::new(0), 2 * PAGE).unwrap()).unwrap();
+    assert_eq!(list.tables().len(), 1);
+    if !early {
         drop(walking.lock().unwrap());
-    } else {
-        table.flush(&mut gather, |_| drop(walking.lock().unwrap()));
-        map(&mut table, 2);
     }
+    table.free_tables(list);
+    map(&mut table, 2);
+    drop(walking.lock().unwrap());
     device.join().unwrap();
     assert_eq!([0, 2].map(|n| found(&table, n)), [None, Some(place(2))]);
 }
 
 #[test]
-fn gathered_tables_serve_again_after_the_flush() {
-    explore("gathered_tables_serve_again_after_the_flush", None, || gathered(false));
+fn tables_serve_again_after_the_invalidation() {
+    explore("tables_serve_again_after_the_invalidation", None, || unmapped(false));
 }
 
 #[test]
 #[should_panic(expected = "the device saw Ok(1056768)")] // where page 2 is
-fn caught_tables_freed_before_the_flush() {
-    explore("caught_tables_freed_before_the_flush", None, || gathered(true));
-}
-
-/// Two threads unmap, each by a handle of its own, and share a flush queue; the one that fills it flushes it, and uses
-/// a table again, while a device walks. `early` frees the tables of an unmap when it is added.
-fn queued(early: bool) {
-    type F = Tiny<3>;
-    let (pool, _) = pool::<F>(6); // the root, two below it, and one for each page, of which one serves twice
-    let mut table = Table::<F, _>::new(pool).unwrap();
-    [0, 2, 4].into_iter().for_each(|n| map(&mut table, n));
-    let root = table.root().bits();
-    let queue = loom::sync::Arc::new(loom::sync::Mutex::new(Gather::new()));
-    let (device, walking) = device_that_walks::<F>(root, pool);
-    let unmap_pair = move |table: &mut Table<F, Shared>, n: u64| {
-        let list = table.unmap(Span::new(page(n).first(), 2 * PAGE).unwrap()).unwrap();
-        assert_eq!(list.tables().len(), 1);
-        let full = {
-            let mut queue = queue.lock().unwrap();
-            queue.add_keeping(list, n).unwrap();
-            queue.take_from(if early { 1 } else { 2 })
-        };
-        let mut released = Vec::new();
-        if let Some(mut batch) = full {
-            released = table.flush(&mut batch, |_| {
-                if !early {
-                    drop(walking.lock().unwrap())
-                }
-            });
-            map(table, 6); // in one of the tables that were freed
-        }
-        released.len()
-    };
-    let root = table.root();
-    let released = if early {
-        unmap_pair(&mut table, 0)
-    } else {
-        let other = thread::spawn({
-            let unmap_pair = unmap_pair.clone();
-            move || unmap_pair(&mut Table::<F, _>::attach(pool, root), 2)
-        });
-        unmap_pair(&mut table, 0) + other.join().unwrap()
-    };
-    device.join().unwrap();
-    assert_eq!(released, if early { 1 } else { 2 }, "one thread has flushed for both");
-    assert_eq!([0, 4, 6].map(|n| found(&table, n)), [None, Some(place(4)), Some(place(6))]);
-}
-
-#[test]
-fn threads_share_a_flush_queue() {
-    explore("threads_share_a_flush_queue", Some(4), || queued(false));
-}
-
-#[test]
-#[should_panic(expected = "the device saw Ok(1073152)")] // where page 6 is
-fn caught_a_flush_queue_that_does_not_wait() {
-    explore("caught_a_flush_queue_that_does_not_wait", Some(2), || queued(true));
+fn caught_tables_freed_before_the_invalidation() {
+    explore("caught_tables_freed_before_the_invalidation", None, || unmapped(true));
 }
 
 /// The stack of freed tables: one thread is about to take the top when another takes two and puts the first one back.

@@ -9,7 +9,6 @@ mod script;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -195,10 +194,6 @@ impl Mmio for FailingBus {
 
     fn wait(&self, timeout: Duration) -> bool {
         self.0.wait(timeout)
-    }
-
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.0.event(channel)
     }
 }
 

@@ -4,8 +4,7 @@
 //! devices ([`DeviceAddr`]). An [`Operation`] owns its host memory from [`Queue::submit`] until its [`Completion`], so
 //! nothing can touch or free memory that is in flight. [`Capabilities`] say what a queue does besides copies.
 //!
-//! [`Registered`] is a buffer pinned and mapped once for many operations; [`Registry`] caches registrations, within
-//! limits.
+//! [`Registered`] is a buffer pinned and mapped once for many operations.
 //!
 //! Wrappers are queues too: [`Split`] drives several queues as one, distributing each copy as a [`Policy`] says: by
 //! address ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads use one queue at
@@ -101,7 +100,6 @@ mod outcome;
 mod policy;
 mod queue;
 mod registered;
-mod registry;
 mod shared;
 mod split;
 mod state;
@@ -118,8 +116,7 @@ pub use outcome::{Cancelled, Completion, Refused, Ticket};
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use queue::{DeviceQueue, Queue};
 pub use registered::Registered;
-pub use registry::{Registry, RegistryError, RegistryLimits, RegistryStats};
-pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};
+pub use shared::{SharedHandle, SharedOptions, SharedQueue};
 pub use split::{Clock, Split, WallClock};
 pub use state::{QueueState, Waiting};
 pub use stats::Stats;

@@ -1,6 +1,5 @@
 //! The port of everything that moves bytes.
 
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use crate::{
@@ -88,29 +87,9 @@ pub trait Queue: Send {
         Cancelled::TooLate
     }
 
-    /// Makes the queue stop when nothing has ended for this time although something is in flight; `None`: it waits for
-    /// ever. False where the queue does not watch the time.
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        let _ = timeout;
-        false
-    }
-
     /// Counters; `None` where the queue does not count.
     fn stats(&self) -> Option<Stats> {
         Some(*self.state()?.stats())
-    }
-
-    /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so
-    /// it may be readable without reason. `None` where the device has no interrupts that a file descriptor could stand
-    /// for.
-    fn event(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
-    /// Asks for an event at the next completion, and clears one that has come. False when something has ended already,
-    /// or when the device only works while it is polled: then poll instead of waiting for an event.
-    fn arm(&mut self) -> bool {
-        false
     }
 }
 
@@ -166,20 +145,8 @@ macro_rules! forward {
                 (**self).cancel(ticket)
             }
 
-            fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-                (**self).set_timeout(timeout)
-            }
-
             fn stats(&self) -> Option<Stats> {
                 (**self).stats()
-            }
-
-            fn event(&self) -> Option<BorrowedFd<'_>> {
-                (**self).event()
-            }
-
-            fn arm(&mut self) -> bool {
-                (**self).arm()
             }
         }
     };

@@ -2,13 +2,12 @@
 //!
 //! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are
 //! queues themselves. A poll of one handle polls for all, and no thread waits for another one that polls: submitted
-//! operations lie in lists, one for each [`Class`], until the next poll moves them into the queue; completions lie in
-//! the inbox of their handle. The two locks are taken in one order: the queue's first, then that of lists and inboxes,
-//! which is held for moments only.
+//! operations lie in a list until the next poll moves them into the queue; completions lie in the inbox of their handle.
+//! The two locks are taken in one order: the queue's first, then that of the list and the inboxes, which is held for
+//! moments only.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use crate::{
@@ -16,29 +15,15 @@ use crate::{
     StopReason, Ticket,
 };
 
-/// The urgency of the operations of a handle.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Class {
-    /// Before all others.
-    High,
-    /// The usual.
-    #[default]
-    Normal,
-    /// After all others, except for one operation in sixteen.
-    Low,
-}
-
-const CLASSES: usize = 3;
-/// Length of a row of operations in which one comes from the least urgent class that has any: none starves.
-const FAIR_EVERY: u64 = 16;
 /// Polls of a waiting handle before its first sleep, and how long it sleeps.
 const SPINS: u32 = 64;
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
+
 /// How a [`SharedQueue`] is shared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SharedOptions {
-    /// Operations that the queue has at most, or its own capacity. An urgent operation waits for these, so few make
-    /// classes effective; too few let the device run dry.
+    /// Operations that the queue has at most, or its own capacity; all others can be taken back. Too few let the device
+    /// run dry.
     pub inside: usize,
     /// Operations of all handles together, those in the queue included.
     pub total: usize,
@@ -62,7 +47,6 @@ struct Inner<Q: Queue> {
     inside: usize,
     drop_timeout: Duration,
     capabilities: Capabilities,
-    event: OnceLock<Option<OwnedFd>>,
     back: Mutex<Back<Q>>,
     front: Mutex<Front<Q::Addr>>,
 }
@@ -80,13 +64,11 @@ struct Back<Q: Queue> {
 /// Locked for moments.
 struct Front<A> {
     /// Submitted operations that the queue has not got yet, oldest first.
-    waiting: [VecDeque<Waiting<A>>; CLASSES],
+    waiting: VecDeque<Waiting<A>>,
     handles: Vec<Inbox<A>>,
     free: Vec<usize>,
     next: u64,
     in_flight: usize,
-    /// Operations that the queue was given, for the rule of [`FAIR_EVERY`].
-    given: u64,
     /// Refusals because of [`SharedOptions::total`], and operations taken back before the queue had them.
     full: u64,
     taken_back: u64,
@@ -116,16 +98,15 @@ impl<A> Default for Inbox<A> {
 
 /// A handle of a [`SharedQueue`]: a queue with its own operations and completions.
 ///
-/// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`],
-/// [`Queue::restart`] and [`Queue::set_timeout`] are for all handles, [`Queue::stats`] of all. A fence is for the
-/// operations of handles of the same class.
+/// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`]
+/// and [`Queue::restart`] are for all handles, [`Queue::stats`] of all. A fence is for the operations of all
+/// handles.
 ///
 /// A dropped handle waits for its operations, as every queue does,
 /// but no longer than [`SharedOptions::drop_timeout`] for the next of them to end; [`SharedHandle::detach`] does not
 /// wait.
 pub struct SharedHandle<Q: Queue> {
     shared: SharedQueue<Q>,
-    class: Class,
     number: usize,
     /// Accepted and not given back.
     in_flight: usize,
@@ -146,12 +127,11 @@ impl<Q: Queue> SharedQueue<Q> {
         assert_eq!(queue.in_flight(), 0, "a shared queue needs its queue for itself");
         let Limits { capacity, max_len } = queue.limits();
         let front = Front {
-            waiting: Default::default(),
+            waiting: VecDeque::new(),
             handles: Vec::new(),
             free: Vec::new(),
             next: 0,
             in_flight: 0,
-            given: 0,
             full: 0,
             taken_back: 0,
             halted: queue.halted(),
@@ -160,23 +140,21 @@ impl<Q: Queue> SharedQueue<Q> {
             limits: Limits { capacity: options.total, max_len },
             inside: options.inside.min(capacity),
             drop_timeout: options.drop_timeout,
-            // Classes change the order of operations of different handles only.
             capabilities: queue.capabilities(),
-            event: OnceLock::new(),
             back: Mutex::new(Back { queue, owners: VecDeque::new(), scratch: Vec::new(), deadline: None }),
             front: Mutex::new(front),
         }))
     }
 
-    /// A new handle, for operations of this class.
-    pub fn handle(&self, class: Class) -> SharedHandle<Q> {
+    /// A new handle.
+    pub fn handle(&self) -> SharedHandle<Q> {
         let mut front = self.front();
         let number = front.free.pop().unwrap_or_else(|| {
             front.handles.push(Inbox::default());
             front.handles.len() - 1
         });
         drop(front);
-        SharedHandle { shared: self.clone(), class, number, in_flight: 0 }
+        SharedHandle { shared: self.clone(), number, in_flight: 0 }
     }
 
     /// Operations of all handles that have not ended.
@@ -219,11 +197,11 @@ impl<Q: Queue> SharedQueue<Q> {
     /// Gives the queue what it may have of what waits.
     fn feed(&self, back: &mut Back<Q>) {
         while back.queue.in_flight() < self.0.inside {
-            let Some((class, Waiting { ticket, handle, operation })) = self.front().pop() else { break };
+            let Some(Waiting { ticket, handle, operation }) = self.front().waiting.pop_front() else { break };
             match back.queue.submit(operation) {
                 Ok(theirs) => back.owners.push_back((theirs, ticket, handle)),
                 Err(Refused { operation, reason: Refusal::Full }) => {
-                    self.front().waiting[class].push_front(Waiting { ticket, handle, operation });
+                    self.front().waiting.push_front(Waiting { ticket, handle, operation });
                     break;
                 }
                 // It was accepted before, so this is reported as its end.
@@ -246,16 +224,6 @@ impl<Q: Queue> SharedQueue<Q> {
 }
 
 impl<A> Front<A> {
-    /// The operation whose turn it is.
-    fn pop(&mut self) -> Option<(usize, Waiting<A>)> {
-        let mut classes = 0..CLASSES;
-        let some = |class: &usize| !self.waiting[*class].is_empty();
-        let fair = self.given % FAIR_EVERY == FAIR_EVERY - 1;
-        let class = if fair { classes.rfind(some) } else { classes.find(some) }?;
-        self.given += 1;
-        Some((class, self.waiting[class].pop_front()?))
-    }
-
     /// Delivers a completion.
     fn end(&mut self, handle: usize, completion: Completion<A>) {
         self.in_flight -= 1;
@@ -340,7 +308,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
                 front.in_flight += 1;
                 front.handles[self.number].in_flight += 1;
                 let handle = self.number;
-                front.waiting[self.class as usize].push_back(Waiting { ticket, handle, operation });
+                front.waiting.push_back(Waiting { ticket, handle, operation });
                 self.in_flight += 1;
                 return Ok(ticket);
             }
@@ -398,7 +366,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<Q::Addr> {
         let mut back = self.shared.back();
         let mut front = self.shared.front();
-        let list = &mut front.waiting[self.class as usize];
+        let list = &mut front.waiting;
         let ours = |waiting: &Waiting<Q::Addr>| waiting.ticket == ticket && waiting.handle == self.number;
         let taken = match list.iter().position(ours).and_then(|place| list.remove(place)) {
             Some(waiting) => {
@@ -427,10 +395,6 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         Cancelled::Removed(taken)
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.shared.back().queue.set_timeout(timeout)
-    }
-
     fn stats(&self) -> Option<Stats> {
         let mut stats = self.shared.back().queue.stats()?;
         let front = self.shared.front();
@@ -438,17 +402,6 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         stats.submitted += front.taken_back;
         (stats.full, stats.cancelled) = (stats.full + front.full, stats.cancelled + front.taken_back);
         Some(stats)
-    }
-
-    fn event(&self) -> Option<BorrowedFd<'_>> {
-        let dup = || self.shared.back().queue.event().and_then(|fd| fd.try_clone_to_owned().ok());
-        self.shared.0.event.get_or_init(dup).as_ref().map(AsFd::as_fd)
-    }
-
-    fn arm(&mut self) -> bool {
-        let mut back = self.shared.back();
-        self.shared.feed(&mut back);
-        back.queue.arm() && self.shared.front().handles[self.number].completions.is_empty()
     }
 }
 
@@ -479,6 +432,6 @@ impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
 
 impl<Q: Queue> std::fmt::Debug for SharedHandle<Q> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SharedHandle({:?}, {} in flight)", self.class, self.in_flight)
+        write!(f, "SharedHandle({} in flight)", self.in_flight)
     }
 }

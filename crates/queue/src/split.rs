@@ -4,11 +4,9 @@ use std::collections::VecDeque;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::time::{Duration, Instant};
 
-use dmalane_dma::BufferSlice;
-
 use crate::{
     CacheHint, Cancelled, Capabilities, Completion, Direction, HostSlice, Limits, OpError, Operation, Piece, Policy,
-    Queue, QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work, wait_with,
+    Queue, QueueAddr, Refusal, Refused, StopReason, Ticket, Work, wait_with,
 };
 
 /// The clock of a [`Split`], for the rates that its policy measures.
@@ -74,42 +72,44 @@ enum Assigned {
     Whole(u64),
 }
 
-/// A copy in flight.
+/// A copy in flight: one operation, or those that it was cut into.
 struct Copy<A> {
-    at: A,
-    direction: Direction,
-    via: Option<Registered>,
-    cache: CacheHint,
     len: u64,
-    /// Slices that no queue was given yet, and those that came back: each with its offset.
-    waiting: Vec<(u64, BufferSlice)>,
-    back: Vec<(u64, BufferSlice)>,
+    parts: Vec<Part<A>>,
     /// Bytes of pieces that have not ended, and of those that no queue was given.
     missing: u64,
     /// The failure that lies first, and the bytes before it.
     failed: Option<(u64, OpError)>,
 }
 
+/// A part of a copy that no queue has.
+struct Part<A> {
+    /// The bytes in front of it.
+    offset: u64,
+    operation: Operation<A>,
+    /// No queue is given it any more: one had it, or it was cancelled.
+    over: bool,
+}
+
 impl<A: QueueAddr> Copy<A> {
-    /// Takes a piece out of what is waiting.
+    /// Takes a piece out of the parts that no queue was given. An operation that is not cut is taken as it is.
     fn take(&mut self, piece: &Piece) -> Operation<A> {
-        let holds = |(at, slice): &(u64, BufferSlice)| (*at..*at + slice.len() as u64).contains(&piece.offset);
-        let i = self.waiting.iter().position(holds).expect("a policy hands out each byte once");
-        let (at, mut slice) = self.waiting.swap_remove(i);
-        if at < piece.offset {
-            let (before, rest) = slice.split_at((piece.offset - at) as usize).expect("it starts in this slice");
-            self.waiting.push((at, before));
-            slice = rest;
+        let holds =
+            |part: &Part<A>| !part.over && (part.offset..part.offset + part.operation.bytes()).contains(&piece.offset);
+        let i = self.parts.iter().position(holds).expect("a policy hands out each byte once");
+        let Part { offset, mut operation, .. } = self.parts.swap_remove(i);
+        if offset < piece.offset {
+            let (before, rest) = cut(operation, piece.offset - offset);
+            self.parts.push(Part { offset, operation: before, over: false });
+            operation = rest;
         }
-        if piece.len < slice.len() as u64 {
-            let (front, after) = slice.split_at(piece.len as usize).expect("shorter than the slice");
-            self.waiting.push((piece.offset + piece.len, after));
-            slice = front;
+        if piece.len < operation.bytes() {
+            let (front, after) = cut(operation, piece.len);
+            self.parts.push(Part { offset: piece.offset + piece.len, operation: after, over: false });
+            operation = front;
         }
-        assert_eq!(slice.len() as u64, piece.len, "a policy hands out each byte once");
-        let at = self.at.advance(piece.offset).expect("within the copy, whose end was checked");
-        let host = HostSlice { slice, via: self.via.clone() };
-        Operation::copy(self.direction, host, at).hint(self.cache)
+        assert_eq!(operation.bytes(), piece.len, "a policy hands out each byte once");
+        operation
     }
 
     /// Notes a failure after `bytes` bytes.
@@ -121,12 +121,32 @@ impl<A: QueueAddr> Copy<A> {
 
     /// The whole operation again.
     fn into_operation(mut self) -> Operation<A> {
-        self.back.append(&mut self.waiting);
-        self.back.sort_unstable_by_key(|(at, _)| *at);
-        let slices = self.back.into_iter().map(|(_, slice)| slice);
-        let slice = slices.reduce(|a, b| a.join(b).expect("neighbours")).expect("a copy is not empty");
-        Operation::copy(self.direction, HostSlice { slice, via: self.via }, self.at).hint(self.cache)
+        self.parts.sort_unstable_by_key(|part| part.offset);
+        self.parts.into_iter().map(|part| part.operation).reduce(join).expect("a copy is not empty")
     }
+}
+
+/// Makes two copies of one, the first of `len` bytes.
+fn cut<A: QueueAddr>(operation: Operation<A>, len: u64) -> (Operation<A>, Operation<A>) {
+    let (direction, HostSlice { slice, via }, at, cache) = parts_of(operation);
+    let (front, rest) = slice.split_at(len as usize).expect("shorter than the slice");
+    let after = at.advance(len).expect("within the copy, whose end was checked");
+    let copy = |slice, via, at| Operation::copy(direction, HostSlice { slice, via }, at).hint(cache);
+    (copy(front, via.clone(), at), copy(rest, via, after))
+}
+
+/// Makes one copy of two neighbours.
+fn join<A: QueueAddr>(front: Operation<A>, rest: Operation<A>) -> Operation<A> {
+    let (direction, HostSlice { slice, via }, at, cache) = parts_of(front);
+    let slice = slice.join(parts_of(rest).1.slice).expect("neighbours");
+    Operation::copy(direction, HostSlice { slice, via }, at).hint(cache)
+}
+
+fn parts_of<A>(operation: Operation<A>) -> (Direction, HostSlice, A, CacheHint) {
+    let Operation { work: Work::Copy { direction, host, at }, cache, .. } = operation else {
+        unreachable!("pieces are copies")
+    };
+    (direction, host, at, cache)
 }
 
 impl<Q: Queue, P: Policy> Split<Q, P> {
@@ -235,7 +255,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
     ) -> &mut Copy<Q::Addr> {
         self.policy.ended(queue, &piece, self.clock.now(), moved);
         let copy = self.copies.get_mut(&piece.transfer).expect("a copy outlives its pieces");
-        copy.back.push((piece.offset, operation.into_slice().expect("pieces are copies")));
+        copy.parts.push(Part { offset: piece.offset, operation, over: true });
         copy.missing -= piece.len;
         copy
     }
@@ -274,7 +294,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
 
     /// Gives an operation to the queues: a copy in pieces, any other whole.
     fn begin(&mut self, id: u64, operation: Operation<Q::Addr>) -> Result<(), Refused<Q::Addr>> {
-        let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
+        let (Work::Copy { direction, at, .. }, None) = (&operation.work, &operation.shape) else {
             let n = self.queues.len();
             let used = (0..n).filter(|i| self.policy.uses(*i, n));
             let i = used.min_by_key(|i| self.queues[*i].in_flight()).unwrap_or(0);
@@ -282,11 +302,10 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
             self.flying[i].push_back((ticket, Assigned::Whole(id)));
             return Ok(());
         };
-        let HostSlice { slice, via } = host;
-        let len = slice.len() as u64;
-        self.policy.arrive(id, direction, at.card_addr(), len, self.queues.len());
-        let (waiting, back) = (vec![(0, slice)], Vec::new());
-        self.copies.insert(id, Copy { at, direction, via, cache, len, waiting, back, missing: len, failed: None });
+        let len = operation.bytes();
+        self.policy.arrive(id, *direction, at.card_addr(), len, self.queues.len());
+        let parts = vec![Part { offset: 0, operation, over: false }];
+        self.copies.insert(id, Copy { len, parts, missing: len, failed: None });
         // The first piece decides whether the copy is acceptable at all; the rest differ only in their addresses.
         self.feed(Some(id)).map_err(|reason| {
             self.policy.forget(id);
@@ -350,9 +369,12 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
     fn cancel_copy(&mut self, id: u64) -> Cancelled<Q::Addr> {
         self.policy.forget(id);
         let copy = self.copies.get_mut(&id).expect("looked up");
-        let mut withheld: Vec<(u64, u64)> = copy.waiting.iter().map(|(at, slice)| (*at, slice.len() as u64)).collect();
+        let mut withheld = Vec::new();
+        for part in copy.parts.iter_mut().filter(|part| !part.over) {
+            part.over = true;
+            withheld.push((part.offset, part.operation.bytes()));
+        }
         copy.missing -= withheld.iter().map(|(_, len)| len).sum::<u64>();
-        copy.back.append(&mut copy.waiting);
         let mut asked = false;
         for i in 0..self.queues.len() {
             if let Some((piece, operation)) = self.held[i].take_if(|(piece, _)| piece.transfer == id) {

@@ -1,30 +1,22 @@
 //! The state that every queue keeps besides its operations.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
 
 use crate::{
     Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, QueueAddr, Refusal, Refused, Stats,
     StopReason, Ticket,
 };
 
-/// The longest sleep of a wait: the timeout is checked in between.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
-
 /// Operations that a queue has accepted and not begun, oldest first.
 pub type Waiting<A = DeviceAddr> = VecDeque<(Ticket, Operation<A>)>;
 
-/// For implementations of [`Queue`](crate::Queue): the numbers of tickets, counters, the timeout, and why the queue has
-/// stopped.
+/// For implementations of [`Queue`](crate::Queue): the numbers of tickets, counters, and why the queue has stopped.
 #[derive(Debug, Default)]
 pub struct QueueState {
     stats: Stats,
     /// Accepted and not given back.
     in_flight: usize,
     stopped: Option<StopReason>,
-    timeout: Option<Duration>,
-    /// Since when nothing has ended; `None` until somebody asks.
-    quiet_since: Option<Instant>,
 }
 
 impl QueueState {
@@ -67,37 +59,9 @@ impl QueueState {
     pub fn restart(&mut self) -> bool {
         let restarts = !self.is_running() && self.in_flight == 0;
         if restarts {
-            (self.stopped, self.quiet_since) = (None, None);
+            self.stopped = None;
         }
         restarts
-    }
-
-    /// [`Queue::set_timeout`](crate::Queue::set_timeout), true.
-    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        (self.timeout, self.quiet_since) = (timeout, None);
-        true
-    }
-
-    /// An operation has moved on: the timeout starts over.
-    #[inline]
-    pub fn moved(&mut self) {
-        self.quiet_since = None;
-    }
-
-    /// The reason to stop, once nothing has moved for the timeout although operations are in flight.
-    pub fn timed_out(&mut self) -> Option<StopReason> {
-        let timeout = self.timeout.filter(|_| self.stopped.is_none() && self.in_flight > 0)?;
-        let since = *self.quiet_since.get_or_insert_with(Instant::now);
-        (since.elapsed() >= timeout).then_some(StopReason::Timeout(timeout))
-    }
-
-    /// The time that a wait may sleep before the next poll: at most `left`, and not past the moment of the timeout.
-    pub fn poll_interval(&self, left: Duration) -> Duration {
-        let until_timeout = self
-            .timeout
-            .zip(self.quiet_since)
-            .map(|(timeout, since)| timeout.saturating_sub(since.elapsed()).max(Duration::from_millis(1)));
-        left.min(POLL_INTERVAL).min(until_timeout.unwrap_or(POLL_INTERVAL))
     }
 
     /// Checks whether the queue can accept an operation now, which `more` checks too.
@@ -121,9 +85,6 @@ impl QueueState {
     #[inline]
     pub fn accept(&mut self) -> Ticket {
         let number = self.stats.submitted;
-        if self.in_flight == 0 {
-            self.moved();
-        }
         self.in_flight += 1;
         self.stats.submitted += 1;
         Ticket::new(number)
@@ -267,47 +228,5 @@ mod tests {
         let reason = StopReason::Lost("unplugged".into());
         state.stop(reason.clone());
         assert_eq!(check(&state, 3, Ok(())), Err(Refusal::Stopped(reason)));
-    }
-
-    #[test]
-    fn naps_end_with_the_wait_and_with_the_timeout() {
-        let mut state = QueueState { in_flight: 1, ..QueueState::default() };
-        assert_eq!(
-            (state.poll_interval(Duration::MAX), state.poll_interval(POLL_INTERVAL / 2)),
-            (POLL_INTERVAL, POLL_INTERVAL / 2)
-        );
-        state.set_timeout(Some(Duration::from_secs(3600)));
-        assert_eq!(state.timed_out(), None);
-        assert_eq!(state.poll_interval(Duration::MAX), POLL_INTERVAL, "the timeout is far");
-        // Another timeout counts from anew; so does the first operation of an empty queue, and no other one.
-        state.set_timeout(Some(Duration::ZERO));
-        assert!(state.quiet_since.is_none() && state.timed_out().is_some());
-        let _second = state.accept();
-        assert!(state.quiet_since.is_some());
-        state.in_flight = 0;
-        let _first = state.accept();
-        assert!(state.quiet_since.is_none());
-    }
-
-    #[test]
-    fn time_counts_from_the_first_question_after_a_move() {
-        let mut state = QueueState::default();
-        assert_eq!(state.timed_out(), None, "no timeout");
-        let timeout = Duration::from_millis(100);
-        state.set_timeout(Some(timeout));
-        assert_eq!(state.timed_out(), None, "nothing is in flight");
-        state.set_timeout(Some(Duration::ZERO));
-        assert_eq!(state.timed_out(), None, "nor is there then");
-        state.set_timeout(Some(timeout));
-        let _ticket = state.accept();
-        assert_eq!((state.poll_interval(Duration::MAX), state.timed_out()), (POLL_INTERVAL, None));
-        std::thread::sleep(2 * timeout);
-        assert_eq!(state.poll_interval(Duration::MAX), Duration::from_millis(1));
-        assert_eq!(state.timed_out(), Some(StopReason::Timeout(timeout)));
-        state.moved();
-        assert_eq!(state.timed_out(), None);
-        std::thread::sleep(2 * timeout);
-        state.stop(StopReason::Requested("enough".into()));
-        assert_eq!(state.timed_out(), None, "it has stopped");
     }
 }

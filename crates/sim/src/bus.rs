@@ -1,8 +1,7 @@
 //! The software card on the bus of a software host.
 
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::DevicePort;
@@ -11,11 +10,9 @@ use dmalane_addr::{Access, CardAddr};
 use dmalane_dma::{self as mem, BufferRef, Mapping, Mmio, Pinned, Registrar};
 use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
 
-use rustix::event::{EventfdFlags, eventfd};
-
 use crate::memory::CardMemory;
 use crate::{CardConfig, Error, SoftCard};
-use dmalane_card::regs::{BAR_MEMORY, MAX_CHANNELS};
+use dmalane_card::regs::BAR_MEMORY;
 
 /// A [`SoftCard`] behind the IOMMU of a [`SoftHost`]. The IOMMU's tables have format `F`, those of the card's MMU
 /// format `M`.
@@ -33,7 +30,7 @@ impl<F: Format, M: Format> SoftBus<F, M> {
     pub fn new(host: SoftHost<F>, config: CardConfig) -> Result<Self, Error> {
         let interrupts = Arc::<Interrupts>::default();
         let raised = interrupts.clone();
-        let card = SoftCard::new(config, || host.port(), move |channel| raised.raise(channel))?;
+        let card = SoftCard::new(config, || host.port(), move |_| raised.raise())?;
         Ok(Self { card, host, interrupts })
     }
 
@@ -105,10 +102,6 @@ impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }
-
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.interrupts.event(channel)
-    }
 }
 
 impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
@@ -117,33 +110,17 @@ impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
     }
 }
 
-/// The card's interrupts: one line, pending until somebody has waited for it, and an eventfd for each channel that
-/// somebody asked for.
+/// The card's interrupts: one line, pending until somebody has waited for it.
 #[derive(Default)]
 struct Interrupts {
     pending: Mutex<bool>,
     raised: Condvar,
-    events: [OnceLock<OwnedFd>; MAX_CHANNELS as usize],
 }
 
 impl Interrupts {
-    fn raise(&self, channel: usize) {
-        if let Some(event) = self.events.get(channel).and_then(OnceLock::get) {
-            // It fails only when the counter is full: then the event is readable anyway.
-            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
-        }
+    fn raise(&self) {
         *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.raised.notify_all();
-    }
-
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        let slot = self.events.get(channel)?;
-        if slot.get().is_none() {
-            let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok()?;
-            // Another thread may have been faster: then its is the one.
-            let _ = slot.set(made);
-        }
-        slot.get().map(AsFd::as_fd)
     }
 
     fn wait(&self, timeout: Duration) -> bool {

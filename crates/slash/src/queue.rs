@@ -25,6 +25,9 @@ const CAPABILITIES: Capabilities = Capabilities::FROM_HOST
     .union(Capabilities::STOP)
     .union(Capabilities::ORDERED);
 
+/// The longest sleep without looking at a call that is stuck.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// A queue of a card. Operations are done in order; those that touch on both sides become one transfer.
 pub(crate) struct SlashQueue {
     shared: Arc<Shared>,
@@ -155,26 +158,16 @@ impl Queue for SlashQueue {
         if let Some(reason) = halted {
             self.state.stop(reason);
         }
-        if !ended.is_empty() {
-            self.state.moved();
-        }
         for completion in ended {
             self.state.ended(&completion);
             done.push(completion);
-        }
-        if let Some(reason) = self.state.timed_out() {
-            self.stop(reason);
-            // The driver waits without a limit for all parts of a call but the last. Stopping the queue pair ends them,
-            // but may block itself.
-            let pair = self.pair.clone();
-            self.stopper = Some(thread::spawn(move || drop(pair.stop())));
         }
         done.len() - before
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         wait_with(self, done, timeout, |this, left| {
-            let interval = this.state.poll_interval(left);
+            let interval = left.min(POLL_INTERVAL);
             if this.worker.is_some() {
                 this.drive(Some(interval));
             } else if this.shared.lock().stuck {
@@ -192,6 +185,12 @@ impl Queue for SlashQueue {
     /// Stops, with what was not begun given back at the next poll.
     fn stop(&mut self, reason: StopReason) {
         if self.state.stop(reason.clone()) {
+            if matches!(reason, StopReason::Timeout(_)) {
+                // The driver waits without a limit for all parts of a call but the last. Stopping the queue pair ends
+                // them, but may block itself.
+                let pair = self.pair.clone();
+                self.stopper = Some(thread::spawn(move || drop(pair.stop())));
+            }
             self.shared.lock().halted.get_or_insert(reason);
         }
     }
@@ -210,10 +209,6 @@ impl Queue for SlashQueue {
             Cancelled::TooLate => self.state.cancel(ticket, &mut self.shared.lock().todo),
             taken_back_or_unknown => taken_back_or_unknown,
         }
-    }
-
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout)
     }
 }
 

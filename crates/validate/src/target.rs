@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{CardAddr, SgTable, Span};
 use dmalane_device::{BackingFiles, Device, DeviceMemory, DriverCopies, Placement, Region, areas, contents};
 use dmalane_dma::Registrar;
-use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
+use dmalane_queue::{Area, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
 use crate::error::ValidateError;
 use crate::place::Memories;
@@ -163,7 +163,7 @@ impl TestedDevice {
 
     /// A handle of one of the queues.
     pub(crate) fn queue(&self, channel: usize) -> SharedHandle<Box<DeviceQueue>> {
-        self.queues[channel].handle(Class::Normal)
+        self.queues[channel].handle()
     }
 
     /// The possible measurements, in the order of a report.

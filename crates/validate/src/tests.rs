@@ -12,7 +12,7 @@ use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDrive
 use dmalane_dma::Registrar;
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
-    Capabilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal,
+    Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal,
     Refused, StopReason, Ticket, Work,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -246,7 +246,7 @@ impl Queue for Wrong {
 fn wrong(fault: Fault) -> TestedDevice {
     let mut target = soft(CardConfig::default());
     for queue in &mut target.queues {
-        *queue = share(Wrong { inner: Box::new(queue.handle(Class::Normal)), fault, done: 0 });
+        *queue = share(Wrong { inner: Box::new(queue.handle()), fault, done: 0 });
     }
     target
 }
@@ -300,7 +300,7 @@ fn buffers_and_channels_are_those_of_v80_smi() {
     let mut target = soft(CardConfig::default());
     let seen = Seen::default();
     for (channel, queue) in target.queues.iter_mut().enumerate() {
-        let inner = Box::new(queue.handle(Class::Normal));
+        let inner = Box::new(queue.handle());
         *queue = share(Notes { inner, channel, seen: Arc::clone(&seen) });
     }
     let Memories::Card { ddr, hbm } = target.memories else { panic!("a card") };
@@ -645,7 +645,7 @@ fn a_device_that_is_gone_is_told_of_soon() {
     for (threads, raw) in [(1, true), (4, false)] {
         let mut target = soft(CardConfig::default());
         for queue in &mut target.queues {
-            let inner = Box::new(queue.handle(Class::Normal));
+            let inner = Box::new(queue.handle());
             *queue = share(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
         }
         let settings = ValidateSettings { threads, raw, pages: vec![Pages::Small], ..quick() };

@@ -482,10 +482,6 @@ impl Mmio for UserBus {
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }
-
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.interrupts.lend(channel)
-    }
 }
 
 impl Drop for UserBus {

@@ -1,7 +1,6 @@
 //! A VFIO device as the bus of its driver.
 
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -157,14 +156,8 @@ impl Mmio for VfioBus {
         self.register((bar, offset, bytes.len(), 1), mapped, through_kernel)
     }
 
-    /// Does not reset eventfds that [`Mmio::event`] has lent: their borrowers read them.
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
-    }
-
-    /// The eventfd of the channel's interrupt; channels past the last interrupt share it.
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.interrupts.lend(channel)
     }
 }
 
@@ -231,7 +224,7 @@ mod tests {
             assert!(bus.read32(bar, offset).is_err());
         }
         assert!(!bus.wait(Duration::from_millis(1)));
-        rustix::io::write(bus.event(7).unwrap(), &1u64.to_ne_bytes()).unwrap();
+        rustix::io::write(&bus.interrupts.events()[0], &1u64.to_ne_bytes()).unwrap();
         assert!(bus.wait(Duration::ZERO));
         device.write_region(7, 4, &[0, 0]).unwrap();
         assert!(matches!(bus.read32(0, 0), Err(dma::Error::Backend(_))), "disabled");
@@ -248,7 +241,6 @@ mod tests {
         let device = PciDevice::of_file(file.into(), PAGE..2 * PAGE, None).unwrap();
         let interrupts = InterruptEvents::new(0).unwrap();
         let bus = VfioBus { device, bars: Default::default(), kind: 0, interrupts };
-        assert!(bus.event(0).is_none());
         let buf = AnonHeap::new().allocate(PAGE as usize).unwrap().share();
         let pinned = bus.pin(&buf.reference()).unwrap();
         let refused = bus.map(pinned, Access::READ).unwrap_err();

@@ -292,18 +292,14 @@ fn a_page_of_1g_byte_by_byte() {
 }
 
 #[test]
-fn an_interrupt_increments_its_eventfd() {
+fn an_interrupt_ends_a_wait() {
     let edu = edu(edus()[0]);
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let mapping = map(edu.bus(), &buf, Access::RW);
-    let event = edu.bus().event(0).unwrap();
     assert!(!edu.bus().wait(Duration::from_millis(1)), "none yet");
     for _ in 0..3 {
         edu.copy(Direction::FromHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
-        let mut count = [0; 8];
-        assert_eq!(rustix::io::read(event, &mut count), Ok(8));
-        assert_eq!(u64::from_ne_bytes(count), 1);
-        assert!(rustix::io::read(event, &mut count).is_err(), "only one");
+        assert!(edu.bus().wait(Duration::from_secs(10)) && !edu.bus().wait(Duration::from_millis(1)), "only one");
     }
 }
 

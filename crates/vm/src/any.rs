@@ -9,7 +9,7 @@ use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Armv7, Format, FormatId, HeapTables, Leaf, StandIn, Tables};
 
 use crate::array::ArrayError;
-use crate::{BindRequest, Bo, Committed, Error, Handles, Mapped, PlanError, Vm, VmId, mapped};
+use crate::{BindRequest, Bo, Committed, Error, Handles, Mapped, PlanError, Vm, mapped};
 
 /// A [`Vm`] of any format, for callers that choose the format at run time. Each function is that of the VM.
 pub trait AnyVm {
@@ -52,9 +52,6 @@ pub trait AnyVm {
     /// # Errors
     /// As there.
     fn merge(&mut self, span: Span<DeviceVa>, invalidate: &mut dyn FnMut(Span<DeviceVa>)) -> Result<usize, Error>;
-
-    /// [`Vm::id`].
-    fn id(&self) -> VmId;
 
     /// [`Vm::bound_bytes`].
     fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64;
@@ -146,10 +143,6 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
 
     fn merge(&mut self, span: Span<DeviceVa>, invalidate: &mut dyn FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
         self.merge(span, invalidate)
-    }
-
-    fn id(&self) -> VmId {
-        self.id()
     }
 
     fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {

@@ -8,18 +8,6 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 
 use dmalane_addr::{CardAddr, PageSize, Segment, SgError, SgIndex};
 
-/// Names a [`Vm`](crate::Vm) among all that the process makes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct VmId(usize);
-
-impl VmId {
-    /// One that no other VM has.
-    pub(crate) fn new() -> Self {
-        static NEXT: AtomicUsize = AtomicUsize::new(1);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
-    }
-}
-
 /// A buffer object: card memory that a device program sees through bindings. Bindings hold it by `Arc`, so it lives as
 /// long as it is bound anywhere, and every VM that binds it uses the same index of its segments.
 #[derive(Debug)]
@@ -28,8 +16,6 @@ pub struct Bo {
     sg: SgIndex<CardAddr>,
     /// The highest address.
     top: u64,
-    /// The only VM that may bind it.
-    home: Option<VmId>,
     owner: Option<Box<dyn Any + Send + Sync>>,
     /// Number of [`BoundBo`] that hold it for VMs.
     bound: AtomicUsize,
@@ -68,14 +54,7 @@ impl Bo {
     pub fn new(id: u64, sg: SgIndex<CardAddr>) -> Self {
         let last = |s: Segment<CardAddr>| s.addr.bits() + (s.len - 1); // a segment of an index does not wrap
         let top = sg.segments().map(last).max().unwrap_or(0);
-        Self { id, sg, top, home: None, owner: None, bound: AtomicUsize::new(0) }
-    }
-
-    /// The same buffer, to be bound in one VM alone, as the `VM_PRIVATE` buffers of Linux' GPU drivers are: every other
-    /// VM refuses it with [`Error::PrivateBo`](crate::Error::PrivateBo).
-    #[must_use]
-    pub fn private_to(self, vm: VmId) -> Self {
-        Self { home: Some(vm), ..self }
+        Self { id, sg, top, owner: None, bound: AtomicUsize::new(0) }
     }
 
     /// The same buffer with something that owns its memory, and is dropped when that may be used again: when the last
@@ -95,11 +74,6 @@ impl Bo {
     /// The owner of its memory, if that is a `T`.
     pub fn owner<T: Any>(&self) -> Option<&T> {
         self.owner.as_deref()?.downcast_ref()
-    }
-
-    /// The VM that it is private to.
-    pub fn home(&self) -> Option<VmId> {
-        self.home
     }
 
     /// The same, with the index made of a list of segments.

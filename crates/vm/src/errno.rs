@@ -84,7 +84,6 @@ impl Error {
             Self::OutsideVm { .. } => ("outside_vm", Errno::Range),
             Self::Reserved { .. } => ("reserved", Errno::Perm),
             Self::NoReserved { .. } => ("no_reserved", Errno::Perm),
-            Self::PrivateBo { .. } => ("private_bo", Errno::Inval),
             Self::NoNullPage { .. } => ("no_null_page", Errno::NotSup),
             Self::NullPage { .. } => ("bad_null_page", Errno::Inval),
             Self::RepeatPage { .. } => ("bad_repeat", Errno::Inval),

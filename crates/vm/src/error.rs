@@ -63,14 +63,6 @@ pub enum Error {
         /// Address range of the VM.
         vm: Span<DeviceVa>,
     },
-    /// A buffer object that belongs to another VM.
-    #[error("buffer {bo}, to be bound at {va}, is private to another VM")]
-    PrivateBo {
-        /// Where it was to be bound.
-        va: DeviceVa,
-        /// Id of the buffer object.
-        bo: u64,
-    },
     /// A null range in a VM that has no null page.
     #[error("no null page for the null range at {va}: set one first")]
     NoNullPage {

@@ -55,7 +55,7 @@ mod words;
 
 pub use any::{AnyVm, any_vm};
 pub use binding::{Binding, BindingTarget};
-pub use bo::{Bo, VmId};
+pub use bo::Bo;
 pub use errno::Errno;
 pub use error::Error;
 pub use handles::Handles;

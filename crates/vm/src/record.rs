@@ -81,10 +81,4 @@ impl Record {
     pub(crate) fn advance(self, pages: u64) -> Self {
         Self(self.0 + pages * self.step())
     }
-
-    /// The record some pages further down in the same binding.
-    #[inline]
-    pub(crate) fn back(self, pages: u64) -> Self {
-        Self(self.0 - pages * self.step())
-    }
 }

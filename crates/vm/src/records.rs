@@ -16,7 +16,6 @@
 //! Unbinding a part of a record takes nodes. The bind that makes the record reserves them
 //! ([`keep_nodes`](Records::keep_nodes)), at most 8 bytes for each of its pages, of which none are written until then.
 
-mod around;
 mod change;
 mod memory;
 mod node;
@@ -282,7 +281,6 @@ impl<F: Format> Records<F> {
                     let child = self.take(0, Self::entries(level + 1) - 1, self.splits - 1, false)?;
                     self.splits -= 1;
                     self.fill(child, level + 1, record);
-                    self.forget_run(at, level);
                     self.nodes[id as usize].set(&mut self.words, i, Self::link(child));
                     // The leaf may have to be split into a table.
                     self.mark(child, true);

@@ -11,7 +11,7 @@ use crate::plan::{BindRun, Lists, NO_PAGE, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
 use crate::slots::{Full, NONE, NULL, Slots, key};
-use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, PlanError, VmId};
+use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, PlanError};
 
 /// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
 ///
@@ -22,7 +22,6 @@ use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, Pla
 /// 8 bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
 #[derive(Debug)]
 pub struct Vm<F, T: Tables> {
-    id: VmId,
     range: Span<DeviceVa>,
     reserved: Option<Span<DeviceVa>>,
     /// First and last page of the range.
@@ -117,7 +116,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let fences = reserved.map_or([0; 2], |_| [reserved_pages.0, reserved_pages.1 + 1]);
         let table = table().map_err(|source| Error::New { vm: range, source })?;
         Ok(Self {
-            id: VmId::new(),
             range,
             reserved,
             pages: pages_of::<F>(range),
@@ -566,9 +564,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[cold]
     fn check_bo(&self, va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {
         let granule = F::GRANULE;
-        if bo.home().is_some_and(|home| home != self.id) {
-            return Err(Error::PrivateBo { va, bo: bo.id() });
-        }
         if offset & (granule.bytes() - 1) != 0 {
             return Err(Error::MisalignedOffset { va, bo: bo.id(), offset, granule });
         }
@@ -807,11 +802,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.failed
     }
 
-    /// Names this VM among all of the process, for [`Bo::private_to`].
-    pub fn id(&self) -> VmId {
-        self.id
-    }
-
     /// Address range of the VM.
     pub fn range(&self) -> Span<DeviceVa> {
         self.range
@@ -825,16 +815,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// All bindings by ascending address.
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {
         self.bindings_within(0, u64::MAX)
-    }
-
-    /// The binding at an address, with all that continues it. The first call after a change examines what has changed
-    /// since; otherwise the time grows with the logarithm of the number of tables that the binding was made of, beside
-    /// one pass over the tables at its two ends.
-    pub fn binding_at(&self, va: DeviceVa) -> Option<Binding> {
-        let page = va.bits() >> F::GRANULE.log2();
-        let end = self.facts().input_bits - u32::from(F::GRANULE.log2());
-        let (first, last, record) = (page >> end == 0).then(|| self.records.run_around(page))??;
-        Some(self.binding(first, last, record))
     }
 
     /// Bindings of pages from `page` to `end`; what of the first lies before, and of the last behind, may be missing:

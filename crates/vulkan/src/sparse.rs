@@ -304,11 +304,10 @@ impl SparseMap {
 
     /// The VM's error with addresses of the device.
     fn turn_error(&self, mut error: dmalane_vm::Error) -> dmalane_vm::Error {
-        use dmalane_vm::Error::{BeyondBo, Misaligned, MisalignedOffset, PrivateBo, Segment, Unsupported};
+        use dmalane_vm::Error::{BeyondBo, Misaligned, MisalignedOffset, Segment, Unsupported};
         match &mut error {
             Misaligned { span, .. } => *span = self.turn(*span).unwrap_or(*span),
             MisalignedOffset { va, .. }
-            | PrivateBo { va, .. }
             | BeyondBo { va, .. }
             | Segment { va, .. }
             | Unsupported { va, .. } => *va = DeviceVa::new(va.bits() ^ self.high),

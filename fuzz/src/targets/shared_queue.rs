@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane_dma::fuzzing::FuzzInput;
 use crate::script::{Script, ScriptQueue, copy};
 use dmalane_queue::{
-    Cancelled, Class, Completion, Operation, Queue, SharedHandle, SharedOptions, SharedQueue, StopReason,
+    Cancelled, Completion, Operation, Queue, SharedHandle, SharedOptions, SharedQueue, StopReason,
 };
 
 const HANDLES: usize = 4;
@@ -52,8 +52,7 @@ pub fn target(data: &[u8]) {
         }
         let (kind, which) = (input.u8(), usize::from(input.u8()) % HANDLES);
         let Some(user) = &mut users[which] else {
-            let class = [Class::High, Class::Normal, Class::Low][usize::from(kind) % 3];
-            users[which] = Some(User { handle: shared.handle(class), waiting: BTreeMap::new() });
+            users[which] = Some(User { handle: shared.handle(), waiting: BTreeMap::new() });
             continue;
         };
         match kind % 9 {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use super::{Heap, HeapCapabilities, Reserved};
 use crate::account::{Account, Counters};
-use crate::sys::{Exclusive, Region, page, udmabuf_create};
-use crate::{BufferRef, CpuBuf, Error, HeapStats, PageBacking, PageKind};
+use crate::sys::{Region, page, udmabuf_create};
+use crate::{BufferRef, Error, HeapStats, PageBacking, PageKind};
 
 const UDMABUF: &str = "/dev/udmabuf";
 /// Module parameter: largest buffer that udmabuf accepts, in MiB.
@@ -36,8 +36,11 @@ impl DmaHeap {
         let device = File::open(&path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
         Ok(Self { device, counters: Arc::default() })
     }
+}
 
-    fn map(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
+impl Heap for DmaHeap {
+    /// Allocates a dma-buf, whose pages are all present from the start.
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let size = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let kind = "dma-buf heap memory";
         // The kernel (6.12, 7.2) allocates until the OOM killer acts, and does not charge this memory to the process,
@@ -49,21 +52,7 @@ impl DmaHeap {
         let region =
             Region::dma_buf(self.device.as_fd(), size).map_err(|source| Error::Allocate { len, kind, source })?;
         let account = Account::open(&self.counters, region.len());
-        Ok((region, PageBacking::base(), account))
-    }
-}
-
-impl Heap for DmaHeap {
-    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        let (region, backing, account) = self.map(len)?;
-        let refused = |_| Error::BadLength(len);
-        Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
-    }
-
-    /// Allocates a dma-buf, whose pages are all present from the start.
-    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        let (region, backing, account) = self.map(len)?;
-        Ok(Reserved::present(region, backing, account))
+        Ok(Reserved::present(region, PageBacking::base(), account))
     }
 
     fn capabilities(&self) -> HeapCapabilities {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::{Heap, HeapCapabilities, Reserved};
 use crate::account::{Account, Counters};
-use crate::sys::{DriverMemory, Exclusive, Region, page};
-use crate::{CpuBuf, Error, HeapStats, PageBacking, PageKind};
+use crate::sys::{DriverMemory, Region, page};
+use crate::{Error, HeapStats, PageBacking, PageKind};
 
 /// Host memory of a driver: every buffer is one allocation of it.
 pub struct DriverHeap {
@@ -31,31 +31,19 @@ impl DriverHeap {
     pub fn direct(self) -> Self {
         Self { direct_io: true, ..self }
     }
+}
 
-    fn region(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
+impl Heap for DriverHeap {
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let whole = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
         let region = Region::of_driver((self.allocate)(whole)?);
-        let short = || Error::Allocate { len, kind: self.name, source: std::io::ErrorKind::UnexpectedEof.into() };
         if region.len() < whole {
-            return Err(short());
+            return Err(Error::Allocate { len, kind: self.name, source: std::io::ErrorKind::UnexpectedEof.into() });
         }
         // Buffers are zeroed, and drivers need not do that.
         region.as_volatile_slice().fill(0);
         let account = Account::open(&self.counters, region.len());
-        Ok((region, PageBacking::base(), account))
-    }
-}
-
-impl Heap for DriverHeap {
-    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        let (region, backing, account) = self.region(len)?;
-        let exported = |_| Error::Allocate { len, kind: self.name, source: std::io::ErrorKind::Other.into() };
-        Ok(CpuBuf::new(Exclusive::new(region).map_err(exported)?, backing, account))
-    }
-
-    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        let (region, backing, account) = self.region(len)?;
-        Ok(Reserved::present(region, backing, account))
+        Ok(Reserved::present(region, PageBacking::base(), account))
     }
 
     /// No file is read into it directly unless the driver says so: most map memory that the kernel cannot pin.

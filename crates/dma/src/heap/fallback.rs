@@ -27,7 +27,7 @@ impl PageKind {
 
 const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
 const ANONYMOUS: &str = "enabled";
-const SHARED: &str = "shmem_enabled";
+const SHARED_SWITCH: &str = "shmem_enabled";
 
 /// Maps memory with a given kind of pages.
 type Map<'a> = &'a dyn Fn(NonZeroUsize, PageKind) -> io::Result<Region>;
@@ -155,67 +155,18 @@ fn transparent_allowed(kind: PageKind, switch: &str) -> Result<(), NoPages> {
     }
 }
 
+/// Memory of the kernel, private or behind a file descriptor: [`AnonHeap`] and [`MemfdHeap`].
+pub struct PageHeap<const SHARED: bool>(FallbackChain);
+
 /// Private anonymous memory: the fastest target for direct I/O. It cannot be shared with another process.
-pub struct AnonHeap(FallbackChain);
-
-impl AnonHeap {
-    /// A heap that tries hugetlb pages, then transparent huge pages, then 4 KiB pages.
-    pub fn new() -> Self {
-        Self::starting_at(PageKind::Hugetlb2M)
-    }
-
-    /// A heap whose fallback chain starts at `best`.
-    pub fn starting_at(best: PageKind) -> Self {
-        Self(FallbackChain::new(best, ANONYMOUS))
-    }
-
-    /// Binds all memory of the heap to one NUMA node, if `node` names one. Allocation fails when the node does not
-    /// exist.
-    #[must_use]
-    pub fn bound_to(mut self, node: Option<u32>) -> Self {
-        self.0.node = node;
-        self
-    }
-}
-
-impl Default for AnonHeap {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl Heap for AnonHeap {
-    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        self.0.allocate(len, "anonymous memory", &Region::anonymous)
-    }
-
-    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        self.0.reserve(len, "anonymous memory", &Region::anonymous)
-    }
-
-    fn capabilities(&self) -> HeapCapabilities {
-        HeapCapabilities {
-            shareable: false,
-            direct_io: true,
-            registrable: true,
-            dma_buf: false,
-            best_pages: self.0.best,
-        }
-    }
-
-    fn stats(&self) -> HeapStats {
-        self.0.counters.stats()
-    }
-
-    fn name(&self) -> &'static str {
-        "anonymous"
-    }
-}
+pub type AnonHeap = PageHeap<false>;
 
 /// Memory behind a file descriptor, sealed against shrinking: other processes and drivers can map it.
-pub struct MemfdHeap(FallbackChain);
+pub type MemfdHeap = PageHeap<true>;
 
-impl MemfdHeap {
+impl<const SHARED: bool> PageHeap<SHARED> {
+    const KIND: &'static str = if SHARED { "memfd memory" } else { "anonymous memory" };
+
     /// A heap that tries hugetlb pages, then transparent huge pages, then 4 KiB pages.
     pub fn new() -> Self {
         Self::starting_at(PageKind::Hugetlb2M)
@@ -223,13 +174,7 @@ impl MemfdHeap {
 
     /// A heap whose fallback chain starts at `best`.
     pub fn starting_at(best: PageKind) -> Self {
-        Self(FallbackChain::new(best, SHARED))
-    }
-
-    /// A heap whose memory another process can import ([`SharedBuf::import`](crate::SharedBuf::import)): its fallback
-    /// chain starts at `best`, but at transparent huge pages at most.
-    pub fn importable(best: Option<PageKind>) -> Self {
-        Self::starting_at(if best == Some(PageKind::Base) { PageKind::Base } else { PageKind::Transparent })
+        Self(FallbackChain::new(best, if SHARED { SHARED_SWITCH } else { ANONYMOUS }))
     }
 
     /// Binds all memory of the heap to one NUMA node, if `node` names one. Allocation fails when the node does not
@@ -241,28 +186,41 @@ impl MemfdHeap {
     }
 
     fn map(len: NonZeroUsize, pages: PageKind) -> io::Result<Region> {
-        Region::memfd("dmalane", len, pages)
+        if SHARED { Region::memfd("dmalane", len, pages) } else { Region::anonymous(len, pages) }
     }
 }
 
-impl Default for MemfdHeap {
+impl MemfdHeap {
+    /// A heap whose memory another process can import ([`SharedBuf::import`](crate::SharedBuf::import)): its fallback
+    /// chain starts at `best`, but at transparent huge pages at most.
+    pub fn importable(best: Option<PageKind>) -> Self {
+        Self::starting_at(if best == Some(PageKind::Base) { PageKind::Base } else { PageKind::Transparent })
+    }
+}
+
+impl<const SHARED: bool> Default for PageHeap<SHARED> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Heap for MemfdHeap {
+impl<const SHARED: bool> Heap for PageHeap<SHARED> {
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        self.0.allocate(len, "memfd memory", &Self::map)
+        self.0.allocate(len, Self::KIND, &Self::map)
     }
 
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        self.0.reserve(len, "memfd memory", &Self::map)
+        self.0.reserve(len, Self::KIND, &Self::map)
     }
 
     fn capabilities(&self) -> HeapCapabilities {
-        let dma_buf = has_udmabuf();
-        HeapCapabilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
+        HeapCapabilities {
+            shareable: SHARED,
+            direct_io: true,
+            registrable: true,
+            dma_buf: SHARED && has_udmabuf(),
+            best_pages: self.0.best,
+        }
     }
 
     fn stats(&self) -> HeapStats {
@@ -270,6 +228,6 @@ impl Heap for MemfdHeap {
     }
 
     fn name(&self) -> &'static str {
-        "memfd"
+        if SHARED { "memfd" } else { "anonymous" }
     }
 }

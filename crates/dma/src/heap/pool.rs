@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use super::{Heap, HeapCapabilities, Reserved};
 use crate::account::{Account, Counters};
 use crate::sys::{HUGE, Home, Recycle, Region, page};
-use crate::{CpuBuf, Error, HeapStats, PageBacking, PageKind, SharedBuf};
+use crate::{Error, HeapStats, PageBacking, PageKind};
 
 /// Smallest buffer that is cut out of a huge page. Smaller reads go through the page cache.
 const SLAB_FROM: usize = 64 << 10;
@@ -163,22 +163,6 @@ impl Recycle for Shelf {
 }
 
 impl Heap for Pool {
-    /// Allocates a zeroed buffer: recycled memory is cleared.
-    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        let reserved = self.reserve(len)?;
-        let fresh = reserved.is_fresh();
-        let buf = reserved.populate()?;
-        if !fresh {
-            buf.as_volatile_slice().fill(0);
-        }
-        let taken = |_: SharedBuf| Error::Allocate {
-            len,
-            kind: "recycled memory",
-            source: std::io::Error::other("a new buffer is already referenced"),
-        };
-        buf.into_cpu().map_err(taken)
-    }
-
     /// A cached buffer that is at most an eighth too large, else a new one. New buffers of 64 KiB to 1 MiB are cut out
     /// of a huge page where the heap below has private huge pages.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {

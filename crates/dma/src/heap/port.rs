@@ -12,7 +12,9 @@ pub trait Heap: Send + Sync {
     /// # Errors
     /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`] when the last page kind of
     /// the fallback chain fails too.
-    fn allocate(&self, len: usize) -> Result<CpuBuf, Error>;
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+        self.reserve(len)?.into_cpu()
+    }
 
     /// A buffer whose pages are not present yet. Its ranges are populated one by one, while earlier ranges are already
     /// in use. `len` is rounded up to the kernel's pages, or, from 4 MiB on, to those of the heap.

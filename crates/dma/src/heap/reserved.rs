@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::account::Account;
 use crate::memory::Memory;
 use crate::sys::{FileMapping, Region, page};
-use crate::{BufferSlice, CopyHint, Error, PageBacking, PageKind, SharedBuf, VolatileSlice};
+use crate::{BufferSlice, CopyHint, CpuBuf, Error, PageBacking, PageKind, SharedBuf, VolatileSlice};
 
 /// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
 /// [`BufferSlice`] when it is populated.
@@ -92,7 +92,18 @@ impl Reserved {
     pub fn populate(mut self) -> Result<SharedBuf, Error> {
         let (len, kind) = (self.len, self.kind);
         let whole = self.next(len).map(Absent::populate).transpose()?.and_then(|slice| slice.into_whole().ok());
-        whole.ok_or_else(|| Error::Allocate { len, kind, source: std::io::Error::other("a part was already taken") })
+        whole.ok_or_else(|| Error::Allocate { len, kind, source: io::Error::other("a part was already taken") })
+    }
+
+    /// The whole buffer, populated and zeroed.
+    pub(crate) fn into_cpu(self) -> Result<CpuBuf, Error> {
+        let (len, kind, fresh) = (self.len, self.kind, self.fresh);
+        let buf = self.populate()?;
+        if !fresh {
+            buf.as_volatile_slice().fill(0);
+        }
+        let taken = |_| Error::Allocate { len, kind, source: io::Error::other("a new buffer is already referenced") };
+        buf.into_cpu().map_err(taken)
     }
 }
 

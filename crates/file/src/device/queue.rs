@@ -42,6 +42,9 @@ pub struct FileDeviceQueue {
     state: QueueState,
 }
 
+/// The longest wait in the kernel.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// True when one may not begin before the other has ended.
 fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
     let both = [a, b].map(|op| match &op.operation().work {
@@ -242,7 +245,6 @@ impl FileDeviceQueue {
             n => n as usize,
         };
         request.done += moved;
-        self.state.moved();
         match request.rest().is_empty() || !self.state.is_running() {
             true => self.give_back(request, None),
             false => self.again.push_back(request),
@@ -252,7 +254,6 @@ impl FileDeviceQueue {
     /// Returns a fragment to its operation.
     fn give_back(&mut self, request: Request, failed: Option<OpError>) {
         let Some(i) = op::find(&self.ops, request.op) else { return };
-        self.state.moved();
         self.ops[i].give_back(request, failed);
     }
 
@@ -327,19 +328,14 @@ impl Queue for FileDeviceQueue {
         self.feed();
         self.reap();
         self.deliver(done);
-        if let Some(reason) = self.state.timed_out() {
-            self.stop(reason);
-            self.deliver(done);
-        }
         done.len() - before
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         wait_with(self, done, timeout, |this, left| {
-            let interval = this.state.poll_interval(left);
             // Requests of movers that failed are polled for more often.
             let often = Duration::from_millis(1);
-            let interval = if this.retired.is_empty() { interval } else { interval.min(often) };
+            let interval = left.min(if this.retired.is_empty() { POLL_INTERVAL } else { often });
             if this.mover.busy() == 0 {
                 std::thread::sleep(interval.min(often));
             } else if let Err(why) = this.mover.enter(Some(interval)) {
@@ -360,10 +356,6 @@ impl Queue for FileDeviceQueue {
             }
             None => Cancelled::Unknown,
         }
-    }
-
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.state.set_timeout(timeout)
     }
 
     /// Begins nothing more, and takes back what the kernel has not begun.

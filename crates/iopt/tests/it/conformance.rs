@@ -21,7 +21,6 @@ enum Op {
     Map { at: u64, segments: Vec<(u64, u64)>, access: Access },
     Unmap { at: u64, len: u64 },
     Clear { at: u64, len: u64 },
-    Prune { at: u64, len: u64 },
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -129,15 +128,6 @@ impl Model {
             }
         }
         (bytes, flush)
-    }
-
-    /// Takes away tables that overlap the span and are empty, from the lowest level up.
-    fn prune(&mut self, at: u64, len: u64) {
-        for (covers, n) in self.linked.clone() {
-            if n * covers < at + len && at < (n + 1) * covers && self.is_empty((covers, n)) {
-                self.linked.remove(&(covers, n));
-            }
-        }
     }
 
     /// Tables in use, the root included.
@@ -285,13 +275,6 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
             prop_assert_eq!(table.tables().heap.in_use(), model.tables() + flush.tables().len());
             table.free_tables(flush);
         }
-        Op::Prune { at, len } => {
-            let flush = table.prune(span(*at, *len));
-            model.prune(*at, *len);
-            prop_assert_eq!((flush.bytes(), flush.span()), (0, span(*at, *len)));
-            prop_assert_eq!(table.tables().heap.in_use(), model.tables() + flush.tables().len());
-            table.free_tables(flush);
-        }
     }
     agree(table, model)
 }
@@ -357,7 +340,6 @@ fn op(g: &Geometry) -> BoxedStrategy<Op> {
         1 => (input(g), 1u64..600).prop_map(move |(at, blocks)| Op::Unmap { at, len: blocks * block }),
         3 => (input(g), length(g)).prop_map(|(at, len)| Op::Clear { at, len }),
         1 => (input(g), 1u64..600).prop_map(move |(at, blocks)| Op::Clear { at, len: blocks * block - page }),
-        1 => (input(g), length(g)).prop_map(|(at, len)| Op::Prune { at, len }),
     ]
     .boxed()
 }
@@ -382,7 +364,7 @@ fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseErr
     for op in ops {
         apply(&mut table, &mut model, op)?;
         let at = match op {
-            Op::Map { at, .. } | Op::Unmap { at, .. } | Op::Clear { at, .. } | Op::Prune { at, .. } => *at,
+            Op::Map { at, .. } | Op::Unmap { at, .. } | Op::Clear { at, .. } => *at,
         };
         for at in probes.iter().copied().chain([at, at.saturating_sub(1), at + page]) {
             if at >> F::INPUT_BITS == 0 {
@@ -400,7 +382,7 @@ fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseErr
     Ok(())
 }
 
-/// The same calls on plain heap tables (with their own `update`) give the same table.
+/// The same calls on plain heap tables (with their own `edit`) give the same table.
 fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
     let mut slow = Table::<F, Failing>::new(Failing::new()).unwrap();
     let mut fast = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
@@ -409,12 +391,6 @@ fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
             Op::Map { at, segments, access } => {
                 let a = slow.map_list(Iova::new(*at), list(segments), *access);
                 prop_assert_eq!(a, fast.map_list(Iova::new(*at), list(segments), *access));
-            }
-            Op::Prune { at, len } => {
-                let (a, b) = (slow.prune(span(*at, *len)), fast.prune(span(*at, *len)));
-                prop_assert_eq!(a.tables().len(), b.tables().len());
-                slow.free_tables(a);
-                fast.free_tables(b);
             }
             Op::Clear { at, len } => match (slow.clear(span(*at, *len)), fast.clear(span(*at, *len))) {
                 (Ok(a), Ok(b)) => {

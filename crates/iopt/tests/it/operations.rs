@@ -2,15 +2,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::rc::Rc;
 
 use crate::formats::{Failing, MapList, Sizes, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    AmdV1, AnyTable, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, FormatId, Gather, HeapTables, NamedAddr,
-    PageTable, RiscvSv, StandIn, TableEstimate, TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64,
-    X86_64_4Level, walk,
+    AmdV1, Arm64S1, Arm64S1_4k, Arm64S1_16k, Entry, Error, Format, FormatId, HeapTables, NamedAddr, PageTable, RiscvSv,
+    StandIn, TableEstimate, TableShape, Tables, VtdSecond48, WalkFault, Walked, X86_64, X86_64_4Level, walk,
 };
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
@@ -446,9 +445,9 @@ fn dirty_parts<F: Format>(mut table: Table<F, HeapTables<PhysAddr>>) {
     assert_eq!((flush.bytes(), dirty(&mut table)), (page, large - page));
 }
 
-/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and pruning makes room
-/// for a large one.
-fn clear_and_prune<F: Format>() {
+/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and an unmap of all that it
+/// translates makes room for a large one.
+fn clear_and_unmap<F: Format>() {
     let Sizes { page, block, large, .. } = sizes::<F>();
     let mut table = Table::<F, _>::new(Failing::new()).unwrap();
     let tables = |table: &Table<F, Failing>| table.tables().heap.in_use();
@@ -474,20 +473,17 @@ fn clear_and_prune<F: Format>() {
     let (size, count) = (table.lookup(Iova::new(at)).unwrap().size, table.runs(span(at, large)).count());
     assert!(size.bytes() < block || F::PAGE_SIZES.bits().count_ones() == 1);
     assert!(count as u64 >= block / size.bytes());
-    // Tables in use are not pruned; empty ones go once.
-    assert!(table.prune(span(0, sizes::<F>().top)).is_empty());
     let flush = table.clear(span(at, large - page)).unwrap();
     table.free_tables(flush);
     let flush = table.clear(span(at + large - page, page)).unwrap();
     table.free_tables(flush);
-    let flush = table.prune(Span::inclusive(Iova::new(at), Iova::new(u64::MAX)).unwrap());
+    let flush = table.unmap(span(at, large)).unwrap();
     table.free_tables(flush);
-    assert!(table.prune(span(at, page)).is_empty());
+    assert!(table.unmap(span(at, page)).unwrap().is_empty());
     table.map(Iova::new(at), PhysAddr::new(at), large, Access::READ).unwrap();
     if F::PAGE_SIZES.bits() & large != 0 {
         assert_eq!(table.lookup(Iova::new(at)).unwrap().size.bytes(), large);
     }
-    assert!(table.prune(span(sizes::<F>().top, page)).is_empty(), "beyond the input range there is nothing");
 }
 
 /// Lists of pages, and of pages and short runs, from and to the edges of a table, with something in the way at every
@@ -762,8 +758,8 @@ macro_rules! operations {
             }
 
             #[test]
-            fn clear_and_prune() {
-                super::clear_and_prune::<F>();
+            fn clear_and_unmap() {
+                super::clear_and_unmap::<F>();
             }
 
             #[test]
@@ -973,81 +969,14 @@ fn marked_tables() {
     marks_in_table_entries::<AmdV1<4, false>>(1 << 5);
 }
 
-/// Every operation of a table whose format is known only at run time is that of the page table.
-#[test]
-fn a_format_chosen_at_run_time_changes_nothing() {
-    let new = || Table::<X86_64_4Level, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
-    let mut plain = new();
-    let mut any: Box<dyn AnyTable<Iova, PhysAddr, HeapTables<PhysAddr>>> = Box::new(new());
-    // Does the same with both, compares what they give, and gives it.
-    macro_rules! both {
-        ($table:ident, $do:expr) => {{
-            let expected = {
-                let $table = &mut plain;
-                $do
-            };
-            let $table = &mut *any;
-            assert_eq!($do, expected);
-            expected
-        }};
-    }
-    assert_eq!((any.format(), any.granule()), (X86_64_4Level::NAME, X86_64_4Level::GRANULE));
-    assert_eq!(both!(table, table.root()), PhysAddr::new(0x1234_0000));
-    assert_eq!(both!(table, table.registers()).len(), X86_64_4Level::registers(0).len());
-    const MIB: u64 = 1 << 20;
-    let (at, behind) = (Iova::new(2 * MIB), Iova::new(4 * MIB));
-    let all = Span::new(at, 3 * MIB).unwrap();
-    both!(table, table.map(at, PhysAddr::new(64 * MIB), 2 * MIB, Access::RW)).unwrap();
-    let list = [0x7000, 0x3000].map(|at| Segment { addr: PhysAddr::new(at), len: 4096 });
-    assert_eq!(plain.map_list(behind, list, Access::READ), Ok(8192));
-    assert_eq!(any.map_sg(behind, &mut list.into_iter(), Access::READ), Ok(8192));
-    let mut marked = Vec::new();
-    assert_eq!(both!(table, table.take_dirty(all, &mut |leaf| marked.push(leaf))), Ok(1));
-    assert!(marked.len() == 2 && marked[0] == marked[1], "{marked:?}");
-    let middle = Iova::new(3 * MIB);
-    let mut spans = Vec::new();
-    both!(table, table.cut(middle, &mut |span| spans.push(span))).unwrap();
-    assert_eq!(both!(table, table.lookup(middle)).unwrap().to, PhysAddr::new(65 * MIB));
-    let runs: Vec<_> = plain.runs(all).collect();
-    let mut given = Vec::new();
-    any.runs(all, &mut |run| {
-        given.push(run);
-        ControlFlow::Continue(())
-    });
-    assert_eq!((given.len(), &given), (512 + 2, &runs));
-    given.clear();
-    any.runs(all, &mut |run| {
-        given.push(run);
-        if given.len() == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    });
-    assert_eq!(given, runs[..3]);
-    assert_eq!(both!(table, table.merge(all, &mut |span| spans.push(span))), Ok(1));
-    assert_eq!(spans, [Span::new(at, 2 * MIB).unwrap(); 4]);
-    assert_eq!(any.leaf_counts(), plain.leaf_counts().collect::<Vec<_>>());
-    assert_eq!(any.leaf_counts()[..2], [(PageSize::SIZE_4K, 2), (PageSize::SIZE_2M, 1)]);
-    // One unmap whose tables go at once, and one whose tables wait.
-    let half = Span::new(at, 2 * MIB).unwrap();
-    let rest = Span::new(behind, 8192).unwrap();
-    assert_eq!(both!(table, table.tables().in_use()), 4);
-    both!(table, {
-        let gone = table.unmap(rest).unwrap();
-        let (bytes, tables) = (gone.bytes(), gone.tables().len());
-        table.free_tables(gone);
-        (bytes, tables, table.tables_mut().in_use())
-    });
-    let mut flushed = Vec::new();
-    let left = both!(table, {
-        let mut gather = Gather::new();
-        gather.add(table.unmap(half).unwrap()).unwrap();
-        table.flush(&mut gather, &mut |ranges: &[Span<Iova>]| flushed.extend_from_slice(ranges));
-        (gather.is_empty(), table.tables().in_use())
-    });
-    assert_eq!((left, flushed), ((true, 1), vec![half; 2]));
-}
-
 /// A stand-in makes the leaves of the format that it stands for, those that only larger formats have not among them.
 #[test]
 fn a_stand_in_has_the_leaves_of_its_format() {
+    fn map_again<F: Format>(table: &mut Table<F, HeapTables<PhysAddr>>, cut: Span<Iova>, at: Iova, to: PhysAddr) {
+        let list = table.unmap(cut).unwrap();
+        table.free_tables(list);
+        table.map(at, to, F::GRANULE.bytes(), Access::RW).unwrap();
+    }
     fn agree<F: Format, S: Format>(format: FormatId) {
         // Larger leaves would fit, had the format any.
         let whole = 1u64 << F::INPUT_BITS.min(F::OUTPUT_BITS).min(F::PAGE_SIZES.bits().ilog2() + 12);
@@ -1063,12 +992,8 @@ fn a_stand_in_has_the_leaves_of_its_format() {
             // Of what was mapped, two pages are cut out, and one comes back.
             let cut = Span::new(Iova::new(bits + len / 2 / granule * granule), 2 * granule).unwrap();
             let (from, to) = at(cut.first().bits());
-            let tables: [&mut dyn AnyTable<Iova, PhysAddr, _>; 2] = [&mut typed, &mut other];
-            for table in tables {
-                let list = table.unmap(cut).unwrap();
-                table.free_tables(list);
-                table.map(from, to, granule, all).unwrap();
-            }
+            map_again(&mut typed, cut, from, to);
+            map_again(&mut other, cut, from, to);
             let span = Span::new(Iova::new(0), whole).unwrap();
             assert!(typed.runs(span).eq(other.runs(span)), "{format}");
             assert_eq!(typed.linked_tables(), other.linked_tables(), "{format}");

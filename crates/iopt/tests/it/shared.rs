@@ -275,23 +275,6 @@ fn bad_segments_and_cuts() {
     assert_eq!(runs, pages.map(|page| (page, page)).collect::<Vec<_>>());
 }
 
-/// Only empty tables that the span covers go: another handle may be about to use the others.
-#[test]
-fn covered_tables_are_pruned() {
-    type F = X86_64_4Level;
-    let memory = memory::<F>(8);
-    let pool = TablePool::new::<F>(PhysAddr::new(0), &memory);
-    let mut table = Table::<F>::new(&pool).unwrap();
-    let at = Iova::new(4 << 20);
-    table.map(at, PhysAddr::new(0), 4096, Access::RW).unwrap();
-    assert!(table.clear_leaf(at));
-    for (at, len, left) in [(4, 1, 4), (5, 1, 4), (4, 2, 3), (0, 1023, 3), (0, 1024, 2)] {
-        let pruned = table.prune(Span::new(Iova::new(at << 20), len << 20).unwrap());
-        table.free_tables(pruned);
-        assert_eq!(pool.in_use(), left, "{len} MiB at {at}");
-    }
-}
-
 /// Others cannot have the tables of a local pool; it has those that it was told to reserve; in the end it has none.
 #[test]
 fn a_stock_keeps_reserves_and_gives_back() {

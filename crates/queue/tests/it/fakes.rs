@@ -1,8 +1,6 @@
 //! A registrar that maps without a device, and a queue that ends operations when it is told to.
 
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,17 +8,14 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{AnonHeap, BufferRef, BufferSlice, Error, Heap, Mapping, Pinned, Registrar, SharedBuf, Undo};
 use dmalane_queue::{
-    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Stats,
-    StopReason, Ticket, Work,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Registered,
+    Stats, StopReason, Ticket, Work,
 };
 
-/// Pins up to a limit.
+/// Maps whatever it is given.
 pub struct Bus(Arc<State>);
 
-pub struct State {
-    pub limit: u64,
-    /// Whether it tells the limit.
-    pub tells: bool,
+struct State {
     pinned: AtomicU64,
     iovas: Mutex<RangeCache<Iova>>,
 }
@@ -35,13 +30,15 @@ impl Undo for State {
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
 }
 
-impl Bus {
-    pub fn new(limit: u64, tells: bool) -> Self {
+impl Default for Bus {
+    fn default() -> Self {
         let space = Span::new(Iova::new(1 << 20), 1 << 32).unwrap();
         let iovas = Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K)));
-        Self(Arc::new(State { limit, tells, pinned: AtomicU64::new(0), iovas }))
+        Self(Arc::new(State { pinned: AtomicU64::new(0), iovas }))
     }
+}
 
+impl Bus {
     /// Bytes that are mapped now.
     pub fn pinned(&self) -> u64 {
         self.0.pinned.load(Ordering::Relaxed)
@@ -50,10 +47,6 @@ impl Bus {
 
 impl Registrar for Bus {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        let (wanted, pinned, limit) = (range.len() as u64, self.pinned(), self.0.limit);
-        if pinned + wanted > limit {
-            return Err(Error::PinLimit { wanted, pinned, limit });
-        }
         Ok(Pinned::new(buffer.clone(), range, None, self.0.clone()))
     }
 
@@ -63,10 +56,6 @@ impl Registrar for Bus {
         self.0.pinned.fetch_add(len, Ordering::Relaxed);
         let lease = self.0.iovas.lock().unwrap().allocate(len, PageSize::SIZE_4K)?;
         Ok(Mapping::new(list, lease, access))
-    }
-
-    fn pin_limit(&self) -> Option<u64> {
-        self.0.tells.then_some(self.0.limit)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
@@ -99,6 +88,8 @@ pub fn number(operation: &Operation) -> u64 {
 pub struct Orders {
     /// Numbers of the operations in the order in which they came.
     pub got: Vec<u64>,
+    /// Whether the registration of each had another holder when it came.
+    pub shared: Vec<bool>,
     /// Operations that end at the next polls.
     pub end: usize,
     /// All further ones are refused with this.
@@ -107,7 +98,6 @@ pub struct Orders {
     /// The timeouts of the waits so far, and the number of the wait in which everything ends.
     pub waits: Vec<Duration>,
     pub last_wait: usize,
-    pub armed: bool,
 }
 
 /// A queue that ends its operations in order, when told to.
@@ -116,24 +106,12 @@ pub struct Device {
     flying: Vec<(Ticket, Operation)>,
     capacity: usize,
     stopped: Option<StopReason>,
-    timeout: Option<Duration>,
-    event: UnixStream,
 }
 
 impl Device {
     pub fn new(capacity: usize) -> (Self, Arc<Mutex<Orders>>) {
         let orders = Arc::<Mutex<Orders>>::default();
-        (
-            Self {
-                orders: orders.clone(),
-                flying: Vec::new(),
-                capacity,
-                stopped: None,
-                timeout: None,
-                event: UnixStream::pair().unwrap().0,
-            },
-            orders,
-        )
+        (Self { orders: orders.clone(), flying: Vec::new(), capacity, stopped: None }, orders)
     }
 }
 
@@ -160,6 +138,8 @@ impl Queue for Device {
             _ if self.flying.len() >= self.capacity => Refusal::Full,
             _ => {
                 orders.got.push(number(&operation));
+                let via = operation.hosts().iter().find_map(|host| host.via.as_ref());
+                orders.shared.push(via.is_some_and(Registered::is_busy));
                 let ticket = Ticket::new(1000 + orders.got.len() as u64);
                 self.flying.push((ticket, operation));
                 return Ok(ticket);
@@ -214,21 +194,8 @@ impl Queue for Device {
         }
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        self.timeout = timeout;
-        true
-    }
-
     fn stats(&self) -> Option<Stats> {
         let submitted = self.orders.lock().unwrap().got.len() as u64;
         Some(Stats { submitted, full: 5, cancelled: 7, ..Stats::default() })
-    }
-
-    fn event(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.event.as_fd())
-    }
-
-    fn arm(&mut self) -> bool {
-        self.orders.lock().unwrap().armed
     }
 }

@@ -3,6 +3,5 @@
 mod fakes;
 mod operation;
 mod queue;
-mod registry;
 mod shared;
 mod split;

@@ -17,7 +17,7 @@ fn shape(row: u32, rows: u32, host_pitch: u64, device_pitch: u64) -> Shape {
 
 #[test]
 fn a_slice_needs_a_registration_of_this_bus_that_permits_it() {
-    let (bus, another) = (Bus::new(1 << 30, false), Bus::new(1 << 30, false));
+    let (bus, another) = (Bus::default(), Bus::default());
     let buffer = || {
         let buf = pages(1);
         let via = Registered::new(&bus, &buf, Access::READ).unwrap();

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_queue::{
-    Cancelled, Capabilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue,
-    QueueAddr, QueueState, Refused, SharedOptions, SharedQueue, StopReason, Ticket, Waiting,
+    Cancelled, Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, QueueAddr,
+    QueueState, Refused, Registered, StopReason, Ticket, Waiting,
 };
 
-use crate::fakes::numbered;
+use crate::fakes::{Bus, numbered, pages};
 
 /// Ends everything at the next poll.
 #[derive(Default)]
@@ -61,10 +61,7 @@ fn a_queue_without_other_capabilities_says_so() {
     boxed.stop(StopReason::Requested("ignored".into()));
     assert_eq!((boxed.halted(), boxed.restart()), (None, false));
     assert!(matches!(boxed.cancel(ticket), Cancelled::TooLate) && boxed.in_flight() == 1);
-    assert!(!boxed.set_timeout(Some(Duration::ZERO)) && !boxed.arm());
-    assert!(boxed.stats().is_none() && boxed.event().is_none());
-    let shared = SharedQueue::new(Plain::default(), SharedOptions::default());
-    assert!(!shared.handle(Class::Normal).set_timeout(None), "nor does a handle");
+    assert!(boxed.stats().is_none());
     let mut done = Vec::new();
     assert_eq!((boxed.poll(&mut done), done[0].ticket, boxed.in_flight()), (1, ticket, 0));
 }
@@ -85,4 +82,22 @@ fn addresses_advance_within_their_space() {
     check(FileOffset::new, false);
     check(|at| DeviceAddr::from(DeviceVa::new(at)), false);
     check(|at| DeviceAddr::from(CardAddr::new(at)), true);
+}
+
+#[test]
+fn a_registration_knows_whether_it_is_used() {
+    let bus = Bus::default();
+    let (one, two) = (pages(1), pages(2));
+    let via = Registered::new(&bus, &one, Access::RW).unwrap();
+    assert!(!via.is_busy());
+    let clone = via.clone();
+    assert!(via.is_busy());
+    let via = via.deregister().unwrap_err();
+    drop(clone);
+    let (part, rest) = one.into_slice().split_at(100).unwrap();
+    assert_eq!(via.iova_of(&part), via.mapping().span().sub(0, 100));
+    assert_eq!(via.iova_of(&rest), via.mapping().span().sub(100, 3996));
+    assert_eq!(via.iova_of(&two.into_slice()), None);
+    via.deregister().unwrap();
+    assert_eq!(bus.pinned(), 0);
 }

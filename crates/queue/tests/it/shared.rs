@@ -1,8 +1,8 @@
-//! Handles of one queue: whose turn it is, whose completion it is, and what is left when a handle goes.
+//! Handles of one queue: whose completion it is, and what is left when a handle goes.
 
 use std::time::{Duration, Instant};
 
-use dmalane_queue::{Cancelled, Class, OpError, Queue, Refusal, SharedOptions, SharedQueue, StopReason, Ticket};
+use dmalane_queue::{Cancelled, OpError, Queue, Refusal, SharedOptions, SharedQueue, StopReason, Ticket};
 
 use crate::fakes::{Device, number, numbered};
 
@@ -21,35 +21,10 @@ fn order(shared: &SharedQueue<Device>, orders: &std::sync::Mutex<crate::fakes::O
 }
 
 #[test]
-fn urgent_operations_go_first_and_every_sixteenth_goes_to_the_rest() {
-    let (device, orders) = Device::new(8);
-    let shared = SharedQueue::new(device, options(1, 1000));
-    let [mut low, mut normal, mut high] = [Class::Low, Class::Normal, Class::High].map(|class| shared.handle(class));
-    for i in 0..3 {
-        let _ = low.submit(numbered(2000 + i)).unwrap();
-    }
-    for i in 0..20 {
-        let _ = normal.submit(numbered(1000 + i)).unwrap();
-    }
-    for i in 0..40 {
-        let _ = high.submit(numbered(i)).unwrap();
-    }
-    let got = order(&shared, &orders);
-    // Two rounds of fifteen urgent ones and one of the least urgent; then the rest.
-    let mut expected: Vec<u64> = (0..15).chain([2000]).chain(15..30).chain([2001]).chain(30..40).collect();
-    expected.extend((1000..1005).chain([2002]).chain(1005..1020));
-    assert_eq!(got, expected);
-    for (handle, count) in [(&mut high, 40), (&mut normal, 20), (&mut low, 3)] {
-        let mut done = Vec::new();
-        assert_eq!((handle.poll(&mut done), handle.in_flight()), (count, 0));
-    }
-}
-
-#[test]
 fn each_handle_gets_its_own_completions() {
     let (device, orders) = Device::new(8);
     let shared = SharedQueue::new(device, options(8, 1000));
-    let (mut one, mut two) = (shared.handle(Class::Normal), shared.handle(Class::Normal));
+    let (mut one, mut two) = (shared.handle(), shared.handle());
     let tickets: Vec<Ticket> = (0..6u64)
         .map(|i| if i % 2 == 0 { one.submit(numbered(i)).unwrap() } else { two.submit(numbered(i)).unwrap() })
         .collect();
@@ -71,7 +46,7 @@ fn each_handle_gets_its_own_completions() {
 fn the_queue_gets_no_more_than_it_may_and_handles_no_more_than_all() {
     let (device, orders) = Device::new(4);
     let shared = SharedQueue::new(device, options(2, 5));
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     for i in 0..5 {
         let _ = handle.submit(numbered(i)).unwrap();
     }
@@ -88,7 +63,7 @@ fn the_queue_gets_no_more_than_it_may_and_handles_no_more_than_all() {
     // A device smaller than what is allowed inside.
     let (device, orders) = Device::new(1);
     let shared = SharedQueue::new(device, options(8, 5));
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     for i in 0..3 {
         let _ = handle.submit(numbered(i)).unwrap();
     }
@@ -101,7 +76,7 @@ fn the_queue_gets_no_more_than_it_may_and_handles_no_more_than_all() {
 fn a_refusal_of_the_device_ends_the_operation() {
     let (device, orders) = Device::new(4);
     let shared = SharedQueue::new(device, options(4, 8));
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     let ticket = handle.submit(numbered(0)).unwrap();
     orders.lock().unwrap().refuse = Some(Refusal::Full);
     assert_eq!(shared.poll(), 0);
@@ -118,7 +93,7 @@ fn a_refusal_of_the_device_ends_the_operation() {
 fn what_is_cancelled_comes_back_or_ends() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
-    let (mut handle, mut other) = (shared.handle(Class::Normal), shared.handle(Class::Normal));
+    let (mut handle, mut other) = (shared.handle(), shared.handle());
     let tickets: Vec<Ticket> = (0..4).map(|i| handle.submit(numbered(i)).unwrap()).collect();
     shared.poll();
     assert!(matches!(other.cancel(tickets[3]), Cancelled::Unknown), "another's");
@@ -130,7 +105,7 @@ fn what_is_cancelled_comes_back_or_ends() {
     assert_eq!((handle.in_flight(), shared.in_flight()), (2, 2));
     let stats = handle.stats().unwrap();
     assert_eq!((stats.submitted, stats.cancelled), (3, 8), "seven of the device, and one that it never had");
-    assert_eq!(format!("{handle:?}"), "SharedHandle(Normal, 2 in flight)");
+    assert_eq!(format!("{handle:?}"), "SharedHandle(2 in flight)");
     orders.lock().unwrap().end = 1;
     shared.poll();
     assert!(matches!(handle.cancel(tickets[0]), Cancelled::TooLate), "it has ended");
@@ -147,7 +122,7 @@ fn what_is_cancelled_comes_back_or_ends() {
 fn a_stop_is_for_all_handles_until_a_restart() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
-    let (mut one, mut two) = (shared.handle(Class::High), shared.handle(Class::Low));
+    let (mut one, mut two) = (shared.handle(), shared.handle());
     let _ = one.submit(numbered(0)).unwrap();
     let why = StopReason::Requested("for a test".into());
     shared.poll();
@@ -161,20 +136,19 @@ fn a_stop_is_for_all_handles_until_a_restart() {
     assert!(one.restart() && one.halted().is_none() && two.halted().is_none());
     let _ = two.submit(numbered(2)).unwrap();
     assert_eq!(order(&shared, &orders), [0, 2]);
-    assert!(one.set_timeout(None));
 }
 
 #[test]
 fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     let _ = handle.submit(numbered(0)).unwrap();
     orders.lock().unwrap().end = 1;
     handle.detach();
     assert_eq!((shared.in_flight(), shared.poll(), shared.in_flight()), (1, 1, 0), "it did not even poll");
 
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     for i in 0..3 {
         let _ = handle.submit(numbered(i)).unwrap();
     }
@@ -182,18 +156,18 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     drop(handle);
     assert_eq!((shared.in_flight(), orders.lock().unwrap().got.len()), (0, 4), "it waited");
 
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     let _ = handle.submit(numbered(3)).unwrap();
     let began = Instant::now();
     drop(handle); // nothing ends
     assert!(began.elapsed() >= Duration::from_millis(200) && began.elapsed() < Duration::from_secs(10));
     assert_eq!(shared.in_flight(), 1, "it goes on without its handle");
 
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     let _ = handle.submit(numbered(4)).unwrap();
     handle.detach();
     // Its place is not given to another handle before its operation has ended.
-    let mut next = shared.handle(Class::Normal);
+    let mut next = shared.handle();
     let _ = next.submit(numbered(5)).unwrap();
     orders.lock().unwrap().end = 2;
     shared.poll();
@@ -219,8 +193,8 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
 fn a_detached_handle_leaves_its_place_once() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
-    shared.handle(Class::Normal).detach(); // with nothing in flight
-    let (mut one, mut two) = (shared.handle(Class::Normal), shared.handle(Class::Normal));
+    shared.handle().detach(); // with nothing in flight
+    let (mut one, mut two) = (shared.handle(), shared.handle());
     let _ = one.submit(numbered(1)).unwrap();
     let _ = two.submit(numbered(2)).unwrap();
     orders.lock().unwrap().end = 2;
@@ -234,7 +208,7 @@ fn a_detached_handle_leaves_its_place_once() {
 fn a_wait_ends_in_time() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
-    let mut handle = shared.handle(Class::Normal);
+    let mut handle = shared.handle();
     let mut done = Vec::new();
     // Without an end: a wait that goes on for too long would go on for ever.
     assert_eq!(handle.wait(&mut done, Duration::MAX), 0, "nothing to wait for");
@@ -255,17 +229,6 @@ fn a_wait_ends_in_time() {
     assert_eq!(handle.wait(&mut done, Duration::MAX), 1, "one of two is enough");
     orders.lock().unwrap().end = 1;
     assert_eq!(handle.wait(&mut done, Duration::MAX), 1);
-    // With an event there is something to wait for only while nothing has ended.
-    orders.lock().unwrap().armed = true;
-    let _ = handle.submit(numbered(1)).unwrap();
-    assert!(handle.arm() && handle.event().is_some());
-    orders.lock().unwrap().end = 1;
-    shared.poll();
-    assert!(!handle.arm(), "its completion is there");
-    handle.poll(&mut done);
-    assert!(handle.arm());
-    orders.lock().unwrap().armed = false;
-    assert!(!handle.arm());
 }
 
 #[test]

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dmalane_addr::CardAddr;
+use dmalane_addr::{Access, CardAddr};
 use dmalane_queue::{
     AddressPolicy, BalancePolicy, Cancelled, Capabilities, DeviceAddr, Direction, Limits, OpError, Operation, Piece,
-    Policy, Queue, Refusal, Refused, Split, StopReason, Ticket, Work, drain,
+    Policy, Queue, Refusal, Refused, Registered, Split, StopReason, Ticket, Work, drain,
 };
 
-use crate::fakes::{Device, Orders, number, slice};
+use crate::fakes::{Bus, Device, Orders, number, pages, slice};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -73,6 +73,24 @@ fn results(split: &mut Split<Device, Cut>) -> Vec<(Ticket, Result<(), OpError>, 
     let mut done = Vec::new();
     split.poll(&mut done);
     done.into_iter().map(|end| (end.ticket, end.result, end.bytes)).collect()
+}
+
+#[test]
+fn a_copy_that_is_not_cut_is_passed_on_as_it_was_submitted() {
+    let bus = Bus::default();
+    let (mut split, orders) = both(4, None);
+    // What takes an operation apart holds its registration itself, and gives each part another.
+    for (len, shared) in [(64, [vec![false], vec![]]), (128, [vec![true], vec![true]])] {
+        let buf = pages(1);
+        let via = Registered::new(&bus, &buf, Access::RW).unwrap();
+        let slice = buf.into_slice().split_at(len).unwrap().0;
+        let _ticket = split.submit(Operation::read((slice, via), DeviceAddr::Card(CardAddr::new(0)))).unwrap();
+        split.flush();
+        assert_eq!([0, 1].map(|i| std::mem::take(&mut orders[i].lock().unwrap().shared)), shared);
+        end(&orders, 1);
+        let back = drain(&mut split, LONG).remove(0).operation;
+        assert!(back.bytes() == len as u64 && !back.hosts()[0].via.as_ref().unwrap().is_busy());
+    }
 }
 
 #[test]

@@ -408,7 +408,11 @@ fn table_memory_ends_and_comes_back() {
     let all: Vec<_> = std::iter::from_fn(|| tables.allocate()).collect();
     assert_eq!((all.len(), tables.in_use(), tables.limit()), (3, 3, 3));
     tables.store(all[1], 511, 0x1234);
-    assert_eq!(tables.update(all[1], 1..5, |old| Some(old + 9)), 4);
+    let add = |words: &mut [u64]| {
+        words.iter_mut().for_each(|word| *word += 9);
+        words.len()
+    };
+    assert_eq!(tables.edit(all[1], 1..5, add), 4);
     let word = |a: CardAddr, i: u64| bus.read32(BAR_MEMORY, a.bits() + 8 * i).unwrap();
     assert_eq!((word(all[1], 511), word(all[1], 0), word(all[1], 4), word(all[1], 5)), (0x1234, 0, 9, 0));
     assert_eq!((tables.load(all[1], 511), tables.load(all[1], 4)), (0x1234, 9));

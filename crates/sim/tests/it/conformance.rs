@@ -8,8 +8,8 @@ use dmalane_dma::{AnonHeap, Heap};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{
-    AddressPolicy, BalancePolicy, Class, DeviceAddr, DeviceQueue, HostSlice, Queue, Registered, SharedHandle,
-    SharedOptions, SharedQueue, Split,
+    AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, HostSlice, Queue, Registered, SharedHandle, SharedOptions,
+    SharedQueue, Split,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -108,7 +108,7 @@ impl<F: Format> Kind<F> for Shared {
     type Queue = SharedHandle<CardQueue<Bus<F>>>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
         let limits = SharedOptions { inside: 16, total: 100, ..SharedOptions::default() };
-        SharedQueue::new(card.queue(0).unwrap(), limits).handle(Class::Normal)
+        SharedQueue::new(card.queue(0).unwrap(), limits).handle()
     }
 }
 

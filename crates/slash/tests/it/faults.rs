@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_queue::conformance::Random;
-use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Registered, StopReason};
+use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Registered, StallWatch, StopReason};
 use dmalane_slash::model::{DriverModel, Fault, Version};
 use dmalane_slash::{DDR, HBM, Request, quarantined_bytes};
 
@@ -39,9 +39,6 @@ fn one(seed: u64, faults: &mut u64) {
         counter.fetch_add(fails.into(), Ordering::Relaxed);
         fails.then(|| kinds[script.below(kinds.len() as u64) as usize])
     });
-    for queue in &mut queues {
-        assert!(queue.set_timeout(Some(Duration::from_millis(20))));
-    }
     let mut wrong = 0;
     for round in 0..12 {
         let queue = &mut queues[(round % 2) as usize];
@@ -62,9 +59,12 @@ fn one(seed: u64, faults: &mut u64) {
                 Err(refused) => panic!("{refused}"),
             }
         }
-        let (mut done, begun) = (Vec::new(), Instant::now());
+        let (mut done, begun, mut watch) = (Vec::new(), Instant::now(), StallWatch::default());
         while queue.in_flight() > 0 {
-            queue.wait(&mut done, Duration::from_millis(50));
+            match queue.wait(&mut done, Duration::from_millis(5)) {
+                0 => watch.lost(Duration::from_millis(20)).into_iter().for_each(|why| queue.stop(why)),
+                _ => watch.moved(),
+            }
             assert!(begun.elapsed() < LONG, "seed {seed}: operations end");
             if done.iter().any(|c| c.result.is_err()) {
                 assert!(!model.goes_on(), "seed {seed}: a buffer is back while the card uses it");
@@ -91,7 +91,6 @@ fn one(seed: u64, faults: &mut u64) {
     // It works after all that.
     model.fail(|_| None);
     for queue in &mut queues {
-        assert!(queue.set_timeout(None));
         let buf = registrar.heap(None).allocate(LEN).unwrap().share();
         let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
         let at = DeviceAddr::Card(CardAddr::new(DDR.0));

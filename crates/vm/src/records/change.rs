@@ -1,7 +1,5 @@
 //! Changes that a commit makes: it only stores.
 
-use core::sync::atomic::Ordering::Relaxed;
-
 use dmalane_iopt::Format;
 
 use super::node::MIXED;
@@ -20,9 +18,6 @@ impl<F: Format> Records<F> {
         // The cursor, which is where the plan ended, follows what the commit goes through.
         let had = if part && self.seek(first).is_some() || !part && self.is_at_whole(chunk, last) {
             let id = self.cursor.path[Self::LAST as usize];
-            if self.nodes[id as usize].run[1].load(Relaxed) != 0 {
-                self.forget_run(first, Self::LAST);
-            }
             if first == last {
                 self.put_page(id, slots, first, record)
             } else {
@@ -153,7 +148,6 @@ impl<F: Format> Records<F> {
         last: u64,
         mut record: Option<Record>,
     ) -> u64 {
-        self.forget(id, level, first);
         if level == Self::LAST {
             return self.put_pages(id, slots, first, last, record);
         }
@@ -242,7 +236,6 @@ impl<F: Format> Records<F> {
         last: u64,
         gone: &mut impl FnMut(Gone),
     ) {
-        self.forget(id, level, first);
         let (mut at, mut skip) = (first, 0);
         for i in Self::index(first, level)..=Self::index(last, level) {
             const SOME: usize = 64;

@@ -2,7 +2,6 @@
 
 use core::marker::PhantomData;
 use core::ops::Range;
-use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32};
 
 use dmalane_iopt::Format;
 
@@ -20,8 +19,6 @@ pub(super) struct Node<F> {
     pub(super) groups: u64,
     /// The last plan that touched it.
     pub(super) plan: u64,
-    /// Low and high half of [`Records::run`](super::Records::run)'s answer, so that it need not be searched again.
-    pub(super) run: [AtomicU32; 2],
     /// Words that it has.
     pub(super) len: u32,
     /// The first entry with memory and the number of all that have, if these are all in a row; else 0.
@@ -38,11 +35,6 @@ pub(super) struct Node<F> {
     pub(super) others: u32,
     /// True when `plan` made it of a record.
     pub(super) split: bool,
-    /// Logarithm of the entries of the node above, the one of this node first, that are known to be one run. Their
-    /// index is a multiple of their number. Where this is not 0, `run` is known of each node in them.
-    pub(super) block: AtomicU8,
-    /// True when a node below may have a `block`.
-    pub(super) blocks: AtomicBool,
     format: PhantomData<fn() -> F>,
 }
 
@@ -68,7 +60,6 @@ impl<F: Format> Node<F> {
             at,
             groups,
             plan: 0,
-            run: [const { AtomicU32::new(0) }; 2],
             len: 0,
             first: 0,
             in_a_row: 0,
@@ -78,8 +69,6 @@ impl<F: Format> Node<F> {
             other: MIXED,
             others: 0,
             split: false,
-            block: AtomicU8::new(0),
-            blocks: AtomicBool::new(false),
             format: PhantomData,
         };
         node.move_to(at, len, groups);

@@ -1,7 +1,5 @@
 //! Single pages, bound and unbound without a plan.
 
-use core::sync::atomic::Ordering::Relaxed;
-
 use dmalane_iopt::Format;
 
 use super::node::Node;
@@ -59,8 +57,8 @@ impl<F: Format> Records<F> {
     #[inline(always)]
     pub(crate) fn take_one_of_many(&mut self, page: u64, counted: impl FnOnce(Record) -> bool) -> Option<()> {
         let (node, words) = self.seek(page)?;
-        if node.used <= 1 || node.run[1].load(Relaxed) != 0 {
-            return None; // a full one: the nodes above may know something of it too
+        if node.used <= 1 {
+            return None;
         }
         let entry = words.all.get_mut(node.position(Self::index(page, Self::LAST)))?;
         let record = Record::from_word(*entry).filter(|&record| counted(record))?;
@@ -76,7 +74,7 @@ impl<F: Format> Records<F> {
         let chunk = Self::chunk(page);
         let idle = self.idle == chunk || !self.is_idle(self.idle);
         let (node, words) = self.seek(page)?;
-        if node.used == 1 && !idle || node.run[1].load(Relaxed) != 0 {
+        if node.used == 1 && !idle {
             return None;
         }
         let entry = words.all.get_mut(node.position(Self::index(page, Self::LAST)))?;

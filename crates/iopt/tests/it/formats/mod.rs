@@ -160,7 +160,7 @@ impl Tables for Failing {
     fn reserve(&mut self, tables: usize) -> bool {
         self.heap.reserve(tables)
     }
-    // No `update`: the heap's own is tested by every use of plain HeapTables, the default one here.
+    // No `edit`: the heap's own is tested by every use of plain HeapTables, the default one here.
 }
 
 /// `PageTable::map_sg` with one type of iterator, since each type compiles the walk again, for every format.
