@@ -40,7 +40,7 @@ struct LineResult<'a> {
 }
 
 /// Times as JSON has them.
-pub fn times_json(times: &Times) -> Value {
+fn times_json(times: &Times) -> Value {
     let timed = |timed: &Timed| {
         let (ns_per_operation, mops) = each_of(timed).unzip();
         let ns = u64::try_from(timed.took.as_nanos()).unwrap_or(u64::MAX);
@@ -55,7 +55,7 @@ pub fn times_json(times: &Times) -> Value {
 }
 
 /// Nanoseconds for each operation, and million operations in a second; none where there were none.
-pub fn each_of(timed: &Timed) -> Option<(f64, f64)> {
+fn each_of(timed: &Timed) -> Option<(f64, f64)> {
     let ns = timed.took.as_secs_f64() * 1e9 / timed.operations as f64;
     (timed.operations > 0 && ns > 0.0).then_some((ns, 1e3 / ns))
 }
