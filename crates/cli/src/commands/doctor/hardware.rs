@@ -1,11 +1,9 @@
 //! Checks of what other devices and other programs need.
 
-use dmalane::{pci, vfio};
+use dmalane::vfio;
 
 use super::check::{Check, Subject};
-use super::host;
 use crate::probe::{NodeState, Probe};
-use crate::size::binary;
 
 /// Names that are listed; the rest is only counted.
 const SHOWN: usize = 8;
@@ -134,64 +132,6 @@ fn switch_iommu_on(probe: &Probe) -> String {
              /etc/default/grub.d/iommu.cfg    # then sudo update-grub; {after}"
         ),
     }
-}
-
-/// The page sizes of a BAR that vfio-pci maps, as far as the kernel's configuration and version tell. Large pages
-/// came with Linux 6.12 (commit f9e54c3a2f5b, "vfio/pci: implement huge_fault support") and the options that say for
-/// which sizes the architecture has them; type 1 maps by them since 6.15.
-pub fn bar_pages(probe: &Probe) -> Check {
-    const HUGE: (u64, u64) = (6, 12);
-    const BY_PAGES: (u64, u64) = (6, 15);
-    let subject = Subject::for_real_devices(
-        "bar_pages",
-        "the larger the pages of a mapped BAR, the faster type 1 maps it for DMA",
-    );
-    let base = rustix::param::page_size() as u64;
-    let Some((version, release)) = host::version(probe).zip(probe.text("/proc/sys/kernel/osrelease")) else {
-        return subject.note("unknown: so is the kernel's version");
-    };
-    let path = format!("/boot/config-{release}");
-    let Some(config) = probe.text(&path) else {
-        return subject.note(match version < HUGE {
-            true => {
-                format!("{}: Linux has larger ones since 6.12, unless this kernel's vendor added them", binary(base))
-            }
-            false => format!("unknown: no {path}, which says whether the kernel has large ones"),
-        });
-    };
-    let has = |option: &str| config.lines().any(|line| line.strip_prefix(option) == Some("=y"));
-    // A table has as many entries as fit into a page.
-    let large = probe.number("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").unwrap_or(base / 8 * base);
-    let sizes = [
-        (true, base),
-        (has("CONFIG_ARCH_SUPPORTS_PMD_PFNMAP"), large),
-        (has("CONFIG_ARCH_SUPPORTS_PUD_PFNMAP"), large.saturating_mul(base / 8)),
-    ];
-    let sizes: Vec<_> = sizes.iter().filter(|(has, _)| *has).map(|(_, size)| binary(*size)).collect();
-    let mut found = format!("{} (ARCH_SUPPORTS_*_PFNMAP in {path})", sizes.join(", "));
-    if sizes.len() > 1 && version < BY_PAGES {
-        found += &format!("; type 1 maps by {} all the same (by larger ones since Linux 6.15)", binary(base));
-    }
-    if has("CONFIG_VFIO_PCI_DMABUF") {
-        found += "; iommufd maps BARs as dma-bufs, whatever their pages";
-    }
-    if sizes.len() > 1 { subject.ok(found) } else { subject.note(found) }
-}
-
-pub fn gpus(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices("gpus", "devices for -d vulkan:N and -d cuda:N");
-    let mut found: Vec<_> = pci::devices(&probe.place("/"))
-        .into_iter()
-        .filter(|d| d.computes())
-        .map(|d| format!("{} ({}, driver {})", d.bdf, d.id, d.driver.as_deref().unwrap_or("none")))
-        .collect();
-    let nodes = |dir: &str, prefix: &str| {
-        let names = probe.names(dir).into_iter().filter(|n| n.starts_with(prefix));
-        names.map(|n| format!("{dir}/{n}")).collect::<Vec<_>>()
-    };
-    found.extend(nodes("/dev", "nvidia"));
-    found.extend(nodes("/dev/dri", "renderD"));
-    if found.is_empty() { subject.note("none") } else { subject.ok(list(&found)) }
 }
 
 /// The GPUs that `-d vulkan:N` opens; drivers belong to the machine that runs.

@@ -1,7 +1,5 @@
 //! Checks of the kernel, its memory and its limits.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -36,23 +34,6 @@ pub fn kernel(probe: &Probe) -> Check {
         Some(version) if version >= DIO_ALIGN_SINCE && page == 4096 => subject.ok(found),
         _ => subject.note(found),
     }
-}
-
-pub fn cores(probe: &Probe) -> Check {
-    let subject = Subject::useful("cores", "one is enough; -d soft,workers=each gives the software card others");
-    match probe.field("/proc/self/status", "Cpus_allowed_list").and_then(|list| count(&list)) {
-        Some(cores) => subject.ok(format!("{cores}")),
-        None => subject.note("unknown"),
-    }
-}
-
-/// Counts the numbers in a list such as `0-3,8`.
-fn count(list: &str) -> Option<u64> {
-    list.split(',').try_fold(0u64, |sum, range| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u64, u64) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        sum.checked_add(last.checked_sub(first)?)?.checked_add(1)
-    })
 }
 
 pub fn memory(probe: &Probe) -> Check {
@@ -148,41 +129,5 @@ pub fn memlock(probe: &Probe) -> Check {
         subject.missing(found, format!("ulimit -l {}", hard / 1024))
     } else {
         subject.missing(found, "sudo prlimit --pid $$ --memlock=unlimited")
-    }
-}
-
-pub fn pagemap(probe: &Probe) -> Check {
-    let subject =
-        Subject::useful("pagemap", "only root sees physical addresses; the software card has its own and needs none");
-    let something = 0u64;
-    // Each page of the address space has 8 bytes there: bit 63 says that it is present, the low 55 bits where.
-    let offset = std::ptr::from_ref(&something).addr() as u64 / rustix::param::page_size() as u64 * 8;
-    let mut entry = [0; 8];
-    let read = File::open(probe.place("/proc/self/pagemap")).and_then(|f| f.read_exact_at(&mut entry, offset));
-    let entry = u64::from_ne_bytes(entry);
-    match read {
-        Ok(()) if entry >> 63 == 1 && entry << 9 != 0 => subject.ok("shows physical frames"),
-        Ok(()) => subject.note("hides physical frames"),
-        Err(_) => subject.note("cannot be read"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lists_of_cores() {
-        for (list, cores) in [
-            ("0", Some(1)),
-            ("0-3,8", Some(5)),
-            ("", None),
-            ("3-1", None),
-            ("0-18446744073709551615", None),
-            ("0-18446744073709551614,1", None),
-            ("a-b", None),
-        ] {
-            assert_eq!(count(list), cores, "{list}");
-        }
     }
 }
