@@ -70,7 +70,6 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
     let checks = vec![
         host::kernel(probe),
         host::memory(probe),
-        host::cgroup_memory(probe),
         host::memfd(),
         pages::reserved_2m(probe),
         pages::transparent(probe),

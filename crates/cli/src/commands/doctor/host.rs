@@ -1,12 +1,10 @@
 //! Checks of the kernel, its memory and its limits.
 
-use std::path::Path;
-
+use dmalane::dma::{Room, room_at};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::check::{Check, Subject};
 use crate::device::CHUNK;
-use crate::layout::shell_words;
 use crate::probe::{CAP_IPC_LOCK, Probe};
 use crate::size::binary;
 
@@ -39,54 +37,13 @@ pub fn kernel(probe: &Probe) -> Check {
 pub fn memory(probe: &Probe) -> Check {
     let subject =
         Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --chunk of host buffers");
-    let kib = |key| {
-        let number: u64 = probe.field("/proc/meminfo", key)?.strip_suffix("kB")?.trim().parse().ok()?;
-        number.checked_mul(1024)
-    };
-    let (Some(total), Some(available)) = (kib("MemTotal"), kib("MemAvailable")) else {
-        return subject.note("unknown");
-    };
-    let found = format!("{} available of {}", binary(available), binary(total));
-    if available < LEAST_MEMORY {
-        let fix = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed";
+    let Some(Room { bytes, limited_by }) = room_at(&probe.place("/")) else { return subject.note("unknown") };
+    let found = format!("{} available in {limited_by}", binary(bytes));
+    if bytes < LEAST_MEMORY {
+        let fix = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed, or raise the limit";
         return subject.missing(format!("{found}; {} are needed", binary(LEAST_MEMORY)), fix);
     }
     subject.ok(found)
-}
-
-pub fn cgroup_memory(probe: &Probe) -> Check {
-    let subject = Subject::needed(
-        "cgroup_memory",
-        "a container is ended when it exceeds its limit, however much the machine has",
-    );
-    match cgroup_limit(probe) {
-        None => subject.ok("no limit"),
-        Some((limit, file)) if limit < LEAST_MEMORY => subject.missing(
-            format!("{}; {} are needed", binary(limit), binary(LEAST_MEMORY)),
-            format!("echo {LEAST_MEMORY} | sudo tee {}", shell_words(&[file])),
-        ),
-        Some((limit, _)) => subject.ok(binary(limit)),
-    }
-}
-
-/// The lowest memory limit of the groups that this process is in, and the file that sets it.
-fn cgroup_limit(probe: &Probe) -> Option<(u64, String)> {
-    let groups = probe.text("/proc/self/cgroup")?;
-    let limits = groups.lines().flat_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (controllers, group) = (parts.next().unwrap_or(""), parts.next().unwrap_or(""));
-        let (mount, file) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max"),
-            c if c.split(',').any(|c| c == "memory") => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-            _ => return Vec::new(),
-        };
-        // Each group is bound by those above it too. In a container the path may be one that only the host can see.
-        let group = group.trim_start_matches('/');
-        let files = Path::new(group).ancestors().map(|g| format!("{}/{file}", Path::new(mount).join(g).display()));
-        files.filter_map(|f| Some((probe.number(&f)?, f))).collect()
-    });
-    // Version 1 says "no limit" with the largest number of pages there is.
-    limits.filter(|(limit, _)| *limit < 1 << 60).min()
 }
 
 pub fn memfd() -> Check {

@@ -38,6 +38,7 @@ fn good() -> Vec<(&'static str, &'static [u8])> {
         ("proc/cpuinfo", b"processor\t: 0\nvendor_id\t: GenuineIntel\n"),
         ("sys/fs/cgroup/user/session/memory.max", b"max\n"),
         ("sys/fs/cgroup/user/memory.max", b"4294967296\n"),
+        ("sys/fs/cgroup/user/memory.current", b"1073741824\n"),
         ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", b"64\n"),
         ("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", b"60\n"),
         ("sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages", b"2\n"),
@@ -112,8 +113,7 @@ fn a_good_machine_has_everything() {
     let missing = report.checks.iter().filter(|c| c.status == Status::Missing && c.name != "direct_io");
     assert_eq!(missing.map(|c| c.name).collect::<Vec<_>>(), [""; 0]);
     for (name, found) in [
-        ("memory", "11.4 GiB available of 15.6 GiB"),
-        ("cgroup_memory", "4 GiB"),
+        ("memory", "3 GiB available in the memory cgroup /user"),
         ("hugepages_2m", "60 free of 64 (116 MiB usable)"),
         ("thp", "madvise"),
         ("shmem_thp", "advise"),
@@ -291,6 +291,7 @@ fn too_little_memory_is_a_failure() {
     ] {
         let mut files = good();
         files.push(("sys/fs/cgroup/memory/a/memory.limit_in_bytes", b"67108864"));
+        files.push(("sys/fs/cgroup/memory/a/memory.usage_in_bytes", b"4096"));
         files.push(("sys/fs/cgroup/memory/memory.limit_in_bytes", b"9223372036854771712"));
         files.extend(changes);
         let report = look(&machine(&files).1);
