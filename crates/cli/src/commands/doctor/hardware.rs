@@ -145,23 +145,8 @@ pub fn vulkan(probe: &Probe) -> Check {
         Err(e) => return subject.missing(e.to_string(), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
     };
     let about = |gpu: &dmalane::vulkan::GpuInfo| {
-        let missing = [
-            (gpu.missing().is_some(), gpu.missing().unwrap_or_default()),
-            (
-                gpu.host_import.is_none(),
-                "no host import (VK_EXT_external_memory_host), so buffers are the driver's: a newer driver has it",
-            ),
-            (
-                !gpu.device_address,
-                "no addresses for shaders (bufferDeviceAddress), so copies verify loads: a newer driver has them",
-            ),
-            (
-                gpu.sparse.is_none(),
-                "no sparse binding, so buffers are contiguous: a newer driver may have it (lavapipe: Mesa 24.2)",
-            ),
-        ];
-        let missing = missing.iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| format!(": {what}"));
-        format!("vulkan:{} {gpu}{}", gpu.index, missing.collect::<String>())
+        let missing = gpu.missing().map_or(String::new(), |what| format!(": {what}"));
+        format!("vulkan:{} {gpu}{missing}", gpu.index)
     };
     let found = list(&gpus.iter().map(about).collect::<Vec<_>>());
     match gpus.iter().any(|gpu| gpu.missing().is_none()) {
@@ -183,15 +168,7 @@ pub fn cuda(probe: &Probe) -> Check {
             return subject.missing(e.to_string(), fix);
         }
     };
-    let missing = |gpu: &dmalane::cuda::Gpu| {
-        let missing = [
-            (gpu.host_register, "no cuMemHostRegister, so the driver copies host memory"),
-            (gpu.virtual_memory, "no virtual memory, so buffers lie in one allocation"),
-            (gpu.dma_buf, "no dma-buf export (it needs NVIDIA's open kernel modules)"),
-        ];
-        missing.iter().filter(|(has, _)| !has).map(|(_, what)| format!(": {what}")).collect::<String>()
-    };
-    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({}){}", gpu.number, gpu.name, gpu.uuid, missing(gpu));
+    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({})", gpu.number, gpu.name, gpu.uuid);
     subject.ok(list(&gpus.iter().map(about).collect::<Vec<_>>()))
 }
 
