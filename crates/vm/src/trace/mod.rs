@@ -41,6 +41,7 @@ pub use error::{TraceError, TraceRefusal};
 pub use header::{FORMAT, TraceHeader};
 pub use limits::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
 pub use lines::{Line, Lines};
+pub use number::Number;
 pub use operation::TraceOperation;
 pub use plain::plain_json;
 pub use record::Recorder;
