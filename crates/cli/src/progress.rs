@@ -13,8 +13,8 @@ const WAITING: &str = "{prefix} {spinner} {elapsed}";
 /// Estimates of the remaining time are guesses before this.
 const SETTLED: Duration = Duration::from_millis(500);
 
-/// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
-/// next starts on a clean line.
+/// Bytes done of bytes known, with rate and time left; or steps. It disappears when finished or dropped, so that what is
+/// printed next starts on a clean line.
 pub struct Progress(ProgressBar);
 
 impl Progress {
@@ -30,6 +30,22 @@ impl Progress {
         Self(bar)
     }
 
+    /// A bar of steps, each with what it is about.
+    pub fn steps(what: &'static str, wanted: bool) -> Self {
+        Self(bar(STEPS, wanted, |style| style).with_prefix(what))
+    }
+
+    /// Adds to the total number of steps.
+    pub fn more_steps(&self, steps: usize) {
+        self.0.inc_length(steps as u64);
+    }
+
+    /// Completes the current step, if any, and begins this one.
+    pub fn step(&self, what: String) {
+        self.0.set_message(what);
+        self.0.inc(1);
+    }
+
     /// Sets the total number of bytes.
     pub fn set_length(&self, bytes: u64) {
         self.0.set_length(bytes);
@@ -38,32 +54,6 @@ impl Progress {
     /// Adds to the bytes that are done.
     pub fn advance(&self, bytes: u64) {
         self.0.inc(bytes);
-    }
-
-    /// Removes the bar.
-    pub fn finish(&self) {
-        self.0.finish_and_clear();
-    }
-}
-
-/// Steps done of steps known, with what the step is about. It disappears as [`Progress`] does.
-pub struct Steps(ProgressBar);
-
-impl Steps {
-    /// A bar for `what`, shown as [`Progress`] is.
-    pub fn new(what: &'static str, wanted: bool) -> Self {
-        Self(bar(STEPS, wanted, |style| style).with_prefix(what))
-    }
-
-    /// Adds to the total number of steps.
-    pub fn more(&self, steps: usize) {
-        self.0.inc_length(steps as u64);
-    }
-
-    /// Completes the current step, if any, and begins this one.
-    pub fn step(&self, what: String) {
-        self.0.set_message(what);
-        self.0.inc(1);
     }
 
     /// Removes the bar.

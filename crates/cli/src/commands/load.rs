@@ -4,16 +4,15 @@ mod record;
 mod report;
 mod sample;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::BackingFiles;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Output, Select};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Select};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -21,12 +20,11 @@ use crate::device::{self, CHUNK, Consent};
 use crate::failure::Failure;
 use crate::model::{self, ReadMode, cannot_open};
 use crate::number::within;
-use crate::output;
-use crate::phases::Phases;
+use crate::output::{self, Outputs};
 use crate::progress::Progress;
-use crate::report::{Page, Section};
 use crate::room::LoadRoom;
-use crate::size::{Size, between, binary};
+use crate::runs::{self, Runs};
+use crate::size::{Size, between};
 use crate::source::{self, Copied};
 use crate::timeline;
 use record::Recording;
@@ -151,81 +149,18 @@ pub(crate) struct Load {
     consent: Consent,
 }
 
-/// The files that a load writes.
-struct Outputs {
-    record: Option<Output>,
-    timeline: timeline::Files,
-}
-
-impl Outputs {
-    /// Refuses what cannot be written.
-    fn check(&self) -> Result<(), Failure> {
-        self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))?;
-        self.timeline.check()
-    }
-
-    /// Refuses to write over files that are read.
-    fn excluding(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
-        let mut read = Vec::new();
-        for input in inputs {
-            read.push((&*input.source.path, input.source.file.metadata()?));
-        }
-        for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
-            read.push((Path::new("device memory"), file.metadata()?));
-        }
-        let outputs = self.map(|to| read.iter().fold(to, |to, (path, meta)| to.excluding(path, meta)));
-        outputs.check()?;
-        Ok(outputs)
-    }
-
-    /// Writes the trace of the binds.
-    fn write_record(&self, trace: Option<&[u8]>) -> Result<(), Failure> {
-        let record = self.record.as_ref().zip(trace).map_or(Ok(()), |(to, trace)| to.write(trace));
-        record.map_err(|e| output::refused("cannot record (the files are loaded)", &e))
-    }
-
-    fn map(self, f: impl Fn(Output) -> Output) -> Self {
-        Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
-    }
-}
-
-impl Outcome {
-    /// Writes the timeline and the page, if they were asked for.
-    fn write_timeline(&self, outputs: &Outputs) -> Result<(), Failure> {
-        let Some(timeline) = &self.run.loaded.report.timeline else { return Ok(()) };
-        let head = ["file", "size", "tensors", "XXH3"].map(str::to_owned).to_vec();
-        let files = self.run.loaded.files.iter().map(|file| {
-            let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
-            let tensors = file.model.tensors.len().to_string();
-            vec![file.path.to_string_lossy().into_owned(), binary(file.model.len), tensors, hash]
-        });
-        let page = Page {
-            command: "dmalane load",
-            device: &self.device.to_string(),
-            answer: report::answer(self),
-            sections: vec![
-                Section::Timeline(timeline, self.run.loaded.report.wall),
-                report::page_rates(self),
-                report::page_stages(self),
-                Section::Table("Files", std::iter::once(head).chain(files).collect(), ""),
-            ],
-        };
-        outputs.timeline.write(timeline, &page, "the files are loaded")
-    }
-}
-
 impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
-        let mut phases = Phases::new();
         let options = self.open_options();
         self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
+        let written = [("--record", self.record.as_ref())].into_iter().chain(self.timeline.paths());
         // A file that is read is named as such before anybody is told to use --force.
-        let outputs = self.outputs()?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
-        outputs.check()?;
+        let read = output::named_files(named.iter().chain(&self.files));
+        let outputs = Outputs::new(self.replace, written)?.excluding(&read)?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
         let mut copied = Copied::default();
@@ -241,57 +176,53 @@ impl Load {
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let mut inputs = match files {
             Some(files) => files,
-            None => phases.time("sample", || self.make_sample(&room))?,
+            None => self.make_sample(&room)?,
         };
         // Again, now that it is known which files are read.
-        let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
         for input in &inputs {
             read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
+        let outputs = outputs.excluding(&[&read[..], &output::device_files(device.backing_files())?].concat())?;
         device::check_inputs(&self.device, device.backing_files(), &read)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
         }
         let manifest = model::manifest(self.manifest.as_deref())?;
-        let mut runs = Vec::new();
+        let mut all = Vec::new();
         for _ in 1..self.repeat {
-            runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, None)?);
+            all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, false)?);
             // A device may be open once.
             drop(device);
             device = device::open(&self.device, &options)?;
         }
-        runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
-        for report in runs.iter().map(|run| &run.loaded.report) {
-            phases.add("load", report.wall);
-            report.verified.iter().for_each(|verified| phases.add("verify", verified.wall));
-        }
-        let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
-        let (times, median) = output::WallTimes::of(&walls);
-        let trace = runs.last_mut().and_then(|run| run.recorded.take());
-        let mut outcome = Outcome {
-            device: self.device.clone(),
-            inputs,
+        all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, outputs.has("--record"))?);
+        let walls: Vec<_> = all.iter().map(|run| run.loaded.report.wall).collect();
+        let trace = all.last_mut().and_then(|run| run.recorded.take());
+        let run = all.swap_remove(runs::median(&walls));
+        let runs = Runs {
+            command: "load",
+            bytes: run.loaded.report.bytes,
+            walls,
+            stages: report::stages(&run.loaded),
             copied,
-            run: runs.swap_remove(median),
-            runs: times,
             verified: self.verify,
             manifest: self.manifest.clone(),
-            recorded: self.record.clone(),
-            traced: self.timeline.trace.clone(),
-            reported: self.timeline.report.clone(),
-            references: None,
-            disturbed: false,
-            phases,
+            written: [&self.record, &self.timeline.trace, &self.timeline.report].map(Option::clone),
         };
+        let mut outcome = Outcome { device: self.device.clone(), inputs, run, runs, references: None };
         let measured = match self.format.verbose || self.timeline.report.is_some() {
             true => self.measure_references(&mut outcome, &mut device, &manifest),
             false => Ok(()),
         };
         // What was found out is told, whatever becomes of the files.
-        let written = outputs.write_record(trace.as_deref()).and_then(|()| outcome.write_timeline(&outputs));
+        let written = outputs.write("--record", " (the files are loaded)", || Ok(trace.unwrap_or_default()));
+        let written = written.and_then(|()| {
+            let about = (&*outcome.device.to_string(), &*report::answer(&outcome), report::files(&outcome));
+            outcome.runs.write(&outputs, outcome.run.loaded.report.timeline.as_ref(), about)
+        });
         if written.is_err() {
-            (outcome.recorded, outcome.traced, outcome.reported) = (None, None, None);
+            outcome.runs.written = [const { None }; 3];
         }
         match self.format.json {
             true => output::print_json(&report::json(&outcome))?,
@@ -300,26 +231,18 @@ impl Load {
         measured.and(written).map(|()| ExitCode::SUCCESS)
     }
 
-    /// Measures what the stages are compared with; again, if a stage was much faster: then the machine was busy.
+    /// Measures what the stages are compared with.
     fn measure_references(
         &self,
         outcome: &mut Outcome,
         device: &mut OpenDevice,
         manifest: &Manifest,
     ) -> Result<(), Failure> {
-        let shown = self.format.shows_progress();
-        let mut measure = |Outcome { inputs, phases, .. }: &mut Outcome| {
-            let bar = Progress::waiting("references", shown);
-            let rates = phases.time("references", || device.reference_rates(inputs, manifest));
-            bar.finish();
-            rates.map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))
-        };
-        let first = measure(outcome)?;
-        outcome.references = Some(first);
-        if report::exceeds_references(outcome) {
-            outcome.references = Some(first.best(measure(outcome)?));
-            outcome.disturbed = report::exceeds_references(outcome);
-        }
+        let bar = Progress::waiting("references", self.format.shows_progress());
+        let rates = device.reference_rates(&mut outcome.inputs, manifest);
+        bar.finish();
+        let failed = |e| Failure::because("cannot measure the reference rates (the files are loaded)", &e);
+        outcome.refer_to(rates.map_err(failed)?);
         Ok(())
     }
 
@@ -363,19 +286,15 @@ impl Load {
         room: &LoadRoom<'_>,
         inputs: &mut [Input<FileQueue>],
         manifest: &Manifest,
-        outputs: Option<&Outputs>,
+        record: bool,
     ) -> Result<Run, Failure> {
-        let bytes = |inputs: &[Input<FileQueue>]| {
-            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
-        };
-        let record = outputs.is_some_and(|outputs| outputs.record.is_some());
         let recording = record.then(|| Recording::of(device)).transpose()?;
         let before = device.counters().touched;
         let bar = Progress::new("load", self.format.shows_progress());
         bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
             true => inputs.iter().filter_map(|i| i.source.model().ok()).flat_map(|m| &m.tensors).map(|t| t.len).sum(),
-            false => bytes(inputs),
+            false => inputs.iter().filter_map(|i| i.source.size().ok()).fold(0, u64::saturating_add),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
         let refused = |e| model::differs("nothing was loaded", &e).unwrap_or_else(|| room.load_failure(&e, inputs));
@@ -428,14 +347,6 @@ impl Load {
         room.check_sample(size)?;
         let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
         Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
-    }
-
-    /// The files that are written.
-    fn outputs(&self) -> Result<Outputs, Failure> {
-        let output = |path: &PathBuf| self.replace.output(path);
-        let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
-        output::check_apart(record.as_ref().map(|to| ("--record", to)).into_iter().chain(timeline.each()))?;
-        Ok(Outputs { record, timeline })
     }
 }
 

@@ -17,7 +17,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use dmalane::devices::Ability;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
+    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenOptions};
@@ -27,19 +27,18 @@ use signal_hook::flag;
 use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
 use crate::number::within;
-use crate::output;
-use crate::progress::Steps;
+use crate::output::{self, Outputs};
+use crate::progress::Progress;
 use crate::report::Page;
 use crate::size::{Size, SizeError, binary};
-use crate::timeline::Files;
 use outcome::ValidateOutcome;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
-  dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
-  dmalane validate --unregistered --iterations 100 --csv
+  dmalane validate --buffer-size 4KiB,64KiB,1MiB,16MiB --report sizes.html
+  dmalane validate --unregistered --iterations 100
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
@@ -67,10 +66,10 @@ pub(crate) struct Validate {
     #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
     threads: u8,
 
-    /// Size of a buffer, or FIRST,LAST,STEP for several: STEP is MUL (times 2), MULN (times N), ADD (plus FIRST) or
-    /// ADDSIZE
-    #[arg(long, value_name = "SIZE", default_value = "16MiB", value_parser = buffers, allow_hyphen_values = true)]
-    buffer_size: Buffers,
+    /// Sizes of buffers, such as 16MiB or 4KiB,64KiB,1MiB
+    #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "16MiB", value_parser = buffer)]
+    #[arg(allow_hyphen_values = true)]
+    buffer_size: Vec<Size>,
 
     /// Memories of a card to measure [default: each, then both at once]
     #[arg(long, value_name = "MEMORY", value_enum, value_delimiter = ',')]
@@ -136,12 +135,8 @@ pub(crate) struct Validate {
     #[command(flatten, next_help_heading = OUTPUTS)]
     format: output::OutputFormat,
 
-    /// Print the result as CSV
-    #[arg(long, conflicts_with = "json")]
-    csv: bool,
-
     /// Print the rates like another tool, too: v80-smi in MB/s of 2^20 bytes, nvbandwidth by its names
-    #[arg(long, value_enum, value_name = "TOOL", conflicts_with_all = ["json", "csv"])]
+    #[arg(long, value_enum, value_name = "TOOL", conflicts_with = "json")]
     like: Option<Like>,
 
     #[command(flatten)]
@@ -161,10 +156,6 @@ enum Like {
     /// NVIDIA's nvbandwidth.
     Nvbandwidth,
 }
-
-/// Sizes of buffers.
-#[derive(Clone)]
-struct Buffers(Vec<u64>);
 
 /// SIGINT and SIGTERM, caught.
 struct Signals {
@@ -201,11 +192,11 @@ impl Validate {
         // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
         let settings = self.settings();
-        let (mut target, files) = self.target()?;
+        let (mut target, outputs) = self.target()?;
         target.stop_when(signals.stop.clone());
-        let bar = Steps::new("validate", !self.format.quiet);
+        let bar = Progress::steps("validate", !self.format.quiet);
         let mut watch = |event| match event {
-            ValidateEvent::Steps(n) => bar.more(n),
+            ValidateEvent::Steps(n) => bar.more_steps(n),
             ValidateEvent::Step(what) => bar.step(what),
         };
         let (mut report, mut spreads) = (ValidateReport::default(), Vec::new());
@@ -236,7 +227,7 @@ impl Validate {
         let complete = failed.is_none();
         let outcome = ValidateOutcome { device, notes, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
-            self.print(&outcome, &files)?;
+            self.print(&outcome, &outputs)?;
         }
         if let Some(failure) = failed {
             return Err(failure);
@@ -255,21 +246,20 @@ impl Validate {
     }
 
     /// Writes the page, and prints the figures.
-    fn print(&self, outcome: &ValidateOutcome, files: &Files) -> Result<(), Failure> {
+    fn print(&self, outcome: &ValidateOutcome, outputs: &Outputs) -> Result<(), Failure> {
         let page = Page {
             command: "dmalane validate",
             device: &self.device.to_string(),
             answer: page::answer(outcome),
             sections: page::sections(outcome),
         };
-        let written = files.write_report(&page, "the device was measured");
+        let written = page.write(outputs, " (the device was measured)");
         let path = self.report.as_deref().filter(|_| written.is_ok());
-        match (self.format.json, self.csv) {
-            (true, _) => output::print_json(&report::json(outcome, path))?,
-            (_, true) => output::print(&report::csv(outcome))?,
-            _ if self.like == Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
-            _ => {
-                let mb = self.like == Some(Like::V80Smi);
+        match self.like {
+            _ if self.format.json => output::print_json(&report::json(outcome, path))?,
+            Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
+            like => {
+                let mb = like == Some(Like::V80Smi);
                 output::print_text(&report::text(outcome, path, self.format.verbose, mb))?;
             }
         }
@@ -310,7 +300,7 @@ impl Validate {
     fn settings(&self) -> ValidateSettings {
         ValidateSettings {
             threads: self.threads.into(),
-            buffers: self.buffer_size.0.clone(),
+            buffers: self.buffer_size.iter().map(|size| size.bytes()).collect(),
             starting_offset: self.starting_offset.map_or(0, Size::bytes),
             stride: self.offset.map(Size::bytes),
             region_stride: self.channel_region_stride.map(Size::bytes),
@@ -327,22 +317,18 @@ impl Validate {
 
     /// The device to measure, and the report to write: checked before minutes of measuring, and never one of the
     /// device's files.
-    fn target(&self) -> Result<(TestedDevice, Files), Failure> {
-        let report = Files::report(self.report.as_ref().map(|path| self.replace.output(path)));
-        report.check()?;
-        let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
-        let backing = device.backing_files();
-        let files = backing.iter().flat_map(|files| [&files.written, &files.read]);
-        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-        let report = report.excluding_device(backing)?;
-        let target = TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))?;
-        Ok((target, report))
+    fn target(&self) -> Result<(TestedDevice, Outputs), Failure> {
+        let outputs = Outputs::new(self.replace, [("--report", self.report.as_ref())])?.excluding(&[])?;
+        let device = self.open_options().device(&self.device).map_err(|e| device::cannot_open(&e))?;
+        let backing = output::device_files(device.backing_files())?;
+        let outputs = outputs.excluding(&backing)?;
+        let target = TestedDevice::new(device, self.contents(&backing)).map_err(|e| self.failure(e))?;
+        Ok((target, outputs))
     }
 
     /// The treatment of the contents of a device that is made of files.
-    fn contents(&self, files: &[Metadata]) -> Contents {
-        let is_char = |meta: &Metadata| meta.file_type().is_char_device();
+    fn contents(&self, files: &[(PathBuf, Metadata)]) -> Contents {
+        let is_char = |(_, meta): &(PathBuf, Metadata)| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
         // Naming the first address of a character device permits overwriting it.
         match self.consent.overwrite || named {
@@ -416,21 +402,9 @@ fn pages(text: &str) -> Result<Size, String> {
     }
 }
 
-fn buffers(text: &str) -> Result<Buffers, String> {
-    let size = |text: &str| text.parse().map(Size::bytes).map_err(|e: SizeError| e.to_string());
-    let sizes = match text.contains(',') {
-        true => Sweep::parse(text, size).map_err(|e| e.to_string())?.iter().collect(),
-        false => vec![size(text)?],
-    };
-    let of = |size: u64| if sizes.len() > 1 { format!("{} is ", binary(size)) } else { String::new() };
-    for &size in &sizes {
-        match size {
-            _ if !size.is_multiple_of(4096) => return Err(format!("{}not a multiple of 4KiB", of(size))),
-            4096..=0x4000_0000 => {}
-            _ => return Err(format!("{}not from 4KiB to 1GiB", of(size))),
-        }
-    }
-    Ok(Buffers(sizes))
+fn buffer(text: &str) -> Result<Size, String> {
+    let size = pages(text)?;
+    (4096..=1 << 30).contains(&size.bytes()).then_some(size).ok_or_else(|| "not from 4KiB to 1GiB".to_owned())
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use dmalane::addr::{Access, PageSize};
 use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
+use dmalane::vm::trace::Number;
 use serde_json::{Value, json};
 
 use super::formats::{self, DumpRun};
@@ -12,11 +13,6 @@ use super::source::ImageSource;
 use crate::failure::Failure;
 use crate::layout::{Table, plain};
 use crate::{output, size};
-
-/// An address in JSON: a text, since not every reader keeps all digits of a number above 2^53.
-fn hex(address: u64) -> String {
-    format!("{address:#x}")
-}
 
 /// The page-table formats.
 pub fn formats(json: bool) -> Result<ExitCode, Failure> {
@@ -61,14 +57,14 @@ pub fn built(
 ) -> Result<ExitCode, Failure> {
     if json {
         let leaf = |&(page, count): &(PageSize, u64)| json!({ "page_bytes": page.bytes(), "count": count });
-        let register = |r: &Register| json!({ "name": r.name, "value": hex(r.value) });
+        let register = |r: &Register| json!({ "name": r.name, "value": Number(r.value) });
         output::print_json(&json!({
             "schema": 1,
             "command": "iopt build",
             "format": format.name(),
             "image": output.to_string_lossy(),
-            "root": hex(built.root),
-            "base": hex(base),
+            "root": Number(built.root),
+            "base": Number(base),
             "bytes": built.bytes.len(),
             "tables": built.tables,
             "mapped_bytes": mapped_bytes(&built.leaves),
@@ -127,8 +123,8 @@ fn head(command: &str, source: &ImageSource) -> Value {
         "command": command,
         "format": source.format.name(),
         "image": source.image.to_string_lossy(),
-        "root": hex(source.root.0),
-        "base": hex(source.base()),
+        "root": Number(source.root.0),
+        "base": Number(source.base()),
     })
 }
 
@@ -140,8 +136,8 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
         FaultKind::OutOfRange => "out_of_range",
     };
     json!({
-        "va": hex(va),
-        "pa": walk.ok().map(|leaf| hex(leaf.to)),
+        "va": Number(va),
+        "pa": walk.ok().map(|leaf| Number(leaf.to)),
         "page_bytes": walk.ok().map(|leaf| leaf.size.bytes()),
         "access": walk.ok().map(|leaf| leaf.access.to_string()),
         "fault": walk.err().map(|fault| json!({ "level": fault.level, "kind": kind(fault) })),
@@ -155,8 +151,8 @@ pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failur
     if source.json {
         let run = |run: &DumpRun| {
             json!({
-                "va": hex(run.va),
-                "pa": hex(run.pa),
+                "va": Number(run.va),
+                "pa": Number(run.pa),
                 "len": run.len,
                 "access": run.access.to_string(),
                 "page_bytes": run.page.bytes(),

@@ -1,15 +1,14 @@
 //! An image on the command line: its file, its format, and where its tables are.
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Args, Command};
 use dmalane::iopt::FormatId;
+use dmalane::vm::trace::Number;
 
 use super::image::Image;
-use super::spec::number;
 use crate::failure::Failure;
 
 #[derive(Args)]
@@ -23,12 +22,12 @@ pub(super) struct ImageSource {
     pub(super) format: FormatId,
 
     /// The address of the root table
-    #[arg(long, value_name = "ADDR", value_parser = address)]
-    pub(super) root: Address,
+    #[arg(long, value_name = "ADDR")]
+    pub(super) root: Number,
 
     /// The address of the first byte of the image [default: that of the root]
-    #[arg(long, value_name = "ADDR", value_parser = address)]
-    pub(super) base: Option<Address>,
+    #[arg(long, value_name = "ADDR")]
+    pub(super) base: Option<Number>,
 
     /// Translate unprivileged accesses: pages for privileged ones fault
     #[arg(long)]
@@ -78,18 +77,4 @@ impl TypedValueParser for FormatName {
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
         Some(Box::new(FormatId::ALL.iter().map(|format| PossibleValue::new(format.name()))))
     }
-}
-
-/// An address on the command line. A type of its own, so that the default is printed in hexadecimal.
-#[derive(Clone, Copy)]
-pub(super) struct Address(pub(super) u64);
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
-
-pub(super) fn address(text: &str) -> Result<Address, String> {
-    number(text).map(Address)
 }

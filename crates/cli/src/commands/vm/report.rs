@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use dmalane::error_chain;
 use dmalane::iopt::FormatId;
-use dmalane::vm::trace::{Outcome, Replay, Timed, Times};
+use dmalane::vm::trace::{Number, Outcome, Replay, Timed, Times};
 use dmalane::vm::{AnyVm, Mapped, MappedSource};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -60,17 +60,13 @@ fn each_of(timed: &Timed) -> Option<(f64, f64)> {
     (timed.operations > 0 && ns > 0.0).then_some((ns, 1e3 / ns))
 }
 
-fn hex(number: u64) -> String {
-    format!("{number:#x}")
-}
-
 impl ReplayReport {
     /// Begins the report.
     pub fn new(trace: &str, format: FormatId, vm: &dyn AnyVm, json: bool) -> Self {
         let columns = limit().filter(|_| !json);
         let mut report = Self { out: BufWriter::new(io::stdout()), json, columns, first: true, result: Ok(()) };
         if json {
-            let range = json!({ "va": hex(vm.range().first().bits()), "len": vm.range().len() });
+            let range = json!({ "va": Number(vm.range().first().bits()), "len": vm.range().len() });
             let head = json!({
                 "schema": 1,
                 "command": "vm replay",
@@ -201,12 +197,12 @@ impl ReplayReport {
         let (first, to, leaf) = (run.span.first().bits(), run.to.bits(), run.leaf);
         if self.json {
             return self.element(&json!({
-                "va": hex(first),
+                "va": Number(first),
                 "len": run.span.len(),
                 "bo": bo,
-                "offset": offset.map(hex),
+                "offset": offset.map(Number),
                 "repeat": repeat,
-                "pa": hex(to),
+                "pa": Number(to),
                 "access": run.access.to_string(),
                 "leaf": leaf.bytes(),
             }));
