@@ -1,13 +1,11 @@
 //! Devices by name, and how they are opened.
 
-use std::ffi::OsStr;
 use std::fs::Metadata;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use clap::builder::{PossibleValue, TypedValueParser};
-use clap::{Arg, Args, Command};
+use clap::Args;
 use dmalane::daemon::ClientError;
 use dmalane::daemon::wire::Code;
 use dmalane::device::{BackingFiles, MemoryError};
@@ -19,6 +17,7 @@ use dmalane::vfio_user;
 use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
+use crate::named::Named;
 use crate::size::{Size, binary};
 
 /// Default size of a chunk that `dmalane load` reads and transfers.
@@ -49,26 +48,18 @@ impl Consent {
     }
 }
 
-/// Parses the name of a device, and tells completion scripts how the names begin.
-#[derive(Clone)]
-pub struct Name;
-
-impl TypedValueParser for Name {
-    type Value = DeviceSpec;
-
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<DeviceSpec, clap::Error> {
-        parse.parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+/// The parser of the name of a device.
+pub const NAME: Named<DeviceSpec> = Named {
+    parse,
+    names: || {
         // `vfio:` where something must follow, `soft` where nothing needs to.
         let begin = |syntax: &'static str, name: &'static str| match syntax.strip_prefix(name) {
             Some(rest) if rest.starts_with(':') => &syntax[..=name.len()],
             _ => name,
         };
-        Some(Box::new(KINDS.iter().map(move |kind| PossibleValue::new(begin(kind.syntax, kind.name)))))
-    }
-}
+        KINDS.iter().map(|kind| begin(kind.syntax, kind.name)).collect()
+    },
+};
 
 /// The help of `-d`: what it is for, and the kinds of devices.
 pub fn help(what: &str) -> String {

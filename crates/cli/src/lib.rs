@@ -7,6 +7,7 @@ mod entry;
 pub mod failure;
 pub mod layout;
 mod model;
+mod named;
 pub mod number;
 pub mod output;
 mod probe;

@@ -17,7 +17,7 @@ use dmalane::vm::trace::Number;
 use crate::failure::Failure;
 use crate::output::{self, Outputs};
 
-pub use source::FormatName;
+pub use source::FORMAT;
 use source::ImageSource;
 
 /// Default address of the tables that `build` writes.
@@ -101,7 +101,7 @@ struct Build {
     spec: PathBuf,
 
     /// The page-table format, as `dmalane iopt formats` names it
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
+    #[arg(short, long, value_parser = FORMAT, hide_possible_values = true)]
     format: FormatId,
 
     /// The image to write

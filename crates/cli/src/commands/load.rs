@@ -78,7 +78,7 @@ pub(crate) struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
+    #[arg(short, long, default_value = "soft", value_parser = device::NAME, hide_possible_values = true)]
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 

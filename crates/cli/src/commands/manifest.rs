@@ -8,7 +8,6 @@ use std::time::Instant;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::load::Manifest as Hashes;
-use serde_json::json;
 
 use crate::failure::Failure;
 use crate::layout::{count, plain};
@@ -53,10 +52,6 @@ pub(crate) struct Manifest {
     #[command(flatten)]
     mode: ReadMode,
 
-    /// Print what was written as JSON, with --output; without it, stdout is the manifest, which is JSON
-    #[arg(long)]
-    json: bool,
-
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
@@ -73,7 +68,7 @@ impl Manifest {
             read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
         let outputs = Outputs::new(self.replace, [("--output", self.output.as_ref())])?.excluding(&read)?;
-        let bar = Progress::new("manifest", !(self.quiet || self.json));
+        let bar = Progress::new("manifest", !self.quiet);
         bar.set_length(inputs.bytes());
         let start = Instant::now();
         let hashes = Hashes::of(&mut inputs.files, self.sha256, &mut |n| {
@@ -90,20 +85,6 @@ impl Manifest {
         outputs.write("--output", "", || Ok(hashes.to_json().into_bytes()))?;
         let tensors = hashes.files.iter().flat_map(|file| &file.regions).filter(|r| r.part.tensor().is_some()).count();
         let bytes: u64 = hashes.files.iter().map(|file| file.bytes).sum();
-        if self.json {
-            output::print_json(&json!({
-                "schema": 1,
-                "command": "manifest",
-                "written": path.to_string_lossy(),
-                "files": hashes.files.len(),
-                "tensors": tensors,
-                "bytes": bytes,
-                "wall_s": time.as_secs_f64(),
-                "copied_first_bytes": copied.bytes,
-                "copied_first_s": copied.time.as_secs_f64(),
-            }))?;
-            return Ok(ExitCode::SUCCESS);
-        }
         output::print_text(&format!(
             "Wrote {}: {} in {}, {} hashed in {} ({})\n{}",
             plain(&path.to_string_lossy()),

@@ -39,7 +39,6 @@ Examples:
   dmalane read shard-*.safetensors --json        a buffer for each file
   dmalane read model.bin --heap memfd --pages thp --chunk 16MiB
   dmalane read model.bin --range 1MiB..2MiB --direct
-  dmalane read model.bin --map -v                the cost of registering and mapping each chunk
   dmalane read model.bin --repeat 5              the stages of the median run
   dmalane read model.bin --trace read.json --report read.html  what was done when
   dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
@@ -79,7 +78,7 @@ pub(crate) struct Read {
     #[arg(long, value_name = "N", value_parser = within::<u32>(0..=u32::MAX.into()), help_heading = "Memory")]
     node: Option<u32>,
 
-    #[arg(short, long, value_parser = opening::Name, hide_possible_values = true)]
+    #[arg(short, long, value_parser = opening::NAME, hide_possible_values = true)]
     #[arg(help = opening::help("Map each chunk for this device and transfer it while the rest is read"))]
     device: Option<DeviceSpec>,
 

@@ -26,7 +26,7 @@ use signal_hook::flag;
 
 use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
-use crate::number::within;
+use crate::number::{seconds, within};
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::report::Page;
@@ -58,7 +58,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
-    #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(value_parser = device::NAME, hide_possible_values = true, help = device::help("The device"))]
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
@@ -80,7 +80,7 @@ pub(crate) struct Validate {
     direction: Vec<Directions>,
 
     /// Seconds per measurement
-    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds(1e-6))]
     duration: Duration,
 
     /// Transfers of each buffer per measurement, instead of a duration
@@ -405,13 +405,4 @@ fn pages(text: &str) -> Result<Size, String> {
 fn buffer(text: &str) -> Result<Size, String> {
     let size = pages(text)?;
     (4096..=1 << 30).contains(&size.bytes()).then_some(size).ok_or_else(|| "not from 4KiB to 1GiB".to_owned())
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let bad = "not a number of seconds above 0 and up to 3600, such as 0.5";
-    let seconds: f64 = text.parse().map_err(|_| bad.to_owned())?;
-    match seconds > 0.0 && seconds <= 3600.0 {
-        true => Duration::try_from_secs_f64(seconds).map_err(|_| bad.to_owned()),
-        false => Err(bad.to_owned()),
-    }
 }

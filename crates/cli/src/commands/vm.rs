@@ -10,20 +10,13 @@ use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
 use dmalane::vm::trace::{self, Lines, Requests, TraceError, TraceHeader};
 
-use super::iopt::FormatName;
+use super::iopt::FORMAT;
 use crate::failure::Failure;
 use crate::output;
 use crate::source::SourceFile;
 use report::ReplayReport;
 
 const EXAMPLES: &str = "\
-Examples:
-  dmalane vm replay binds.jsonl
-  dmalane vm replay binds.jsonl --format x86-64-5level --json
-
-Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
-
-const REPLAY_EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
@@ -54,14 +47,14 @@ enum VmCommand {
 ///
 /// Prints the result of each line. A refused line has no effect, and the replay continues.
 #[derive(Args)]
-#[command(after_help = REPLAY_EXAMPLES)]
+#[command(after_help = EXAMPLES)]
 struct Replay {
     /// The trace; - for standard input
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
 
     /// The page-table format, as `dmalane iopt formats` names it [default: that of the trace]
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
+    #[arg(short, long, value_parser = FORMAT, hide_possible_values = true)]
     format: Option<FormatId>,
 
     /// Print how long the first bind, the other binds and the unbinds took, without reading the trace

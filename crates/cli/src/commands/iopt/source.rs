@@ -1,15 +1,14 @@
 //! An image on the command line: its file, its format, and where its tables are.
 
-use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValue, TypedValueParser};
-use clap::{Arg, Args, Command};
-use dmalane::iopt::FormatId;
+use clap::Args;
+use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::trace::Number;
 
 use super::image::Image;
 use crate::failure::Failure;
+use crate::named::Named;
 
 #[derive(Args)]
 pub(super) struct ImageSource {
@@ -18,7 +17,7 @@ pub(super) struct ImageSource {
     pub(super) image: PathBuf,
 
     /// The page-table format, as `dmalane iopt formats` names it
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
+    #[arg(short, long, value_parser = FORMAT, hide_possible_values = true)]
     pub(super) format: FormatId,
 
     /// The address of the root table
@@ -59,22 +58,8 @@ impl ImageSource {
     }
 }
 
-/// Parses the name of a page-table format, and tells completion scripts the names.
-#[derive(Clone)]
-pub struct FormatName;
-
-impl TypedValueParser for FormatName {
-    type Value = FormatId;
-
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<FormatId, clap::Error> {
-        let parse = |text: &str| {
-            let parsed = text.parse::<FormatId>();
-            parsed.map_err(|e| format!("{e}\nhint: `dmalane iopt formats` lists them"))
-        };
-        parse.parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(FormatId::ALL.iter().map(|format| PossibleValue::new(format.name()))))
-    }
-}
+/// The parser of the name of a page-table format.
+pub const FORMAT: Named<FormatId> = Named {
+    parse: |text| text.parse().map_err(|e: UnknownFormat| format!("{e}\nhint: `dmalane iopt formats` lists them")),
+    names: || FormatId::ALL.iter().map(|format| format.name()).collect(),
+};
