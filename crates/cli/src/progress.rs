@@ -1,17 +1,14 @@
 //! Progress bars on stderr.
 
-use std::fmt::Write;
 use std::io::IsTerminal;
 use std::time::Duration;
 
-use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
+use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 
 /// As wide as the terminal, however wide that is.
-const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
+const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {decimal_bytes_per_sec}, {eta} left";
 const STEPS: &str = "{prefix} [{bar:30}] {pos}/{len} {wide_msg}";
 const WAITING: &str = "{prefix} {spinner} {elapsed}";
-/// Estimates of the remaining time are guesses before this.
-const SETTLED: Duration = Duration::from_millis(500);
 
 /// Bytes done of bytes known, with rate and time left; or steps. It disappears when finished or dropped, so that what is
 /// printed next starts on a clean line.
@@ -20,19 +17,19 @@ pub struct Progress(ProgressBar);
 impl Progress {
     /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
     pub fn new(what: &'static str, wanted: bool) -> Self {
-        Self(bar(TEMPLATE, wanted, |style| style.with_key("left", left).with_key("rate", rate)).with_prefix(what))
+        Self(bar(TEMPLATE, what, wanted))
     }
 
     /// A sign that `what` is under way, of which nobody knows how far it is.
     pub fn waiting(what: &'static str, wanted: bool) -> Self {
-        let bar = bar(WAITING, wanted, |style| style).with_prefix(what);
-        bar.enable_steady_tick(SETTLED / 4);
+        let bar = bar(WAITING, what, wanted);
+        bar.enable_steady_tick(Duration::from_millis(125));
         Self(bar)
     }
 
     /// A bar of steps, each with what it is about.
     pub fn steps(what: &'static str, wanted: bool) -> Self {
-        Self(bar(STEPS, wanted, |style| style).with_prefix(what))
+        Self(bar(STEPS, what, wanted))
     }
 
     /// Adds to the total number of steps.
@@ -63,24 +60,14 @@ impl Progress {
 }
 
 /// A bar on stderr, hidden unless `wanted` and somebody is watching.
-fn bar(template: &str, wanted: bool, keys: impl FnOnce(ProgressStyle) -> ProgressStyle) -> ProgressBar {
+fn bar(template: &str, what: &'static str, wanted: bool) -> ProgressBar {
     if !wanted || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
     // A test reads the templates; and a plain bar is still a bar.
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(0).with_style(keys(style.progress_chars("=> "))).with_finish(ProgressFinish::AndClear)
-}
-
-fn rate(state: &ProgressState, out: &mut dyn Write) {
-    let _ = out.write_str(&crate::size::per_second(state.per_sec()));
-}
-
-fn left(state: &ProgressState, out: &mut dyn Write) {
-    if state.elapsed() >= SETTLED {
-        // An error means that the bar cannot be drawn, which needs no report.
-        let _ = write!(out, " {:#} left", HumanDuration(state.eta()));
-    }
+    let bar = ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_prefix(what);
+    bar.with_finish(ProgressFinish::AndClear)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ mod report;
 use std::ffi::OsString;
 use std::fs::Metadata;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -73,10 +73,6 @@ pub(crate) struct Read {
     /// Require buffers that a driver can import as dma-bufs
     #[arg(long, help_heading = "Memory")]
     dma_buf: bool,
-
-    /// NUMA node of the memory
-    #[arg(long, value_name = "N", value_parser = within::<u32>(0..=u32::MAX.into()), help_heading = "Memory")]
-    node: Option<u32>,
 
     #[arg(short, long, value_parser = opening::NAME, hide_possible_values = true)]
     #[arg(help = opening::help("Map each chunk for this device and transfer it while the rest is read"))]
@@ -339,8 +335,8 @@ impl Read {
     fn pick_heap(&self) -> Result<Picked, Failure> {
         let shareable =
             self.export.is_some() || self.device.as_ref().is_some_and(|spec| spec.kind().served_by().is_some());
-        let (dma_buf, node) = (self.dma_buf, self.node);
-        let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
+        let dma_buf = self.dma_buf;
+        let needs = Needs { shareable, dma_buf, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn Heap> = match self.heap {
             HeapKind::Auto => {
                 return pick(needs).map_err(|e| {
@@ -348,11 +344,8 @@ impl Read {
                     failure.hint("`dmalane doctor` lists missing kernel features")
                 });
             }
-            HeapKind::Anonymous => Arc::new(AnonHeap::starting_at(self.pages).bound_to(node)),
-            HeapKind::Memfd => Arc::new(MemfdHeap::starting_at(self.pages).bound_to(node)),
-            HeapKind::Dma if node.is_some() => {
-                return Err(Failure::usage("the kernel's dma-buf heap cannot be bound to a NUMA node"));
-            }
+            HeapKind::Anonymous => Arc::new(AnonHeap::starting_at(self.pages)),
+            HeapKind::Memfd => Arc::new(MemfdHeap::starting_at(self.pages)),
             HeapKind::Dma => {
                 let opened = DmaHeap::open("system");
                 let opened = opened.map_err(|e| Failure::because("no dma-buf heap on this machine", &e));
@@ -373,7 +366,7 @@ impl Read {
 }
 
 /// Opens a file that is read as it is: by name, no Git LFS pointer in its place.
-fn open(path: &PathBuf, copied: &mut Copied) -> Result<OpenFile, Failure> {
+fn open(path: &Path, copied: &mut Copied) -> Result<OpenFile, Failure> {
     let file = model::open(path, copied)?;
     if !source::is_stdin(path) {
         model::refuse_lfs_pointer(path, &file.file)?;

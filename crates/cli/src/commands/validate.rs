@@ -38,7 +38,6 @@ Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
   dmalane validate --buffer-size 4KiB,64KiB,1MiB,16MiB --report sizes.html
-  dmalane validate --unregistered --iterations 100
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
@@ -102,10 +101,6 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m")]
     #[arg(help_heading = BUFFERS)]
     pages: Vec<Pages>,
-
-    /// Register the buffer for each transfer, instead of once
-    #[arg(long, help_heading = BUFFERS)]
-    unregistered: bool,
 
     /// First byte used of each memory, a multiple of 4KiB [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
@@ -310,7 +305,6 @@ impl Validate {
             stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
             raw: self.raw_transfer_test,
             directions: self.direction.clone(),
-            registered: !self.unregistered,
             pages: self.pages.clone(),
         }
     }

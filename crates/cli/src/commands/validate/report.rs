@@ -30,10 +30,6 @@ const MB: f64 = 1e6;
 /// 2^20 bytes: what v80-smi calls MB.
 const MIB: f64 = (1u64 << 20) as f64;
 
-fn hundredths(value: f64) -> f64 {
-    (value * 100.0).round() / 100.0
-}
-
 pub fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
@@ -56,7 +52,6 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
             Allocation::Paired => "paired",
         },
         "raw": settings.raw,
-        "registered": settings.registered,
         "iterations": iterations,
         "duration_s": duration,
     });
@@ -73,8 +68,6 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
     let rate = |r: &Rate| {
         json!({
             "bytes_per_s": r.bytes_per_s,
-            "mb_per_s": hundredths(r.bytes_per_s / MB),
-            "mib_per_s": hundredths(r.bytes_per_s / MIB),
             "p50_us": us(r.p50),
             "p99_us": us(r.p99),
             "buffers": r.buffers,
@@ -97,7 +90,7 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
         })
     });
     json!({
-        "schema": 4,
+        "schema": 5,
         "command": "validate",
         "device": outcome.device,
         "notes": outcome.notes,
@@ -172,9 +165,8 @@ pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: b
 /// The device, and how it was measured.
 pub fn how(outcome: &ValidateOutcome) -> String {
     let ValidateOutcome { device, settings, .. } = outcome;
-    let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
     let raw = if settings.raw { ", raw transfers" } else { "" };
-    format!("{device}: {}, buffers {registered}{raw}", count(settings.threads, "thread"))
+    format!("{device}: {}{raw}", count(settings.threads, "thread"))
 }
 
 /// The result in one line: whether the data were right, and the fastest figures.
