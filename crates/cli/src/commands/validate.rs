@@ -245,7 +245,7 @@ impl Validate {
         let page = Page {
             command: "dmalane validate",
             device: &self.device.to_string(),
-            answer: page::answer(outcome),
+            answer: (report::answer(outcome, report::verdict(outcome)), report::how(outcome)),
             sections: page::sections(outcome),
         };
         let written = page.write(outputs, " (the device was measured)");

@@ -12,6 +12,7 @@ use dmalane::vm::trace::{self, Lines, Requests, TraceError, TraceHeader};
 
 use super::iopt::FORMAT;
 use crate::failure::Failure;
+use crate::layout::count;
 use crate::output;
 use crate::source::SourceFile;
 use report::ReplayReport;
@@ -119,9 +120,8 @@ impl Replay {
             return Err(Failure::because(format!("{name} cannot be read to its end"), &error));
         }
         if refused > 0 {
-            let plural = if operations == 1 { "" } else { "s" };
-            let message = format!("{name}: {refused} of {operations} operation{plural} refused");
-            let failure = Failure::new(format!("{message}, the first in line {first_refused}"));
+            let of = count(operations as usize, "operation");
+            let failure = Failure::new(format!("{name}: {refused} of {of} refused, the first in line {first_refused}"));
             return Err(if outside && header.range.is_none() { failure.hint(shorter(format)) } else { failure });
         }
         Ok(ExitCode::SUCCESS)

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::formats::{self, DumpRun};
 use super::source::ImageSource;
 use crate::failure::Failure;
-use crate::layout::{Table, plain};
+use crate::layout::{Table, count, plain};
 use crate::{output, size};
 
 /// The page-table formats.
@@ -178,8 +178,7 @@ pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failur
                 w = width + 2,
             );
         }
-        let plural = if runs.len() == 1 { "" } else { "s" };
-        text += &format!("{} run{plural}, {} mapped\n", runs.len(), size::binary(mapped_bytes));
+        text += &format!("{}, {} mapped\n", count(runs.len(), "run"), size::binary(mapped_bytes));
         output::print_text(&text)?;
     }
     Ok(ExitCode::SUCCESS)

@@ -228,18 +228,22 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
         2,
     );
     for (file, input) in placed.files.iter().zip(inputs) {
-        let path = plain(&file.path.to_string_lossy());
-        let (kind, tensors) = (file.model.container.name, count(file.model.tensors.len(), "tensor"));
         let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
         let at = if at.is_empty() { String::new() } else { format!(", device VA {}", at.join(", ")) };
-        let how = plain(&input.queue.how().to_string());
-        out += &wrap(&format!("{path}: {kind}, {tensors}, {}{at}; {how}", binary(file.device_bytes())), 2);
+        out += &file_line(file, input, &format!(", {}{at}", binary(file.device_bytes())));
     }
-    for file in placed.files.iter().filter(|_| list) {
-        out += &format!("\n{}\n", plain(&file.path.to_string_lossy()));
-        out += &listing(file);
-    }
-    out
+    if list { out + &listings(placed) } else { out }
+}
+
+/// What a file is, and how it is read.
+fn file_line(file: &LoadedFile, input: &Input<FileQueue>, at: &str) -> String {
+    let (path, kind) = (plain(&file.path.to_string_lossy()), file.model.container);
+    let content = match kind.parse_header {
+        None => "one run of bytes".to_owned(),
+        Some(_) => count(file.model.tensors.len(), "tensor"),
+    };
+    let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
+    wrap(&format!("{path}: {}, {content}{at}; {hash}{}", kind.name, plain(&input.queue.how().to_string())), 2)
 }
 
 /// What was loaded.
@@ -260,16 +264,8 @@ pub(super) fn answer(o: &Outcome) -> String {
 /// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
 pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     let mut out = o.runs.text(&answer(o));
-    for (file, input) in o.run.loaded.files.iter().zip(&o.inputs) {
-        let path = plain(&file.path.to_string_lossy());
-        let kind = file.model.container;
-        let content = match kind.parse_header {
-            None => format!("{}, one run of bytes", kind.name),
-            Some(_) => format!("{}, {}", kind.name, count(file.model.tensors.len(), "tensor")),
-        };
-        let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
-        out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
-    }
+    let files = o.run.loaded.files.iter().zip(&o.inputs);
+    files.for_each(|(file, input)| out += &file_line(file, input, ""));
     if let Some(Verified { by_copies, .. }) = &o.run.loaded.report.verified {
         let how = match (by_copies, &o.run.space) {
             (None, _) => "by a program on the device".to_owned(),
@@ -282,13 +278,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     }
     out += &o.runs.written();
     if list {
-        for file in &o.run.loaded.files {
-            out.push('\n');
-            if o.run.loaded.files.len() > 1 {
-                out += &format!("{}\n", plain(&file.path.to_string_lossy()));
-            }
-            out += &listing(file);
-        }
+        out += &listings(&o.run.loaded);
     }
     if verbose {
         out += &details(o);
@@ -296,14 +286,20 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     out
 }
 
-/// The pairs in the header of a file, and a line per tensor.
-fn listing(file: &LoadedFile) -> String {
-    let pair = |(key, value): &(String, String)| wrap(&plain(&format!("{key} = {value}")), 2);
-    let mut pairs: String = file.model.metadata.iter().flatten().map(pair).collect();
-    if !pairs.is_empty() {
-        pairs.push('\n');
+/// Of each file the pairs in its header, and a line per tensor.
+fn listings(loaded: &Loaded) -> String {
+    let mut out = String::new();
+    for file in &loaded.files {
+        out.push('\n');
+        if loaded.files.len() > 1 {
+            out += &format!("{}\n", plain(&file.path.to_string_lossy()));
+        }
+        let pair = |(key, value): &(String, String)| wrap(&plain(&format!("{key} = {value}")), 2);
+        let pairs: String = file.model.metadata.iter().flatten().map(pair).collect();
+        let apart = if pairs.is_empty() { "" } else { "\n" };
+        out += &format!("{pairs}{apart}{}", tensor_table(file.tensors()));
     }
-    pairs + &tensor_table(file.tensors())
+    out
 }
 
 /// A line per tensor, in columns.

@@ -6,20 +6,9 @@ use std::time::Duration;
 use dmalane::validate::{Directions, Figure, Pages, Phase, Rate};
 
 use super::outcome::ValidateOutcome;
-use super::report::{self, direction, fastest, how, worst};
+use super::report::{self, direction, worst};
 use crate::report::{Chart, ChartLine, RateBar, Section};
 use crate::size::binary;
-
-/// The answer, and the line that explains it.
-pub fn answer(outcome: &ValidateOutcome) -> (String, String) {
-    let verdict = match (outcome.report.passed(), outcome.complete) {
-        (false, _) => "Data read back differs",
-        (true, true) => "Data intact",
-        (true, false) => "Incomplete",
-    };
-    let words = [verdict.to_owned(), fastest(outcome)];
-    (words.into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(": "), how(outcome))
-}
 
 /// The properties that all figures of a series share.
 type Series = (Phase, Pages);

@@ -135,7 +135,8 @@ pub fn nvbandwidth(outcome: &ValidateOutcome) -> String {
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
 pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: bool) -> String {
     let report = &outcome.report;
-    let mut out = answer(outcome);
+    let colour = if report.passed() && outcome.complete { good } else { bad };
+    let mut out = wrap(&answer(outcome, &colour(verdict(outcome))), 2);
     out += &wrap(&plain(&how(outcome)), 2);
     for note in outcome.notes.iter().filter(|_| verbose) {
         out += &format!("  {}", wrap(&plain(note), 4));
@@ -149,9 +150,6 @@ pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: b
             out += "\nMB/s of 2^20 bytes (v80-smi), then MB/s of 10^6 bytes; pages as in the table above\n";
             out += &megabytes(outcome).text();
         }
-    }
-    if !outcome.complete {
-        out += "incomplete: see the error\n";
     }
     for left in &report.left_out {
         out += &wrap(&format!("not measured: {}", plain(left)), 2);
@@ -169,17 +167,25 @@ pub fn how(outcome: &ValidateOutcome) -> String {
     format!("{device}: {}{raw}", count(settings.threads, "thread"))
 }
 
-/// The result in one line: whether the data were right, and the fastest figures.
-fn answer(outcome: &ValidateOutcome) -> String {
-    match (outcome.report.passed(), fastest(outcome)) {
-        (false, _) => format!("{}: data read back differs\n", bad("FAILED")),
-        (true, rates) if rates.is_empty() => format!("{}\n", good("Data intact")),
-        (true, rates) => wrap(&format!("{}: {rates}", good("Data intact")), 2),
+/// Whether the data were right.
+pub fn verdict(outcome: &ValidateOutcome) -> &'static str {
+    match (outcome.report.passed(), outcome.complete) {
+        (false, _) => "Data read back differs",
+        (true, true) => "Data intact",
+        (true, false) => "Incomplete",
+    }
+}
+
+/// The verdict, and the fastest figures.
+pub fn answer(outcome: &ValidateOutcome, verdict: &str) -> String {
+    match fastest(outcome) {
+        rates if rates.is_empty() => verdict.to_owned(),
+        rates => format!("{verdict}: {rates}"),
     }
 }
 
 /// The fastest figure of each direction.
-pub fn fastest(outcome: &ValidateOutcome) -> String {
+fn fastest(outcome: &ValidateOutcome) -> String {
     let figures = &outcome.report.figures;
     let rates = [(Directions::Read, "reads"), (Directions::Write, "writes"), (Directions::Both, "both")];
     let rates = rates.into_iter().filter_map(|(directions, name)| {

@@ -10,7 +10,7 @@ use dmalane::vm::{AnyVm, Mapped, MappedSource};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::layout::{fit_to, limit, plain};
+use crate::layout::{count, fit_to, limit, plain};
 use crate::size;
 
 /// Writes the report; `finish` returns the first error of writing.
@@ -165,11 +165,10 @@ impl ReplayReport {
                 }
             });
         } else {
-            let plural = |n: u64| if n == 1 { "" } else { "s" };
             self.write(|out| {
-                write!(out, "{operations} operation{}, {refused} refused; ", plural(operations))?;
-                write!(out, "{bindings} binding{}, ", plural(bindings as u64))?;
-                writeln!(out, "{runs} run{}, {} mapped", plural(runs), size::binary(mapped))?;
+                let (operations, bindings) = (count(operations as usize, "operation"), count(bindings, "binding"));
+                let (runs, mapped) = (count(runs as usize, "run"), size::binary(mapped));
+                writeln!(out, "{operations}, {refused} refused; {bindings}, {runs}, {mapped} mapped")?;
                 let Some(times) = times else { return Ok(()) };
                 writeln!(out, " first bind: {}ns", times.first_bind.took.as_nanos())?;
                 for (what, each, timed) in [
