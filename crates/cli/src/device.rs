@@ -18,10 +18,7 @@ use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, Pci
 
 use crate::failure::Failure;
 use crate::named::Named;
-use crate::size::{Size, binary};
-
-/// Default size of a chunk that `dmalane load` reads and transfers.
-pub const CHUNK: Size = Size::mib(16);
+use crate::size::binary;
 
 /// Consent to lose data.
 #[derive(Args, Clone, Copy)]

@@ -1,14 +1,12 @@
 //! Progress bars on stderr.
 
-use std::io::IsTerminal;
-use std::time::Duration;
+use std::io::{IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {decimal_bytes_per_sec}, {eta} left";
 const STEPS: &str = "{prefix} [{bar:30}] {pos}/{len} {wide_msg}";
-const WAITING: &str = "{prefix} {spinner} {elapsed}";
 
 /// Bytes done of bytes known, with rate and time left; or steps. It disappears when finished or dropped, so that what is
 /// printed next starts on a clean line.
@@ -18,13 +16,6 @@ impl Progress {
     /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
     pub fn new(what: &'static str, wanted: bool) -> Self {
         Self(bar(TEMPLATE, what, wanted))
-    }
-
-    /// A sign that `what` is under way, of which nobody knows how far it is.
-    pub fn waiting(what: &'static str, wanted: bool) -> Self {
-        let bar = bar(WAITING, what, wanted);
-        bar.enable_steady_tick(Duration::from_millis(125));
-        Self(bar)
     }
 
     /// A bar of steps, each with what it is about.
@@ -51,6 +42,11 @@ impl Progress {
     /// Adds to the bytes that are done.
     pub fn advance(&self, bytes: u64) {
         self.0.inc(bytes);
+    }
+
+    /// Counts what is written to `to`.
+    pub fn writing<W: Write>(&self, to: W) -> impl Write {
+        self.0.wrap_write(to)
     }
 
     /// Removes the bar.
@@ -90,7 +86,6 @@ mod tests {
     #[test]
     fn the_template_is_one() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok() && ProgressStyle::with_template(STEPS).is_ok());
-        assert!(ProgressStyle::with_template(WAITING).is_ok());
     }
 
     #[test]

@@ -3,18 +3,23 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::Args;
 use dmalane::dma::PageBacking;
+use dmalane::load::fill::FillOptions;
 use dmalane::load::{Stage, StageReport, StageTimeline};
 use serde_json::{Value, json};
 
 use crate::commands::doctor::why_not;
+use crate::device::Consent;
 use crate::failure::Failure;
 use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
-use crate::output::Outputs;
+use crate::model::ReadMode;
+use crate::number::within;
+use crate::output::{OutputFormat, Outputs, Replace};
 use crate::report::{Page, RateBar, Section};
-use crate::size::{binary, duration, per_second, rate};
+use crate::size::{Size, between, binary, duration, per_second, rate};
 use crate::source::Copied;
-use crate::timeline;
+use crate::timeline::{self, TimelineOptions};
 
 /// What the columns of the stages mean.
 const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which nothing else \
@@ -22,6 +27,60 @@ const MEANING: &str = "busy: time with work under way in the stage; stages overl
 
 /// A rate over fewer bytes measures start-up time.
 pub const LEAST: u64 = 1 << 20;
+
+/// The options of commands that measure how files are read.
+#[derive(Args)]
+pub struct RunOptions {
+    /// Compare the files with this manifest, which `dmalane manifest` makes
+    #[arg(long, value_name = "FILE")]
+    pub manifest: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub format: OutputFormat,
+
+    /// Do it N times, and report the run with the median time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    pub repeat: u32,
+
+    #[command(flatten)]
+    pub mode: ReadMode,
+
+    /// Do not hash the data
+    #[arg(long, help_heading = "Reading")]
+    no_checksum: bool,
+
+    /// Bytes allocated and read together, from 4KiB to 1GiB [default: 16MiB for load, 2MiB for read]
+    #[arg(long, value_name = "SIZE", value_parser = between(Size::kib(4), Size::gib(1)), allow_hyphen_values = true)]
+    #[arg(help_heading = "Reading")]
+    chunk: Option<Size>,
+
+    #[command(flatten, next_help_heading = "Outputs")]
+    pub timeline: TimelineOptions,
+
+    #[command(flatten)]
+    pub replace: Replace,
+
+    #[command(flatten, next_help_heading = "Device")]
+    pub consent: Consent,
+}
+
+impl RunOptions {
+    /// Whether all bytes are hashed.
+    pub fn hashes(&self) -> bool {
+        !self.no_checksum || self.manifest.is_some()
+    }
+
+    /// How memory is filled.
+    pub fn fill(&self, default: FillOptions) -> FillOptions {
+        let chunk = self.chunk.map_or(default.chunk, Size::bytes);
+        FillOptions { chunk, checksum: !self.no_checksum, timeline: self.timeline.any(), ..default }
+    }
+
+    /// The outputs of a run, as far as they were written: of `--record`, `--trace` and `--report`.
+    pub fn written(&self, record: Option<&PathBuf>) -> [Option<PathBuf>; 3] {
+        [record, self.timeline.trace.as_ref(), self.timeline.report.as_ref()].map(Option::<&PathBuf>::cloned)
+    }
+}
 
 /// The median run of some, and what was checked and written.
 pub struct Runs {

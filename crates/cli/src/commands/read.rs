@@ -18,18 +18,16 @@ use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FilledBuf, Job}
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::{DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
 
-use crate::device::{self as opening, Consent};
+use crate::device as opening;
 use crate::failure::Failure;
 use crate::layout::fit;
-use crate::model::{self, ReadMode};
-use crate::number::within;
+use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::range::Range;
-use crate::runs::{self, MeasuredStage, Runs};
-use crate::size::{Size, between, binary};
+use crate::runs::{self, MeasuredStage, RunOptions, Runs};
+use crate::size::binary;
 use crate::source::{self, Copied};
-use crate::timeline;
 use device::ReadTarget;
 use report::{Outcome, ReadFile, Run};
 
@@ -82,39 +80,9 @@ pub(crate) struct Read {
     #[arg(long, requires = "device")]
     verify: bool,
 
-    /// Compare the files with this manifest, which `dmalane manifest` makes
-    #[arg(long, value_name = "FILE", conflicts_with = "range")]
-    manifest: Option<PathBuf>,
-
-    #[command(flatten)]
-    format: output::OutputFormat,
-
-    /// Do it N times, and report the run with the median time
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
-    repeat: u32,
-
-    #[command(flatten)]
-    mode: ReadMode,
-
-    /// Bytes allocated before reading into them starts, from 4KiB to 1GiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
-    #[arg(value_parser = between(Size::kib(4), Size::gib(1)))]
-    #[arg(allow_hyphen_values = true, help_heading = "Reading")]
-    chunk: Size,
-
     /// Read only these bytes of each file, such as 0..4096, 1GiB.. or ..1MiB
-    #[arg(long, value_name = "START..END", help_heading = "Reading")]
+    #[arg(long, value_name = "START..END", conflicts_with = "manifest", help_heading = "Reading")]
     range: Option<Range>,
-
-    /// Do not hash the data
-    #[arg(long, help_heading = "Reading")]
-    no_checksum: bool,
-
-    #[command(flatten, next_help_heading = "Outputs")]
-    timeline: timeline::TimelineOptions,
-
-    #[command(flatten)]
-    replace: output::Replace,
 
     /// Run COMMAND in place of dmalane, with the memory as an open descriptor that it can map
     ///
@@ -128,8 +96,8 @@ pub(crate) struct Read {
     #[arg(value_name = "COMMAND", last = true, requires = "export")]
     command: Vec<OsString>,
 
-    #[command(flatten, next_help_heading = "Device")]
-    consent: Consent,
+    #[command(flatten)]
+    run: RunOptions,
 }
 
 /// How a command gets the memory.
@@ -156,22 +124,22 @@ enum HeapKind {
 impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        source::check(self.files.iter().chain(&self.manifest))?;
+        source::check(self.files.iter().chain(&self.run.manifest))?;
         let files = model::files(&self.files)?;
         if let Some(spec) = &self.device {
-            self.consent.check(spec)?;
+            self.run.consent.check(spec)?;
         }
         let mut picked = self.pick_heap()?;
         let mut copied = Copied::default();
         let sources = files.iter().map(|path| open(path, &mut copied)).collect::<Result<Vec<_>, _>>()?;
-        let mut read = output::named_files(self.files.iter().chain(&self.manifest));
+        let mut read = output::named_files(self.files.iter().chain(&self.run.manifest));
         for source in &sources {
             read.push((source.path.clone(), source.file.metadata()?));
         }
-        let mut outputs = Outputs::new(self.replace, self.timeline.paths())?.excluding(&read)?;
-        let manifest = model::manifest(self.manifest.as_deref())?;
+        let mut outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
+        let manifest = model::manifest(self.run.manifest.as_deref())?;
         let (mut all, mut buffers) = (Vec::new(), Vec::new());
-        for _ in 0..self.repeat {
+        for _ in 0..self.run.repeat {
             // Every run gets new memory, without that of the run before.
             buffers.clear();
             let (mut run, filled) = self.once(&*picked.heap, &sources, &manifest, &read, &mut outputs)?;
@@ -194,8 +162,8 @@ impl Read {
             stages: run.report.stages.iter().map(|s| MeasuredStage::new(*s, whole)).collect(),
             copied,
             verified: self.verify,
-            manifest: self.manifest,
-            written: [None, self.timeline.trace, self.timeline.report],
+            written: self.run.written(None),
+            manifest: self.run.manifest,
         };
         let mut outcome = Outcome { picked, run, runs, device: self.device };
         let device = outcome.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
@@ -204,7 +172,7 @@ impl Read {
         if written.is_err() {
             outcome.runs.written = [const { None }; 3];
         }
-        let output::OutputFormat { verbose, json, .. } = self.format;
+        let output::OutputFormat { verbose, json, .. } = self.run.format;
         let text = match json {
             true => output::json(&report::json(&outcome))?,
             false => fit(&report::text(&outcome, verbose)).into_owned(),
@@ -230,7 +198,7 @@ impl Read {
         inputs: &[(PathBuf, Metadata)],
         outputs: &mut Outputs,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
-        let bar = Progress::new("read", self.format.shows_progress());
+        let bar = Progress::new("read", self.run.format.shows_progress());
         let differs = |e| model::differs("the read failed", &e).unwrap_or_else(|| e.into());
         let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>().map_err(|e| failure(e.into()))?;
         let expected = match manifest.files.is_empty() {
@@ -311,23 +279,18 @@ impl Read {
     fn open_options(&self) -> OpenOptions {
         OpenOptions {
             drive: DriveOptions {
-                fill: FillOptions { timeline: self.timeline.any(), ..DriveOptions::default().fill },
+                fill: FillOptions { timeline: self.run.timeline.any(), ..DriveOptions::default().fill },
                 ..DriveOptions::default()
             },
             only: Some("ddr"),
-            ..self.consent.open_options()
+            ..self.run.consent.open_options()
         }
     }
 
     fn options(&self) -> ReadOptions {
         ReadOptions {
-            mode: self.mode.mode(),
-            fill: FillOptions {
-                chunk: self.chunk.bytes(),
-                checksum: !self.no_checksum,
-                timeline: self.timeline.any(),
-                ..ReadOptions::default().fill
-            },
+            mode: self.run.mode.mode(),
+            fill: self.run.fill(ReadOptions::default().fill),
             ..ReadOptions::default()
         }
     }

@@ -19,7 +19,8 @@ use report::ReplayReport;
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane vm replay binds.jsonl
+  dmalane load --sample 64MiB --record new.jsonl && dmalane vm replay new.jsonl
   dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
   dmalane vm replay binds.jsonl --format riscv-sv39 --times
 

@@ -4,12 +4,11 @@ use dmalane::dma::{Room, room_at};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::check::{Check, Subject};
-use crate::device::CHUNK;
 use crate::probe::{CAP_IPC_LOCK, Probe};
 use crate::size::binary;
 
 /// Host buffers of a load with the default `--chunk`.
-pub const HOST_BUFFERS: u64 = 4 * CHUNK.bytes();
+pub const HOST_BUFFERS: u64 = 4 * (16 << 20);
 /// Host buffers, and as much again for a small file on the card.
 const LEAST_MEMORY: u64 = 2 * HOST_BUFFERS;
 /// statx tells the alignment that direct I/O needs.
