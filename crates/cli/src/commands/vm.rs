@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
-use dmalane::vm::trace::{self, Lines, Requests, TraceError, TraceHeader};
+use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
 use super::iopt::FORMAT;
 use crate::failure::Failure;
@@ -99,15 +99,14 @@ impl Replay {
         let mut report = ReplayReport::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
         let (mut stopped, mut outside) = (None, false);
-        for asked in Requests::default().of(lines) {
-            let (line, asked) = match asked {
-                Ok(asked) => asked,
+        for outcome in replay.lines(lines) {
+            let (line, outcome) = match outcome {
+                Ok(outcome) => outcome,
                 Err(e) => {
                     stopped = Some(e);
                     break;
                 }
             };
-            let outcome = replay.apply(asked);
             operations += 1;
             if outcome.result.is_err() {
                 refused += 1;
