@@ -22,7 +22,8 @@ Examples:
 QEMU 10.1 and later attaches it, if the guest memory is a memfd:
   -object memory-backend-memfd,id=ram,size=1G,share=on -machine memory-backend=ram
   -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"type\":\"unix\",\"path\":\"/tmp/card\"}}'
-For VFIO in the guest, add: -machine q35,kernel-irqchip=split -device intel-iommu,intremap=on,caching-mode=on
+For VFIO in the guest, add -machine q35,kernel-irqchip=split
+  -device intel-iommu,intremap=on,caching-mode=on
 In the guest, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane load -d vfio-user:/tmp/card
 
 Exit status: 0 the client of --once has disconnected, 1 no socket or no memory, 2 usage error.";
