@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status_with};
+use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::{Table, fit};
 use dmalane_cli::number::{seconds, within};
@@ -76,7 +76,7 @@ impl Status {
     fn ask(&self) -> Result<DaemonStatus, Failure> {
         let mut options = ClientOptions::new(&self.socket);
         options.server_uids.extend(&self.server_uids);
-        let mut status = status_with(&options)?;
+        let mut status = status(&options)?;
         // Leave out the connection of this query.
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
@@ -85,7 +85,7 @@ impl Status {
 }
 
 fn json(socket: &Path, status: &DaemonStatus) -> Value {
-    let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
+    let DaemonStatus { uptime, totals, ddr, hbm, clients } = status;
     let client = |c: &ClientStatus| {
         json!({
             "client": c.client,
@@ -102,7 +102,7 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
             "errors": c.errors,
             "in_flight": c.in_flight,
             "iommu": { "hits": c.iotlb_hits, "misses": c.iotlb_misses, "faults": c.faults },
-            "closing": c.closing,
+            "closing": c.closing != 0,
         })
     };
     json!({
@@ -115,7 +115,6 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
         "refused": totals.refused,
         "requests": totals.requests,
         "errors": totals.errors,
-        "quarantined": quarantined,
         "ddr_bytes": ddr.0,
         "ddr_total_bytes": ddr.1,
         "hbm_bytes": hbm.0,
@@ -125,10 +124,9 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
 }
 
 fn text(status: &DaemonStatus) -> String {
-    let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
+    let DaemonStatus { uptime, totals, ddr, hbm, clients } = status;
     let mut out = format!(
-        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} \
-        quarantined\n\
+        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused\n\
          DDR {} of {}, HBM {} of {}\n",
         totals.served,
         totals.released,
@@ -145,7 +143,7 @@ fn text(status: &DaemonStatus) -> String {
     }
     let mut table = Table::new("rrrrrrrrrrrrl", HEAD);
     for c in clients {
-        let closing = if c.closing { "closing" } else { "" };
+        let closing = if c.closing != 0 { "closing" } else { "" };
         let numbers = [c.pid, c.uid, c.queues, c.buffers, c.mappings].map(|number| number.to_string());
         let [pid, uid, queues, buffers, mappings] = numbers;
         let [bytes, ddr, hbm, h2c, c2h] = [c.bytes, c.ddr, c.hbm, c.h2c, c.c2h].map(binary);
