@@ -8,8 +8,8 @@ use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {decimal_bytes_per_sec}, {eta} left";
 const STEPS: &str = "{prefix} [{bar:30}] {pos}/{len} {wide_msg}";
 
-/// Bytes done of bytes known, with rate and time left; or steps. It disappears when finished or dropped, so that what is
-/// printed next starts on a clean line.
+/// Bytes done of bytes known, with rate and time left; or steps. It disappears when finished or dropped, so that what
+/// is printed next starts on a clean line.
 pub struct Progress(ProgressBar);
 
 impl Progress {

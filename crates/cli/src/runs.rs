@@ -22,8 +22,8 @@ use crate::source::Copied;
 use crate::timeline::{self, TimelineOptions};
 
 /// What the columns of the stages mean.
-const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which nothing else \
-                       was done or waited for; of several workers, their sum. -: less than 1 MiB moved.";
+const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which a worker only \
+                       worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved.";
 
 /// A rate over fewer bytes measures start-up time.
 pub const LEAST: u64 = 1 << 20;
@@ -83,7 +83,7 @@ impl RunOptions {
 }
 
 /// The median run of some, and what was checked and written.
-pub struct Runs {
+pub struct MeasuredRuns {
     /// "load" or "read".
     pub command: &'static str,
     /// Bytes read.
@@ -157,7 +157,7 @@ impl MeasuredStage {
     }
 }
 
-impl Runs {
+impl MeasuredRuns {
     /// The time of the median run.
     pub fn wall(&self) -> Duration {
         self.walls[median(&self.walls)]

@@ -28,8 +28,8 @@ pub fn room_at(root: &Path) -> Option<Room> {
     cgroups(root).iter().filter_map(Cgroup::room).chain(machine).min_by_key(|room| room.bytes)
 }
 
-/// The lowest limit of the memory cgroups that this process is in, in bytes; `None` without one. Above `memory.high` the
-/// kernel does not kill, but slows every thread down.
+/// The lowest limit of the memory cgroups that this process is in, in bytes; `None` without one. Above `memory.high`
+/// the kernel does not kill, but slows every thread down.
 pub fn memory_limit() -> Option<u64> {
     limit_at(Path::new("/"))
 }
@@ -84,7 +84,8 @@ fn cgroups(root: &Path) -> Vec<Cgroup> {
             }
             _ => continue,
         };
-        // In a container the path may be the host's while the cgroup itself is mounted: then only the mount point exists.
+        // In a container the path may be the host's while the cgroup itself is mounted: then only the mount
+        // point exists.
         for name in Path::new(path.trim_start_matches('/')).ancestors() {
             let dir = root.join("sys/fs/cgroup").join(mount).join(name);
             groups.push(Cgroup { dir, name: name.to_owned(), files });

@@ -57,8 +57,8 @@ pub(crate) struct BarMap {
     #[arg(long, value_enum)]
     backend: Option<Backend>,
 
-    /// Alignment of the address: 4KiB, 2MiB, 1GiB (exactly that), auto (the largest page size of this kernel that fits),
-    /// none (the address that mmap chooses)
+    /// Alignment of the address: 4KiB, 2MiB, 1GiB (exactly that), auto (the largest page size of this kernel that
+    /// fits), none (the address that mmap chooses)
     #[arg(long, value_name = "ALIGN", default_value = "auto", value_parser = align)]
     align: BarAlignment,
 

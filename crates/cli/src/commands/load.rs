@@ -21,7 +21,7 @@ use crate::model::{self, cannot_open};
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::room::LoadRoom;
-use crate::runs::{self, RunOptions, Runs};
+use crate::runs::{self, MeasuredRuns, RunOptions};
 use crate::size::Size;
 use crate::source::{self, Copied};
 use record::Recording;
@@ -169,7 +169,7 @@ impl Load {
         let walls: Vec<_> = all.iter().map(|run| run.loaded.report.wall).collect();
         let trace = all.last_mut().and_then(|run| run.recorded.take());
         let run = all.swap_remove(runs::median(&walls));
-        let runs = Runs {
+        let runs = MeasuredRuns {
             command: "load",
             bytes: run.loaded.report.bytes,
             walls,

@@ -25,7 +25,7 @@ use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::range::Range;
-use crate::runs::{self, MeasuredStage, RunOptions, Runs};
+use crate::runs::{self, MeasuredRuns, MeasuredStage, RunOptions};
 use crate::size::binary;
 use crate::source::{self, Copied};
 use device::ReadTarget;
@@ -155,7 +155,7 @@ impl Read {
         let run = all.swap_remove(runs::median(&walls));
         // The stages' times are summed over the workers.
         let whole = run.report.wall * u32::try_from(run.report.workers.max(1)).unwrap_or(u32::MAX);
-        let runs = Runs {
+        let runs = MeasuredRuns {
             command: "read",
             bytes: run.report.bytes,
             walls,

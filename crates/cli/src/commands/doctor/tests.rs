@@ -113,7 +113,7 @@ fn a_good_machine_has_everything() {
     let missing = report.checks.iter().filter(|c| c.status == Status::Missing && c.name != "direct_io");
     assert_eq!(missing.map(|c| c.name).collect::<Vec<_>>(), [""; 0]);
     for (name, found) in [
-        ("memory", "3 GiB available in the memory cgroup /user"),
+        ("memory", "3 GiB available (the memory cgroup /user)"),
         ("hugepages_2m", "60 free of 64 (116 MiB usable)"),
         ("thp", "madvise"),
         ("shmem_thp", "advise"),

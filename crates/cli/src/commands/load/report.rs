@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use crate::layout::{Table, count, cut_front, plain, terminal, wrap};
-use crate::runs::{self, LEAST, MeasuredStage, Runs, detail};
+use crate::runs::{self, LEAST, MeasuredRuns, MeasuredStage, detail};
 use crate::size::{binary, per_second};
 
 /// The results of the loads, for the report.
@@ -19,7 +19,7 @@ pub(super) struct Outcome {
     pub(super) inputs: Vec<Input<FileQueue>>,
     /// The run with the median time.
     pub(super) run: Run,
-    pub(super) runs: Runs,
+    pub(super) runs: MeasuredRuns,
     /// Measured after the last run.
     pub(super) references: Option<ReferenceRates>,
 }

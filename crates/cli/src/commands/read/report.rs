@@ -9,7 +9,7 @@ use dmalane::{DeviceSpec, ReadMethod};
 use serde_json::{Value, json};
 
 use crate::layout::{Table, count, plain, wrap};
-use crate::runs::{self, Runs, detail};
+use crate::runs::{self, MeasuredRuns, detail};
 use crate::size::{binary, duration};
 
 /// The result of reading, for the report.
@@ -17,7 +17,7 @@ pub(super) struct Outcome {
     pub(super) picked: Picked,
     /// The run with the median time.
     pub(super) run: Run,
-    pub(super) runs: Runs,
+    pub(super) runs: MeasuredRuns,
     /// The device that got them.
     pub(super) device: Option<DeviceSpec>,
 }
