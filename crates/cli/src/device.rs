@@ -1,5 +1,6 @@
 //! Devices by name, and how they are opened.
 
+use std::error::Error;
 use std::fs::Metadata;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -94,36 +95,37 @@ pub fn cannot_open(error: &OpenError) -> Failure {
         _ => return Failure::because("cannot open the device", error),
     };
     let failure = Failure::because(format!("cannot open {spec}"), source);
-    let hint = match (source.downcast_ref::<PciCardError>(), spec.get::<SoftSpec>()) {
-        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { .. })), _) => {
-            "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time".to_owned()
+    hint(spec, source).into_iter().fold(failure, Failure::hint)
+}
+
+/// A way out of an error of opening a device.
+fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
+    let text = match (source.downcast_ref(), source.downcast_ref(), source.downcast_ref()) {
+        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { .. })), ..) => {
+            "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time"
         }
-        (Some(PciCardError::NotACard { .. }), _) => "`dmalane devices` lists what is bound to vfio-pci".to_owned(),
-        _ if matches!(source.downcast_ref(), Some(ClientError::Refused { code: Code::Quota, .. })) => {
+        (Some(PciCardError::NotACard { .. }), ..) => "`dmalane devices` lists what is bound to vfio-pci",
+        (_, Some(ClientError::Refused { code: Code::Quota, .. }), _) => {
             "-d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives more with --client-ddr and --client-hbm"
-                .to_owned()
         }
-        (_, Some(card)) if Failure::is_out_of_memory(source) => format!(
-            "the card reserves address space for all of its memory (ulimit -v): make it smaller with \
-             -d soft,ddr=SIZE,hbm=SIZE, now {} and {}",
-            binary(card.ddr),
-            binary(card.hbm)
-        ),
-        _ if matches!(source.downcast_ref(), Some(ClientError::Connect { .. })) => {
-            "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it".to_owned()
+        (_, Some(ClientError::Connect { .. }), _) => {
+            "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it"
         }
-        _ => match source.downcast_ref::<FileDeviceError>() {
-            Some(error) => match file_hint(error) {
-                Some(hint) => hint,
-                None => return failure,
-            },
-            None if spec.kind().has(Ability::NeedsDriver) => {
-                "`dmalane doctor` says what this machine lacks for it, `dmalane devices` lists what it has".to_owned()
-            }
-            None => return failure,
-        },
+        (.., Some(error)) => return file_hint(error),
+        _ if spec.kind().has(Ability::NeedsDriver) => {
+            "`dmalane doctor` says what this machine lacks for it, `dmalane devices` lists what it has"
+        }
+        _ => {
+            let card = spec.get::<SoftSpec>().filter(|_| Failure::is_out_of_memory(source))?;
+            return Some(format!(
+                "the card reserves address space for all of its memory (ulimit -v): make it smaller with -d \
+                 soft,ddr=SIZE,hbm=SIZE, now {} and {}",
+                binary(card.ddr),
+                binary(card.hbm)
+            ));
+        }
     };
-    failure.hint(hint)
+    Some(text.to_owned())
 }
 
 /// A way out of an error of opening a file as a device.
@@ -182,13 +184,9 @@ pub fn check_inputs<'a>(
 /// Adds what helps when device memory was refused because a file holds data there.
 pub fn with_overwrite_hint(failure: Failure, error: &MemoryError) -> Failure {
     match error {
-        MemoryError::Driver { source, .. } => match source.downcast_ref::<HoldsData>() {
-            Some(HoldsData { path }) if is_node(path) => failure.hint("pass --overwrite to lose the data"),
-            Some(_) => {
-                failure.hint("pass --overwrite to lose the data; `truncate -s SIZE FILE` makes a file without any")
-            }
-            None => failure,
-        },
+        MemoryError::Driver { source, .. } if source.is::<HoldsData>() => {
+            failure.hint("pass --overwrite to lose the data")
+        }
         _ => failure,
     }
 }
