@@ -3,6 +3,7 @@
 use std::fs::Metadata;
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::Args;
 use dmalane::device::BackingFiles;
@@ -49,6 +50,15 @@ pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let mut out = BufWriter::new(io::stdout().lock());
     let done = serde_json::to_writer_pretty(Escaped(&mut out), value).map_err(io::Error::from);
     written(done.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
+}
+
+/// Prints a result: as JSON, or as text for people.
+pub fn tell<T: Serialize>(
+    json: bool,
+    value: impl FnOnce() -> T,
+    text: impl FnOnce() -> String,
+) -> Result<ExitCode, Failure> {
+    if json { print_json(&value()) } else { print_text(&text()) }.map(|()| ExitCode::SUCCESS)
 }
 
 /// Escapes what JSON leaves as it is and a terminal obeys. Each call writes whole characters.

@@ -126,12 +126,7 @@ impl BarMap {
             iommufd_error: container.iommufd_error().map(ToString::to_string),
             bars,
         };
-        if self.json {
-            output::print_json(&report)?;
-        } else {
-            output::print_text(&text(&report))?;
-        }
-        Ok(ExitCode::SUCCESS)
+        output::tell(self.json, || &report, || text(&report))
     }
 
     /// Maps one BAR and unmaps it.

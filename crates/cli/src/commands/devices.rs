@@ -39,16 +39,9 @@ impl Devices {
             let options: Vec<_> = kind.options().iter().map(option).collect();
             json!({ "kind": kind.name, "syntax": kind.syntax, "description": kind.about, "options": options })
         });
-        match self.json {
-            true => output::print_json(&json!({
-                "schema": 1,
-                "command": "devices",
-                "devices": devices.iter().map(json).collect::<Vec<_>>(),
-                "kinds": kinds.collect::<Vec<_>>(),
-            }))?,
-            false => output::print_text(&text(&devices))?,
-        }
-        Ok(ExitCode::SUCCESS)
+        let (found, kinds): (Vec<_>, Vec<_>) = (devices.iter().map(json).collect(), kinds.collect());
+        let all = || json!({ "schema": 1, "command": "devices", "devices": found, "kinds": kinds });
+        output::tell(self.json, all, || text(&devices))
     }
 }
 

@@ -48,12 +48,8 @@ impl Doctor {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let probe = Probe::machine();
         let report = report(&probe, &self.path)?;
-        if self.json {
-            output::print_json(&report)?;
-        } else {
-            output::print_text(&text(&report))?;
-        }
-        Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        let told = output::tell(self.json, || &report, || text(&report))?;
+        Ok(if report.can_load { told } else { ExitCode::FAILURE })
     }
 }
 

@@ -48,17 +48,8 @@ impl Inspect {
             dirty_bytes: sum(|file| file.dirty_bytes),
             map: Vec::new(),
         };
-        if self.json {
-            output::print_json(&Report { schema: 2, command: "inspect", whole, files })?;
-            return Ok(ExitCode::SUCCESS);
-        }
-        let mut out = if files.len() > 1 { whole.text() + "\n" } else { String::new() };
-        files.iter().for_each(|file| out += &file.text());
-        if whole.bytes > 0 {
-            out += "# cached, + partly, . not\n";
-        }
-        output::print_text(&out)?;
-        Ok(ExitCode::SUCCESS)
+        let report = Report { schema: 2, command: "inspect", whole, files };
+        output::tell(self.json, || &report, || report.text())
     }
 }
 
@@ -70,6 +61,17 @@ struct Report {
     #[serde(flatten)]
     whole: Cached,
     files: Vec<Cached>,
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let mut out = if self.files.len() > 1 { self.whole.text() + "\n" } else { String::new() };
+        self.files.iter().for_each(|file| out += &file.text());
+        if self.whole.bytes > 0 {
+            out += "# cached, + partly, . not\n";
+        }
+        out
+    }
 }
 
 /// The cached part of a file or a model.

@@ -195,11 +195,9 @@ impl Load {
         if written.is_err() {
             outcome.runs.written = [const { None }; 3];
         }
-        match self.run.format.json {
-            true => output::print_json(&report::json(&outcome))?,
-            false => output::print_text(&report::text(&outcome, self.run.format.verbose, self.list))?,
-        }
-        measured.and(written).map(|()| ExitCode::SUCCESS)
+        let text = || report::text(&outcome, self.run.format.verbose, self.list);
+        let told = output::tell(self.run.format.json, || report::json(&outcome), text)?;
+        measured.and(written).map(|()| told)
     }
 
     /// Prints what a load would do.
@@ -210,12 +208,10 @@ impl Load {
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        match self.run.format.json {
-            true => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
-            false => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
-        }
+        let (name, text) = (self.device.to_string(), |name: &str| report::plan_text(name, &placed, inputs, self.list));
+        let told = output::tell(self.run.format.json, || report::plan_json(&name, &placed), || text(&name))?;
         device.unload(placed)?;
-        Ok(ExitCode::SUCCESS)
+        Ok(told)
     }
 
     /// How the device is opened.

@@ -51,11 +51,7 @@ impl Status {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Some(every) = self.watch else {
             let status = self.ask()?;
-            match self.json {
-                true => output::print_json(&json(&self.socket, &status))?,
-                false => output::print_text(&text(&status))?,
-            }
-            return Ok(ExitCode::SUCCESS);
+            return output::tell(self.json, || json(&self.socket, &status), || text(&status));
         };
         loop {
             let status = self.ask()?;
