@@ -416,7 +416,7 @@ impl<F: Format> Under<F> {
         for part in [FIRST..RESERVED.start, RESERVED.end..FIRST + PAGES] {
             let (first, pages) = (part.start << size.log2(), part.end - part.start);
             let unbind = TraceOperation::Unbind { va: DeviceVa::new(first), len: pages << size.log2() };
-            self.replay.apply(self.requests.operation(&unbind)).result.unwrap();
+            self.replay.apply(&unbind).result.unwrap();
         }
         assert_eq!(self.replay.vm().binding_count(), 0);
         self.model.pages.fill(None);
