@@ -9,266 +9,21 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::offset_of;
 use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane::load::fill::FilledBuf;
-use dmalane_addr::{CardAddr, Segment};
 use dmalane_vm::Errno;
 
-use crate::buffers::{self, Request};
-use crate::models::{self, Described, Placed};
 use crate::objects::{self, Callback, Callbacks, Refused, call};
-use crate::targets;
+use crate::types::*;
+use crate::{buffers, models, targets};
 
 /// The version of what the header describes.
 pub const DML_ABI_VERSION: u32 = 1;
 
-/// `struct dml_segment`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlSegment {
-    /// Where the segment begins.
-    pub pa: u64,
-    /// Bytes, not 0.
-    pub len: u64,
-}
-
-/// A callback of C for `len` bytes at `va`.
-pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
-
-/// A callback of C for a buffer object that is gone, by the handle that it had.
-pub type ReleaseFunction = extern "C" fn(user: *mut c_void, handle: u32);
-
-/// `struct dml_vm_config`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlVmConfig {
-    /// `sizeof(struct dml_vm_config)` as the caller knows it.
-    pub size: u64,
-    /// The name of the page-table format, such as "x86-64-4level".
-    pub format: *const c_char,
-    /// The first address.
-    pub va: u64,
-    /// Bytes.
-    pub len: u64,
-    /// The first address of the reserved part.
-    pub reserved_va: u64,
-    /// Bytes of it; both 0 for none.
-    pub reserved_len: u64,
-    /// Page tables at most; 0 for no limit.
-    pub table_limit: u64,
-    /// Makes the device forget `len` bytes at `va`; null when there is no device.
-    pub invalidate: Option<Function>,
-    /// Called for each `DML_PREFETCH`; may be null.
-    pub prefetch: Option<Function>,
-    /// First argument of both callbacks.
-    pub user: *mut c_void,
-}
-
-/// `struct dml_leaf`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DmlLeaf {
-    /// Physical address.
-    pub pa: u64,
-    /// Bytes from there to the end of the leaf.
-    pub left: u64,
-    /// The size of the leaf.
-    pub leaf: u64,
-    /// `DML_READ`, `DML_WRITE`, `DML_EXEC`.
-    pub access: u32,
-    /// 0.
-    pub zero: u32,
-}
-
-/// `struct dml_run`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DmlRun {
-    /// The first address.
-    pub va: u64,
-    /// Bytes.
-    pub len: u64,
-    /// The byte of the buffer object there.
-    pub offset: u64,
-    /// Where that is.
-    pub pa: u64,
-    /// The size of the leaves.
-    pub leaf: u64,
-    /// Bytes that repeat, or 0.
-    pub repeat: u64,
-    /// The handle of the buffer object; 0 for a null range.
-    pub handle: u32,
-    /// `DML_READ`, `DML_WRITE`, `DML_EXEC`.
-    pub access: u32,
-}
-
-/// `struct dml_read_config`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlReadConfig {
-    /// `sizeof(struct dml_read_config)` as the caller knows it.
-    pub size: u64,
-    /// `DML_READ_SHAREABLE` and its like.
-    pub flags: u32,
-    /// Worker threads; 0 to choose automatically.
-    pub threads: u32,
-    /// Offset in the file, in bytes.
-    pub offset: u64,
-    /// Bytes; 0 for all to the end.
-    pub len: u64,
-    /// Chunk size in bytes; 0 for the default.
-    pub chunk: u64,
-    /// Bytes of memory at most; 0 for no limit.
-    pub limit: u64,
-    /// Milliseconds at most; 0 for no limit.
-    pub timeout_ms: u64,
-}
-
-/// `struct dml_range`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlRange {
-    /// Offset in the file, in bytes.
-    pub offset: u64,
-    /// Bytes; 0 for all to the end.
-    pub len: u64,
-    /// Offset in the buffer.
-    pub to: u64,
-    /// An open file.
-    pub fd: i32,
-    /// Which of the buffers.
-    pub buffer: u32,
-}
-
-/// `struct dml_filled`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlFilled {
-    /// The bytes, until the buffer is destroyed.
-    pub data: *mut c_void,
-    /// Length in bytes.
-    pub len: u64,
-    /// XXH3-64 of them; 0 unless asked for.
-    pub checksum: u64,
-}
-
-/// `struct dml_target_info`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DmlTargetInfo {
-    /// Bytes of free device memory.
-    pub free: u64,
-    /// Size of the smallest page of its address space.
-    pub page: u64,
-    /// Bytes of one operation at most.
-    pub max_len: u64,
-    /// Operations in flight at most.
-    pub capacity: u64,
-    /// `DML_TARGET_FLAT` and its like.
-    pub flags: u32,
-    /// 0.
-    pub zero: u32,
-}
-
-/// `struct dml_target_op`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlTargetOp {
-    /// `DML_TO_DEVICE` and its like.
-    pub kind: u32,
-    /// Rows, or 0.
-    pub rows: u32,
-    /// Comes back with the completion.
-    pub user: u64,
-    /// Bytes; with rows, those of one.
-    pub len: u64,
-    /// Device virtual address.
-    pub at: u64,
-    /// Host memory.
-    pub memory: u64,
-    /// Offset in the host memory.
-    pub offset: u64,
-    /// Pattern or source.
-    pub value: u64,
-    /// Pitch in host memory, or at the source.
-    pub memory_pitch: u64,
-    /// Pitch on the device.
-    pub pitch: u64,
-}
-
 /// Bytes of an operation without rows and value: what a stride has at least.
 const SHORTEST: usize = offset_of!(DmlTargetOp, value);
-
-/// `struct dml_completion`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlCompletion {
-    /// As it was submitted.
-    pub user: u64,
-    /// Bytes that are known to be done.
-    pub bytes: u64,
-    /// 0 or a negative error number.
-    pub result: i32,
-    /// 0.
-    pub zero: u32,
-}
-
-/// `struct dml_tensor`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DmlTensor {
-    /// Device virtual address; 0 for a tensor of no bytes.
-    pub va: u64,
-    /// Bytes.
-    pub len: u64,
-    /// Length of its name in bytes, without the terminating zero.
-    pub name_len: u64,
-}
-
-/// `struct dml_model_config`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlModelConfig {
-    /// `sizeof(struct dml_model_config)` as the caller knows it.
-    pub size: u64,
-    /// Bytes of host memory that its tensors may take at a time; 0 for no limit.
-    pub memory_limit: u64,
-    /// `DML_READ_DIRECT`, `DML_READ_BUFFERED` or 0.
-    pub flags: u32,
-    /// 0.
-    pub zero: u32,
-}
-
-/// `struct dml_model_tensor`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DmlModelTensor {
-    /// Bytes.
-    pub len: u64,
-    /// Length of its name in bytes, without the terminating zero.
-    pub name_len: u64,
-    /// Dimensions.
-    pub dims: u64,
-    /// Its shape.
-    pub shape: [u64; models::DIMS],
-    /// The type of its elements ("F32"), with a terminating zero; empty for bytes without a type.
-    pub dtype: [u8; 16],
-}
-
-/// `struct dml_slice`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DmlSlice {
-    /// The first element.
-    pub start: u64,
-    /// The element behind the last one.
-    pub stop: u64,
-}
-
-/// `DML_LOAD_VERIFY`.
-const LOAD_VERIFY: u32 = 1;
 
 /// Memory that C passes for reading, as a slice.
 ///
@@ -324,13 +79,13 @@ unsafe fn optional<'a>(at: *const c_char) -> Result<Option<&'a str>, Refused> {
     unsafe { text(at) }.map(Some)
 }
 
-/// Writes a text and a zero to memory of C, cut to `size` bytes.
+/// Writes a text and a zero to memory of C, cut to `size` bytes, and returns what the text is the name of.
 ///
 /// # Safety
 /// `to` is null, or there is room for `size` bytes that nobody else uses during the call.
-unsafe fn put_text(to: *mut c_char, size: usize, text: &str) {
+unsafe fn put_text<T>(to: *mut c_char, size: usize, text: &str, of: T) -> T {
     if to.is_null() || size == 0 {
-        return;
+        return of;
     }
     let mut end = text.len().min(size - 1);
     while !text.is_char_boundary(end) {
@@ -342,30 +97,34 @@ unsafe fn put_text(to: *mut c_char, size: usize, text: &str) {
         to.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), end);
         to.add(end).write(0);
     }
+    of
 }
 
-/// Writes a tensor and its name to memory of C.
+/// Writes what `make` returns to memory of C; where it fails, `none` stays there.
 ///
 /// # Safety
-/// As for [`put`] and [`put_text`].
-unsafe fn put_tensor(
-    to: *mut DmlTensor,
-    name: *mut c_char,
-    size: usize,
-    found: (DmlTensor, String),
-) -> Result<(), Refused> {
+/// As for [`put`].
+unsafe fn give<T>(to: *mut T, none: T, make: impl FnOnce() -> Result<T, Refused>) -> Result<(), Refused> {
     // SAFETY: of the caller.
-    unsafe { put_text(name, size, &found.1) };
-    // SAFETY: of the caller.
-    unsafe { put(to, found.0) }
+    unsafe { put(to, none)? };
+    let made = make()?;
+    // SAFETY: of the caller. Were it refused here, it would have been above.
+    unsafe { put(to, made) }
 }
 
-fn tensor(load: u64, name: Option<&str>, index: u64) -> Result<(DmlTensor, String), Refused> {
-    targets::tensor(load, name, index, |found| {
-        let name = found.tensor.name.clone();
-        let va = found.va.map_or(0, |span| span.first().bits());
-        (DmlTensor { va, len: found.tensor.len, name_len: name.len() as u64 }, name)
-    })
+/// As [`give`], two values of one call.
+///
+/// # Safety
+/// As for [`put`].
+unsafe fn give_both<A, B>(
+    (to, and): (*mut A, *mut B),
+    (none, nothing): (A, B),
+    make: impl FnOnce() -> Result<(A, B), Refused>,
+) -> Result<(), Refused> {
+    // SAFETY: of the caller.
+    unsafe { put(to, none)? };
+    // SAFETY: of the caller.
+    unsafe { give(and, nothing, || make().and_then(|(first, second)| put(to, first).map(|()| second))) }
 }
 
 /// Bytes that a configuration has at most, in later versions too: a size that was never set is mostly above it.
@@ -399,33 +158,41 @@ unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     Ok(unsafe { at.read_unaligned() })
 }
 
-/// 64 bits at an offset of a structure of C's.
-fn number(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_ne_bytes)
+/// The bytes of `count` structures of C's, `stride` apart.
+///
+/// # Safety
+/// `at` is null, or there are `count` strides that are not written to while the slice is in use.
+unsafe fn strides<'a>(at: *const c_void, stride: usize, count: usize) -> Result<&'a [u8], Refused> {
+    // An array that is longer than memory is told from one that is not there.
+    let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} times {stride} bytes")))?;
+    // SAFETY: of the caller.
+    unsafe { bytes(at, len) }
 }
 
-/// 32 bits at an offset of a structure of C's.
-fn half(bytes: &[u8], at: usize) -> u32 {
-    bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_ne_bytes)
+/// An array of C's. `T` is a number, a pointer, or a structure of the header of such.
+///
+/// # Safety
+/// As for [`strides`], while the iterator is in use.
+unsafe fn array<'a, T: Copy + 'a>(
+    at: *const T,
+    count: usize,
+) -> Result<impl ExactSizeIterator<Item = T> + 'a, Refused> {
+    // SAFETY: of the caller.
+    let bytes = unsafe { strides(at.cast(), size_of::<T>(), count)? };
+    // SAFETY: each chunk has the bytes of a `T`, for which any bits are right.
+    Ok(bytes.chunks_exact(size_of::<T>()).map(|one| unsafe { one.as_ptr().cast::<T>().read_unaligned() }))
 }
 
 /// An operation from its bytes, at least [`SHORTEST`]; what is not there is 0.
-fn target_op(bytes: &[u8]) -> Result<targets::Request, Refused> {
-    if bytes.iter().skip(size_of::<DmlTargetOp>()).any(|b| *b != 0) {
+fn target_op(bytes: &[u8]) -> Result<DmlTargetOp, Refused> {
+    let (known, unknown) = bytes.split_at(bytes.len().min(size_of::<DmlTargetOp>()));
+    if unknown.iter().any(|b| *b != 0) {
         return Err(refused(Errno::TooBig, "fields of an operation that this version does not know"));
     }
-    Ok(targets::Request {
-        kind: half(bytes, offset_of!(DmlTargetOp, kind)),
-        rows: half(bytes, offset_of!(DmlTargetOp, rows)),
-        user: number(bytes, offset_of!(DmlTargetOp, user)),
-        len: number(bytes, offset_of!(DmlTargetOp, len)),
-        at: number(bytes, offset_of!(DmlTargetOp, at)),
-        memory: number(bytes, offset_of!(DmlTargetOp, memory)),
-        offset: number(bytes, offset_of!(DmlTargetOp, offset)),
-        value: number(bytes, offset_of!(DmlTargetOp, value)),
-        memory_pitch: number(bytes, offset_of!(DmlTargetOp, memory_pitch)),
-        pitch: number(bytes, offset_of!(DmlTargetOp, pitch)),
-    })
+    let mut operation = DmlTargetOp::default();
+    // SAFETY: `known` is at most as long as the operation, which has numbers alone: any bits are right for them.
+    unsafe { (&raw mut operation).cast::<u8>().copy_from_nonoverlapping(known.as_ptr(), known.len()) };
+    Ok(operation)
 }
 
 /// An open file of C's.
@@ -443,30 +210,6 @@ unsafe fn file<'a>(fd: i32) -> Result<BorrowedFd<'a>, Refused> {
 /// The place of an element of an array of C's; null for none.
 fn place<T>(array: *mut T, i: usize) -> *mut T {
     if array.is_null() { array } else { array.wrapping_add(i) }
-}
-
-/// No buffer.
-const NOTHING: DmlFilled = DmlFilled { data: std::ptr::null_mut(), len: 0, checksum: 0 };
-
-fn filled_by(made: &FilledBuf) -> DmlFilled {
-    let view = made.as_volatile_slice();
-    DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) }
-}
-
-/// Writes a tensor in host memory to memory of C.
-///
-/// # Safety
-/// As for [`put`].
-unsafe fn put_placed(tensor: *mut u64, filled: *mut DmlFilled, (number, data, len): Placed) -> Result<(), Refused> {
-    // SAFETY: of the caller.
-    unsafe { put(filled, DmlFilled { data: data.cast(), len, checksum: 0 })? };
-    // SAFETY: of the caller.
-    unsafe { put(tensor, number) }
-}
-
-fn read_request(c: DmlReadConfig) -> Request {
-    let DmlReadConfig { flags, threads, offset, len, chunk, limit, timeout_ms, .. } = c;
-    Request { flags, threads, offset, len, chunk, limit, timeout_ms }
 }
 
 fn refused(errno: Errno, what: impl std::fmt::Display) -> Refused {
@@ -497,9 +240,7 @@ exported! {
     /// Creates a device: buffer objects, and VMs that bind them.
     fn dml_device_create(device: *mut u64) {
         // SAFETY: the contract of the function.
-        unsafe { put(device, 0)? };
-        // SAFETY: the same again.
-        unsafe { put(device, objects::create_device()) }
+        unsafe { give(device, 0, || Ok(objects::create_device())) }
     }
 
     /// Destroys a device. Its VMs exist until they are destroyed.
@@ -509,18 +250,8 @@ exported! {
 
     /// Creates a buffer object of `count` segments.
     fn dml_bo_create(device: u64, segments: *const DmlSegment, count: usize, handle: *mut u32) {
-        // SAFETY: the contract of the function.
-        unsafe { put(handle, 0)? };
-        let len = count.checked_mul(size_of::<DmlSegment>()).ok_or_else(|| fault("too many segments"))?;
         // SAFETY: the contract of the function: `count` segments are there.
-        let bytes = unsafe { bytes(segments.cast(), len)? };
-        let each = bytes.chunks_exact(size_of::<DmlSegment>()).map(|segment| {
-            let pa = number(segment, offset_of!(DmlSegment, pa));
-            Segment { addr: CardAddr::new(pa), len: number(segment, offset_of!(DmlSegment, len)) }
-        });
-        let made = objects::create_bo(device, each)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(handle, made) }
+        unsafe { give(handle, 0, || objects::create_bo(device, array(segments, count)?)) }
     }
 
     /// Destroys a buffer object's handle. The object exists while it is bound.
@@ -538,21 +269,20 @@ exported! {
 
     /// Creates an empty VM.
     fn dml_vm_create(device: u64, config: *const DmlVmConfig, vm: *mut u64) {
-        // SAFETY: the contract of the function.
-        unsafe { put(vm, 0)? };
-        // SAFETY: the contract of the function; the header says that `size` is the first field.
-        let c = unsafe { self::config(config)? };
-        // SAFETY: the contract of the function: the text stays as it is during the call.
-        let format = unsafe { text(c.format)? };
-        let user = c.user.expose_provenance(); // a number, so that it may go from thread to thread
-        let callback = |function: Function| -> Callback {
-            Arc::new(move |va, len| function(std::ptr::with_exposed_provenance_mut(user), va.bits(), len))
+        let make = || {
+            // SAFETY: the contract of the function; the header says that `size` is the first field.
+            let c = unsafe { self::config(config)? };
+            // SAFETY: the contract of the function: the text stays as it is during the call.
+            let format = unsafe { text(c.format)? };
+            let user = c.user.expose_provenance(); // a number, so that it may go from thread to thread
+            let callback = |function: Function| -> Callback {
+                Arc::new(move |va, len| function(std::ptr::with_exposed_provenance_mut(user), va.bits(), len))
+            };
+            let tell = Callbacks { invalidate: c.invalidate.map(callback), prefetch: c.prefetch.map(callback) };
+            objects::create_vm(device, format, &c, tell)
         };
-        let tell = Callbacks { invalidate: c.invalidate.map(callback), prefetch: c.prefetch.map(callback) };
-        let reserved = (c.reserved_va, c.reserved_len);
-        let made = objects::create_vm(device, format, (c.va, c.len), reserved, c.table_limit, tell)?;
         // SAFETY: the contract of the function.
-        unsafe { put(vm, made) }
+        unsafe { give(vm, 0, make) }
     }
 
     /// Gives a VM up, with all that is bound in it.
@@ -567,19 +297,14 @@ exported! {
 
     /// Applies `count` operations, `stride` bytes apart, all or none.
     fn dml_vm_bind(vm: u64, operations: *const c_void, stride: usize, count: usize) {
-        // An array that is longer than memory is told from one that is not there.
-        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
         // SAFETY: the contract of the function: `count` strides are there.
-        let bytes = unsafe { bytes(operations, len)? };
-        objects::bind(vm, bytes, stride, count, false)
+        objects::bind(vm, unsafe { strides(operations, stride, count)? }, stride, count, false)
     }
 
     /// As `dml_vm_bind`, for the driver itself: within the reserved part.
     fn dml_vm_bind_reserved(vm: u64, operations: *const c_void, stride: usize, count: usize) {
-        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
         // SAFETY: the contract of the function: `count` strides are there.
-        let bytes = unsafe { bytes(operations, len)? };
-        objects::bind(vm, bytes, stride, count, true)
+        objects::bind(vm, unsafe { strides(operations, stride, count)? }, stride, count, true)
     }
 
     /// Makes larger leaves where what is bound continues.
@@ -590,51 +315,28 @@ exported! {
     /// Counts the bytes of a buffer object that are bound in a VM.
     fn dml_bo_bound_bytes(vm: u64, handle: u32, count: *mut u64) {
         // SAFETY: the contract of the function.
-        unsafe { put(count, 0)? };
-        let bytes = objects::bound_bytes(vm, handle)?;
-        // SAFETY: the same again.
-        unsafe { put(count, bytes) }
+        unsafe { give(count, 0, || objects::bound_bytes(vm, handle)) }
     }
 
     /// In how many VMs a buffer object is bound.
     fn dml_bo_bindings(device: u64, handle: u32, count: *mut u64) {
         // SAFETY: the contract of the function.
-        unsafe { put(count, 0)? };
-        let vms = objects::bound_vms(device, handle)?;
-        // SAFETY: the same again.
-        unsafe { put(count, vms) }
+        unsafe { give(count, 0, || objects::bound_vms(device, handle)) }
     }
 
     /// Where an address leads.
     fn dml_vm_lookup(vm: u64, va: u64, leaf: *mut DmlLeaf) {
         // SAFETY: the contract of the function.
-        unsafe { put(leaf, DmlLeaf::default())? };
-        let found = objects::lookup(vm, va)?;
-        let found = DmlLeaf {
-            pa: found.pa,
-            left: found.left,
-            leaf: found.leaf,
-            access: found.access.bits().into(),
-            zero: 0,
-        };
-        // SAFETY: the contract of the function.
-        unsafe { put(leaf, found) }
+        unsafe { give(leaf, DmlLeaf::default(), || objects::lookup(vm, va)) }
     }
 
     /// Allocates a buffer and reads a file into it while it is being allocated.
     fn dml_alloc_and_read(fd: i32, config: *const DmlReadConfig, buffer: *mut u64, filled: *mut DmlFilled) {
+        // SAFETY: the contract of the function; the header says that `size` is the first field, and that the file is
+        // open and stays so during the call.
+        let make = || unsafe { buffers::alloc_and_read(file(fd)?, &self::config(config)?) };
         // SAFETY: the contract of the function.
-        unsafe { put(buffer, 0)? };
-        // SAFETY: the contract of the function.
-        unsafe { put(filled, NOTHING)? };
-        // SAFETY: the contract of the function; the header says that `size` is the first field.
-        let request = read_request(unsafe { self::config(config)? });
-        // SAFETY: the header says that it is open and stays so during the call.
-        let (number, made) = buffers::alloc_and_read(unsafe { file(fd)? }, &request)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(filled, filled_by(&made))? };
-        // SAFETY: the contract of the function.
-        unsafe { put(buffer, number) }
+        unsafe { give_both((buffer, filled), (0, NOTHING), make) }
     }
 
     /// Allocates buffers and reads ranges of files into them.
@@ -653,25 +355,15 @@ exported! {
             unsafe { put(place(filled, i), NOTHING)? };
         }
         // SAFETY: the contract of the function; the header says that `size` is the first field.
-        let request = read_request(unsafe { self::config(config)? });
-        let len = count.checked_mul(size_of::<DmlRange>()).ok_or_else(|| fault("too many ranges"))?;
+        let request = unsafe { self::config(config)? };
         // SAFETY: the contract of the function: `count` ranges are there.
-        let bytes = unsafe { bytes(ranges.cast(), len)? };
-        let each = bytes.chunks_exact(size_of::<DmlRange>()).map(|range| {
-            Ok(buffers::Range {
-                // SAFETY: the header says that it is open and stays so during the call.
-                file: unsafe { file(half(range, offset_of!(DmlRange, fd)).cast_signed())? },
-                offset: number(range, offset_of!(DmlRange, offset)),
-                len: number(range, offset_of!(DmlRange, len)),
-                to: number(range, offset_of!(DmlRange, to)),
-                buffer: half(range, offset_of!(DmlRange, buffer)),
-            })
-        });
-        let ranges = each.collect::<Result<Vec<_>, Refused>>()?;
-        let made = buffers::read_ranges(&ranges, &request, buffer_count)?;
+        let ranges = unsafe { array(ranges, count)? };
+        // SAFETY: the header says that each is open and stays so during the call.
+        let ranges = ranges.map(|range| unsafe { file(range.fd) }.map(|file| (file, range)));
+        let made = buffers::read_ranges(&ranges.collect::<Result<Vec<_>, _>>()?, &request, buffer_count)?;
         for (i, (number, made)) in made.into_iter().enumerate() {
             // SAFETY: the contract of the function.
-            unsafe { put(place(filled, i), filled_by(&made))? };
+            unsafe { put(place(filled, i), made)? };
             // SAFETY: the contract of the function.
             unsafe { put(place(buffers, i), number)? };
         }
@@ -681,19 +373,13 @@ exported! {
     /// A descriptor of the memory of a buffer, for another process or driver.
     fn dml_buffer_export(buffer: u64, fd: *mut i32) {
         // SAFETY: the contract of the function.
-        unsafe { put(fd, -1)? };
-        let exported = buffers::export(buffer)?;
-        // SAFETY: the contract of the function. Were it refused here, it would have been above.
-        unsafe { put(fd, exported.into_raw_fd()) }
+        unsafe { give(fd, -1, || buffers::export(buffer).map(IntoRawFd::into_raw_fd)) }
     }
 
     /// A dma-buf of the memory of a buffer, for another driver.
     fn dml_buffer_export_dma_buf(buffer: u64, fd: *mut i32) {
         // SAFETY: the contract of the function.
-        unsafe { put(fd, -1)? };
-        let exported = buffers::export_dma_buf(buffer)?;
-        // SAFETY: the contract of the function. Were it refused here, it would have been above.
-        unsafe { put(fd, exported.into_raw_fd()) }
+        unsafe { give(fd, -1, || buffers::export_dma_buf(buffer).map(IntoRawFd::into_raw_fd)) }
     }
 
     /// Frees a buffer; its bytes are gone.
@@ -703,21 +389,14 @@ exported! {
 
     /// Opens a device by name.
     fn dml_target_open(name: *const c_char, target: *mut u64) {
-        // SAFETY: the contract of the function.
-        unsafe { put(target, 0)? };
         // SAFETY: the contract of the function: the text stays as it is during the call.
-        let opened = targets::open(unsafe { text(name)? })?;
-        // SAFETY: the contract of the function.
-        unsafe { put(target, opened) }
+        unsafe { give(target, 0, || targets::open(text(name)?)) }
     }
 
     /// Properties of a device.
     fn dml_target_info(target: u64, info: *mut DmlTargetInfo) {
         // SAFETY: the contract of the function.
-        unsafe { put(info, DmlTargetInfo::default())? };
-        let targets::Info { free, page, max_len, capacity, flags } = targets::info(target)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(info, DmlTargetInfo { free, page, max_len, capacity, flags, zero: 0 }) }
+        unsafe { give(info, DmlTargetInfo::default(), || targets::info(target)) }
     }
 
     /// Closes a device.
@@ -728,27 +407,13 @@ exported! {
     /// Allocates host memory and registers it with a device.
     fn dml_memory_create(target: u64, len: u64, memory: *mut u64, data: *mut *mut c_void) {
         // SAFETY: the contract of the function.
-        unsafe { put(memory, 0)? };
-        // SAFETY: the contract of the function.
-        unsafe { put(data, std::ptr::null_mut())? };
-        let (number, at) = targets::create_memory(target, len)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(data, at.cast())? };
-        // SAFETY: the contract of the function.
-        unsafe { put(memory, number) }
+        unsafe { give_both((memory, data), (0, null_mut()), || targets::create_memory(target, len)) }
     }
 
     /// Registers a buffer that was read from a file with a device.
     fn dml_memory_register(target: u64, buffer: u64, memory: *mut u64, data: *mut *mut c_void) {
         // SAFETY: the contract of the function.
-        unsafe { put(memory, 0)? };
-        // SAFETY: the contract of the function.
-        unsafe { put(data, std::ptr::null_mut())? };
-        let (number, at) = targets::register_buffer(target, buffer)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(data, at.cast())? };
-        // SAFETY: the contract of the function.
-        unsafe { put(memory, number) }
+        unsafe { give_both((memory, data), (0, null_mut()), || targets::register_buffer(target, buffer)) }
     }
 
     /// Deregisters host memory and frees it.
@@ -758,12 +423,8 @@ exported! {
 
     /// Allocates device memory.
     fn dml_target_allocate(target: u64, len: u64, placement: *const c_char, handle: *mut u32) {
-        // SAFETY: the contract of the function.
-        unsafe { put(handle, 0)? };
         // SAFETY: the contract of the function: the text stays as it is during the call.
-        let allocated = targets::allocate(target, len, unsafe { optional(placement)? })?;
-        // SAFETY: the contract of the function.
-        unsafe { put(handle, allocated) }
+        unsafe { give(handle, 0, || targets::allocate(target, len, optional(placement)?)) }
     }
 
     /// Frees device memory.
@@ -774,14 +435,7 @@ exported! {
     /// Reserves device virtual addresses for device memory.
     fn dml_target_reserve(target: u64, handle: u32, len: u64, va: *mut u64, reserved: *mut u64) {
         // SAFETY: the contract of the function.
-        unsafe { put(va, 0)? };
-        // SAFETY: the contract of the function.
-        unsafe { put(reserved, 0)? };
-        let range = targets::reserve(target, handle, len)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(reserved, range.len())? };
-        // SAFETY: the contract of the function.
-        unsafe { put(va, range.first().bits()) }
+        unsafe { give_both((va, reserved), (0, 0), || targets::reserve(target, handle, len)) }
     }
 
     /// Unbinds what is bound in a reserved range, and gives the range back.
@@ -791,10 +445,8 @@ exported! {
 
     /// Applies `count` operations, `stride` bytes apart, in the address space of a device.
     fn dml_target_bind(target: u64, operations: *const c_void, stride: usize, count: usize) {
-        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
         // SAFETY: the contract of the function: `count` strides are there.
-        let bytes = unsafe { bytes(operations, len)? };
-        targets::bind(target, bytes, stride, count)
+        targets::bind(target, unsafe { strides(operations, stride, count)? }, stride, count)
     }
 
     /// Submits `count` operations, `stride` bytes apart, until one is refused.
@@ -804,9 +456,8 @@ exported! {
         if count > 0 && stride < SHORTEST {
             return Err(refused(Errno::Inval, format_args!("a stride of {stride} bytes, below {SHORTEST}")));
         }
-        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
         // SAFETY: the contract of the function: `count` strides are there.
-        let bytes = unsafe { bytes(operations, len)? };
+        let bytes = unsafe { strides(operations, stride, count)? };
         let (n, result) = targets::submit(target, bytes.chunks_exact(stride.max(1)).map(target_op));
         // SAFETY: the contract of the function.
         unsafe { put(accepted, n)? };
@@ -833,11 +484,10 @@ exported! {
         }
         let mut n = 0;
         let mut failed = None;
-        let result = targets::poll(target, capacity, Duration::from_millis(timeout_ms), &mut |ended| {
-            let targets::Ended { user, bytes, number, text } = ended;
+        let result = targets::poll(target, capacity, Duration::from_millis(timeout_ms), &mut |ended, text| {
             failed = text.or_else(|| failed.take());
             // SAFETY: below `capacity`, as `poll` says, so within the room that the caller says is there.
-            unsafe { put(done.add(n), DmlCompletion { user, bytes, result: number, zero: 0 })? };
+            unsafe { put(done.add(n), ended)? };
             n += 1;
             Ok(())
         });
@@ -861,35 +511,24 @@ exported! {
 
     /// Loads a file onto a device.
     fn dml_target_load(target: u64, path: *const c_char, placement: *const c_char, flags: u32, load: *mut u64) {
-        // SAFETY: the contract of the function.
-        unsafe { put(load, 0)? };
-        if flags & !LOAD_VERIFY != 0 {
-            return Err(refused(Errno::Inval, format_args!("flags {flags:#x}")));
-        }
         // SAFETY: the contract of the function: the texts stay as they are during the call.
-        let (path, placement) = unsafe { (text(path)?, optional(placement)?) };
-        let loaded = targets::load(target, path, placement, flags & LOAD_VERIFY != 0)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(load, loaded) }
+        unsafe { give(load, 0, || targets::load(target, text(path)?, optional(placement)?, flags)) }
     }
 
     /// A tensor of a load, in the order of the file.
     fn dml_load_tensor(load: u64, index: u64, tensor: *mut DmlTensor, name: *mut c_char, size: usize) {
         // SAFETY: the contract of the function.
-        unsafe { put(tensor, DmlTensor::default())? };
-        let found = self::tensor(load, None, index)?;
+        let called = |(found, called): (_, String)| unsafe { put_text(name, size, &called, found) };
         // SAFETY: the contract of the function.
-        unsafe { put_tensor(tensor, name, size, found) }
+        unsafe { give(tensor, DmlTensor::default(), || targets::tensor(load, None, index).map(called)) }
     }
 
     /// The tensor of this name of a load.
     fn dml_load_find(load: u64, name: *const c_char, tensor: *mut DmlTensor) {
-        // SAFETY: the contract of the function.
-        unsafe { put(tensor, DmlTensor::default())? };
         // SAFETY: the contract of the function: the text stays as it is during the call.
-        let found = self::tensor(load, Some(unsafe { text(name)? }), 0)?;
+        let find = || unsafe { targets::tensor(load, Some(text(name)?), 0) };
         // SAFETY: the contract of the function.
-        unsafe { put(tensor, found.0) }
+        unsafe { give(tensor, DmlTensor::default(), || find().map(|(found, _)| found)) }
     }
 
     /// Opens files of tensors.
@@ -899,50 +538,32 @@ exported! {
         config: *const DmlModelConfig,
         model: *mut u64,
     ) {
+        let open = || {
+            // SAFETY: the contract of the function; the header says that `size` is the first field.
+            let config = unsafe { self::config(config)? };
+            // SAFETY: the contract of the function: `count` pointers are there, each null or that of a text that stays
+            // as it is during the call.
+            let paths = unsafe { array(paths, count)?.map(|path| text(path)).collect::<Result<Vec<_>, _>>()? };
+            models::open(&paths, &config)
+        };
         // SAFETY: the contract of the function.
-        unsafe { put(model, 0)? };
-        // SAFETY: the contract of the function; the header says that `size` is the first field.
-        let config = unsafe { self::config(config)? };
-        if config.zero != 0 {
-            return Err(refused(Errno::Inval, "a field that is not 0"));
-        }
-        let len = count.checked_mul(size_of::<*const c_char>()).ok_or_else(|| fault("too many paths"))?;
-        // SAFETY: the contract of the function: `count` pointers are there.
-        let all = unsafe { bytes(paths.cast(), len)? };
-        let each = all.chunks_exact(size_of::<usize>()).map(|at| {
-            let at = std::ptr::with_exposed_provenance(number(at, 0) as usize);
-            // SAFETY: the contract of the function: each is null or a text that stays as it is during the call.
-            unsafe { text(at) }
-        });
-        let opened = models::open(&each.collect::<Result<Vec<_>, _>>()?, config.flags, config.memory_limit)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(model, opened) }
+        unsafe { give(model, 0, open) }
     }
 
     /// A tensor of a model, in the order of the files and of the bytes in them.
     fn dml_model_tensor(model: u64, index: u64, tensor: *mut DmlModelTensor, name: *mut c_char, size: usize) {
         // SAFETY: the contract of the function.
-        unsafe { put(tensor, DmlModelTensor::default())? };
-        let Described { name: called, dtype, shape, len } = models::describe(model, index)?;
-        let (name_len, dims) = (called.len() as u64, shape.len() as u64);
-        let mut found = DmlModelTensor { len, name_len, dims, ..DmlModelTensor::default() };
-        found.shape = models::shape(&shape)?;
-        let room = found.dtype.len() - 1;
-        found.dtype.iter_mut().zip(dtype.bytes().take(room)).for_each(|(to, byte)| *to = byte);
+        let called = |(found, called): (_, String)| unsafe { put_text(name, size, &called, found) };
         // SAFETY: the contract of the function.
-        unsafe { put_text(name, size, &called) };
-        // SAFETY: the contract of the function.
-        unsafe { put(tensor, found) }
+        unsafe { give(tensor, DmlModelTensor::default(), || models::describe(model, index).map(called)) }
     }
 
     /// Reads a tensor of a model.
     fn dml_model_read(model: u64, name: *const c_char, tensor: *mut u64, filled: *mut DmlFilled) {
-        // SAFETY: the contract of the function.
-        unsafe { put_placed(tensor, filled, (0, std::ptr::null_mut(), 0))? };
         // SAFETY: the contract of the function: the text stays as it is during the call.
-        let placed = models::read(model, unsafe { text(name)? }, None)?;
+        let read = || unsafe { models::read(model, text(name)?, None) };
         // SAFETY: the contract of the function.
-        unsafe { put_placed(tensor, filled, placed) }
+        unsafe { give_both((tensor, filled), (0, NOTHING), read) }
     }
 
     /// Reads a slice of a tensor of a model.
@@ -954,37 +575,29 @@ exported! {
         tensor: *mut u64,
         filled: *mut DmlFilled,
     ) {
+        let read = || {
+            // SAFETY: the contract of the function: `count` slices are there.
+            let slices = unsafe { array(slices, count)? };
+            let ranges: Vec<_> = slices.map(|slice| slice.start..slice.stop).collect();
+            // SAFETY: the contract of the function: the text stays as it is during the call.
+            models::read(model, unsafe { text(name)? }, Some(&ranges))
+        };
         // SAFETY: the contract of the function.
-        unsafe { put_placed(tensor, filled, (0, std::ptr::null_mut(), 0))? };
-        let len = count.checked_mul(size_of::<DmlSlice>()).ok_or_else(|| fault("too many ranges"))?;
-        // SAFETY: the contract of the function: `count` slices are there.
-        let all = unsafe { bytes(slices.cast(), len)? };
-        let slice = |at: &[u8]| number(at, offset_of!(DmlSlice, start))..number(at, offset_of!(DmlSlice, stop));
-        let ranges: Vec<_> = all.chunks_exact(size_of::<DmlSlice>()).map(slice).collect();
-        // SAFETY: the contract of the function: the text stays as it is during the call.
-        let placed = models::read(model, unsafe { text(name)? }, Some(&ranges))?;
-        // SAFETY: the contract of the function.
-        unsafe { put_placed(tensor, filled, placed) }
+        unsafe { give_both((tensor, filled), (0, NOTHING), read) }
     }
 
     /// Begins to read all tensors of a model.
     fn dml_model_stream(model: u64, stream: *mut u64) {
         // SAFETY: the contract of the function.
-        unsafe { put(stream, 0)? };
-        let begun = models::stream(model)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(stream, begun) }
+        unsafe { give(stream, 0, || models::stream(model)) }
     }
 
     /// The next tensor of a stream.
     fn dml_stream_next(stream: u64, tensor: *mut u64, filled: *mut DmlFilled, name: *mut c_char, size: usize) {
         // SAFETY: the contract of the function.
-        unsafe { put_placed(tensor, filled, (0, std::ptr::null_mut(), 0))? };
-        let (called, placed) = models::next(stream)?.ok_or_else(|| refused(Errno::NoEnt, "no tensor is left"))?;
+        let called = |(called, found): (String, _)| unsafe { put_text(name, size, &called, found) };
         // SAFETY: the contract of the function.
-        unsafe { put_text(name, size, &called) };
-        // SAFETY: the contract of the function.
-        unsafe { put_placed(tensor, filled, placed) }
+        unsafe { give_both((tensor, filled), (0, NOTHING), || models::next(stream).map(called)) }
     }
 
     /// Ends a stream.
@@ -1004,16 +617,8 @@ exported! {
 
     /// Loads a model onto a device.
     fn dml_target_load_model(target: u64, model: u64, placement: *const c_char, flags: u32, load: *mut u64) {
-        // SAFETY: the contract of the function.
-        unsafe { put(load, 0)? };
-        if flags & !LOAD_VERIFY != 0 {
-            return Err(refused(Errno::Inval, format_args!("flags {flags:#x}")));
-        }
         // SAFETY: the contract of the function: the text stays as it is during the call.
-        let placement = unsafe { optional(placement)? };
-        let loaded = targets::load_open(target, model, placement, flags & LOAD_VERIFY != 0)?;
-        // SAFETY: the contract of the function.
-        unsafe { put(load, loaded) }
+        unsafe { give(load, 0, || targets::load_open(target, model, optional(placement)?, flags)) }
     }
 
     /// Unbinds and frees what a load brought to its device.
@@ -1029,23 +634,8 @@ exported! {
         let mut result = Ok(());
         objects::runs(vm, va, len, &mut |run| {
             if n < capacity && result.is_ok() {
-                let (handle, offset, repeat) = objects::source(&run);
-                let run = DmlRun {
-                    va: run.span.first().bits(),
-                    len: run.span.len(),
-                    offset,
-                    pa: run.to.bits(),
-                    leaf: run.leaf.bytes(),
-                    repeat,
-                    handle,
-                    access: run.access.bits().into(),
-                };
-                result = if runs.is_null() {
-                    Err(fault("no room for the runs: a null pointer"))
-                } else {
-                    // SAFETY: below `capacity`, checked above, so within the room that the caller says is there.
-                    unsafe { put(runs.add(n), run) }
-                };
+                // SAFETY: below `capacity`, checked above, so within the room that the caller says is there.
+                result = unsafe { put(place(runs, n), run) };
             }
             n += 1;
         })?;
@@ -1072,7 +662,6 @@ pub extern "C" fn dml_abi_version() -> u32 {
 pub unsafe extern "C" fn dml_last_error(text: *mut c_char, size: usize) -> usize {
     objects::with_last_error(|last| {
         // SAFETY: the contract of the function.
-        unsafe { put_text(text, size, last) };
-        last.len()
+        unsafe { put_text(text, size, last, last.len()) }
     })
 }

@@ -18,7 +18,8 @@ use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
 use crate::numbers::{ESPIPE, os};
-use crate::objects::{Number, Numbered, Refused, lock};
+use crate::objects::{Number, Numbered, Refused, lock, remove};
+use crate::types::{DmlFilled, DmlRange, DmlReadConfig};
 
 static BUFFERS: Mutex<Numbered<FilledBuf>> = Mutex::new(Numbered::new());
 
@@ -27,25 +28,8 @@ const DIRECT: u32 = 1 << 1;
 const BUFFERED: u32 = 1 << 2;
 const CHECKSUM: u32 = 1 << 3;
 
-/// `struct dml_read_config`, by value.
-pub(crate) struct Request {
-    pub(crate) flags: u32,
-    pub(crate) threads: u32,
-    pub(crate) offset: u64,
-    pub(crate) len: u64,
-    pub(crate) chunk: u64,
-    pub(crate) limit: u64,
-    pub(crate) timeout_ms: u64,
-}
-
-/// `struct dml_range`, with the file that it is of.
-pub(crate) struct Range<'a> {
-    pub(crate) file: BorrowedFd<'a>,
-    pub(crate) offset: u64,
-    pub(crate) len: u64,
-    pub(crate) to: u64,
-    pub(crate) buffer: u32,
-}
+/// A buffer: its number and its bytes.
+type Placed = (u64, DmlFilled);
 
 /// How the flags of a read or a model, of which there are no others, say that files are read.
 pub(crate) fn mode(flags: u32) -> Result<Mode, Refused> {
@@ -59,7 +43,7 @@ pub(crate) fn mode(flags: u32) -> Result<Mode, Refused> {
 }
 
 /// Options of a read, and the heap that it takes memory from.
-fn prepare(request: &Request) -> Result<(ReadOptions, Picked), Refused> {
+fn prepare(request: &DmlReadConfig) -> Result<(ReadOptions, Picked), Refused> {
     let has = |flag| request.flags & flag != 0;
     let mode = mode(request.flags & !(SHAREABLE | CHECKSUM))?;
     if request.threads > 64 {
@@ -92,7 +76,7 @@ fn owned(file: BorrowedFd<'_>) -> Result<File, Refused> {
     file.try_clone_to_owned().map(File::from).map_err(|e| kernel(&e))
 }
 
-pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<(u64, Arc<FilledBuf>), Refused> {
+pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &DmlReadConfig) -> Result<Placed, Refused> {
     let (options, picked) = prepare(request)?;
     let end = match request.len {
         0 => Bound::Unbounded,
@@ -100,15 +84,15 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
     };
     let range = (Bound::Included(request.offset), end);
     let read = picked.heap.alloc_and_read(&owned(file)?, range, &options)?;
-    add(read.buffer)
+    Ok(add(read.buffer))
 }
 
 /// Reads ranges into a buffer each.
 pub(crate) fn read_ranges(
-    ranges: &[Range<'_>],
-    request: &Request,
+    ranges: &[(BorrowedFd<'_>, DmlRange)],
+    request: &DmlReadConfig,
     count: usize,
-) -> Result<Vec<(u64, Arc<FilledBuf>)>, Refused> {
+) -> Result<Vec<Placed>, Refused> {
     if request.offset != 0 || request.len != 0 {
         return Err(Refused::new(Errno::Inval, "a range in the configuration"));
     }
@@ -117,12 +101,12 @@ pub(crate) fn read_ranges(
     let mut named = vec![false; count];
     // A file that is named several times is opened once.
     let (mut sources, mut numbers) = (Vec::new(), BTreeMap::new());
-    for (i, range) in ranges.iter().enumerate() {
-        let source = match numbers.entry(range.file.as_raw_fd()) {
+    for (i, (file, range)) in ranges.iter().enumerate() {
+        let source = match numbers.entry(file.as_raw_fd()) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
-                let name = format!("file descriptor {}", range.file.as_raw_fd());
-                sources.push(OpenFile::new(name, owned(range.file)?));
+                let name = format!("file descriptor {}", file.as_raw_fd());
+                sources.push(OpenFile::new(name, owned(*file)?));
                 *new.insert(sources.len() - 1)
             }
         };
@@ -152,13 +136,14 @@ pub(crate) fn read_ranges(
         return Err(Refused::new(Errno::Inval, format_args!("no range is of buffer {buffer}")));
     }
     let read = Read::sources(sources).job(job).options(options).into_memory(&*picked.heap)?;
-    read.filled.buffers.into_iter().map(add).collect()
+    Ok(read.filled.buffers.into_iter().map(add).collect())
 }
 
-fn add(buffer: FilledBuf) -> Result<(u64, Arc<FilledBuf>), Refused> {
-    let mut buffers = lock(&BUFFERS);
-    let number = buffers.add(buffer);
-    Ok((number, buffers.get(number, "buffer")?))
+fn add(buffer: FilledBuf) -> Placed {
+    let view = buffer.as_volatile_slice();
+    let (data, len) = (view.as_ptr().cast(), view.len() as u64);
+    let filled = DmlFilled { data, len, checksum: buffer.checksum().unwrap_or(0) };
+    (lock(&BUFFERS).add(buffer), filled)
 }
 
 pub(crate) fn export(buffer: u64) -> Result<OwnedFd, Refused> {
@@ -187,7 +172,7 @@ pub(crate) fn take(buffer: u64) -> Result<FilledBuf, Refused> {
 }
 
 pub(crate) fn destroy(buffer: u64) -> Result<(), Refused> {
-    lock(&BUFFERS).remove(buffer, "buffer")
+    remove(&BUFFERS, buffer, "buffer")
 }
 
 fn kernel(error: &std::io::Error) -> Refused {

@@ -13,5 +13,7 @@ mod models;
 mod numbers;
 mod objects;
 mod targets;
+mod types;
 
 pub use abi::*;
+pub use types::*;

@@ -8,7 +8,8 @@ use dmalane::{HostModel, ModelOptions};
 use dmalane_vm::Errno;
 
 use crate::buffers;
-use crate::objects::{Numbered, Refused, lock};
+use crate::objects::{Numbered, Refused, lock, none, remove};
+use crate::types::{DmlFilled, DmlModelConfig, DmlModelTensor};
 
 static MODELS: Mutex<Numbered<HostModel>> = Mutex::new(Numbered::new());
 static TENSORS: Mutex<Numbered<HostTensor>> = Mutex::new(Numbered::new());
@@ -17,21 +18,16 @@ static STREAMS: Mutex<Numbered<Mutex<TensorStream>>> = Mutex::new(Numbered::new(
 /// How often a stream that waits looks whether memory has come back.
 const EVERY: std::time::Duration = std::time::Duration::from_millis(40);
 
-/// A tensor of a model, as C sees it.
-pub(crate) struct Described {
-    pub(crate) name: String,
-    pub(crate) dtype: String,
-    pub(crate) shape: Vec<u64>,
-    pub(crate) len: u64,
-}
-
-/// A tensor in host memory: its number, the address of its bytes, and how many there are.
-pub(crate) type Placed = (u64, *mut u8, u64);
+/// A tensor in host memory: its number and its bytes.
+type Placed = (u64, DmlFilled);
 
 /// Opens files; directories and indices stand for theirs.
-pub(crate) fn open(paths: &[&str], flags: u32, memory_limit: u64) -> Result<u64, Refused> {
-    let mode = buffers::mode(flags)?;
-    let memory_limit = (memory_limit > 0).then_some(memory_limit);
+pub(crate) fn open(paths: &[&str], config: &DmlModelConfig) -> Result<u64, Refused> {
+    if config.zero != 0 {
+        return Err(Refused::new(Errno::Inval, "a field that is not 0"));
+    }
+    let mode = buffers::mode(config.flags)?;
+    let memory_limit = (config.memory_limit > 0).then_some(config.memory_limit);
     let model = HostModel::open(paths, ModelOptions { mode, memory_limit, ..ModelOptions::default() })?;
     Ok(lock(&MODELS).add(model))
 }
@@ -40,13 +36,25 @@ pub(crate) fn get(model: u64) -> Result<std::sync::Arc<HostModel>, Refused> {
     lock(&MODELS).get(model, "model")
 }
 
-/// The tensor with this number, in the order of the files and of their bytes.
-pub(crate) fn describe(model: u64, index: u64) -> Result<Described, Refused> {
+/// The tensor with this number, in the order of the files and of their bytes, and its name.
+pub(crate) fn describe(model: u64, index: u64) -> Result<(DmlModelTensor, String), Refused> {
     let model = get(model)?;
     let found = model.tensors().nth(usize::try_from(index).unwrap_or(usize::MAX));
-    let tensor = found.ok_or_else(|| crate::objects::none(index, "tensor"))?;
-    let (name, dtype) = (tensor.name.clone(), tensor.dtype.to_string());
-    Ok(Described { name, dtype, shape: tensor.dims(), len: tensor.len })
+    let tensor = found.ok_or_else(|| none(index, "tensor"))?;
+    let (name, dims) = (tensor.name.clone(), tensor.dims());
+    let mut described = DmlModelTensor {
+        len: tensor.len,
+        name_len: name.len() as u64,
+        dims: dims.len() as u64,
+        ..DmlModelTensor::default()
+    };
+    let shape = described.shape.get_mut(..dims.len());
+    let shape = shape.ok_or_else(|| Refused::new(Errno::Overflow, format_args!("{} dimensions", dims.len())))?;
+    shape.copy_from_slice(&dims);
+    // The last byte stays a zero.
+    let room = described.dtype.len() - 1;
+    described.dtype.iter_mut().zip(tensor.dtype.bytes().take(room)).for_each(|(to, byte)| *to = byte);
+    Ok((described, name))
 }
 
 /// Reads a tensor, or a slice of one.
@@ -64,8 +72,8 @@ pub(crate) fn read(model: u64, name: &str, ranges: Option<&[Range<u64>]>) -> Res
 }
 
 fn add(tensor: HostTensor) -> Placed {
-    let (at, len) = (tensor.as_volatile_slice().as_ptr(), tensor.len as u64);
-    (lock(&TENSORS).add(tensor), at, len)
+    let filled = DmlFilled { data: tensor.as_volatile_slice().as_ptr().cast(), len: tensor.len as u64, checksum: 0 };
+    (lock(&TENSORS).add(tensor), filled)
 }
 
 /// Begins to read all tensors in the order of their bytes.
@@ -74,45 +82,27 @@ pub(crate) fn stream(model: u64) -> Result<u64, Refused> {
     Ok(lock(&STREAMS).add(Mutex::new(stream)))
 }
 
-/// The next tensor of a stream, with its name; `None` at the end.
-pub(crate) fn next(stream: u64) -> Result<Option<(String, Placed)>, Refused> {
+/// The next tensor of a stream, with its name.
+pub(crate) fn next(stream: u64) -> Result<(String, Placed), Refused> {
     let stream = lock(&STREAMS).get(stream, "stream")?;
     let mut stream = lock(&stream);
     loop {
         match stream.next_within(EVERY)? {
-            Next::Tensor(tensor) => return Ok(Some((tensor.tensor.name.clone(), add(tensor)))),
-            Next::End => return Ok(None),
+            Next::Tensor(tensor) => return Ok((tensor.tensor.name.clone(), add(tensor))),
+            Next::End => return Err(Refused::new(Errno::NoEnt, "no tensor is left")),
             Next::Pending | Next::NeedsMemory => {}
         }
     }
 }
 
 pub(crate) fn release(tensor: u64) -> Result<(), Refused> {
-    let tensor = lock(&TENSORS).remove_object(tensor, "tensor")?;
-    drop(tensor);
-    Ok(())
+    remove(&TENSORS, tensor, "tensor")
 }
 
 pub(crate) fn end_stream(stream: u64) -> Result<(), Refused> {
-    let stream = lock(&STREAMS).remove_object(stream, "stream")?;
-    drop(stream);
-    Ok(())
+    remove(&STREAMS, stream, "stream")
 }
 
 pub(crate) fn close(model: u64) -> Result<(), Refused> {
-    let model = lock(&MODELS).remove_object(model, "model")?;
-    drop(model);
-    Ok(())
-}
-
-/// The longest shape that C gets.
-pub(crate) const DIMS: usize = 8;
-
-/// A shape for C.
-pub(crate) fn shape(of: &[u64]) -> Result<[u64; DIMS], Refused> {
-    let mut shape = [0; DIMS];
-    let room = shape.get_mut(..of.len());
-    let room = room.ok_or_else(|| Refused::new(Errno::Overflow, format_args!("{} dimensions", of.len())))?;
-    room.copy_from_slice(of);
-    Ok(shape)
+    remove(&MODELS, model, "model")
 }

@@ -8,10 +8,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dmalane::error_chain;
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
+use dmalane_addr::{Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{FormatId, HeapTables, UnknownFormat};
 use dmalane_vm::array::ArrayError;
-use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, MappedSource, any_vm};
+use dmalane_vm::{AnyVm, Bo, Errno, Handles, MappedSource, any_vm};
+
+use crate::types::{DmlLeaf, DmlRun, DmlSegment, DmlVmConfig};
 
 /// Error of a call: an error number with a text.
 pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
@@ -172,16 +174,7 @@ impl<T> Numbered<T> {
         self.objects.get(&number).cloned().ok_or_else(|| none(number, what))
     }
 
-    pub(crate) fn remove(&mut self, number: u64, what: &str) -> Result<(), Refused> {
-        self.remove_object(number, what).map(drop)
-    }
-
-    /// As [`Numbered::remove`], for an object whose drop takes long: the caller drops it without the lock.
-    pub(crate) fn remove_object(&mut self, number: u64, what: &str) -> Result<Arc<T>, Refused> {
-        self.objects.remove(&number).ok_or_else(|| none(number, what))
-    }
-
-    /// As [`Numbered::remove`], and gives the object; it stays while another call uses it.
+    /// Takes an object, which stays while another call uses it.
     pub(crate) fn take(&mut self, number: u64, what: &str) -> Result<T, Refused> {
         let object = self.objects.remove(&number).ok_or_else(|| none(number, what))?;
         Arc::try_unwrap(object).map_err(|object| {
@@ -189,6 +182,12 @@ impl<T> Numbered<T> {
             Refused::new(Number::Kernel(EBUSY), format_args!("another call uses {what} {number}"))
         })
     }
+}
+
+/// Forgets an object. It is dropped without the lock, which may take long.
+pub(crate) fn remove<T>(objects: &Mutex<Numbered<T>>, number: u64, what: &str) -> Result<(), Refused> {
+    let object = lock(objects).objects.remove(&number);
+    object.map(drop).ok_or_else(|| none(number, what))
 }
 
 pub(crate) fn none(number: u64, what: &str) -> Refused {
@@ -214,33 +213,30 @@ pub(crate) fn create_device() -> u64 {
 }
 
 pub(crate) fn destroy_device(device: u64) -> Result<(), Refused> {
-    lock(&DEVICES).remove(device, "device")
+    remove(&DEVICES, device, "device")
+}
+
+/// A range of addresses; this error where it is none.
+fn span(va: u64, len: u64, errno: Errno) -> Result<Span<DeviceVa>, Refused> {
+    let none = || Refused::new(errno, format_args!("{len:#x} bytes from {va:#x} on"));
+    Span::new(DeviceVa::new(va), len).ok_or_else(none)
 }
 
 /// Makes an empty VM of the format of this name.
-pub(crate) fn create_vm(
-    device: u64,
-    format: &str,
-    (va, len): (u64, u64),
-    reserved: (u64, u64),
-    tables: u64,
-    tell: Callbacks,
-) -> Result<u64, Refused> {
+pub(crate) fn create_vm(device: u64, format: &str, config: &DmlVmConfig, tell: Callbacks) -> Result<u64, Refused> {
+    let DmlVmConfig { va, len, reserved_va, reserved_len, table_limit, .. } = *config;
     let device = lock(&DEVICES).get(device, "device")?;
-    let span = |va: u64, len: u64| {
-        let wraps = || Refused::new(Errno::Overflow, format_args!("{len:#x} bytes from {va:#x} on"));
-        Span::new(DeviceVa::new(va), len).ok_or_else(wraps)
-    };
+    let span = |va, len| span(va, len, Errno::Overflow);
     let range = span(va, len)?;
-    let reserved = if reserved == (0, 0) { None } else { Some(span(reserved.0, reserved.1)?) };
+    let reserved = if (reserved_va, reserved_len) == (0, 0) { None } else { Some(span(reserved_va, reserved_len)?) };
     let format: FormatId = format.parse().map_err(|e: UnknownFormat| Refused::new(Errno::Inval, e))?;
-    let limit = if tables == 0 { usize::MAX } else { usize::try_from(tables).unwrap_or(usize::MAX) };
+    let limit = if table_limit == 0 { usize::MAX } else { usize::try_from(table_limit).unwrap_or(usize::MAX) };
     let vm = any_vm(format, range, reserved, HeapTables::with_limit(CardAddr::new(0), limit))?;
     Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), tell }))
 }
 
 pub(crate) fn destroy_vm(vm: u64) -> Result<(), Refused> {
-    lock(&VMS).remove(vm, "VM")
+    remove(&VMS, vm, "VM")
 }
 
 pub(crate) fn set_null_page(vm: u64, pa: u64, len: u64) -> Result<(), Refused> {
@@ -249,17 +245,15 @@ pub(crate) fn set_null_page(vm: u64, pa: u64, len: u64) -> Result<(), Refused> {
     Ok(())
 }
 
-pub(crate) fn create_bo(device: u64, segments: impl Iterator<Item = Segment<CardAddr>>) -> Result<u32, Refused> {
+pub(crate) fn create_bo(device: u64, segments: impl Iterator<Item = DmlSegment>) -> Result<u32, Refused> {
     let device = lock(&DEVICES).get(device, "device")?;
     let mut sg = SgTable::new();
-    for (i, s) in segments.enumerate() {
-        let bad = |errno, why| {
-            Refused::new(errno, format_args!("segment {i}: {:#x} bytes from {:#x} on {why}", s.len, s.addr))
-        };
-        if s.len == 0 {
+    for (i, DmlSegment { pa, len }) in segments.enumerate() {
+        let bad = |errno, why| Refused::new(errno, format_args!("segment {i}: {len:#x} bytes from {pa:#x} on {why}"));
+        if len == 0 {
             return Err(bad(Errno::Inval, "are none"));
         }
-        sg.push(s.addr, s.len).ok_or_else(|| bad(Errno::Overflow, "go beyond 64 bits"))?;
+        sg.push(CardAddr::new(pa), len).ok_or_else(|| bad(Errno::Overflow, "go beyond 64 bits"))?;
     }
     // Its id is its handle, so that messages and runs name it as C does.
     let index = SgIndex::from_table(&sg).map_err(|e| Refused::new(Errno::NoMem, e))?;
@@ -302,8 +296,7 @@ pub(crate) fn bound_bytes(vm: u64, handle: u32) -> Result<u64, Refused> {
 /// Makes larger leaves in a range where what is bound continues.
 pub(crate) fn merge(vm: u64, va: u64, len: u64) -> Result<(), Refused> {
     let one = lock(&VMS).get(vm, "VM")?;
-    let wraps = || Refused::new(Errno::Inval, format_args!("{len:#x} bytes from {va:#x} on"));
-    let span = Span::new(DeviceVa::new(va), len).ok_or_else(wraps)?;
+    let span = span(va, len, Errno::Inval)?;
     // With the lock held: the entries are clear while the device forgets.
     lock_vm(&one)?.merge(span, &mut |span| {
         if let Some(invalidate) = &one.tell.invalidate {
@@ -330,43 +323,31 @@ pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize, reserved:
     Ok(())
 }
 
-/// A leaf: where an address leads, the bytes that follow in it, and what is permitted.
-pub(crate) struct Found {
-    pub(crate) pa: u64,
-    pub(crate) left: u64,
-    pub(crate) access: Access,
-    pub(crate) leaf: u64,
-}
-
-pub(crate) fn lookup(vm: u64, va: u64) -> Result<Found, Refused> {
+pub(crate) fn lookup(vm: u64, va: u64) -> Result<DmlLeaf, Refused> {
     let vm = lock(&VMS).get(vm, "VM")?;
     let at = DeviceVa::new(va);
     let leaf = lock_vm(&vm)?.lookup(at);
     let found = leaf.and_then(|leaf| {
-        let within = at.offset_from(leaf.at)?;
-        let size = leaf.size.bytes();
-        Some(Found { pa: leaf.translate(at)?.bits(), left: size - within, access: leaf.access, leaf: size })
+        let (pa, size) = (leaf.translate(at)?.bits(), leaf.size.bytes());
+        let left = size - at.offset_from(leaf.at)?;
+        Some(DmlLeaf { pa, left, leaf: size, access: leaf.access.bits().into(), zero: 0 })
     });
     found.ok_or_else(|| Refused::new(Errno::NoEnt, format_args!("nothing is bound at {va:#x}")))
 }
 
-/// A run as C has it: handle of the buffer object (0 for a null range), offset, bytes that repeat (or 0).
-pub(crate) fn source(run: &Mapped) -> (u32, u64, u64) {
-    // An id is a handle here.
-    match run.source {
-        MappedSource::Bo { bo, offset } => (bo as u32, offset, 0),
-        MappedSource::Repeat { bo, offset, page } => (bo as u32, offset, page),
-        _ => (0, 0, 0),
-    }
-}
-
-pub(crate) fn runs(vm: u64, va: u64, len: u64, each: &mut dyn FnMut(Mapped)) -> Result<(), Refused> {
+pub(crate) fn runs(vm: u64, va: u64, len: u64, each: &mut dyn FnMut(DmlRun)) -> Result<(), Refused> {
     let vm = lock(&VMS).get(vm, "VM")?;
-    let Some(span) = Span::new(DeviceVa::new(va), len) else {
-        return Err(Refused::new(Errno::Inval, format_args!("{len:#x} bytes from {va:#x} on")));
-    };
+    let span = span(va, len, Errno::Inval)?;
     lock_vm(&vm)?.mapping(span, &mut |run| {
-        each(run);
+        // An id is a handle here.
+        let (handle, offset, repeat) = match run.source {
+            MappedSource::Bo { bo, offset } => (bo as u32, offset, 0),
+            MappedSource::Repeat { bo, offset, page } => (bo as u32, offset, page),
+            _ => (0, 0, 0),
+        };
+        let (va, len) = (run.span.first().bits(), run.span.len());
+        let (pa, leaf, access) = (run.to.bits(), run.leaf.bytes(), run.access.bits().into());
+        each(DmlRun { va, len, offset, pa, leaf, repeat, handle, access });
         ControlFlow::Continue(())
     });
     Ok(())

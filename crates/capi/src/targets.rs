@@ -1,6 +1,7 @@
 //! Open devices, their memory, host memory registered with them, and loads, behind the numbers that C holds.
 
 use std::collections::BTreeMap;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,8 @@ use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 use crate::buffers;
 use crate::models;
 use crate::numbers::{EALREADY, number_of, number_of_refusal};
-use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none};
+use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none, remove};
+use crate::types::{DmlCompletion, DmlTargetInfo, DmlTargetOp, DmlTensor};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
 static MEMORIES: Mutex<Numbered<HostMemory>> = Mutex::new(Numbered::new());
@@ -60,37 +62,6 @@ struct HostMemory {
 struct OneLoad {
     target: Arc<Target>,
     loaded: Mutex<Option<Loaded>>,
-}
-
-/// `struct dml_target_info` without its size.
-pub(crate) struct Info {
-    pub(crate) free: u64,
-    pub(crate) page: u64,
-    pub(crate) max_len: u64,
-    pub(crate) capacity: u64,
-    pub(crate) flags: u32,
-}
-
-/// `struct dml_target_op`, by value.
-pub(crate) struct Request {
-    pub(crate) kind: u32,
-    pub(crate) rows: u32,
-    pub(crate) user: u64,
-    pub(crate) len: u64,
-    pub(crate) at: u64,
-    pub(crate) memory: u64,
-    pub(crate) offset: u64,
-    pub(crate) value: u64,
-    pub(crate) memory_pitch: u64,
-    pub(crate) pitch: u64,
-}
-
-/// `struct dml_completion`, by value, with the text of its error.
-pub(crate) struct Ended {
-    pub(crate) user: u64,
-    pub(crate) bytes: u64,
-    pub(crate) number: i32,
-    pub(crate) text: Option<String>,
 }
 
 impl Target {
@@ -137,7 +108,7 @@ const FLAGS: [(Capabilities, u32); 6] = [
     (Capabilities::CANCEL, 1 << 6),
 ];
 
-pub(crate) fn info(target: u64) -> Result<Info, Refused> {
+pub(crate) fn info(target: u64) -> Result<DmlTargetInfo, Refused> {
     let target = Target::of(target)?;
     let mut opened = target.lock()?;
     let queue = opened.device.queue_mut();
@@ -147,22 +118,22 @@ pub(crate) fn info(target: u64) -> Result<Info, Refused> {
     let flat = if space.kind() == AddressSpaceKind::Flat { FLAT } else { 0 };
     let (page, flags) = (space.page().bytes(), able.fold(flat, |all, flag| all | flag));
     let free = opened.device.memory().free_bytes();
-    Ok(Info { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flags })
+    Ok(DmlTargetInfo { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flags, zero: 0 })
 }
 
 pub(crate) fn close(target: u64) -> Result<(), Refused> {
     drop(Target::of(target)?.lock_idle()?);
-    lock(&TARGETS).remove(target, "target")
+    remove(&TARGETS, target, "target")
 }
 
 /// Keeps a registered buffer, and says where its bytes are.
-fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut u8) {
-    let (len, at) = (buffer.len(), buffer.as_volatile_slice().as_ptr());
+fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut c_void) {
+    let (len, at) = (buffer.len(), buffer.as_volatile_slice().as_ptr().cast());
     let idle = Mutex::new(BTreeMap::from([(0, buffer.into_slice())]));
     (lock(&MEMORIES).add(HostMemory { via, len, idle }), at)
 }
 
-pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut u8), Refused> {
+pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut c_void), Refused> {
     let len = usize::try_from(len).map_err(|_| Refused::new(Errno::NoMem, format_args!("{len} bytes")))?;
     let registrar = Target::of(target)?.lock()?.device.registrar().clone();
     let buffer = registrar.heap(None).allocate(len)?.share();
@@ -170,7 +141,7 @@ pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut u8), Ref
 }
 
 /// Registers a filled buffer, whose number then names nothing any more.
-pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut u8), Refused> {
+pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut c_void), Refused> {
     let registrar = Target::of(target)?.lock()?.device.registrar().clone();
     let filled = buffers::get(buffer)?;
     let via = Registered::new(&*registrar, filled.shared(), Access::RW)?;
@@ -179,12 +150,11 @@ pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut u8)
 }
 
 pub(crate) fn destroy_memory(memory: u64) -> Result<(), Refused> {
-    let mut memories = lock(&MEMORIES);
-    let found = memories.get(memory, "host memory")?;
+    let found = lock(&MEMORIES).get(memory, "host memory")?;
     if lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
         return Err(busy("an operation in flight uses the host memory"));
     }
-    memories.remove(memory, "host memory")
+    remove(&MEMORIES, memory, "host memory")
 }
 
 impl HostMemory {
@@ -220,12 +190,16 @@ impl HostMemory {
     }
 }
 
+/// The placement of this name; the default without one.
+fn placement(text: Option<&str>) -> Result<Placement, Refused> {
+    let bad = |text| move |e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}"));
+    text.map_or(Ok(Placement::Default), |text| text.parse().map_err(bad(text)))
+}
+
 pub(crate) fn allocate(target: u64, len: u64, placement: Option<&str>) -> Result<u32, Refused> {
     let target = Target::of(target)?;
     let mut opened = target.lock()?;
-    let placement = placement.map_or(Ok(Placement::Default), |text| {
-        text.parse().map_err(|e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}")))
-    })?;
+    let placement = self::placement(placement)?;
     let Opened { device, memory, .. } = &mut *opened;
     if len == 0 {
         return Err(Refused::new(Errno::Inval, "no bytes"));
@@ -254,7 +228,8 @@ pub(crate) fn free(target: u64, handle: u32) -> Result<(), Refused> {
     Ok(())
 }
 
-pub(crate) fn reserve(target: u64, handle: u32, len: u64) -> Result<Span<DeviceVa>, Refused> {
+/// Where the range begins, and its length.
+pub(crate) fn reserve(target: u64, handle: u32, len: u64) -> Result<(u64, u64), Refused> {
     let target = Target::of(target)?;
     let mut opened = target.lock()?;
     let Opened { device, memory, ranges, .. } = &mut *opened;
@@ -267,7 +242,7 @@ pub(crate) fn reserve(target: u64, handle: u32, len: u64) -> Result<Span<DeviceV
     let len = if len == 0 { bo.len() } else { len };
     let range = device.address_space().reserve(&table, len)?;
     ranges.insert(range.first().bits(), (range, handle));
-    Ok(range)
+    Ok((range.first().bits(), range.len()))
 }
 
 /// Unbinds all that is bound in a range, and gives the range back.
@@ -317,7 +292,7 @@ const MORE: u32 = 1 << 31;
 /// Submits operations until one is refused, and says how many were accepted.
 pub(crate) fn submit(
     target: u64,
-    requests: impl Iterator<Item = Result<Request, Refused>>,
+    requests: impl Iterator<Item = Result<DmlTargetOp, Refused>>,
 ) -> (usize, Result<(), Refused>) {
     let mut accepted = 0;
     let each = || {
@@ -353,7 +328,7 @@ pub(crate) fn cancel(target: u64, user: u64) -> Result<(), Refused> {
     Err(none(user, "operation in flight with the number"))
 }
 
-impl Request {
+impl DmlTargetOp {
     /// Checks the kind of the operation, and that fields that it does not use are 0.
     fn check(&self) -> Result<(), Refused> {
         let inval = |what: std::fmt::Arguments<'_>| Err(Refused::new(Errno::Inval, what));
@@ -399,7 +374,7 @@ fn give_back(memories: &[Arc<HostMemory>], hosts: Vec<HostSlice>) {
 impl Opened {
     fn submit_all(
         &mut self,
-        requests: impl Iterator<Item = Result<Request, Refused>>,
+        requests: impl Iterator<Item = Result<DmlTargetOp, Refused>>,
         accepted: &mut usize,
     ) -> Result<(), Refused> {
         let mut list = Vec::new();
@@ -418,7 +393,7 @@ impl Opened {
     }
 
     /// Submits an operation, or a gather list.
-    fn submit(&mut self, list: &[Request]) -> Result<(), Refused> {
+    fn submit(&mut self, list: &[DmlTargetOp]) -> Result<(), Refused> {
         let Some((last, before)) = list.split_last() else { return Ok(()) };
         if before.iter().any(|part| part.kind != last.kind | MORE) || !before.is_empty() && last.rows > 0 {
             return Err(Refused::new(Errno::Inval, "a gather list of different kinds, or with rows"));
@@ -472,8 +447,8 @@ impl Opened {
         }
     }
 
-    /// The next completion, as C gets it.
-    fn ended(&mut self) -> Option<Ended> {
+    /// The next completion, as C gets it, with the text of its error.
+    fn ended(&mut self) -> Option<(DmlCompletion, Option<String>)> {
         let completion = self.done.pop()?;
         let flying = self.flying.remove(&completion.ticket.number());
         let user = flying.as_ref().map_or(0, |flying| flying.user);
@@ -481,8 +456,9 @@ impl Opened {
             give_back(&flying.memories, completion.operation.into_host());
         }
         let error = completion.result.err();
-        let number = error.as_ref().map_or(0, |e| -number_of(e).get());
-        Some(Ended { user, bytes: completion.bytes, number, text: error.map(|e| e.to_string()) })
+        let result = error.as_ref().map_or(0, |e| -number_of(e).get());
+        let ended = DmlCompletion { user, bytes: completion.bytes, result, zero: 0 };
+        Some((ended, error.map(|e| e.to_string())))
     }
 }
 
@@ -491,7 +467,7 @@ pub(crate) fn poll(
     target: u64,
     capacity: usize,
     timeout: Duration,
-    each: &mut dyn FnMut(Ended) -> Result<(), Refused>,
+    each: &mut dyn FnMut(DmlCompletion, Option<String>) -> Result<(), Refused>,
 ) -> Result<(), Refused> {
     let target = Target::of(target)?;
     let start = Instant::now();
@@ -508,8 +484,8 @@ pub(crate) fn poll(
         }
         if !done.is_empty() {
             for _ in 0..capacity {
-                let Some(ended) = opened.ended() else { break };
-                each(ended)?;
+                let Some((ended, text)) = opened.ended() else { break };
+                each(ended, text)?;
             }
             return Ok(());
         }
@@ -540,15 +516,18 @@ pub(crate) fn restart(target: u64) -> Result<(), Refused> {
     restarted.then_some(()).ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped that can run again"))
 }
 
+/// `DML_LOAD_VERIFY`.
+const LOAD_VERIFY: u32 = 1;
+
 /// Loads a file onto a target.
-pub(crate) fn load(target: u64, path: &str, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
+pub(crate) fn load(target: u64, path: &str, placement: Option<&str>, flags: u32) -> Result<u64, Refused> {
     let open = || Ok(HostModel::open([path], ModelOptions::default())?);
-    load_model(target, open, placement, verify)
+    load_model(target, open, placement, flags)
 }
 
 /// Loads a model that is open onto a target.
-pub(crate) fn load_open(target: u64, model: u64, placement: Option<&str>, verify: bool) -> Result<u64, Refused> {
-    load_model(target, || Ok(HostModel::clone(&*models::get(model)?)), placement, verify)
+pub(crate) fn load_open(target: u64, model: u64, placement: Option<&str>, flags: u32) -> Result<u64, Refused> {
+    load_model(target, || Ok(HostModel::clone(&*models::get(model)?)), placement, flags)
 }
 
 /// Opens a model when the target is known to be idle, and loads it.
@@ -556,24 +535,21 @@ fn load_model(
     target: u64,
     open: impl FnOnce() -> Result<HostModel, Refused>,
     placement: Option<&str>,
-    verify: bool,
+    flags: u32,
 ) -> Result<u64, Refused> {
+    if flags & !LOAD_VERIFY != 0 {
+        return Err(Refused::new(Errno::Inval, format_args!("flags {flags:#x}")));
+    }
+    let options = LoadOptions { placement: self::placement(placement)?, verify: flags & LOAD_VERIFY != 0 };
     let target = Target::of(target)?;
-    let bad = |text| move |e| Refused::new(Errno::Inval, format_args!("{text:?} is {e}"));
-    let placement = placement.map_or(Ok(Placement::Default), |text| text.parse().map_err(bad(text)))?;
     let mut opened = target.lock_idle()?;
-    let loaded = open()?.load_onto(&mut opened.device, &LoadOptions { placement, verify }, |_| {})?;
+    let loaded = open()?.load_onto(&mut opened.device, &options, |_| {})?;
     drop(opened);
     Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))
 }
 
-/// Finds a tensor: of this name, or with this number in the order of the file.
-pub(crate) fn tensor<R>(
-    number: u64,
-    name: Option<&str>,
-    index: u64,
-    see: impl FnOnce(&LoadedTensor) -> R,
-) -> Result<R, Refused> {
+/// Finds a tensor, of this name or with this number in the order of the file; returns its name too.
+pub(crate) fn tensor(number: u64, name: Option<&str>, index: u64) -> Result<(DmlTensor, String), Refused> {
     let load = lock(&LOADS).get(number, "load")?;
     let loaded = lock(&load.loaded);
     let loaded = loaded.as_ref().ok_or_else(|| none(number, "load"))?;
@@ -581,17 +557,18 @@ pub(crate) fn tensor<R>(
         Some(name) => loaded.get(name),
         None => loaded.files.iter().flat_map(|file| file.tensors()).nth(usize::try_from(index).unwrap_or(usize::MAX)),
     };
-    let missing = || match name {
+    let LoadedTensor { tensor, va } = found.ok_or_else(|| match name {
         Some(name) => Refused::new(Errno::NoEnt, format_args!("no tensor is called {name:?}")),
         None => none(index, "tensor"),
-    };
-    found.map(see).ok_or_else(missing)
+    })?;
+    let (name, va) = (tensor.name.clone(), va.map_or(0, |span| span.first().bits()));
+    Ok((DmlTensor { va, len: tensor.len, name_len: name.len() as u64 }, name))
 }
 
 pub(crate) fn unload(number: u64) -> Result<(), Refused> {
     let load = lock(&LOADS).get(number, "load")?;
     let mut opened = load.target.lock_idle()?;
     let loaded = lock(&load.loaded).take();
-    lock(&LOADS).remove(number, "load")?;
+    remove(&LOADS, number, "load")?;
     loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded)).map_err(|e| ModelError::from(e).into())
 }
