@@ -126,7 +126,7 @@ impl fmt::Display for Difference {
                 write!(f, "{file}: {} bytes follow its end at {expected}", found.saturating_sub(*expected))
             }
             Self::LfsPointer { file, size } => {
-                write!(f, "{file}: {}", FormatError::LfsPointer { size: *size })
+                write!(f, "{file}: {}", FormatError::lfs_pointer(*size))
             }
             Self::Missing { file } => write!(f, "{file}: is missing"),
             Self::Unlisted { file } => write!(f, "{file}: is not in the manifest"),

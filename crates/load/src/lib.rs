@@ -40,7 +40,7 @@ mod stage;
 mod targets;
 mod timeline;
 
-pub use container::{CONTAINERS, Container, Defect, FormatError, Model, Tensor};
+pub use container::{CONTAINERS, Container, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use difference::{Difference, RegionKind};
 pub use dmalane_device::Placement;

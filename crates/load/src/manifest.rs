@@ -19,7 +19,7 @@ use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
 use serde::{Deserialize, Serialize};
 
-use crate::container::{Defect, FormatError, Model, Tensor, lfs_pointer, short};
+use crate::container::{FormatError, Model, Tensor, lfs_pointer, short};
 use crate::difference::{Difference, RegionKind};
 use crate::engine::{describe, workers};
 use crate::error::Error;
@@ -147,10 +147,10 @@ impl Manifest {
         let mut files = Vec::new();
         for input in inputs.iter() {
             let name = name(&input.source.path);
-            let bad = |defect| Error::Format { path: input.source.path.clone(), source: FormatError::Manifest(defect) };
+            let bad = |defect| Error::Format { path: input.source.path.clone(), source: bad(defect) };
             check_name(&name).map_err(bad)?;
             if files.iter().any(|file: &ManifestFile| file.name == name) {
-                return Err(bad(Defect::Twice { what: "file", name }));
+                return Err(bad(FormatError::twice("file", &name)));
             }
             files.push(ManifestFile::of(name, input.source.model()?));
         }
@@ -263,42 +263,43 @@ impl Manifest {
     /// As [`Manifest::read`].
     pub fn read_from(from: impl Read, path: &Path) -> Result<Self, Error> {
         let failed = |source| Error::File { path: path.to_owned(), what: "read it", source };
-        let bad = |source| Error::Format { path: path.to_owned(), source };
+        let refused = |source| Error::Format { path: path.to_owned(), source };
         let mut text = Vec::new();
         from.take(MAX_MANIFEST + 1).read_to_end(&mut text).map_err(failed)?;
         if text.len() as u64 > MAX_MANIFEST {
-            return Err(bad(FormatError::Manifest(Defect::TooLong(MAX_MANIFEST))));
+            return Err(refused(bad(FormatError::too_long(MAX_MANIFEST))));
         }
-        Self::parse(&text).map_err(bad)
+        Self::parse(&text).map_err(refused)
     }
 
     /// Parses a manifest.
     ///
     /// # Errors
-    /// [`FormatError::Manifest`]: no JSON, a newer version, regions that leave a hole, overlap or do not end where the
+    /// [`FormatError`]: no JSON, a newer version, regions that leave a hole, overlap or do not end where the
     /// file does, names that occur twice, file names that are paths or that would look like others.
     pub fn parse(text: &[u8]) -> Result<Self, FormatError> {
-        let bad = FormatError::Manifest;
         let json: JsonManifest = serde_json::from_slice(text).map_err(|e| {
             let newer = serde_json::from_slice::<JsonSchema>(text).is_ok_and(|head| head.schema > SCHEMA);
-            bad(if newer { Defect::Newer } else { e.into() })
+            bad(if newer { FormatError::new("it is of a newer version of dmalane") } else { e.into() })
         })?;
         if json.schema != SCHEMA || json.command != COMMAND {
             let JsonManifest { schema, command, .. } = json;
-            return Err(bad(Defect::OtherJson { schema, command: short(&command) }));
+            let command = short(&command);
+            let text = format_args!("schema {schema} and command {command:?}, not those of a manifest");
+            return Err(bad(FormatError::new(text)));
         }
         if json.files.is_empty() {
-            return Err(bad(Defect::NoFiles));
+            return Err(bad(FormatError::no_files()));
         }
         let mut names = HashSet::new();
         let mut files = Vec::new();
         for file in json.files {
             check_name(&file.name).map_err(bad)?;
             if !names.insert(file.name.clone()) {
-                return Err(bad(Defect::Twice { what: "file", name: file.name }));
+                return Err(bad(FormatError::twice("file", &file.name)));
             }
             let name = file.name.clone();
-            files.push(file.check().map_err(|e| bad(Defect::InFile { name, source: Box::new(e) }))?);
+            files.push(file.check().map_err(|e| bad(e.within(format_args!("file {name:?}"))))?);
         }
         Ok(Self { files })
     }
@@ -392,13 +393,21 @@ fn name(path: &Path) -> String {
 }
 
 /// Refuses names that lead out of the directory of a model, and those that a reader could take for others.
-fn check_name(name: &str) -> Result<(), Defect> {
+fn check_name(name: &str) -> Result<(), FormatError> {
     let misleading = |c: char| c.is_control() || c == char::REPLACEMENT_CHARACTER || is_invisible(c);
     let plain = !name.is_empty() && name.len() <= 255 && name != "." && name != ".." && !name.contains('/');
     match plain && !name.contains(misleading) {
         true => Ok(()),
-        false => Err(Defect::BadName(short(name))),
+        false => {
+            let text = format_args!("{:?} is not a file name that a manifest may have", short(name));
+            Err(FormatError::new(text))
+        }
     }
+}
+
+/// A defect of a manifest.
+fn bad(defect: FormatError) -> FormatError {
+    defect.within("bad manifest")
 }
 
 /// Characters that change the direction or the look of the text around them.
@@ -460,17 +469,21 @@ impl From<&ManifestRegion> for JsonRegion {
 }
 
 impl JsonFile {
-    fn check(self) -> Result<ManifestFile, Defect> {
+    fn check(self) -> Result<ManifestFile, FormatError> {
         let Self { name, bytes, format, regions: json } = self;
         if i64::try_from(bytes).is_err() {
-            return Err(Defect::FileSize(bytes));
+            let text = format_args!("its size, {bytes} bytes, is more than any file has");
+            return Err(FormatError::new(text));
         }
         let (mut at, mut regions): (u64, Vec<ManifestRegion>) = (0, Vec::new());
         for (region, json) in json.into_iter().enumerate() {
-            let checked = json.check().map_err(|e| Defect::InRegion { region, source: Box::new(e) })?;
+            let checked = json.check().map_err(|e| e.within(format_args!("region {region}")))?;
             let ManifestRegion { start, end, .. } = checked;
             if start != at || end < start {
-                return Err(Defect::Hole { region, start, end, at });
+                let text = format_args!(
+                    "region {region} is {start}..{end}, and the one before it ends at {at}: regions follow without holes"
+                );
+                return Err(FormatError::new(text));
             }
             at = end;
             regions.push(checked);
@@ -478,17 +491,17 @@ impl JsonFile {
         let mut names: Vec<&str> = regions.iter().filter_map(|region| region.part.tensor()).map(|t| &*t.name).collect();
         names.sort_unstable();
         if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Defect::Twice { what: "tensor", name: short(twice[0]) });
+            return Err(FormatError::twice("tensor", twice[0]));
         }
         match at == bytes {
             true => Ok(ManifestFile { name, bytes, format, regions }),
-            false => Err(Defect::Uncovered { at, bytes }),
+            false => Err(FormatError::new(format_args!("its regions end at {at}, and it has {bytes} bytes"))),
         }
     }
 }
 
 impl JsonRegion {
-    fn check(self) -> Result<ManifestRegion, Defect> {
+    fn check(self) -> Result<ManifestRegion, FormatError> {
         let Self { kind, name, dtype, shape, start, end, xxh3, sha256 } = self;
         let part = match (&*kind, name) {
             ("header", None) => RegionKind::Header,
@@ -500,13 +513,17 @@ impl JsonRegion {
                 at: FileOffset::new(start),
                 len: end.saturating_sub(start),
             })),
-            ("tensor", None) => return Err(Defect::NoName),
-            ("header" | "gap", Some(_)) => return Err(Defect::Named(kind)),
-            _ => return Err(Defect::Kind(short(&kind))),
+            ("tensor", None) => return Err(FormatError::new("a tensor without a name")),
+            ("header" | "gap", Some(_)) => return Err(FormatError::new(format_args!("a {kind} with a name"))),
+            _ => {
+                let text = format_args!("kind {:?}, not header, tensor or gap", short(&kind));
+                return Err(FormatError::new(text));
+            }
         };
-        let xxh3 = hex::<8>(&xxh3).map(u64::from_be_bytes).ok_or(Defect::Hash { hash: "xxh3", digits: 16 })?;
+        let no_hash = |hash, digits| FormatError::new(format_args!("{hash} is not {digits} hexadecimal digits"));
+        let xxh3 = hex::<8>(&xxh3).map(u64::from_be_bytes).ok_or_else(|| no_hash("xxh3", 16))?;
         let sha256 = match sha256.as_deref().map(hex::<32>) {
-            Some(None) => return Err(Defect::Hash { hash: "sha256", digits: 64 }),
+            Some(None) => return Err(no_hash("sha256", 64)),
             other => other.flatten().map(Box::new),
         };
         Ok(ManifestRegion { part, start, end, digest: Digest { xxh3, sha256 } })

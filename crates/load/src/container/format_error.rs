@@ -1,123 +1,110 @@
 //! Reasons why a file cannot be parsed.
 
+use std::fmt::Display;
+
 use dmalane_addr::FileOffset;
+use dmalane_vm::trace::plain_json;
 use thiserror::Error;
 
-use super::defect::Defect;
-use super::text::MAX_HEADER;
+use super::text::short;
 
-/// Reason why a file cannot be parsed.
+/// Reason why a file cannot be parsed: a defect of its header, of the description of a tensor in it, of an index or of
+/// a manifest. Texts are quoted from the file, cut to 200 characters.
 #[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum FormatError {
-    /// A file of no bytes.
-    #[error("the file is empty")]
-    Empty,
-    /// Not even the length of the header.
-    #[error("the file has {len} bytes, a safetensors file starts with 8 bytes of header length")]
-    NoPrefix {
-        /// Bytes of the file.
-        len: u64,
-    },
-    /// The header would reach beyond the end of the file.
-    #[error("the header length at file offset 0x0 says {header} bytes, but only {left} follow in the file")]
-    HeaderBeyondEnd {
-        /// Bytes of the header as the file says.
-        header: u64,
-        /// Bytes after the length field.
-        left: u64,
-    },
-    /// The header is longer than the format allows.
-    #[error("the header length at file offset 0x0 says {header} bytes, more than the {MAX_HEADER} that are allowed")]
-    HeaderTooLong {
-        /// Bytes of the header as the file says.
-        header: u64,
-    },
-    /// The header is not text.
-    #[error("the header is not UTF-8 at {at}")]
-    NotUtf8 {
-        /// The first bad byte.
-        at: FileOffset,
-    },
-    /// The header does not parse, or describes an impossible layout.
-    #[error("bad header (file offset 0x8 on): {0}")]
-    Header(#[source] Defect),
-    /// The header of a file of this kind does not parse.
-    #[error("bad {of} header: {source}")]
-    InHeader {
-        /// The title of the kind.
-        of: &'static str,
-        /// The reason.
-        source: Defect,
-    },
-    /// An index of shards does not parse.
-    #[error("bad index: {0}")]
-    Index(#[source] Defect),
-    /// A manifest does not parse, or contradicts itself.
-    #[error("bad manifest: {0}")]
-    Manifest(#[source] Defect),
-    /// A stand-in for a large file that was never downloaded.
-    #[error("it is a Git LFS pointer to a file of {size} bytes, not that file; run: git lfs pull")]
-    LfsPointer {
-        /// Bytes of the file, as the pointer says.
-        size: u64,
-    },
-    /// One tensor of the header is wrong.
-    #[error("bad header: tensor {tensor:?} (described at {at}): {source}")]
-    Tensor {
-        /// Which tensor.
-        tensor: String,
-        /// Where its description starts in the file.
-        at: FileOffset,
-        /// The reason.
-        source: Defect,
-    },
-    /// A tensor reaches beyond the end of the file.
-    #[error("tensor {tensor:?} ends at {end}, but the file has only {len} bytes")]
-    TensorBeyondEnd {
-        /// Which tensor.
-        tensor: String,
-        /// Where it would end.
-        end: FileOffset,
-        /// Bytes of the file.
-        len: u64,
-    },
-    /// A tensor begins before the one in front of it ends.
-    #[error("tensor {tensor:?} starts at {at}, within the tensor before it, which ends at {end}")]
-    Overlap {
-        /// Which tensor.
-        tensor: String,
-        /// Where it starts.
-        at: FileOffset,
-        /// Where the one before it ends.
-        end: FileOffset,
-    },
-    /// Bytes that no tensor covers.
-    #[error("{extra} bytes follow the last tensor, from {at} on")]
-    TrailingBytes {
-        /// Where they start.
-        at: FileOffset,
-        /// Number of bytes.
-        extra: u64,
-    },
+#[error("{text}")]
+pub struct FormatError {
+    text: String,
+    tensor: Option<String>,
+    at: Option<FileOffset>,
 }
 
 impl FormatError {
+    pub(crate) fn new(text: impl Display) -> Self {
+        Self { text: text.to_string(), tensor: None, at: None }
+    }
+
+    /// The same, as a reason why this part of the file is bad.
+    pub(crate) fn within(self, part: impl Display) -> Self {
+        Self { text: format!("{part}: {}", self.text), ..self }
+    }
+
+    /// The same, about this place in the file.
+    pub(crate) fn at(self, at: FileOffset) -> Self {
+        Self { at: Some(at), ..self }
+    }
+
+    /// The same, about this tensor.
+    pub(crate) fn about_tensor(self, name: &str) -> Self {
+        Self { tensor: Some(short(name)), ..self }
+    }
+
+    /// In the description of this tensor, which begins at `at`.
+    pub(crate) fn in_tensor(self, name: &str, at: FileOffset) -> Self {
+        let part = format_args!("bad header: tensor {:?} (described at {at})", short(name));
+        self.within(part).about_tensor(name).at(at)
+    }
+
     /// The tensor and the place in the file that it is about, as far as it is about any.
     pub fn about(&self) -> (Option<&str>, Option<FileOffset>) {
-        match self {
-            Self::Tensor { tensor, at, .. } | Self::Overlap { tensor, at, .. } => (Some(tensor), Some(*at)),
-            Self::TensorBeyondEnd { tensor, end, .. } => (Some(tensor), Some(*end)),
-            Self::TrailingBytes { at, .. } | Self::NotUtf8 { at } => (None, Some(*at)),
-            Self::Empty
-            | Self::NoPrefix { .. }
-            | Self::HeaderBeyondEnd { .. }
-            | Self::HeaderTooLong { .. }
-            | Self::Header(_)
-            | Self::InHeader { .. }
-            | Self::Index(_)
-            | Self::Manifest(_)
-            | Self::LfsPointer { .. } => (None, None),
-        }
+        (self.tensor.as_deref(), self.at)
+    }
+
+    pub(crate) fn too_long(limit: u64) -> Self {
+        Self::new(format_args!("it has more than the {limit} bytes that are allowed"))
+    }
+
+    pub(crate) fn too_many(what: &str, count: u64, limit: u64) -> Self {
+        Self::new(format_args!("{count} {what}, more than {limit}"))
+    }
+
+    /// The file ends within its header.
+    pub(crate) fn cut_off(at: u64, len: u64) -> Self {
+        Self::new(format_args!("{len} bytes at {} are beyond the end of the file", FileOffset::new(at)))
+    }
+
+    pub(crate) fn overflow() -> Self {
+        Self::new("its size does not fit 64 bits")
+    }
+
+    pub(crate) fn twice(what: &str, name: &str) -> Self {
+        Self::new(format_args!("{what} {:?} is listed twice", short(name)))
+    }
+
+    pub(crate) fn no_files() -> Self {
+        Self::new("it lists no files")
+    }
+
+    pub(crate) fn version(found: u32, supported: &str) -> Self {
+        Self::new(format_args!("version {found} is not supported; {supported} are"))
+    }
+
+    /// The header is no text from `at` on.
+    pub(crate) fn not_utf8(at: u64) -> Self {
+        let at = FileOffset::new(at);
+        Self::new(format_args!("the header is not UTF-8 at {at}")).at(at)
+    }
+
+    pub(crate) fn beyond_end(tensor: &str, end: u64, len: u64) -> Self {
+        let (name, end) = (short(tensor), FileOffset::new(end));
+        let text = format_args!("tensor {name:?} ends at {end}, but the file has only {len} bytes");
+        Self::new(text).about_tensor(tensor).at(end)
+    }
+
+    /// Bytes from `end` on that no tensor has.
+    pub(crate) fn trailing(end: u64, len: u64) -> Self {
+        let (at, extra) = (FileOffset::new(end), len - end);
+        Self::new(format_args!("{extra} bytes follow the last tensor, from {at} on")).at(at)
+    }
+
+    /// A stand-in for a large file that was never downloaded.
+    pub(crate) fn lfs_pointer(size: u64) -> Self {
+        Self::new(format_args!("it is a Git LFS pointer to a file of {size} bytes, not that file; run: git lfs pull"))
+    }
+}
+
+/// In plain words: parser errors name Rust types.
+impl From<serde_json::Error> for FormatError {
+    fn from(error: serde_json::Error) -> Self {
+        Self::new(plain_json(&error, "dtype"))
     }
 }

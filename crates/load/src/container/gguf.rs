@@ -11,12 +11,11 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::defect::Defect;
 use super::file::ContainerFile;
 use super::format_error::FormatError;
 use super::model::{Container, Model};
 use super::tensor::{Tensor, TypeNames};
-use super::text::{MAX_HEADER, MAX_PAIRS, short};
+use super::text::{MAX_HEADER, MAX_PAIRS};
 use crate::error::Error;
 
 /// The first bytes of every GGUF file.
@@ -123,16 +122,16 @@ pub fn parse_header(input: impl BufRead, len: u64) -> Result<Model, HeaderError>
 fn parse_bytes(header: &[u8], len: u64, _: &str) -> Result<Model, FormatError> {
     parse_header(header, len).map_err(|error| match error {
         HeaderError::Format(error) => error,
-        HeaderError::Io(_) => in_header(Defect::CutOff { at: FileOffset::new(header.len() as u64), len: 1 }),
+        HeaderError::Io(_) => in_header(FormatError::cut_off(header.len() as u64, 1)),
     })
 }
 
-fn bad<T>(source: Defect) -> Result<T, HeaderError> {
+fn bad<T>(source: FormatError) -> Result<T, HeaderError> {
     Err(HeaderError::Format(in_header(source)))
 }
 
-fn in_header(source: Defect) -> FormatError {
-    FormatError::InHeader { of: CONTAINER.title, source }
+fn in_header(source: FormatError) -> FormatError {
+    source.within("bad GGUF header")
 }
 
 /// The header as it is read, front to back.
@@ -149,20 +148,20 @@ struct Header<R> {
 impl<R: BufRead> Header<R> {
     fn model(&mut self) -> Result<Model, HeaderError> {
         if self.array::<4>()? != *MAGIC {
-            return bad(Defect::NoMagic("GGUF"));
+            return bad(FormatError::new("it does not start with GGUF"));
         }
         let version = self.u32()?;
         if !(2..=3).contains(&version) {
             return bad(match version.swap_bytes() {
-                2..=3 => Defect::BigEndian,
-                _ => Defect::Version { found: version, supported: "2 and 3" },
+                2..=3 => FormatError::new("it is a big-endian file, which is not supported"),
+                _ => FormatError::version(version, "2 and 3"),
             });
         }
         // The least: a tensor is the length of its name, dimensions, type and offset; a pair that of its key, and a
         // type and a value.
         let (tensors, pairs) = (self.count(24)?, self.count(13)?);
         if pairs > MAX_PAIRS as u64 {
-            return bad(Defect::TooMany { what: "pairs of metadata", count: pairs, limit: MAX_PAIRS as u64 });
+            return bad(FormatError::too_many("pairs of metadata", pairs, MAX_PAIRS as u64));
         }
         let (mut alignment, mut metadata) = (ALIGNMENT, Vec::with_capacity(pairs as usize));
         for _ in 0..pairs {
@@ -175,7 +174,8 @@ impl<R: BufRead> Header<R> {
             metadata.extend(value.map(|value| (key, value)));
         }
         if alignment == 0 || alignment % 8 != 0 {
-            return bad(Defect::Alignment(alignment));
+            let text = format_args!("general.alignment is {alignment}, which is not a multiple of 8");
+            return bad(FormatError::new(text));
         }
         // As many as the file has bytes for.
         let mut described = Vec::with_capacity(tensors as usize);
@@ -183,7 +183,7 @@ impl<R: BufRead> Header<R> {
         for _ in 0..tensors {
             described.push(self.tensor(&no_type)?);
         }
-        let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad(Defect::Overflow) };
+        let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad(FormatError::overflow()) };
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
         metadata.sort_unstable();
         let metadata = Some(metadata);
@@ -198,9 +198,8 @@ impl<R: BufRead> Header<R> {
         let name = self.text()?;
         let dims = self.u32()?;
         if dims > MAX_DIMS {
-            let (at, count, limit) = (FileOffset::new(described >> 32), dims.into(), MAX_DIMS.into());
-            let source = Defect::TooMany { what: "dimensions", count, limit };
-            return Err(HeaderError::Format(FormatError::Tensor { tensor: short(&name), at, source }));
+            let defect = FormatError::too_many("dimensions", dims.into(), MAX_DIMS.into());
+            return Err(HeaderError::Format(defect.in_tensor(&name, FileOffset::new(described >> 32))));
         }
         // The file names the fastest dimension first; shapes here name it last.
         let mut shape = (0..dims).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
@@ -231,9 +230,14 @@ impl<R: BufRead> Header<R> {
             10 => self.u64()?.to_string(),
             11 => i64::from_le_bytes(self.array()?).to_string(),
             12 => float(f64::from_le_bytes(self.array()?)),
-            kind => return bad(Defect::ValueType { what: "a value", kind, at: FileOffset::new(self.at) }),
+            kind => return self.unknown("a value", kind),
         };
         Ok(Some(text))
+    }
+
+    /// A value, or an array of values, of a type that the format does not have.
+    fn unknown<T>(&self, what: &str, kind: u32) -> Result<T, HeaderError> {
+        bad(FormatError::new(format_args!("{what} of unknown type {kind} at {}", FileOffset::new(self.at))))
     }
 
     fn skip_array(&mut self, depth: u32) -> Result<(), HeaderError> {
@@ -244,7 +248,7 @@ impl<R: BufRead> Header<R> {
             4..=6 => 4,
             10..=12 => 8,
             8 | 9 if depth < 4 => 0,
-            _ => return bad(Defect::ValueType { what: "an array", kind, at: FileOffset::new(self.at) }),
+            _ => return self.unknown("an array", kind),
         };
         // Texts and arrays start with their length.
         let count = self.count(if width == 0 { 8 } else { width })?;
@@ -268,7 +272,10 @@ impl<R: BufRead> Header<R> {
         let count = self.u64()?;
         match count.checked_mul(least) {
             Some(bytes) if bytes <= self.len - self.at => Ok(count),
-            _ => bad(Defect::Count { count, at: FileOffset::new(self.at - 8) }),
+            _ => {
+                let at = FileOffset::new(self.at - 8);
+                bad(FormatError::new(format_args!("a count of {count} at {at} is more than the file can hold")))
+            }
         }
     }
 
@@ -283,10 +290,8 @@ impl<R: BufRead> Header<R> {
         let mut bytes = vec![0; len as usize];
         self.input.read_exact(&mut bytes).map_err(HeaderError::Io)?;
         self.at += len;
-        String::from_utf8(bytes).map_err(|e| {
-            let at = FileOffset::new(at + e.utf8_error().valid_up_to() as u64);
-            HeaderError::Format(FormatError::NotUtf8 { at })
-        })
+        String::from_utf8(bytes)
+            .map_err(|e| HeaderError::Format(FormatError::not_utf8(at + e.utf8_error().valid_up_to() as u64)))
     }
 
     fn skip(&mut self, len: u64) -> Result<(), HeaderError> {
@@ -318,8 +323,8 @@ impl<R: BufRead> Header<R> {
             return Ok(());
         }
         bad(match self.len < self.file {
-            true => Defect::TooLong(MAX_HEADER),
-            false => Defect::CutOff { at: FileOffset::new(self.at), len },
+            true => FormatError::too_long(MAX_HEADER),
+            false => FormatError::cut_off(self.at, len),
         })
     }
 }
@@ -347,7 +352,7 @@ fn place(
     let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
     by_name.sort_unstable_by_key(name);
     if let Some(twice) = by_name.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        return Err(in_header(Defect::Twice { what: "tensor", name: short(name(&twice[0])) }));
+        return Err(in_header(FormatError::twice("tensor", name(&twice[0]))));
     }
     drop(by_name);
     let (mut types, mut unknown) = (TypeNames(Vec::new()), 0);
@@ -355,18 +360,19 @@ fn place(
         let next = tensors.get(i + 1).map_or(Some(file), |next| start.checked_add(next.at.bits()));
         let Tensor { name, dtype, shape, at: first, len } = Arc::make_mut(&mut tensors[i]);
         let (at, number) = (FileOffset::new(*len >> 32), *len as u32);
-        let wrong = |source| FormatError::Tensor { tensor: short(name), at, source };
-        let overflow = || wrong(Defect::Overflow);
+        let wrong = |source: FormatError| source.in_tensor(name, at);
+        let overflow = || wrong(FormatError::overflow());
         let offset = first.bits();
         *first = FileOffset::new(start.checked_add(offset).ok_or_else(overflow)?);
         if offset % alignment != 0 {
-            return Err(wrong(Defect::Unaligned { offset, alignment }));
+            return Err(wrong(FormatError::new(format_args!("offset {offset:#x} is not a multiple of {alignment}"))));
         }
         (*dtype, *len) = match TYPES.iter().find(|known| known.0 == number) {
             Some((_, name, block, bytes)) => {
                 let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim)).ok_or_else(overflow)?;
                 if shape.last().is_some_and(|row| row % block != 0) {
-                    return Err(wrong(Defect::PartialBlock(*block)));
+                    let text = format_args!("a row is not made of whole blocks of {block} elements");
+                    return Err(wrong(FormatError::new(text)));
                 }
                 (
                     types.get(number, |_| (*name).to_owned()),
@@ -380,7 +386,7 @@ fn place(
                     format!("type {number}")
                 });
                 if unknown > MAX_UNKNOWN {
-                    return Err(wrong(Defect::TooMany { what: "unknown types", count: unknown, limit: MAX_UNKNOWN }));
+                    return Err(wrong(FormatError::too_many("unknown types", unknown, MAX_UNKNOWN)));
                 }
                 (name, next.and_then(|next| next.checked_sub(first.bits())).ok_or_else(overflow)?)
             }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::file::{ContainerFile, HEAD};
+use super::format_error::FormatError;
 use super::model::{Container, Model};
 use super::{gguf, lfs, npy, raw, safetensors};
 use crate::error::Error;
@@ -19,8 +20,10 @@ pub fn detect(path: &Path, head: &[u8]) -> &'static Container {
 /// Detects the kind of a file.
 pub(crate) fn kind(file: &ContainerFile<'_>) -> Result<&'static Container, Error> {
     let head = file.read(0, file.len.min(HEAD as u64))?;
-    lfs::refuse(file, &head)?;
-    Ok(detect(file.path, &head))
+    match lfs::size(file, &head)? {
+        Some(size) => Err(file.bad(FormatError::lfs_pointer(size))),
+        None => Ok(detect(file.path, &head)),
+    }
 }
 
 /// Detects the kind of a file and parses it.

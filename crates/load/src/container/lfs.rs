@@ -17,26 +17,10 @@ const MAX: u64 = 1024;
 /// Refuses a pointer, under whichever name.
 ///
 /// # Errors
-/// [`Error::Format`] with [`FormatError::LfsPointer`]; [`Error::File`] for a file that cannot be read.
+/// [`Error::Format`]; [`Error::File`] for a file that cannot be read.
 pub fn refuse_lfs_pointer(path: &Path, file: &File) -> Result<(), Error> {
-    let failed = |source| Error::File { path: path.to_owned(), what: "read its size", source };
-    let len = file.metadata().map_err(failed)?.len();
-    if len >= MAX {
-        return Ok(());
-    }
-    let file = ContainerFile { path, file, len };
-    refuse(&file, &file.read(0, len.min(HEAD as u64))?)
-}
-
-/// The same; `head` are the first bytes of the file.
-pub(super) fn refuse(file: &ContainerFile<'_>, head: &[u8]) -> Result<(), Error> {
-    if file.len >= MAX || !START.starts_with(head) {
-        return Ok(());
-    }
-    let text = file.read(0, file.len)?;
-    let size = std::str::from_utf8(&text).ok().filter(|text| text.as_bytes().starts_with(START));
-    let size = size.and_then(|text| text.lines().find_map(|line| line.strip_prefix("size ")?.parse().ok()));
-    size.map_or(Ok(()), |size| Err(file.bad(FormatError::LfsPointer { size })))
+    let refused = |size| Error::Format { path: path.to_owned(), source: FormatError::lfs_pointer(size) };
+    lfs_pointer(path, file)?.map_or(Ok(()), |size| Err(refused(size)))
 }
 
 /// The bytes of the file that a pointer stands for; `None` for a file that is no pointer.
@@ -44,9 +28,21 @@ pub(super) fn refuse(file: &ContainerFile<'_>, head: &[u8]) -> Result<(), Error>
 /// # Errors
 /// [`Error::File`] for a file that cannot be read.
 pub(crate) fn lfs_pointer(path: &Path, file: &File) -> Result<Option<u64>, Error> {
-    match refuse_lfs_pointer(path, file) {
-        Ok(()) => Ok(None),
-        Err(Error::Format { source: FormatError::LfsPointer { size }, .. }) => Ok(Some(size)),
-        Err(error) => Err(error),
+    let failed = |source| Error::File { path: path.to_owned(), what: "read its size", source };
+    let len = file.metadata().map_err(failed)?.len();
+    if len >= MAX {
+        return Ok(None);
     }
+    let file = ContainerFile { path, file, len };
+    size(&file, &file.read(0, len.min(HEAD as u64))?)
+}
+
+/// The same; `head` are the first bytes of the file.
+pub(super) fn size(file: &ContainerFile<'_>, head: &[u8]) -> Result<Option<u64>, Error> {
+    if file.len >= MAX || !START.starts_with(head) {
+        return Ok(None);
+    }
+    let text = file.read(0, file.len)?;
+    let text = std::str::from_utf8(&text).ok().filter(|text| text.as_bytes().starts_with(START));
+    Ok(text.and_then(|text| text.lines().find_map(|line| line.strip_prefix("size ")?.parse().ok())))
 }

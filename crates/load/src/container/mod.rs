@@ -3,7 +3,6 @@
 //! Each kind is a module with a [`Container`], which says how it is recognized and parsed, and a line of
 //! [`CONTAINERS`]. A new kind: see *A container* in `CONTRIBUTING.md`.
 
-mod defect;
 mod file;
 mod format_error;
 pub mod gguf;
@@ -17,7 +16,6 @@ mod set;
 mod tensor;
 mod text;
 
-pub use defect::Defect;
 pub(crate) use file::ContainerFile;
 pub use file::HEAD;
 pub use format_error::FormatError;

@@ -81,17 +81,20 @@ impl Model {
     /// and all of them lie within the file.
     ///
     /// # Errors
-    /// [`FormatError::Overlap`], [`FormatError::TensorBeyondEnd`].
+    /// [`FormatError`].
     pub fn check(&self) -> Result<(), FormatError> {
         let mut before = FileOffset::new(0);
         for Tensor { name, at, len, .. } in self.tensors.iter().map(|tensor| &**tensor) {
             if *at < before {
-                return Err(FormatError::Overlap { tensor: short(name), at: *at, end: before });
+                let (name, at) = (short(name), *at);
+                let text =
+                    format_args!("tensor {name:?} starts at {at}, within the tensor before it, which ends at {before}");
+                return Err(FormatError::new(text).about_tensor(&name).at(at));
             }
-            before = at.checked_add(*len).filter(|end| end.bits() <= self.len).ok_or_else(|| {
-                let end = FileOffset::new(at.bits().saturating_add(*len));
-                FormatError::TensorBeyondEnd { tensor: short(name), end, len: self.len }
-            })?;
+            before = at
+                .checked_add(*len)
+                .filter(|end| end.bits() <= self.len)
+                .ok_or_else(|| FormatError::beyond_end(name, at.bits().saturating_add(*len), self.len))?;
         }
         Ok(())
     }

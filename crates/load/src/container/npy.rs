@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 
-use super::defect::Defect;
 use super::file::ContainerFile;
 use super::format_error::FormatError;
 use super::model::{Container, Model};
@@ -43,46 +42,48 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
 /// # Errors
 /// [`FormatError`]; the array's bytes are all that follows the header.
 pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatError> {
-    let bad = |source| FormatError::InHeader { of: CONTAINER.title, source };
-    let cut_off = |at: u64, len: u64| bad(Defect::CutOff { at: FileOffset::new(at), len });
+    let bad = |source: FormatError| source.within("bad NumPy header");
+    let wrong = |text: &str| bad(FormatError::new(text));
+    let cut_off = |at: u64, len: u64| bad(FormatError::cut_off(at, len));
     let version = *head
         .get(MAGIC.len())
         .filter(|_| head.starts_with(MAGIC))
-        .ok_or(bad(Defect::NoMagic("the magic number of NumPy")))?;
+        .ok_or_else(|| wrong("it does not start with the magic number of NumPy"))?;
     let word = |n: usize| head.get(8..8 + n).ok_or_else(|| cut_off(8, n as u64));
     let (start, text) = match version {
         1 => (10, word(2)?.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))),
         2 | 3 => (12, word(4)?.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))),
-        found => return Err(bad(Defect::Version { found: found.into(), supported: "1 to 3" })),
+        found => return Err(bad(FormatError::version(found.into(), "1 to 3"))),
     };
     if text > MAX_HEADER {
-        return Err(bad(Defect::TooLong(MAX_HEADER)));
+        return Err(bad(FormatError::too_long(MAX_HEADER)));
     }
     let data = start + text;
     let text = head.get(start as usize..data as usize).ok_or_else(|| cut_off(start, text))?;
-    let text = std::str::from_utf8(text)
-        .map_err(|e| FormatError::NotUtf8 { at: FileOffset::new(start + e.valid_up_to() as u64) })?;
+    let text = std::str::from_utf8(text).map_err(|e| FormatError::not_utf8(start + e.valid_up_to() as u64))?;
     let value = |key: &'static str| {
         let after = text.split_once(&format!("'{key}'")).map(|(_, after)| after.trim_start());
         let value = after.and_then(|after| Some(after.strip_prefix(':')?.trim_start()));
-        value.ok_or(bad(Defect::NoField(key)))
+        value.ok_or_else(|| wrong(&format!("it has no {key:?}")))
     };
     let descr = value("descr")?;
     let descr = descr.strip_prefix('\'').and_then(|rest| Some(rest.split_once('\'')?.0));
-    let descr = descr.ok_or(bad(Defect::Records))?;
-    let (dtype, bytes) = element(descr).ok_or_else(|| bad(Defect::Dtype(short(descr))))?;
+    let descr = descr.ok_or_else(|| wrong("arrays of records are not supported"))?;
+    let (dtype, bytes) =
+        element(descr).ok_or_else(|| wrong(&format!("the type {:?} is not supported", short(descr))))?;
     let by_columns = value("fortran_order")?.starts_with("True");
     let shape = value("shape")?.strip_prefix('(').and_then(|rest| Some(rest.split_once(')')?.0));
-    let shape = shape.ok_or(bad(Defect::Shape))?;
+    let bad_shape = || wrong("its shape is not a tuple of numbers");
+    let shape = shape.ok_or_else(bad_shape)?;
     let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty()).map(str::parse);
-    let mut shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad(Defect::Shape))?;
+    let mut shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad_shape())?;
     let size = shape.iter().try_fold(bytes, |n: u64, dim| n.checked_mul(*dim));
-    let end = size.and_then(|size| data.checked_add(size)).ok_or(bad(Defect::Overflow))?;
+    let end = size.and_then(|size| data.checked_add(size)).ok_or_else(|| bad(FormatError::overflow()))?;
     if end > len {
-        return Err(FormatError::TensorBeyondEnd { tensor: name.to_owned(), end: FileOffset::new(end), len });
+        return Err(FormatError::beyond_end(name, end, len));
     }
     if end < len {
-        return Err(FormatError::TrailingBytes { at: FileOffset::new(end), extra: len - end });
+        return Err(FormatError::trailing(end, len));
     }
     // By columns, the bytes are those of the transposed array by rows.
     if by_columns {

@@ -17,7 +17,7 @@ pub static CONTAINER: Container =
 /// The whole file as a tensor without a type.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
     if file.len == 0 {
-        return Err(file.bad(FormatError::Empty));
+        return Err(file.bad(FormatError::new("the file is empty")));
     }
     let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (dtype, shape, at, len) = (Arc::default(), Box::default(), FileOffset::new(0), file.len);

@@ -14,7 +14,6 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::defect::Defect;
 use super::file::ContainerFile;
 use super::format_error::FormatError;
 use super::model::{Container, Model};
@@ -39,7 +38,7 @@ pub static CONTAINER: Container = Container {
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
     if file.len == 0 {
-        return Err(file.bad(FormatError::Empty));
+        return Err(file.bad(FormatError::new("the file is empty")));
     }
     let mut prefix = [0; PREFIX as usize];
     let have = file.read(0, file.len.min(PREFIX))?;
@@ -53,13 +52,24 @@ pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
 /// # Errors
 /// [`FormatError`] when that many cannot be there.
 pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
-    let left = len.checked_sub(PREFIX).ok_or(FormatError::NoPrefix { len })?;
     let header = u64::from_le_bytes(prefix);
-    match header {
-        _ if header > left => Err(FormatError::HeaderBeyondEnd { header, left }),
-        _ if header > MAX_HEADER => Err(FormatError::HeaderTooLong { header }),
-        _ => Ok(header),
-    }
+    let defect = match len.checked_sub(PREFIX) {
+        None => format!("the file has {len} bytes, a safetensors file starts with 8 bytes of header length"),
+        Some(left) if header > left => return Err(beyond_end(header, left)),
+        _ if header > MAX_HEADER => {
+            format!(
+                "the header length at file offset 0x0 says {header} bytes, more than the {MAX_HEADER} that are allowed"
+            )
+        }
+        _ => return Ok(header),
+    };
+    Err(FormatError::new(defect))
+}
+
+fn beyond_end(header: u64, left: u64) -> FormatError {
+    let text =
+        format_args!("the header length at file offset 0x0 says {header} bytes, but only {left} follow in the file");
+    FormatError::new(text)
 }
 
 /// The tensors of a safetensors file of `len` bytes with this header.
@@ -72,10 +82,8 @@ pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
 /// at most [`MAX_DIMS`] dimensions, and there are at most [`MAX_PAIRS`] pairs of metadata.
 pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     let data = (header.len() as u64).checked_add(PREFIX).filter(|d| *d <= len);
-    let data =
-        data.ok_or(FormatError::HeaderBeyondEnd { header: header.len() as u64, left: len.saturating_sub(PREFIX) })?;
-    let text = std::str::from_utf8(header)
-        .map_err(|e| FormatError::NotUtf8 { at: FileOffset::new(PREFIX + e.valid_up_to() as u64) })?;
+    let data = data.ok_or_else(|| beyond_end(header.len() as u64, len.saturating_sub(PREFIX)))?;
+    let text = std::str::from_utf8(header).map_err(|e| FormatError::not_utf8(PREFIX + e.valid_up_to() as u64))?;
     let Entries { tensors: mut entries, metadata } = entries(text)?;
     // Of two tensors of one name the last counts, as in the format's own library.
     entries.sort_by(|a, b| a.name.cmp(&b.name).then(b.at.cmp(&a.at)));
@@ -86,23 +94,27 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     let mut types = TypeNames(Vec::new());
     let mut end = 0;
     for Entry { name, start, end: stop, at } in entries {
-        let wrong = |source| FormatError::Tensor { tensor: short(&name), at: place(at), source };
+        let wrong = |source: FormatError| source.in_tensor(&name, place(at));
         // It was parsed before, and only its place kept.
         let info = info(&text[at as usize..]).map_err(|e| wrong(e.into()))?;
         if let Some(defect) = misfit(&info) {
             return Err(wrong(defect));
         }
         if stop > len - data {
-            let end = FileOffset::new(data.saturating_add(stop));
-            return Err(FormatError::TensorBeyondEnd { tensor: short(&name), end, len });
+            return Err(FormatError::beyond_end(&name, data.saturating_add(stop), len));
         }
         match (start.cmp(&end), tensors.last()) {
             (Ordering::Equal, _) => {}
             (Ordering::Less, Some(before)) => {
-                return Err(wrong(Defect::Within { start, before: short(&before.name), end }));
+                let before = short(&before.name);
+                let text =
+                    format_args!("it starts at data offset {start}, within tensor {before:?}, which ends at {end}");
+                return Err(wrong(FormatError::new(text)));
             }
             _ => {
-                return Err(wrong(Defect::Gap { len: start.abs_diff(end), start }));
+                let len = start.abs_diff(end);
+                let text = format_args!("{len} bytes in front of its data offset {start} belong to no tensor");
+                return Err(wrong(FormatError::new(text)));
             }
         }
         end = stop;
@@ -116,8 +128,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
         }));
     }
     if data + end != len {
-        let extra = len - (data + end);
-        return Err(FormatError::TrailingBytes { at: FileOffset::new(data + end), extra });
+        return Err(FormatError::trailing(data + end, len));
     }
     Ok(Model { len, tensors, metadata, by_columns: false, container: &CONTAINER })
 }
@@ -150,7 +161,7 @@ fn entries(text: &str) -> Result<Entries, FormatError> {
     let parsed = json.deserialize_map(Descriptions { text, entries: &mut entries, wrong: &mut wrong });
     match parsed.and_then(|()| json.end()) {
         Ok(()) => Ok(entries),
-        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::Header(e.into()))),
+        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::from(e).within("bad header (file offset 0x8 on)"))),
     }
 }
 
@@ -186,7 +197,7 @@ impl<'de> Visitor<'de> for Descriptions<'de> {
             let (start, end) = match info(value.get()) {
                 Ok(info) => info.data_offsets,
                 Err(e) => {
-                    *self.wrong = Some(FormatError::Tensor { tensor: short(&name), at: place(at), source: e.into() });
+                    *self.wrong = Some(FormatError::from(e).in_tensor(&name, place(at)));
                     return Err(A::Error::custom("a bad tensor"));
                 }
             };
@@ -420,21 +431,25 @@ impl<'de> Visitor<'de> for Checked {
 }
 
 /// The contradiction within a tensor, if any: its shape and type do not give the bytes that it claims.
-fn misfit(info: &Info) -> Option<Defect> {
+fn misfit(info: &Info) -> Option<FormatError> {
     let (start, end) = info.data_offsets;
-    let Some(claimed) = end.checked_sub(start) else {
-        return Some(Defect::Backwards { start, end });
-    };
     // Elements first, as the format's own library does: a shape that overflows is bad even if it has a zero.
     let elements = info.shape.dims.iter().try_fold(1usize, |n, d| n.checked_mul(usize::try_from(*d).ok()?));
     let bits = elements.and_then(|elements| elements.checked_mul(info.dtype.bitsize()));
     let elements = || format!("{} of shape {}", info.dtype, shape(info));
-    match bits {
-        None => Some(Defect::ShapeOverflow(shape(info))),
-        Some(bits) if !bits.is_multiple_of(8) => Some(Defect::PartialByte { elements: elements(), bits }),
-        Some(bits) if bits / 8 != claimed => Some(Defect::Misfit { elements: elements(), bytes: bits / 8, start, end }),
-        Some(_) => None,
-    }
+    let defect = match (end.checked_sub(start), bits) {
+        (None, _) => format!("it ends at {end}, before it starts at {start} (data offsets)"),
+        (_, None) => format!("the size of shape {} overflows", shape(info)),
+        (_, Some(bits)) if !bits.is_multiple_of(8) => {
+            format!("{} takes {bits} bits, which are no whole bytes", elements())
+        }
+        (Some(claimed), Some(bits)) if bits / 8 != claimed => {
+            let bytes = bits / 8;
+            format!("{} takes {bytes} bytes, but its data offsets {start}..{end} hold {claimed}", elements())
+        }
+        _ => return None,
+    };
+    Some(FormatError::new(defect))
 }
 
 fn shape(info: &Info) -> String {

@@ -9,7 +9,6 @@ use std::path::{Component, Path, PathBuf};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::defect::Defect;
 use super::format_error::FormatError;
 use super::kinds::CONTAINERS;
 use super::text::{MAX_HEADER, short};
@@ -106,23 +105,26 @@ pub fn is_index(path: &Path) -> bool {
 /// The files that an index lists, beside it.
 fn shards(index: &Path) -> Result<Vec<PathBuf>, Error> {
     let failed = |source| Error::File { path: index.to_owned(), what: "read it", source };
-    let bad = |defect| Error::Format { path: index.to_owned(), source: FormatError::Index(defect) };
+    let bad = |defect: FormatError| Error::Format { path: index.to_owned(), source: defect.within("bad index") };
     let file = File::open(index).map_err(failed)?;
     let mut text = Vec::new();
     file.take(MAX_HEADER + 1).read_to_end(&mut text).map_err(failed)?;
     if text.len() as u64 > MAX_HEADER {
-        return Err(bad(Defect::TooLong(MAX_HEADER)));
+        return Err(bad(FormatError::too_long(MAX_HEADER)));
     }
     let Index { weight_map: names } = serde_json::from_slice(&text).map_err(|e| bad(e.into()))?;
     if names.is_empty() {
-        return Err(bad(Defect::NoFiles));
+        return Err(bad(FormatError::no_files()));
     }
     let folder = index.parent().unwrap_or(Path::new(""));
     let place = |name: String| {
         // A model that was downloaded must not name files elsewhere.
         match Path::new(&name).components().collect::<Vec<_>>()[..] {
             [Component::Normal(_)] => Ok(folder.join(name)),
-            _ => Err(bad(Defect::NotBeside(short(&name)))),
+            _ => {
+                let text = format!("{:?} is not the name of a file beside it", short(&name));
+                Err(bad(FormatError::new(text)))
+            }
         }
     };
     names.into_iter().map(place).collect()
