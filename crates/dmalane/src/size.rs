@@ -4,6 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use thiserror::Error;
+
 const DECIMAL: [&str; 7] = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
 const BINARY: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
@@ -46,46 +48,13 @@ impl From<u64> for Size {
 }
 
 /// Why a text is not a size. The text itself is not repeated: clap quotes it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum SizeError {
-    /// It does not begin with a plain number.
-    NotANumber,
-    /// Less than nothing.
-    Negative,
-    /// Nothing, where something is needed.
-    Zero,
-    /// An unknown unit.
-    Unit(String),
-    /// `M` and its like: 10^6 or 2^20?
-    Ambiguous(char),
-    /// A part of a byte.
-    Fraction,
-    /// More than 2^64 - 1 bytes.
-    TooLarge,
-}
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[error("{0}")]
+pub struct SizeError(String);
 
-impl fmt::Display for SizeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotANumber => f.write_str("not a size; write for example 16MiB, 1.5GiB, 90MB or 4096"),
-            Self::Negative => f.write_str("a size cannot be negative"),
-            Self::Zero => f.write_str("the size must be at least 1 byte"),
-            Self::Unit(unit) => write!(
-                f,
-                "no such unit: {unit}; use kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (powers of 2) or none \
-                 for bytes"
-            ),
-            Self::Ambiguous(prefix) => {
-                let upper = prefix.to_ascii_uppercase();
-                write!(f, "{prefix} could mean {upper}B (a power of 10) or {upper}iB (a power of 2); say which")
-            }
-            Self::Fraction => f.write_str("a byte has no parts; give a unit such as MiB or a whole number"),
-            Self::TooLarge => f.write_str("too large: a size is at most 2^64 - 1 bytes"),
-        }
-    }
+fn refused<T>(why: impl Into<String>) -> Result<T, SizeError> {
+    Err(SizeError(why.into()))
 }
-
-impl std::error::Error for SizeError {}
 
 impl FromStr for Size {
     type Err = SizeError;
@@ -93,7 +62,7 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self, SizeError> {
         let text = text.trim();
         if text.starts_with('-') && text[1..].starts_with(|c: char| c.is_ascii_digit()) {
-            return Err(SizeError::Negative);
+            return refused("a size cannot be negative");
         }
         let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(unit_at);
@@ -102,29 +71,30 @@ impl FromStr for Size {
             None => (number, None),
         };
         if whole.is_empty() || parts.is_some_and(|p| p.is_empty() || p.contains('.')) {
-            return Err(SizeError::NotANumber);
+            return refused("not a size; write for example 16MiB, 1.5GiB, 90MB or 4096");
         }
         let unit = unit_bytes(unit.trim_start())?;
         // Only digits are left, so this can fail in one way.
-        let whole: u128 = whole.parse().map_err(|_| SizeError::TooLarge)?;
-        let mut bytes = whole.checked_mul(unit).ok_or(SizeError::TooLarge)?;
+        let bytes = whole.parse().ok().and_then(|whole: u128| whole.checked_mul(unit));
+        let mut bytes = bytes.unwrap_or(u128::MAX);
         if let Some(parts) = parts {
             if unit == 1 {
-                return Err(SizeError::Fraction);
+                return refused("a byte has no parts; give a unit such as MiB or a whole number");
             }
             // Digits beyond the 18th are worth less than a byte of the largest unit, and would overflow the product.
             let parts = &parts[..parts.len().min(18)];
-            let numerator: u128 = parts.parse().map_err(|_| SizeError::NotANumber)?;
-            bytes += numerator * unit / 10u128.pow(parts.len() as u32);
+            let numerator: u128 = parts.parse().unwrap_or(0);
+            bytes = bytes.saturating_add(numerator * unit / 10u128.pow(parts.len() as u32));
         }
-        u64::try_from(bytes).map(Self).map_err(|_| SizeError::TooLarge)
+        let size = u64::try_from(bytes).map(Self);
+        size.or_else(|_| refused("too large: a size is at most 2^64 - 1 bytes"))
     }
 }
 
 /// Reads a size that must not be 0.
 pub fn nonzero(text: &str) -> Result<Size, SizeError> {
     match text.parse()? {
-        Size(0) => Err(SizeError::Zero),
+        Size(0) => refused("the size must be at least 1 byte"),
         size => Ok(size),
     }
 }
@@ -152,8 +122,14 @@ fn unit_bytes(unit: &str) -> Result<u128, SizeError> {
     }
     let mut letters = unit.chars();
     match (letters.next(), letters.next()) {
-        (Some(prefix), None) if "kmgtpeKMGTPE".contains(prefix) => Err(SizeError::Ambiguous(prefix)),
-        _ => Err(SizeError::Unit(unit.to_owned())),
+        (Some(prefix), None) if "kmgtpeKMGTPE".contains(prefix) => {
+            let upper = prefix.to_ascii_uppercase();
+            refused(format!("{prefix} could mean {upper}B (a power of 10) or {upper}iB (a power of 2); say which"))
+        }
+        _ => refused(format!(
+            "no such unit: {unit}; use kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (powers of 2) or none for \
+             bytes"
+        )),
     }
 }
 
@@ -250,39 +226,39 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_with_its_own_reason() {
-        use SizeError::*;
-        for (text, error) in [
-            ("", NotANumber),
-            ("MiB", NotANumber),
-            ("abc", NotANumber),
-            (".5GiB", NotANumber),
-            ("5.GiB", NotANumber),
-            ("1.2.3MB", NotANumber),
-            ("+5", NotANumber),
-            ("--json", NotANumber),
-            ("\u{663}MB", NotANumber),
-            ("-5MiB", Negative),
-            ("-1", Negative),
-            ("4096.5", Fraction),
-            ("1.0B", Fraction),
-            ("1e9", Unit("e9".to_owned())),
-            ("0x1000", Unit("x1000".to_owned())),
-            ("1 000", Unit("000".to_owned())),
-            ("1,5GB", Unit(",5GB".to_owned())),
-            ("1Gb", Unit("Gb".to_owned())),
-            ("1Gib", Unit("Gib".to_owned())),
-            ("1XB", Unit("XB".to_owned())),
-            ("1\u{e9}", Unit("\u{e9}".to_owned())),
-            ("16M", Ambiguous('M')),
-            ("16g", Ambiguous('g')),
-            ("16EiB", TooLarge),
-            ("18446744073709551616", TooLarge),
-            ("99999999999999999999999999999999999999EiB", TooLarge),
-            ("999999999999999999999999999999999999999999999999", TooLarge),
+        for (text, why) in [
+            ("", "not a size;"),
+            ("MiB", "not a size;"),
+            ("abc", "not a size;"),
+            (".5GiB", "not a size;"),
+            ("5.GiB", "not a size;"),
+            ("1.2.3MB", "not a size;"),
+            ("+5", "not a size;"),
+            ("--json", "not a size;"),
+            ("\u{663}MB", "not a size;"),
+            ("-5MiB", "cannot be negative"),
+            ("-1", "cannot be negative"),
+            ("4096.5", "has no parts"),
+            ("1.0B", "has no parts"),
+            ("1e9", "no such unit: e9;"),
+            ("0x1000", "no such unit: x1000;"),
+            ("1 000", "no such unit: 000;"),
+            ("1,5GB", "no such unit: ,5GB;"),
+            ("1Gb", "no such unit: Gb;"),
+            ("1Gib", "no such unit: Gib;"),
+            ("1XB", "no such unit: XB;"),
+            ("1\u{e9}", "no such unit: \u{e9};"),
+            ("16M", "M could mean MB"),
+            ("16g", "g could mean GB"),
+            ("16EiB", "too large"),
+            ("18446744073709551616", "too large"),
+            ("99999999999999999999999999999999999999EiB", "too large"),
+            ("999999999999999999999999999999999999999999999999", "too large"),
         ] {
-            assert_eq!(parse(text), Err(error), "{text}");
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(why), "{text}: {error}");
         }
-        assert_eq!(nonzero("0MiB"), Err(Zero));
+        assert!(nonzero("0MiB").unwrap_err().to_string().contains("at least 1 byte"));
         assert_eq!(nonzero("1"), Ok(Size(1)));
     }
 

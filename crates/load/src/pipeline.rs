@@ -118,12 +118,13 @@ impl OpenDevice {
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
-        let (start, registrar) = (Instant::now(), self.registrar().clone());
-        options.epoch(start).into_iter().for_each(|epoch| self.record_channels(epoch));
+        let registrar = self.registrar().clone();
+        // A moment before the job begins: less than a timeline shows.
+        options.epoch(Instant::now()).into_iter().for_each(|epoch| self.record_channels(epoch));
         let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..memory };
         let (polled, processors) = (self.info.polled, self.info.processors);
         let sink = Sink::Device { polled, processors, queue: &mut self.queue, targets: &places };
-        let mut filled = fill::fill_since(start, memory, sink, job, workers, options, watch)?;
+        let mut filled = fill::fill(memory, sink, job, workers, options, watch)?;
         if let Some(timeline) = &mut filled.report.timeline {
             timeline.tracks.extend(self.channel_tracks());
         }

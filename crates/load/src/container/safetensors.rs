@@ -182,7 +182,7 @@ impl<'de> Visitor<'de> for Descriptions<'de> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         let mut has_metadata = false;
-        while let Some(Name(name)) = map.next_key()? {
+        while let Some(name) = map.next_key::<Box<str>>()? {
             if &*name == "__metadata__" {
                 if std::mem::replace(&mut has_metadata, true) {
                     return Err(A::Error::duplicate_field("__metadata__"));
@@ -246,7 +246,7 @@ impl<'de> Deserialize<'de> for Info {
                     }
                 }
                 let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
-                while let Some(Name(name)) = map.next_key()? {
+                while let Some(name) = map.next_key::<Box<str>>()? {
                     match &*name {
                         "dtype" => once(&mut map, "dtype", &mut dtype)?,
                         "shape" => once(&mut map, "shape", &mut shape)?,
@@ -272,27 +272,6 @@ impl<'de> Deserialize<'de> for Info {
             }
         }
         deserializer.deserialize_struct("tensor", &["dtype", "shape", "data_offsets"], Fields)
-    }
-}
-
-/// A name, of which no more is kept than its characters.
-struct Name(Box<str>);
-
-impl<'de> Deserialize<'de> for Name {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-        impl Visitor<'_> for Text {
-            type Value = Name;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a name")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Name, E> {
-                Ok(Name(text.into()))
-            }
-        }
-        deserializer.deserialize_str(Text)
     }
 }
 

@@ -7,15 +7,13 @@ use dmalane_device::IoError;
 use dmalane_queue::{OpError, Refusal, StopReason, Ticket};
 use thiserror::Error;
 
-use super::job::BadJob;
-
 /// Reason why buffers were not filled. Of several failures it is the one that lies first in the job's buffers.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FillError {
     /// The job contradicts itself.
-    #[error(transparent)]
-    Job(#[from] BadJob),
+    #[error("{0}")]
+    Job(String),
     /// The heap has no memory for a buffer, or for one of its chunks.
     #[error("buffer {buffer}: {source}")]
     Memory {
@@ -98,6 +96,13 @@ pub enum FillError {
         /// Bytes of the job; `None` for a source whose length nobody knows.
         of: Option<u64>,
     },
+}
+
+impl FillError {
+    /// A buffer of this many bytes.
+    pub(super) fn too_large(len: u64) -> Self {
+        Self::Job(format!("a buffer of {len} bytes does not fit the address space"))
+    }
 }
 
 /// A queue that does not work: nothing more can be moved by it.

@@ -68,7 +68,7 @@ impl FilledBuf {
 }
 
 /// Times and bytes of a job.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct FillReport {
     /// Bytes read.
     pub bytes: u64,

@@ -1,7 +1,8 @@
 //! Jobs: ranges of files, and the buffers that they are read into.
 
 use dmalane_addr::FileOffset;
-use thiserror::Error;
+
+use super::error::FillError;
 
 /// Consecutive bytes of a source, and their place in a buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,47 +28,6 @@ pub struct Job {
     pub extents: Vec<Extent>,
 }
 
-/// Contradiction within a job.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[non_exhaustive]
-pub enum BadJob {
-    /// An extent names a source that does not exist.
-    #[error("extent {extent} is of source {named}, and there are {there}")]
-    NoSuchSource {
-        /// Which extent.
-        extent: usize,
-        /// The source.
-        named: usize,
-        /// Number of sources.
-        there: usize,
-    },
-    /// An extent does not lie within its buffer, or within a file that the kernel can read.
-    #[error("extent {extent} does not lie within its buffer and the valid file offsets")]
-    OutOfBounds {
-        /// Which extent.
-        extent: usize,
-    },
-    /// Two extents have the same destination.
-    #[error("extents {first} and {second} overlap in their buffer")]
-    Overlap {
-        /// The one that starts first.
-        first: usize,
-        /// The other one.
-        second: usize,
-    },
-    /// The number of places on the device is not that of the buffers.
-    #[error("{buffers} buffers are to go to {there} places on the device")]
-    Destinations {
-        /// Number of buffers.
-        buffers: usize,
-        /// Number of destinations.
-        there: usize,
-    },
-    /// A buffer is larger than the address space.
-    #[error("a buffer of {0} bytes does not fit the address space")]
-    TooLarge(u64),
-}
-
 impl Job {
     /// A buffer for each source, with its first `lens[i]` bytes.
     pub fn whole(lens: &[u64]) -> Self {
@@ -82,21 +42,23 @@ impl Job {
     }
 
     /// For each buffer its extents that are not empty, in the order of their destinations.
-    pub(super) fn by_buffer(&self, sources: usize) -> Result<Vec<Vec<(usize, Extent)>>, BadJob> {
+    pub(super) fn by_buffer(&self, sources: usize) -> Result<Vec<Vec<(usize, Extent)>>, FillError> {
         if let Some(len) = self.buffers.iter().find(|len| isize::try_from(**len).is_err()) {
-            return Err(BadJob::TooLarge(*len));
+            return Err(FillError::too_large(*len));
         }
         let mut sorted: Vec<Vec<(usize, Extent)>> = vec![Vec::new(); self.buffers.len()];
         for (extent, e) in self.extents.iter().enumerate() {
             if e.source >= sources {
-                return Err(BadJob::NoSuchSource { extent, named: e.source, there: sources });
+                let text = format!("extent {extent} is of source {}, and there are {sources}", e.source);
+                return Err(FillError::Job(text));
             }
             let inside =
                 self.buffers.get(e.buffer).is_some_and(|len| e.to.checked_add(e.len).is_some_and(|end| end <= *len));
             // The kernel counts file offsets with a sign.
             let readable = e.at.bits().checked_add(e.len).is_some_and(|end| end <= i64::MAX as u64);
             if !inside || !readable {
-                return Err(BadJob::OutOfBounds { extent });
+                let text = format!("extent {extent} does not lie within its buffer and the valid file offsets");
+                return Err(FillError::Job(text));
             }
             if e.len > 0 {
                 sorted[e.buffer].push((extent, *e));
@@ -108,7 +70,7 @@ impl Job {
                 if let [(first, a), (second, b)] = pair
                     && a.to + a.len > b.to
                 {
-                    return Err(BadJob::Overlap { first: *first, second: *second });
+                    return Err(FillError::Job(format!("extents {first} and {second} overlap in their buffer")));
                 }
             }
         }

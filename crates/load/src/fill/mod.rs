@@ -48,7 +48,7 @@ use worker::Worker;
 pub use error::{FillError, QueueFailure};
 pub use filled::{FillReport, Filled, FilledBuf};
 pub use hash::Digest;
-pub use job::{BadJob, Extent, Job};
+pub use job::{Extent, Job};
 pub use memory::{BufferMemory, FillCached};
 pub(crate) use memory::{Memory, Staging};
 pub use options::{FillOptions, HashRegions};
@@ -73,19 +73,7 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     options: &FillOptions,
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
-    fill_since(Instant::now(), memory, sink, job, workers, options, watch)
-}
-
-/// As [`fill`], of a job that began at `start`.
-pub(crate) fn fill_since<S: Queue<Addr = FileOffset>>(
-    start: Instant,
-    memory: BufferMemory<'_>,
-    sink: Sink<'_>,
-    job: &Job,
-    workers: &mut [Vec<S>],
-    options: &FillOptions,
-    watch: &mut Watch<'_>,
-) -> Result<Filled, FillError> {
+    let start = Instant::now();
     let mut done = run(start, Memory::Buffers(memory), sink, job, workers, options, watch)?;
     let report = FillReport {
         bytes: job.bytes(),

@@ -12,7 +12,7 @@ use super::error::{Failed, FillError, QueueFailure};
 use super::fragment::{Fragment, Tag};
 use super::hash::{Hasher, Hashes};
 use super::hash_thread::HashThread;
-use super::job::{BadJob, Job};
+use super::job::Job;
 use super::mappings::Mappings;
 use super::memory::{FillCached, Memory};
 use super::options::FillOptions;
@@ -72,7 +72,9 @@ impl<'a, 'w> State<'a, 'w> {
         if let Sink::Device { targets, .. } = &sink
             && targets.buffers() != job.buffers.len()
         {
-            return Err(BadJob::Destinations { buffers: job.buffers.len(), there: targets.buffers() }.into());
+            let (buffers, there) = (job.buffers.len(), targets.buffers());
+            let text = format!("{buffers} buffers are to go to {there} places on the device");
+            return Err(FillError::Job(text));
         }
         let (register, cached, copies) = match &memory {
             Memory::Buffers(stays) => (stays.register, stays.cached, !stays.direct),

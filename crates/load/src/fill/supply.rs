@@ -7,7 +7,7 @@ use dmalane_dma::{Absent, Error, PageKind, Reserved};
 
 use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Tag};
-use super::job::{BadJob, Extent, Job};
+use super::job::{Extent, Job};
 use super::landing::{Busy, Landing, Place};
 use super::memory::{Memory, Staging};
 use super::options::FillOptions;
@@ -116,7 +116,7 @@ impl<'a> Supply<'a> {
                 let mut reserved = Vec::new();
                 for (buffer, len) in job.buffers.iter().enumerate() {
                     // A buffer has at least a page.
-                    let len = usize::try_from(*len).map_err(|_| BadJob::TooLarge(*len))?.max(1);
+                    let len = usize::try_from(*len).map_err(|_| FillError::too_large(*len))?.max(1);
                     let memory = |source| FillError::Memory { buffer, source };
                     reserved.push(stays.heap.reserve(len).map_err(memory)?);
                 }

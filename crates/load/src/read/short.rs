@@ -77,11 +77,10 @@ pub(super) fn try_short(
         bytes: len,
         wall: begin.elapsed(),
         first_chunk,
-        stages: Vec::new(),
         workers: 1,
         backing: Some(backing),
         recycled,
-        timeline: None,
+        ..FillReport::default()
     };
     let method = ReadMethod { how: How::plain(), reason, moved: Moved { direct: 0, buffered: len }, cached };
     Ok(Some(AllocRead { buffer, method, report }))

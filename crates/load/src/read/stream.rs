@@ -98,12 +98,10 @@ pub(super) fn to_end(
     let report = FillReport {
         bytes: len as u64,
         wall: start.elapsed(),
-        first_chunk: Duration::ZERO,
-        stages: Vec::new(),
         workers: 1,
         backing: Some(backing),
         recycled: !fresh,
-        timeline: None,
+        ..FillReport::default()
     };
     let method = ReadMethod {
         how: How::plain(),
