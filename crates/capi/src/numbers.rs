@@ -9,6 +9,7 @@ use dmalane::load::fill::{FillError, QueueFailure};
 use dmalane::queue::{OpError, Refusal, StopReason};
 use dmalane::{ModelError, OpenError, ReadError, error_chain};
 use dmalane_vm::Errno;
+use dmalane_vm::array::ArrayError;
 
 use crate::objects::{Number, Refused};
 
@@ -56,18 +57,6 @@ pub(crate) fn number_of_read(error: &ReadError) -> Number {
         ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
         ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
         _ => Number::Kernel(EIO),
-    }
-}
-
-impl From<ModelError> for Refused {
-    fn from(error: ModelError) -> Self {
-        Self::new(number_of_model(&error), error_chain(&error))
-    }
-}
-
-impl From<ReadError> for Refused {
-    fn from(error: ReadError) -> Self {
-        Self::new(number_of_read(&error), error_chain(&error))
     }
 }
 
@@ -160,32 +149,33 @@ fn number_of_space(error: &SpaceError) -> Number {
     }
 }
 
-impl From<OpenError> for Refused {
-    fn from(error: OpenError) -> Self {
-        let number = match &error {
-            OpenError::Spec(_) => Errno::Inval.into(),
-            _ => Number::Kernel(ENODEV),
-        };
-        Self::new(number, error_chain(&error))
+fn number_of_open(error: &OpenError) -> Number {
+    match error {
+        OpenError::Spec(_) => Errno::Inval.into(),
+        _ => Number::Kernel(ENODEV),
     }
 }
 
-impl From<MemoryError> for Refused {
-    fn from(error: MemoryError) -> Self {
-        Self::new(number_of_memory(&error), error_chain(&error))
-    }
+/// Converts errors of these types, each with its function that gives the number.
+macro_rules! refused {
+    ($($error:ty: $number:expr),* $(,)?) => {$(
+        impl From<$error> for Refused {
+            fn from(error: $error) -> Self {
+                Self::new(($number)(&error), error_chain(&error))
+            }
+        }
+    )*};
 }
 
-impl From<dmalane::dma::Error> for Refused {
-    fn from(error: dmalane::dma::Error) -> Self {
-        Self::new(number_of_host(&error), error_chain(&error))
-    }
-}
-
-impl From<SpaceError> for Refused {
-    fn from(error: SpaceError) -> Self {
-        Self::new(number_of_space(&error), error_chain(&error))
-    }
+refused! {
+    ModelError: number_of_model,
+    ReadError: number_of_read,
+    OpenError: number_of_open,
+    MemoryError: number_of_memory,
+    SpaceError: number_of_space,
+    dmalane::dma::Error: number_of_host,
+    dmalane_vm::Error: dmalane_vm::Error::errno,
+    ArrayError: |error: &ArrayError| error.reason.errno(),
 }
 
 /// The number of an error of a model.
@@ -206,12 +196,12 @@ pub(crate) fn number_of_model(error: &ModelError) -> Number {
         ModelError::Read(error) => number_of_read(error),
         ModelError::Memory(error) => number_of_host(error),
         ModelError::NoTensor(_) => Errno::NoEnt.into(),
-        ModelError::Twice { .. } | ModelError::ByColumns { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
+        ModelError::Twice { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
         ModelError::Unlisted { .. } => Number::Kernel(EBADMSG),
         ModelError::Load(LoadingError::Differs { .. }) => Number::Kernel(EBADMSG),
         ModelError::Unchecked => Errno::NotSup.into(),
         ModelError::Replaced { .. } => Number::Kernel(ESTALE),
-        ModelError::Limit { .. } | ModelError::TooLarge { .. } => Errno::NoMem.into(),
+        ModelError::Limit { .. } => Errno::NoMem.into(),
         ModelError::Cancelled | ModelError::Closed => Number::Kernel(ECANCELED),
         _ => Number::Kernel(EIO),
     }

@@ -7,10 +7,8 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use dmalane::error_chain;
 use dmalane_addr::{Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{FormatId, HeapTables, UnknownFormat};
-use dmalane_vm::array::ArrayError;
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, MappedSource, any_vm};
 
 use crate::types::{DmlLeaf, DmlRun, DmlSegment, DmlVmConfig};
@@ -44,18 +42,6 @@ impl From<Errno> for Number {
 impl Refused {
     pub(crate) fn new(number: impl Into<Number>, text: impl Display) -> Self {
         Self(number.into(), text.to_string())
-    }
-}
-
-impl From<ArrayError> for Refused {
-    fn from(error: ArrayError) -> Self {
-        Self::new(error.reason.errno(), error_chain(&error))
-    }
-}
-
-impl From<dmalane_vm::Error> for Refused {
-    fn from(error: dmalane_vm::Error) -> Self {
-        Self::new(error.errno(), error_chain(&error))
     }
 }
 

@@ -188,9 +188,6 @@ impl From<ModelError> for Failure {
             ModelError::Twice { path, tensor, .. } => {
                 Self::new("FormatError", message).path(&path).text("tensor", tensor)
             }
-            ModelError::ByColumns { path } | ModelError::TooLarge { path } => {
-                Self::new("FormatError", message).path(&path)
-            }
             ModelError::Replaced { path, before, now } => {
                 Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
             }

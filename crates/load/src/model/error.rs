@@ -33,12 +33,6 @@ pub enum ModelError {
         /// The name.
         tensor: String,
     },
-    /// The array of a file is stored by columns; a tensor is stored by rows.
-    #[error("{}: its array is stored by columns, which numpy.load reads", path.display())]
-    ByColumns {
-        /// The file.
-        path: PathBuf,
-    },
     /// Another file is in the place of the one whose header was parsed.
     #[error("{}: it was changed or replaced since it was opened", path.display())]
     Replaced {
@@ -61,12 +55,6 @@ pub enum ModelError {
         used: u64,
         /// The limit.
         limit: u64,
-    },
-    /// The sizes of a file's tensors add up to more than an address space has.
-    #[error("{}: its tensors do not fit 63 bits", path.display())]
-    TooLarge {
-        /// The file.
-        path: PathBuf,
     },
     /// The manifest lacks a tensor of a file.
     #[error("{}: tensor {tensor:?} is not in the manifest", path.display())]

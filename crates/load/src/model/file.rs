@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::ModelError;
-use crate::container::Model;
+use crate::container::{FormatError, Model};
 use crate::error::Error;
 use crate::manifest::ManifestFile;
 use crate::open_file::{OpenFile, Select};
@@ -73,6 +73,17 @@ impl ModelFile {
             return Err(ModelError::Replaced { path: self.path.clone(), before: self.identity.2, now: meta.len() });
         }
         Ok(OpenFile::parsed(&self.path, file, self.contents.clone(), self.select.clone()))
+    }
+
+    /// The file is not what a model may have.
+    pub(super) fn bad(&self, source: FormatError) -> Error {
+        Error::Format { path: self.path.clone(), source }
+    }
+
+    /// Refuses arrays by columns: tensors are stored by rows.
+    pub(super) fn check_rows(&self) -> Result<(), Error> {
+        let refused = || self.bad(FormatError::new("its array is stored by columns, which numpy.load reads"));
+        if self.contents.by_columns { Err(refused()) } else { Ok(()) }
     }
 
     /// Refuses to read a part of a tensor whose hash is to be checked.

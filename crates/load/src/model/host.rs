@@ -289,9 +289,9 @@ impl HostModel {
     /// [`ModelError`].
     pub fn inputs(&self, options: FileOptions) -> Result<Vec<Input<FileQueue>>, ModelError> {
         self.reader.check_open()?;
-        let input = |file: &ModelFile| match file.contents().by_columns {
-            true => Err(ModelError::ByColumns { path: file.path().to_owned() }),
-            false => Ok(file.open()?.into_input(options)?),
+        let input = |file: &ModelFile| {
+            file.check_rows()?;
+            Ok(file.open()?.into_input(options)?)
         };
         self.reader.files.iter().map(input).collect()
     }

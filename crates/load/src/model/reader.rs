@@ -14,6 +14,7 @@ use super::expected::{self, Placed};
 use super::file::ModelFile;
 use super::plan::{PAGE, Plan};
 use super::report::Reads;
+use crate::container::FormatError;
 use crate::fill::{Event, Extent, FilledBuf, Job, Watch};
 use crate::read::{Read, ReadFiles, ReadOptions};
 
@@ -37,11 +38,9 @@ impl Reader {
     /// The plan for some tensors of a file.
     pub fn plan(&self, file: usize, tensors: Range<usize>, align: Option<u64>) -> Result<Plan, ModelError> {
         let file = &self.files[file];
-        if file.contents().by_columns {
-            return Err(ModelError::ByColumns { path: file.path().to_owned() });
-        }
+        file.check_rows()?;
         let plan = Plan::new(file.contents(), tensors, align);
-        plan.ok_or_else(|| ModelError::TooLarge { path: file.path().to_owned() })
+        Ok(plan.ok_or_else(|| file.bad(FormatError::new("its tensors do not fit 63 bits")))?)
     }
 
     /// Takes the memory for one buffer for each plan.

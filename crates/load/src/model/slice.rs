@@ -30,9 +30,7 @@ pub(super) fn read(
 ) -> Result<HostTensor, ModelError> {
     let of = &reader.files[file];
     of.check_parts()?;
-    if of.contents().by_columns {
-        return Err(ModelError::ByColumns { path: of.path().to_owned() });
-    }
+    of.check_rows()?;
     let tensor = &of.contents().tensors[index];
     let bits = u64::from(
         tensor
