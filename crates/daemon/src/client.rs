@@ -26,11 +26,10 @@ use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use crate::config::ClientLimits;
 use crate::page::Page;
-use crate::server::Totals;
 use crate::socket::{self, Received};
 use crate::wire::{
     ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE,
-    MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, RowAnswer, TotalsAnswer, VERSION,
+    MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, StatusAnswer, Totals, VERSION,
 };
 
 /// Status reads between two checks that the daemon is still running.
@@ -154,15 +153,9 @@ struct Transport {
     timeout: Duration,
 }
 
-/// A connection to a daemon, with the contents of its hello answer.
-struct Handshake {
-    transport: Transport,
-    limits: ClientLimits,
-    client: u64,
-}
-
 impl Transport {
-    fn connect(options: &ClientOptions) -> Result<Handshake, ClientError> {
+    /// A connection to a daemon, with the client's limits and its number.
+    fn connect(options: &ClientOptions) -> Result<(Self, ClientLimits, u64), ClientError> {
         let ClientOptions { path, timeout, server_uids: trusted, .. } = options;
         let timeout = *timeout;
         let failed = |source| ClientError::Connect { path: path.to_owned(), source };
@@ -193,7 +186,7 @@ impl Transport {
             buffers: hello.buffers.get(),
             bytes: hello.bytes.get(),
         };
-        Ok(Handshake { transport, limits, client: hello.client.get() })
+        Ok((transport, limits, hello.client.get()))
     }
 
     fn bad(&self, what: &'static str) -> ClientError {
@@ -333,7 +326,7 @@ impl Client {
     /// [`ClientError::Connect`]; [`ClientError::Refused`], with [`Code::Quota`] when the card has too little left; the
     /// other errors of the connection.
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
-        let Handshake { mut transport, limits, client } = Transport::connect(&options)?;
+        let (mut transport, limits, client) = Transport::connect(&options)?;
         let ClientOptions { ddr, hbm, queues, .. } = options;
         let (answer, fds): (OpenAnswer, _) = transport.ask_for(&ClientRequest::Open { ddr, hbm, queues }, &[])?;
         let queues = answer.queues.get();
@@ -371,24 +364,6 @@ impl Client {
     /// Those of [`Client::connect`]; [`ClientError::Connect`] while no daemon is running.
     pub fn reconnect(&self) -> Result<Self, ClientError> {
         Self::connect(self.0.options.clone())
-    }
-
-    /// As [`Client::reconnect`], retrying for up to `timeout` while no daemon is running.
-    ///
-    /// # Errors
-    /// As [`Client::reconnect`].
-    pub fn reconnect_within(&self, timeout: Duration) -> Result<Self, ClientError> {
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            match self.reconnect() {
-                Err(ClientError::Connect { .. } | ClientError::Disconnected(_))
-                    if deadline.is_none_or(|d| Instant::now() < d) =>
-                {
-                    std::thread::sleep(Duration::from_millis(20));
-                }
-                other => return other,
-            }
-        }
     }
 
     /// For a test: ends the connection as the end of the process would.
@@ -663,8 +638,6 @@ pub struct DaemonStatus {
     pub uptime: u64,
     /// Counters since the start.
     pub totals: Totals,
-    /// Disconnected clients whose queues have not stopped yet.
-    pub quarantined: u32,
     /// Bytes of DDR in use, and in total.
     pub ddr: (u64, u64),
     /// Bytes of HBM in use, and in total.
@@ -673,68 +646,29 @@ pub struct DaemonStatus {
     pub clients: Vec<ClientStatus>,
 }
 
-/// Queries the status of the daemon at `path` without opening a function.
+/// Queries the status of a daemon without opening a function, with the path, timeout and users of these options.
 ///
 /// # Errors
 /// Those of [`Client::connect`].
-pub fn status(path: &Path) -> Result<DaemonStatus, ClientError> {
-    status_with(&ClientOptions::new(path))
-}
-
-/// As [`status`], with the path, timeout and users of these options.
-///
-/// # Errors
-/// As [`status`].
-pub fn status_with(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
-    let Handshake { mut transport, .. } = Transport::connect(options)?;
+pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
+    let (mut transport, ..) = Transport::connect(options)?;
     let mut first = 0;
     let mut clients = Vec::new();
     loop {
         let (body, _) = transport.ask(&ClientRequest::Status { first }, &[])?;
-        let short = "a status answer that is too short";
-        let Ok((totals, rest)) = TotalsAnswer::read_from_prefix(&body) else { return Err(transport.bad(short)) };
-        let rows = <[RowAnswer]>::ref_from_bytes(rest).map_err(|_| transport.bad(short))?;
-        if rows.len() != totals.rows.get() as usize {
+        let short = "a status answer of the wrong length";
+        let row = size_of::<ClientStatus>();
+        let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| transport.bad(short))?;
+        if !rest.len().is_multiple_of(row) {
             return Err(transport.bad(short));
         }
-        clients.extend(rows.iter().map(|row| ClientStatus {
-            client: row.client.get(),
-            pid: row.pid.get(),
-            uid: row.uid.get(),
-            queues: row.queues.get(),
-            buffers: row.buffers.get(),
-            mappings: row.mappings.get(),
-            closing: row.closing.get() != 0,
-            bytes: row.bytes.get(),
-            ddr: row.ddr.get(),
-            hbm: row.hbm.get(),
-            h2c: row.h2c.get(),
-            c2h: row.c2h.get(),
-            errors: row.errors.get(),
-            in_flight: row.in_flight.get(),
-            iotlb_hits: row.iotlb_hits.get(),
-            iotlb_misses: row.iotlb_misses.get(),
-            faults: row.faults.get(),
-        }));
+        clients.extend(rest.chunks_exact(row).map_while(|row| ClientStatus::read_from_bytes(row).ok()));
         match clients.last() {
             // Numbers increase, so the loop ends.
-            Some(last) if totals.more.get() != 0 && last.client >= first => first = last.client.saturating_add(1),
+            Some(last) if answer.more != 0 && last.client >= first => first = last.client.saturating_add(1),
             _ => {
-                return Ok(DaemonStatus {
-                    uptime: totals.uptime.get(),
-                    totals: Totals {
-                        served: totals.served.get(),
-                        released: totals.released.get(),
-                        refused: totals.refused.get(),
-                        requests: totals.requests.get(),
-                        errors: totals.errors.get(),
-                        quarantined: totals.quarantined.get().into(),
-                    },
-                    quarantined: totals.quarantined.get(),
-                    ddr: (totals.ddr.get(), totals.ddr_total.get()),
-                    hbm: (totals.hbm.get(), totals.hbm_total.get()),
-                    clients,
-                });
+                let StatusAnswer { uptime, totals, ddr, hbm, .. } = answer;
+                return Ok(DaemonStatus { uptime, totals, ddr: ddr.into(), hbm: hbm.into(), clients });
             }
         }
     }

@@ -1,8 +1,6 @@
 //! The daemon's configuration, with the limits of clients and users.
 
-use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The most resources that one client may use.
@@ -112,65 +110,14 @@ impl Default for Config {
 
 /// An invalid value of a setting.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{setting} of {value}: {}", setting.rule())]
+#[error("{setting} of {value}: must be {rule}")]
 pub struct BadConfig {
     /// The setting.
-    pub setting: Setting,
+    pub setting: &'static str,
     /// The invalid value.
     pub value: u64,
-}
-
-macro_rules! settings {
-    ($($(#[doc = $doc:literal])* $variant:ident, $name:literal, $rule:literal;)*) => {
-        /// A setting of the daemon that has a rule.
-        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-        #[non_exhaustive]
-        pub enum Setting {
-            $($(#[doc = $doc])* $variant,)*
-        }
-
-        impl Setting {
-            /// The values that it can have, for people.
-            pub fn rule(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $rule,)*
-                }
-            }
-        }
-
-        impl std::fmt::Display for Setting {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(match self {
-                    $(Self::$variant => $name,)*
-                })
-            }
-        }
-    };
-}
-
-settings! {
-    /// [`ClientLimits::ddr`].
-    ClientDdr, "DDR of a client", "must be a multiple of 2 MiB, at most 256 GiB and at most the card's DDR";
-    /// [`ClientLimits::hbm`].
-    ClientHbm, "HBM of a client", "must be a multiple of 4 MiB, at most 256 GiB and at most the card's HBM";
-    /// [`ClientLimits::queues`].
-    ClientQueues, "queues of a client", "must be 1 to 16";
-    /// [`ClientLimits::buffers`].
-    ClientBuffers, "buffers of a client", "must be 2 to 4096";
-    /// [`ClientLimits::bytes`].
-    ClientBytes, "bytes of a client's buffers", "must be 64 KiB to 1 TiB";
-    /// [`Config::clients`].
-    Clients, "clients", "must be 1 to 1024";
-    /// [`Config::user_clients`].
-    UserClients, "clients of a user", "must be 1 to the number of clients";
-    /// [`Config::user_ddr`].
-    UserDdr, "DDR of a user", "must be at least the limit of one client and at most the card's memory";
-    /// [`Config::memory`].
-    Memory, "memory", "must be at least 16 MiB";
-    /// [`Config::user_memory`].
-    UserMemory, "memory of a user", "must be at least 8 MiB, and at most that of all";
-    /// [`Config::user_hbm`].
-    UserHbm, "HBM of a user", "must be at least the limit of one client and at most the card's memory";
+    /// The values that it can have.
+    pub rule: &'static str,
 }
 
 impl Config {
@@ -186,21 +133,42 @@ impl Config {
         let user_clients = self.user_clients.unwrap_or(1);
         let (user_ddr, user_hbm) = (self.user_ddr.unwrap_or(ddr), self.user_hbm.unwrap_or(hbm));
         let (all_memory, user_memory) = self.memory_limits();
+        let of_a_user = "at least the limit of one client and at most the card's memory";
         let settings = [
-            (Setting::ClientDdr, ddr, memory(ddr, self.ddr, 2 << 20)),
-            (Setting::ClientHbm, hbm, memory(hbm, self.hbm, 4 << 20)),
-            (Setting::ClientQueues, queues.into(), (1..=dmalane_card::regs::MAX_CHANNELS).contains(&queues)),
-            (Setting::ClientBuffers, buffers.into(), (2..=4096).contains(&buffers)),
-            (Setting::ClientBytes, bytes, (64 << 10..=1 << 40).contains(&bytes)),
-            (Setting::Clients, self.clients as u64, (1..=1024).contains(&self.clients)),
-            (Setting::UserClients, user_clients as u64, (1..=self.clients).contains(&user_clients)),
-            (Setting::UserDdr, user_ddr, (ddr..=self.ddr).contains(&user_ddr)),
-            (Setting::Memory, all_memory, all_memory >= 16 << 20),
-            (Setting::UserMemory, user_memory, (8 << 20..=all_memory).contains(&user_memory)),
-            (Setting::UserHbm, user_hbm, (hbm..=self.hbm).contains(&user_hbm)),
+            (
+                ("DDR of a client", "a multiple of 2 MiB, at most 256 GiB and at most the card's DDR"),
+                ddr,
+                memory(ddr, self.ddr, 2 << 20),
+            ),
+            (
+                ("HBM of a client", "a multiple of 4 MiB, at most 256 GiB and at most the card's HBM"),
+                hbm,
+                memory(hbm, self.hbm, 4 << 20),
+            ),
+            (
+                ("queues of a client", "1 to 16"),
+                queues.into(),
+                (1..=dmalane_card::regs::MAX_CHANNELS).contains(&queues),
+            ),
+            (("buffers of a client", "2 to 4096"), buffers.into(), (2..=4096).contains(&buffers)),
+            (("bytes of a client's buffers", "64 KiB to 1 TiB"), bytes, (64 << 10..=1 << 40).contains(&bytes)),
+            (("clients", "1 to 1024"), self.clients as u64, (1..=1024).contains(&self.clients)),
+            (
+                ("clients of a user", "1 to the number of clients"),
+                user_clients as u64,
+                (1..=self.clients).contains(&user_clients),
+            ),
+            (("DDR of a user", of_a_user), user_ddr, (ddr..=self.ddr).contains(&user_ddr)),
+            (("HBM of a user", of_a_user), user_hbm, (hbm..=self.hbm).contains(&user_hbm)),
+            (("memory", "at least 16 MiB"), all_memory, all_memory >= 16 << 20),
+            (
+                ("memory of a user", "at least 8 MiB, and at most that of all"),
+                user_memory,
+                (8 << 20..=all_memory).contains(&user_memory),
+            ),
         ];
         match settings.into_iter().find(|(.., good)| !good) {
-            Some((setting, value, _)) => Err(BadConfig { setting, value }),
+            Some(((setting, rule), value, _)) => Err(BadConfig { setting, value, rule }),
             None => Ok(()),
         }
     }
@@ -274,11 +242,6 @@ impl Config {
             || gids.iter().any(|gid| self.admin_gids.contains(gid))
     }
 
-    /// True when the groups of a user matter.
-    pub(crate) fn names_groups(&self) -> bool {
-        !self.gids.is_empty() || !self.admin_gids.is_empty()
-    }
-
     /// Most clients of one user.
     pub(crate) fn clients_per_user(&self) -> usize {
         self.user_clients.unwrap_or(self.clients - self.clients / 4)
@@ -296,10 +259,10 @@ impl Config {
         (all, if self.clients_per_user() == self.clients { all } else { all - all / 4 })
     }
 
-    /// Most DDR and HBM of one user.
-    fn memory_per_user(&self) -> (u64, u64) {
-        let most = |asked: Option<u64>, all: u64, client: u64| asked.unwrap_or((all - all / 4).max(client));
-        (most(self.user_ddr, self.ddr, self.limits.ddr), most(self.user_hbm, self.hbm, self.limits.hbm))
+    /// Most bytes of DDR and of HBM, in all and of one user.
+    pub(crate) fn card_limits(&self) -> ((u64, u64), (u64, u64)) {
+        let limits = |asked: Option<u64>, all: u64, client: u64| (all, asked.unwrap_or((all - all / 4).max(client)));
+        (limits(self.user_ddr, self.ddr, self.limits.ddr), limits(self.user_hbm, self.hbm, self.limits.hbm))
     }
 
     /// True when this user may connect.
@@ -315,85 +278,6 @@ fn number_of(name: &str) -> Option<u32> {
     Some(nix::unistd::User::from_name(name).ok()??.uid.as_raw())
 }
 
-/// Accounts for the card's memory, by user.
-pub(crate) struct Budget {
-    /// Most DDR and HBM of one user.
-    user_limit: (u64, u64),
-    shares: Mutex<Shares>,
-}
-
-struct Shares {
-    /// Free DDR and HBM.
-    left: (u64, u64),
-    /// DDR and HBM in use by each user; no entry for a user without any.
-    users: HashMap<u32, (u64, u64)>,
-}
-
-impl Budget {
-    pub(crate) fn new(config: &Config) -> Self {
-        let shares = Shares { left: (config.ddr, config.hbm), users: HashMap::new() };
-        Self { user_limit: config.memory_per_user(), shares: Mutex::new(shares) }
-    }
-
-    fn shares(&self) -> MutexGuard<'_, Shares> {
-        self.shares.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// DDR and HBM in use, by all users or by this one.
-    pub(crate) fn in_use(&self, user: Option<u32>) -> (u64, u64) {
-        let shares = self.shares();
-        let counted = shares.users.iter().filter(|(uid, _)| user.is_none_or(|user| user == **uid));
-        counted.fold((0, 0), |sum, (_, has)| (sum.0 + has.0, sum.1 + has.1))
-    }
-
-    /// Free DDR and HBM.
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub(crate) fn left(&self) -> (u64, u64) {
-        self.shares().left
-    }
-
-    /// Takes DDR and HBM for a user.
-    ///
-    /// # Errors
-    /// Why the user cannot have both; then nothing is taken.
-    pub(crate) fn take(&self, uid: u32, ddr: u64, hbm: u64) -> Result<(), String> {
-        let mut shares = self.shares();
-        let left = shares.left;
-        let after = left.0.checked_sub(ddr).zip(left.1.checked_sub(hbm));
-        let after = after.ok_or_else(|| {
-            format!(
-                "the card has {} bytes of DDR and {} of HBM left, {ddr} and {hbm} were requested: request less, or \
-                 wait until another client ends",
-                left.0, left.1
-            )
-        })?;
-        let (has, most) = (shares.users.get(&uid).copied().unwrap_or_default(), self.user_limit);
-        let grown = has.0.checked_add(ddr).zip(has.1.checked_add(hbm)).filter(|(d, h)| *d <= most.0 && *h <= most.1);
-        let grown = grown.ok_or_else(|| {
-            format!(
-                "this user has {} bytes of DDR and {} of HBM, and may have {} and {} (--user-ddr, --user-hbm); {ddr} \
-                 and {hbm} more were requested: request less, or wait until another client of the user ends",
-                has.0, has.1, most.0, most.1
-            )
-        })?;
-        shares.left = after;
-        shares.users.insert(uid, grown);
-        Ok(())
-    }
-
-    /// Returns DDR and HBM of a user.
-    pub(crate) fn give(&self, uid: u32, ddr: u64, hbm: u64) {
-        let mut shares = self.shares();
-        shares.left = (shares.left.0 + ddr, shares.left.1 + hbm);
-        if let Some(has) = shares.users.get_mut(&uid) {
-            *has = (has.0 - ddr, has.1 - hbm);
-            if *has == (0, 0) {
-                shares.users.remove(&uid);
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -406,48 +290,20 @@ mod tests {
             config.check()
         };
         assert_eq!(check(|_| ()), Ok(()));
-        assert_eq!(check(|c| c.limits.ddr = 1 << 20).unwrap_err().setting, Setting::ClientDdr);
-        assert_eq!(check(|c| c.hbm = 4 << 20).unwrap_err().setting, Setting::ClientHbm);
-        assert_eq!(check(|c| c.limits.queues = 17).unwrap_err().setting, Setting::ClientQueues);
-        assert_eq!(check(|c| c.limits.buffers = 0).unwrap_err().setting, Setting::ClientBuffers);
-        assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().setting, Setting::ClientBytes);
-        assert_eq!(check(|c| c.clients = 0).unwrap_err().setting, Setting::Clients);
-        assert_eq!(check(|c| c.memory = Some(1 << 20)).unwrap_err().setting, Setting::Memory);
+        assert_eq!(check(|c| c.limits.ddr = 1 << 20).unwrap_err().setting, "DDR of a client");
+        assert_eq!(check(|c| c.hbm = 4 << 20).unwrap_err().setting, "HBM of a client");
+        assert_eq!(check(|c| c.limits.queues = 17).unwrap_err().setting, "queues of a client");
+        assert_eq!(check(|c| c.limits.buffers = 0).unwrap_err().setting, "buffers of a client");
+        assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().setting, "bytes of a client's buffers");
+        assert_eq!(check(|c| c.clients = 0).unwrap_err().setting, "clients");
+        assert_eq!(check(|c| c.memory = Some(1 << 20)).unwrap_err().setting, "memory");
         let wrong = |c: &mut Config| (c.memory, c.user_memory) = (Some(1 << 30), Some(2 << 30));
-        assert_eq!(check(wrong).unwrap_err().setting, Setting::UserMemory);
-        assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().setting, Setting::UserClients);
-        assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().setting, Setting::UserDdr);
-        assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().setting, Setting::UserHbm);
+        assert_eq!(check(wrong).unwrap_err().setting, "memory of a user");
+        assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().setting, "clients of a user");
+        assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().setting, "DDR of a user");
+        assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().setting, "HBM of a user");
         let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.clients_per_user());
         assert_eq!(shares, [1, 2, 3, 3, 48]);
-    }
-
-    #[test]
-    fn one_user_cannot_take_all_memory() {
-        let gib = 1 << 30;
-        let budget = Budget::new(&Config::default());
-        for _ in 0..24 {
-            budget.take(7, gib, 0).unwrap();
-        }
-        let refused = budget.take(7, gib, gib).unwrap_err();
-        assert!(refused.contains("--user-ddr"), "{refused}");
-        // A refusal takes nothing, and the two memories are counted separately.
-        budget.take(7, 0, 24 * gib).unwrap();
-        assert!(budget.take(7, 0, 1).is_err());
-        // The rest is left for other users.
-        budget.take(8, 8 * gib, 8 * gib).unwrap();
-        let refused = budget.take(8, gib, 0).unwrap_err();
-        assert!(refused.contains("the card has 0 bytes of DDR"), "{refused}");
-        budget.give(7, gib, gib);
-        budget.take(7, gib, gib).unwrap();
-        assert_eq!(budget.in_use(Some(8)), (8 * gib, 8 * gib));
-        assert_eq!(budget.in_use(None), (32 * gib, 32 * gib));
-        budget.give(7, 24 * gib, 24 * gib);
-        budget.give(8, 8 * gib, 8 * gib);
-        assert_eq!((budget.left(), budget.shares().users.len()), ((32 * gib, 32 * gib), 0));
-        // On a card with room for one client, that client gets all of it.
-        let small = Config { ddr: gib, hbm: gib, ..Config::default() };
-        Budget::new(&small).take(7, gib, gib).unwrap();
     }
 
     #[test]
@@ -499,8 +355,5 @@ mod tests {
         let config = Config { admins: vec![7], admin_gids: vec![9], ..Config::default() };
         assert!([0, me, 7].iter().all(|uid| config.is_admin(*uid, &[])) && config.is_admin(me + 8, &[1, 9]));
         assert!(!config.is_admin(me + 8, &[7]));
-        // A peer's groups are read where one of them may matter.
-        let (users, admins) = (Config { gids: vec![9], ..Config::default() }, config);
-        assert!(users.names_groups() && admins.names_groups() && !Config::default().names_groups());
     }
 }

@@ -7,29 +7,33 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, CardAddr};
+use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_dma::{Mapping, Registrar, SharedBuf};
 use dmalane_sim::Allowance;
-use zerocopy::IntoBytes;
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::account::{Account, Charge};
-use crate::config::{Budget, Config, FUNCTION_DESCRIPTORS};
-use crate::deferred_close::DeferredClose;
-use crate::function::{Function, NoFunction};
+use crate::config::FUNCTION_DESCRIPTORS;
+use crate::function::Function;
+use crate::log::ClientResources;
 use crate::peer::Peer;
-use crate::pool::{Pause, take_time};
+use crate::socket;
+use crate::state::ServerState;
+use crate::thread::take_time;
 use crate::wire::{
-    ANSWER, ClientRequest, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment, OpenAnswer, RowAnswer,
-    VERSION, failed, message,
+    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment,
+    OpenAnswer, Refused, VERSION, failed, message,
 };
-use crate::worker::RunQueue;
 
 /// Bytes of a buffer that are populated at once.
 const POPULATED_AT_ONCE: usize = 8 << 20;
+
+/// How often a request that waits until its user has paid looks whether it may go on.
+const PACE: Duration = Duration::from_micros(50);
 
 /// Registers whose writes wait for a step under way that uses the MMU.
 const WAITING: [u64; 3] = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE];
@@ -40,18 +44,6 @@ const MAPPED_PER_BYTE: u64 = 64;
 /// And what a mapping takes beside that, and each of its segments: 207 bytes were measured for one of a single page.
 const MAPPING_BYTES: u64 = 512;
 const SEGMENT_BYTES: u64 = 256;
-
-/// State that all connections share.
-pub(crate) struct ServerState {
-    pub config: Config,
-    pub budget: Arc<Budget>,
-    pub account: Arc<Account>,
-    pub descriptors: Arc<Account>,
-    pub run_queue: Arc<RunQueue>,
-    pub deferred_close: DeferredClose,
-    /// For requests that wait until their user has paid.
-    pub pause: Pause,
-}
 
 /// An answer, ready to send.
 #[derive(Default)]
@@ -69,8 +61,6 @@ pub(crate) enum Handled {
     /// A status request: the server answers it, since it knows all connections.
     Status { seqno: u64, first: u64 },
 }
-
-struct Refused(Code, String);
 
 /// A memfd by device and inode: a client that sends it several times still has one buffer.
 type Key = (u64, u64);
@@ -91,23 +81,11 @@ struct Mapped {
     _charge: Charge,
 }
 
-/// Resources of a client.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct ClientResources {
-    /// Buffers.
-    pub buffers: usize,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Mappings.
-    pub mappings: usize,
-    /// Card memory in bytes.
-    pub card: u64,
-}
-
 /// The state of one client.
 pub(crate) struct Connection {
     pub id: u64,
     pub peer: Peer,
+    pub socket: OwnedFd,
     /// Set when the client may only request the status: the reason.
     pub status_only: Option<(Code, &'static str)>,
     pub greeted: bool,
@@ -121,17 +99,16 @@ pub(crate) struct Connection {
     descriptors: Option<Charge>,
     /// For the descriptors that came with the request under way.
     pub received: Option<Charge>,
-    /// When the request under way has to end; `None` outside of the pool.
+    /// When the request under way has to end.
     pub deadline: Option<Instant>,
-    /// The connection has ended: what is under way for it should end.
-    pub abort: Arc<AtomicBool>,
 }
 
 impl Connection {
-    pub(crate) fn new(id: u64, peer: Peer) -> Self {
+    pub(crate) fn new(id: u64, peer: Peer, socket: OwnedFd) -> Self {
         Self {
             id,
             peer,
+            socket,
             status_only: None,
             greeted: false,
             mappings: BTreeMap::new(),
@@ -142,41 +119,19 @@ impl Connection {
             descriptors: None,
             received: None,
             deadline: None,
-            abort: Arc::default(),
         }
     }
 
-    /// Handles a message without descriptors, unless the client can make that long: then it is not for the control
-    /// thread, and the result is `None`.
-    pub(crate) fn handle_at_once(&mut self, state: &ServerState, bytes: &[u8]) -> Option<Handled> {
-        if let Some(function) = &self.function
-            && let Ok((seqno, request)) = ClientRequest::decode(bytes)
-            && let ClientRequest::Write { bar: BAR_REGISTERS, offset, value } = request
-            && WAITING.contains(&offset)
-        {
-            let written = function.card().try_write_register(offset, value);
-            state.run_queue.wake();
-            let bytes = message(request.opcode() | ANSWER, seqno, &[]);
-            return written.then_some(Handled::Answer(Answer { bytes, fds: Vec::new() }));
-        }
-        (!self.is_long(bytes)).then(|| self.handle(state, bytes, Vec::new()))
-    }
-
-    /// True for a request that the client can make long.
-    fn is_long(&self, bytes: &[u8]) -> bool {
-        let Some(function) = self.function.as_deref() else {
-            return matches!(ClientRequest::decode(bytes), Ok((_, ClientRequest::Open { .. })));
-        };
-        // First touch of card memory has the kernel find pages.
-        let touches =
-            |bar, offset, len| bar == BAR_MEMORY && !function.card().memory().is_present(CardAddr::new(offset), len);
+    /// True for a message that the client can make long: the kernel finds pages for card memory that is touched for the
+    /// first time, and some registers wait for a step.
+    pub(crate) fn is_long(&self, bytes: &[u8]) -> bool {
         match ClientRequest::decode(bytes) {
             Ok((_, request)) => match request {
-                ClientRequest::Map { .. } | ClientRequest::Unmap { .. } => true,
-                ClientRequest::Read { bar, offset } => touches(bar, offset, 4),
-                ClientRequest::WriteBytes { bar, offset, bytes } => touches(bar, offset, bytes.len() as u64),
-                ClientRequest::Write { bar, offset, .. } => touches(bar, offset, 4),
-                _ => false,
+                ClientRequest::Open { .. } | ClientRequest::Map { .. } | ClientRequest::Unmap { .. } => true,
+                ClientRequest::WriteBytes { .. } => true,
+                ClientRequest::Write { bar: BAR_REGISTERS, offset, .. } => WAITING.contains(&offset),
+                ClientRequest::Read { bar, .. } | ClientRequest::Write { bar, .. } => bar == BAR_MEMORY,
+                ClientRequest::Hello { .. } | ClientRequest::Status { .. } => false,
             },
             Err(_) => false,
         }
@@ -185,14 +140,14 @@ impl Connection {
     /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than
     /// the user's share of the worker pays for.
     fn populate(&self, state: &ServerState, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
-        let ServerState { run_queue, pause, .. } = state;
-        let aborted = || self.abort.load(Ordering::Relaxed);
+        let run_queue = &state.run_queue;
+        let aborted = || state.is_over(&self.socket);
         let late = || self.deadline.is_some_and(|deadline| Instant::now() > deadline);
         let waits = || self.deadline.is_some() && run_queue.owes(self.peer.user);
         for first in range.clone().step_by(POPULATED_AT_ONCE) {
             run_queue.charge(self.peer.user, take_time());
-            if waits() {
-                pause(&|| aborted() || late() || !waits());
+            while waits() && !aborted() && !late() {
+                thread::sleep(PACE);
             }
             if aborted() {
                 return Err("the client has disconnected".to_owned());
@@ -206,19 +161,17 @@ impl Connection {
         Ok(())
     }
 
-    /// Handles a message and the descriptors that came with it.
-    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: Vec<OwnedFd>) -> Handled {
+    /// Handles a message and the descriptors that came with it. Those that it leaves may take any time to close.
+    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Handled {
         let (seqno, request) = match ClientRequest::decode(bytes) {
             Ok(decoded) => decoded,
             Err(MalformedRequest { seqno, unknown, why }) => {
-                state.deferred_close.put(self.peer.user, fds);
                 let code = if unknown { Code::Unknown } else { Code::Malformed };
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
         // Unsealed descriptors may be FUSE files of the client; even `fstat` can block on them.
         if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
-            state.deferred_close.put(self.peer.user, fds);
             return self.refuse(seqno, Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
         }
         if let ClientRequest::Status { first } = request
@@ -242,7 +195,7 @@ impl Connection {
         &mut self,
         state: &ServerState,
         request: ClientRequest<'_>,
-        fds: Vec<OwnedFd>,
+        fds: &mut Vec<OwnedFd>,
     ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
         let limits = &state.config.limits;
         let refused = |code, text: &str| Err(Refused(code, text.to_owned()));
@@ -260,15 +213,17 @@ impl Connection {
                     return Err(Refused(Code::Version, text));
                 }
                 self.greeted = true;
+                // From now on it may send descriptors.
+                socket::pass_rights(&self.socket, true);
                 let answer = HelloAnswer {
                     version: VERSION.into(),
-                    reserved: Default::default(),
+                    queues: limits.queues.into(),
                     client: self.id.into(),
                     ddr: limits.ddr.into(),
                     hbm: limits.hbm.into(),
-                    queues: limits.queues.into(),
-                    buffers: limits.buffers.into(),
                     bytes: limits.bytes.into(),
+                    buffers: limits.buffers.into(),
+                    reserved: Default::default(),
                 };
                 Ok((answer.as_bytes().to_vec(), Vec::new()))
             }
@@ -296,7 +251,7 @@ impl Connection {
                 Ok(nothing)
             }
             ClientRequest::Map { access, segments } => {
-                let answer = self.map(state, access, segments, fds);
+                let answer = self.map(state, access, segments, std::mem::take(fds));
                 state.run_queue.wake(); // the worker skips a function while its tables change
                 answer
             }
@@ -344,10 +299,8 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
-        let descriptors = self.charge(&state.descriptors, FUNCTION_DESCRIPTORS - 1 + u64::from(queues))?;
-        let (function, calls) =
-            Function::new(limits, ddr, hbm, queues, self.peer.user, (&state.budget, &state.account))
-                .map_err(|NoFunction(code, text)| Refused(code, text))?;
+        let descriptors = self.charge(&state.accounts.descriptors, FUNCTION_DESCRIPTORS - 1 + u64::from(queues))?;
+        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.user, &state.accounts)?;
         let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot create a function: {e}"));
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
         let function = Arc::new(function);
@@ -445,7 +398,7 @@ impl Connection {
                 keys.push(key);
             }
             let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
-            let charge = self.charge(&state.account, all / MAPPED_PER_BYTE + notes)?;
+            let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes)?;
             let mapping = host.map_list(pinned, access).map_err(failed)?;
             Ok((mapping, keys, charge))
         });
@@ -483,7 +436,7 @@ impl Connection {
                 // The memfd is sealed against shrinking only: it may have grown since.
                 let len = buf.len() as u64;
                 self.check_quota(state, len)?;
-                let charges = [self.charge(&state.account, len)?, self.charge(&state.descriptors, 1)?];
+                let charges = [self.charge(&state.accounts.memory, len)?, self.charge(&state.accounts.descriptors, 1)?];
                 self.bytes += len;
                 self.buffers.insert(key, Buffer { buf, maps: 1, _charges: charges });
             }
@@ -492,30 +445,29 @@ impl Connection {
         Ok(())
     }
 
-    /// The client's row of a status answer.
-    pub(crate) fn row(&self, closing: bool) -> RowAnswer {
+    /// The client's row of a status answer, but for what its function counts.
+    pub(crate) fn row(&self) -> ClientStatus {
         let function = self.function.as_deref();
-        let host = function.map(|function| function.host().stats());
-        let (h2c, c2h) = function.map_or((0, 0), Function::link_bytes);
-        RowAnswer {
-            client: self.id.into(),
-            pid: self.peer.pid.into(),
-            uid: self.peer.uid.into(),
-            queues: (function.map_or(0, Function::queues) as u32).into(),
-            buffers: (self.buffers.len() as u32).into(),
-            mappings: (self.mappings.len() as u32).into(),
-            closing: u32::from(closing).into(),
-            bytes: self.bytes.into(),
-            ddr: function.map_or(0, |f| f.ddr).into(),
-            hbm: function.map_or(0, |f| f.hbm).into(),
-            h2c: h2c.into(),
-            c2h: c2h.into(),
-            errors: self.errors.into(),
-            in_flight: function.map_or(0, Function::in_flight).into(),
-            iotlb_hits: host.as_ref().map_or(0, |host| host.iotlb_hits).into(),
-            iotlb_misses: host.as_ref().map_or(0, |host| host.iotlb_misses).into(),
-            faults: host.as_ref().map_or(0, |host| host.faults).into(),
+        ClientStatus {
+            client: self.id,
+            pid: self.peer.pid,
+            uid: self.peer.uid,
+            queues: function.map_or(0, Function::queues) as u32,
+            buffers: self.buffers.len() as u32,
+            mappings: self.mappings.len() as u32,
+            bytes: self.bytes,
+            ddr: function.map_or(0, |f| f.ddr),
+            hbm: function.map_or(0, |f| f.hbm),
+            errors: self.errors,
+            ..ClientStatus::new_zeroed()
         }
+    }
+
+    /// Removes all mappings, and then the buffers.
+    pub(crate) fn release(&mut self) {
+        self.mappings.clear();
+        self.buffers.clear();
+        self.descriptors = None;
     }
 
     /// The client's resources.
@@ -543,26 +495,23 @@ fn no_register(bar: u8, offset: u64) -> Refused {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::MapSegment;
 
-    /// Calls that may block in the kernel run outside the thread that answers all clients. Work is charged to the user.
+    /// Requests that may block in the kernel hold up no short ones of the same user.
     #[test]
-    fn first_touch_of_card_memory_is_long() {
-        let config = Config::default();
-        let shared = (&Arc::new(Budget::new(&config)), &Arc::new(Account::new(u64::MAX, u64::MAX)));
-        let function = Function::new(&config.limits, 4 << 20, 4 << 20, 1, 7, shared).ok().unwrap().0;
-        assert_eq!(function.user(), 7);
-        let mut connection = Connection::new(1, Peer { pid: 1, uid: 7, user: 7, allowed: true, admin: false });
-        connection.function = Some(Arc::new(function));
-        let is_long = |bar| {
-            [
-                ClientRequest::Read { bar, offset: 0 },
-                ClientRequest::Write { bar, offset: 0, value: 1 },
-                ClientRequest::WriteBytes { bar, offset: 0, bytes: &[1; 8] },
-            ]
-            .map(|request| connection.is_long(&request.encode(1)))
-        };
-        assert_eq!((is_long(BAR_REGISTERS), is_long(BAR_MEMORY)), ([false; 3], [true; 3]));
-        connection.function().ok().unwrap().card().memory().write(CardAddr::new(0), &[1]).unwrap();
-        assert_eq!(is_long(BAR_MEMORY), [false; 3], "it was touched");
+    fn what_a_client_can_make_long_is_long() {
+        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let peer = Peer { pid: 1, uid: 7, user: 7, allowed: true, admin: false };
+        let connection = Connection::new(1, peer, socket.into());
+        let segments: [MapSegment; 1] = [MapSegment::new_zeroed()];
+        let is_long = |request: ClientRequest<'_>| connection.is_long(&request.encode(1));
+        for (bar, long) in [(BAR_REGISTERS, false), (BAR_MEMORY, true)] {
+            assert_eq!(is_long(ClientRequest::Read { bar, offset: 0x1000 }), long);
+            assert_eq!(is_long(ClientRequest::Write { bar, offset: 0x1000, value: 1 }), long);
+        }
+        assert!(WAITING.into_iter().all(|offset| is_long(ClientRequest::Write { bar: 0, offset, value: 1 })));
+        assert!(is_long(ClientRequest::WriteBytes { bar: BAR_MEMORY, offset: 0, bytes: &[1; 8] }));
+        assert!(is_long(ClientRequest::Map { access: 3, segments: &segments }));
+        assert!(!is_long(ClientRequest::Status { first: 0 }) && !connection.is_long(b"broken"));
     }
 }

@@ -10,11 +10,11 @@ use dmalane_sim::{CardConfig, CardMemory, DevicePort, HostConfig, SoftCard, Soft
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
-use crate::account::{Account, Charge};
-use crate::config::{Budget, ClientLimits};
+use crate::account::{Accounts, Charge};
+use crate::config::ClientLimits;
 use crate::page::Page;
-use crate::socket::{self, SendTimes};
-use crate::wire::Code;
+use crate::socket;
+use crate::wire::{ClientStatus, Code, Refused};
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
 const MIN_COST: i64 = 64 << 10;
@@ -35,23 +35,15 @@ pub(crate) struct Function {
     kick: OwnedFd,
     /// The daemon's ends of the socket pairs that wake the client. They receive nothing.
     calls: Vec<OwnedFd>,
-    /// Of what is sent to these.
-    call_times: SendTimes,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
-    charge: MemoryCharge,
+    /// The user who is charged for the work of the queues.
+    user: u32,
+    card_memory: CardCharge,
 }
 
-/// Card memory of a user; given back on drop.
-pub(crate) struct MemoryCharge {
-    budget: Arc<Budget>,
-    uid: u32,
-    ddr: u64,
-    hbm: u64,
-}
-
-/// Why a function could not be created.
-pub(crate) struct NoFunction(pub Code, pub String);
+/// For the card's DDR and HBM.
+pub(crate) type CardCharge = [Charge; 2];
 
 impl Function {
     /// Creates a function for a client of this user. Returns it with the client's descriptors: the kick descriptor,
@@ -61,14 +53,16 @@ impl Function {
         ddr: u64,
         hbm: u64,
         queues: u32,
-        uid: u32,
-        (budget, account): (&Arc<Budget>, &Arc<Account>),
-    ) -> Result<(Self, Vec<OwnedFd>), NoFunction> {
-        let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot create a function: {e}"));
+        user: u32,
+        accounts: &Accounts,
+    ) -> Result<(Self, Vec<OwnedFd>), Refused> {
+        let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
-        let charge = Charge::new(account, uid, base).map_err(|text| NoFunction(Code::Quota, text))?;
+        let take = |account, amount| Charge::new(account, user, amount).map_err(|text| Refused(Code::Quota, text));
+        let card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
+        let charge = take(&accounts.memory, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let config = CardConfig { ddr, hbm, channels: queues, workers: Workers::Inline };
         let page = Page::new().map_err(|e| failed(&e))?;
@@ -83,19 +77,17 @@ impl Function {
         let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
         let theirs = std::iter::once(kick.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
         let refused = |e| match e {
-            dmalane_sim::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
+            dmalane_sim::Error::BadConfig { .. } => Refused(Code::Quota, e.to_string()),
             e => failed(&e),
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
         let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
-        budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
-        let charge = MemoryCharge { budget: budget.clone(), uid, ddr, hbm };
-        Ok((Self { card, host, page, kick, calls, call_times: SendTimes::default(), ddr, hbm, charge }, theirs))
+        Ok((Self { card, host, page, kick, calls, ddr, hbm, user, card_memory }, theirs))
     }
 
     /// The user who is charged for the work of the queues.
     pub(crate) fn user(&self) -> u32 {
-        self.charge.uid
+        self.user
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -124,10 +116,18 @@ impl Function {
     }
 
     /// Bytes copied over the link so far, from the host to the card and back.
-    pub(crate) fn link_bytes(&self) -> (u64, u64) {
+    fn link_bytes(&self) -> (u64, u64) {
         let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
         let all = |r| (0..self.queues()).map(|queue| wide(queue, r)).fold(0, u64::wrapping_add);
         (all(regs::CH_BYTES_H2C), all(regs::CH_BYTES_C2H))
+    }
+
+    /// Adds to a row of the status what the function counts.
+    pub(crate) fn count_into(&self, row: &mut ClientStatus) {
+        let host = self.host.stats();
+        let (h2c, c2h) = self.link_bytes();
+        (row.h2c, row.c2h, row.in_flight) = (h2c, c2h, self.in_flight());
+        (row.iotlb_hits, row.iotlb_misses, row.faults) = (host.iotlb_hits, host.iotlb_misses, host.faults);
     }
 
     /// The sum of [`Function::link_bytes`].
@@ -138,7 +138,7 @@ impl Function {
     }
 
     /// Descriptors that running queues were given and have not completed.
-    pub(crate) fn in_flight(&self) -> u64 {
+    fn in_flight(&self) -> u64 {
         let of = |queue: usize| {
             let head = self.register(queue, regs::CH_HEAD);
             // The client may write anything.
@@ -177,21 +177,16 @@ impl Function {
 
     /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
     /// worker's. Returns what is to be given back together with the place of the client.
-    pub(crate) fn release(mut function: Arc<Self>) -> Option<MemoryCharge> {
+    pub(crate) fn release(mut function: Arc<Self>) -> Option<CardCharge> {
         let start = Instant::now();
         loop {
             match Arc::try_unwrap(function) {
-                Ok(function) => return Some(function.charge),
+                Ok(function) => return Some(function.card_memory),
                 Err(shared) if start.elapsed() < Duration::from_secs(5) => function = shared,
                 Err(_) => return None,
             }
             std::thread::sleep(Duration::from_micros(100));
         }
-    }
-
-    /// True when waking the client takes too long for the worker to go on doing it.
-    pub(crate) fn calls_take_long(&self) -> bool {
-        self.call_times.are_too_long()
     }
 
     /// True when no queue accesses host memory any more, according to the card's registers, not to the page.
@@ -208,15 +203,10 @@ impl Function {
         }
         let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
-        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 && !self.calls_take_long() {
-            self.call_times.measure(|| socket::call(self.calls[queue].as_fd()));
+        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
+            // Where thousands of waiters poll the client's end, this takes long: time for which the user pays.
+            socket::call(self.calls[queue].as_fd());
         }
         Some(i64::try_from(stepped.cost).unwrap_or(i64::MAX / 2).max(MIN_COST))
-    }
-}
-
-impl Drop for MemoryCharge {
-    fn drop(&mut self) {
-        self.budget.give(self.uid, self.ddr, self.hbm);
     }
 }

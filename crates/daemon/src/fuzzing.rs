@@ -5,17 +5,16 @@
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::account::Account;
-use crate::config::{Budget, ClientLimits, Config};
-use crate::connection::{Connection, Handled, ServerState};
-use crate::deferred_close::DeferredClose;
+use crate::config::{ClientLimits, Config};
+use crate::connection::{Connection, Handled};
+use crate::log::Log;
 use crate::peer::Peer;
+use crate::state::ServerState;
 use crate::wire::{ClientRequest, FAILED, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION};
 use crate::worker::RunQueue;
 use zerocopy::FromBytes;
@@ -35,12 +34,10 @@ struct Fixed {
 
 fn fixed() -> Fixed {
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
-    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
-    let budget = Arc::new(Budget::new(&config));
-    // A function, a touched block and a buffer: what comes after that is refused.
-    let account = Arc::new(Account::new(u64::MAX, 4 << 20));
+    // A function, a touched block and a buffer, and 13 descriptors: what comes after that is refused.
+    let (user_memory, descriptors) = (Some(4 << 20), Some(17 * 4 / 3));
+    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, user_memory, descriptors, ..Config::default() };
     let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
-    let descriptors = Arc::new(Account::of_descriptors((u64::MAX, 13)));
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).expect("a seal");
@@ -48,15 +45,7 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        state: ServerState {
-            config,
-            budget,
-            account,
-            deferred_close: DeferredClose::new(run_queue.clone(), descriptors.clone()),
-            descriptors,
-            run_queue,
-            pause: Arc::new(|_| {}),
-        },
+        state: ServerState::new(config, Log::new(|_| {}), run_queue).expect("an eventfd"),
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
     }
@@ -76,12 +65,14 @@ pub fn fuzz_messages(data: &[u8]) {
 
 fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
     let Fixed { state, memfds, wrong } = fixed;
-    let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false });
+    let peer = Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false };
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().expect("a socket");
+    let mut connection = Connection::new(1, peer, socket.into());
     if input.u8() & 1 == 0 {
         let hello = ClientRequest::Hello { min: VERSION, max: VERSION }.encode(1);
-        assert!(matches!(connection.handle(state, &hello, Vec::new()), Handled::Answer(_)));
+        assert!(matches!(connection.handle(state, &hello, &mut Vec::new()), Handled::Answer(_)));
         let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
-        assert!(matches!(connection.handle(state, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
+        assert!(matches!(connection.handle(state, &open, &mut Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
     let mut iovas: Vec<u64> = Vec::new();
     for seqno in 3..3 + MESSAGES as u64 {
@@ -101,7 +92,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             });
         }
         let request = match kind {
-            0 => ClientRequest::Hello { min: input.u16(), max: input.u16() },
+            0 => ClientRequest::Hello { min: input.u16().into(), max: input.u16().into() },
             1 => ClientRequest::Open { ddr: input.number(), hbm: input.number(), queues: u32::from(input.u8()) },
             2 => ClientRequest::Read { bar: input.u8() % 4, offset: u64::from(input.u16()) },
             // No worker runs the card's queues here, so register writes have no further effect.
@@ -141,7 +132,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
         }
         assert!(fds.len() <= MAX_FDS);
         let before = connection.resources();
-        match connection.handle(state, &message, fds) {
+        match connection.handle(state, &message, &mut fds) {
             Handled::Answer(answer) => {
                 let header = well_formed(&answer.bytes);
                 let body = &answer.bytes[size_of::<MessageHeader>()..];
@@ -172,10 +163,9 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
         assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }
-    // Those that are closed on other threads count until then.
-    state.deferred_close.wait(Duration::from_secs(10));
-    assert_eq!((state.account.in_use(), state.descriptors.in_use()), (0, 0), "memory or descriptors leaked");
-    assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory leaked");
+    let accounts = &state.accounts;
+    let used = [&accounts.memory, &accounts.descriptors, &accounts.ddr, &accounts.hbm].map(|a| a.in_use(None));
+    assert_eq!(used, [0; 4], "memory, descriptors or card memory leaked");
 }
 
 fn well_formed(bytes: &[u8]) -> MessageHeader {

@@ -20,8 +20,6 @@ pub struct Listener {
     pub(crate) socket: Option<OwnedFd>,
     /// File to remove on drop.
     path: Option<PathBuf>,
-    /// All peers can send descriptors only after their greeting.
-    pub(crate) rights_off: bool,
 }
 
 impl Listener {
@@ -61,9 +59,9 @@ impl Listener {
         // Restore the bits that the umask cleared.
         set_mode(path, mode).map_err(failed)?;
         // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
-        let rights_off = socket::pass_rights(&socket, false);
+        socket::pass_rights(&socket, false);
         rustix::net::listen(&socket, 64).map_err(failed)?;
-        Ok(Self { socket: Some(socket), path: Some(path.to_owned()), rights_off })
+        Ok(Self { socket: Some(socket), path: Some(path.to_owned()) })
     }
 
     /// Uses an inherited listening socket (socket activation).
@@ -80,7 +78,7 @@ impl Listener {
         }
         socket::pass_rights(&socket, false);
         // Peers that have connected before may have sent some.
-        Ok(Self { socket: Some(socket), path: None, rights_off: false })
+        Ok(Self { socket: Some(socket), path: None })
     }
 
     /// Removes the socket's file and returns the socket, which the caller closes.

@@ -6,15 +6,24 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use crate::ClientResources;
-
-/// Refusals of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
-pub(crate) const MAX_LOGGED_REFUSALS: u32 = 8;
+/// Events of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
+const MAX_LOGGED: u32 = 64;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
-/// Clients of a user that come and go are logged one by one so often within [`LOG_WINDOW`].
-pub(crate) const MAX_LOGGED_CLIENTS: u32 = 64;
 /// Users with limits of their own; further ones share one, so that a user of many numbers does not flood the log.
 const MAX_LOGGED_USERS: usize = 64;
+
+/// Resources of a client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ClientResources {
+    /// Buffers.
+    pub buffers: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Mappings.
+    pub mappings: usize,
+    /// Card memory in bytes.
+    pub card: u64,
+}
 
 /// An event for the daemon's log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,9 +47,7 @@ pub enum ServerEvent {
         /// Reason.
         why: &'static str,
     },
-    /// This many further connections of a user, or of several, were refused without a log entry each.
-    RefusedMore(u64, Option<u32>),
-    /// This many further clients of a user, or of several, connected or disconnected without a log entry each.
+    /// This many further clients of a user, or of several, came, went or were refused without a log entry each.
     More(u64, Option<u32>),
     /// A client has disconnected, and its resources were released.
     Disconnected {
@@ -54,7 +61,7 @@ pub enum ServerEvent {
         after: Duration,
     },
     /// A client has disconnected, but its queues have not stopped; its resources stay allocated until they do.
-    Quarantined {
+    NotStopped {
         /// Number of the client.
         client: u64,
         /// Resources that stay allocated.
@@ -69,9 +76,9 @@ impl fmt::Display for ServerEvent {
         match self {
             Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
             Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
-            Self::RefusedMore(n, user) => write!(f, "refused {n} more connections{} within {LOG_WINDOW:?}", Of(*user)),
             Self::More(n, user) => {
-                write!(f, "{n} more clients{} connected or disconnected within {LOG_WINDOW:?}", Of(*user))
+                let whose = user.map_or("other users".to_owned(), |user| format!("user {user}"));
+                write!(f, "{n} more clients of {whose} connected, disconnected or were refused within {LOG_WINDOW:?}")
             }
             Self::Disconnected { client, why, released, after } => {
                 let ClientResources { buffers, bytes, mappings, card } = released;
@@ -81,7 +88,7 @@ impl fmt::Display for ServerEvent {
                      {mappings} mappings, {card} bytes of card memory"
                 )
             }
-            Self::Quarantined { client, resources } => write!(
+            Self::NotStopped { client, resources } => write!(
                 f,
                 "client {client}: its queues have not stopped; still allocated: {} buffers ({} bytes), {} bytes of \
                  card memory",
@@ -92,100 +99,83 @@ impl fmt::Display for ServerEvent {
     }
 }
 
-/// Whose: of a user, or of those beyond [`MAX_LOGGED_USERS`].
-struct Of(Option<u32>);
-
-impl fmt::Display for Of {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(user) => write!(f, " of user {user}"),
-            None => write!(f, " of other users"),
-        }
-    }
+/// The daemon's log. It limits the entries of each user, so that peers that come and go do not flood it, and nobody
+/// hides what others do.
+pub(crate) struct Log {
+    sink: Box<dyn FnMut(&ServerEvent) + Send>,
+    users: HashMap<Option<u32>, Window>,
 }
 
-/// Limits the log entries of a kind, for each user: nobody hides what others do.
-#[derive(Default)]
-pub(crate) struct LogLimits(HashMap<Option<u32>, LogLimit>);
+/// The entries of a user since a time: those that were logged, and those that were counted.
+struct Window(Instant, u32, u64);
 
-impl LogLimits {
-    /// True when this entry of a user should be logged.
-    pub(crate) fn should_log(&mut self, user: u32, now: Instant, most: u32) -> bool {
-        let own = self.0.contains_key(&Some(user)) || self.0.len() < MAX_LOGGED_USERS;
-        self.0.entry(own.then_some(user)).or_default().should_log(now, most)
+impl Log {
+    pub(crate) fn new(sink: impl FnMut(&ServerEvent) + Send + 'static) -> Self {
+        Self { sink: Box::new(sink), users: HashMap::new() }
     }
 
-    /// The numbers of entries that were not logged, of users whose windows have ended.
-    pub(crate) fn suppressed(&mut self, now: Instant) -> Vec<(u64, Option<u32>)> {
-        let mut counts = Vec::new();
-        self.0.retain(|user, limit| {
-            counts.extend(limit.suppressed(now).map(|count| (count, *user)));
-            limit.since.is_some()
-        });
-        counts
+    /// Logs an event that no user causes often.
+    pub(crate) fn always(&mut self, event: &ServerEvent) {
+        (self.sink)(event);
     }
-}
 
-/// Limits the log entries of a kind, so that peers that come and go do not flood the log.
-#[derive(Default)]
-struct LogLimit {
-    since: Option<Instant>,
-    logged: u32,
-    suppressed: u64,
-}
-
-impl LogLimit {
-    /// True when this entry should be logged: one of the first `most` of the window.
-    fn should_log(&mut self, now: Instant, most: u32) -> bool {
-        self.since.get_or_insert(now);
-        let log = self.logged < most;
-        if log {
-            self.logged += 1
+    /// Logs an event of a user, or counts it.
+    pub(crate) fn of(&mut self, user: u32, event: &ServerEvent, now: Instant) {
+        let own = self.users.contains_key(&Some(user)) || self.users.len() < MAX_LOGGED_USERS;
+        let Window(_, logged, counted) = self.users.entry(own.then_some(user)).or_insert(Window(now, 0, 0));
+        if *logged < MAX_LOGGED {
+            *logged += 1;
+            (self.sink)(event);
         } else {
-            self.suppressed += 1
+            *counted += 1;
         }
-        log
     }
 
-    /// The number of entries that were not logged, once the window has ended.
-    fn suppressed(&mut self, now: Instant) -> Option<u64> {
-        self.since.filter(|since| now.duration_since(*since) >= LOG_WINDOW)?;
-        Some(std::mem::take(self).suppressed).filter(|n| *n > 0)
+    /// Logs how many events were only counted, of users whose windows have ended.
+    pub(crate) fn catch_up(&mut self, now: Instant) {
+        let Self { sink, users } = self;
+        users.retain(|user, Window(since, _, counted)| {
+            let ended = now.saturating_duration_since(*since) >= LOG_WINDOW;
+            if ended && *counted > 0 {
+                sink(&ServerEvent::More(*counted, *user));
+            }
+            !ended
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, Mutex};
+
     use super::*;
 
     #[test]
-    fn nobody_hides_what_others_do() {
-        let (mut limits, start) = (LogLimits::default(), Instant::now());
-        let mut logged = |user, times| (0..times).filter(|_| limits.should_log(user, start, 8)).count();
-        assert_eq!([(7, 100), (8, 8), (7, 1)].map(|(user, times)| logged(user, times)), [8, 8, 0]);
+    fn nobody_floods_the_log_or_hides_what_others_do() {
+        let (entries, start) = (Arc::new(Mutex::new(Vec::new())), Instant::now());
+        let sink = entries.clone();
+        let mut log = Log::new(move |event| sink.lock().unwrap().push(event.to_string()));
+        let taken = || std::mem::take(&mut *entries.lock().unwrap());
+        let refused = |uid| ServerEvent::Refused { pid: 1, uid, why: "no" };
+        let mut logged = |user, times| {
+            (0..times).for_each(|_| log.of(user, &refused(user), start));
+            taken().len()
+        };
+        assert_eq!([(7, 100), (8, 64), (7, 1)].map(|(user, times)| logged(user, times)), [64, 64, 0]);
         // Users beyond a number share a limit.
-        let more: usize = (100..100 + 2 * MAX_LOGGED_USERS as u32).map(|user| logged(user, 1)).sum();
-        assert_eq!(more, MAX_LOGGED_USERS - 2 + 8);
-        let mut suppressed = limits.suppressed(start + LOG_WINDOW);
-        suppressed.sort();
-        assert_eq!(suppressed, [(MAX_LOGGED_USERS as u64 - 6, None), (93, Some(7))]);
-        assert!(limits.0.is_empty() && limits.suppressed(start + 2 * LOG_WINDOW).is_empty());
-        let texts = [ServerEvent::More(3, Some(7)), ServerEvent::RefusedMore(4, None)].map(|event| event.to_string());
-        assert_eq!(texts[0], "3 more clients of user 7 connected or disconnected within 10s");
-        assert_eq!(texts[1], "refused 4 more connections of other users within 10s");
-    }
-
-    #[test]
-    fn repeated_refusals_do_not_flood_the_log() {
-        let mut refusals = LogLimit::default();
-        let start = Instant::now();
-        let logged =
-            (0..1000).filter(|i| refusals.should_log(start + Duration::from_millis(*i), MAX_LOGGED_REFUSALS)).count();
-        assert_eq!(logged, MAX_LOGGED_REFUSALS as usize);
-        assert_eq!(refusals.suppressed(start + LOG_WINDOW / 2), None);
-        assert_eq!(refusals.suppressed(start + LOG_WINDOW), Some(1000 - u64::from(MAX_LOGGED_REFUSALS)));
-        assert_eq!(refusals.suppressed(start + LOG_WINDOW), None);
-        assert!(refusals.should_log(start + LOG_WINDOW, MAX_LOGGED_REFUSALS), "a new window");
-        assert_eq!(refusals.suppressed(start + 2 * LOG_WINDOW), None, "none were suppressed");
+        let more: usize = (100..100 + 4 * MAX_LOGGED_USERS as u32).map(|user| logged(user, 1)).sum();
+        assert_eq!(more, MAX_LOGGED_USERS - 2 + MAX_LOGGED as usize);
+        log.catch_up(start + LOG_WINDOW / 2);
+        assert!(taken().is_empty());
+        log.catch_up(start + LOG_WINDOW);
+        let mut counted = taken();
+        counted.sort();
+        let within = "connected, disconnected or were refused within 10s";
+        let others = 4 * MAX_LOGGED_USERS - (MAX_LOGGED_USERS - 2) - MAX_LOGGED as usize;
+        let text = |n: usize, whose| format!("{n} more clients of {whose} {within}");
+        assert_eq!(counted, [text(others, "other users"), text(37, "user 7")]);
+        // A new window.
+        log.of(7, &refused(7), start + LOG_WINDOW);
+        assert_eq!(taken().len(), 1);
     }
 }

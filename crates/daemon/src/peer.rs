@@ -30,9 +30,7 @@ impl Peer {
         let credentials = getsockopt(&socket, PeerCredentials).map_err(|e| Errno::from_raw_os_error(e as i32))?;
         let uid = credentials.uid();
         let mut groups = vec![credentials.gid()];
-        if config.names_groups() {
-            groups.extend(supplementary(&socket)?);
-        }
+        groups.extend(supplementary(&socket)?);
         Ok(Self {
             pid: u32::try_from(credentials.pid()).unwrap_or(0),
             uid,

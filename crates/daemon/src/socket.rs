@@ -3,18 +3,15 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use nix::libc;
-use nix::sys::socket::{GetSockOpt, SetSockOpt};
+use nix::sys::socket::SetSockOpt;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
 
-use crate::pool::thread_time;
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
 /// Most descriptors that the kernel passes in one message (SCM_MAX_FD): with room for all, the kernel closes none.
@@ -23,27 +20,14 @@ const KERNEL_FDS: usize = 253;
 /// `SO_PASSRIGHTS` of asm-generic/socket.h, since Linux 6.16: whether a socket takes descriptors.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Processor time of a send that is long: of ten thousand poll entries on the client's socket, which it has to wake. A
-/// client needs one.
-const LONG_SEND: Duration = Duration::from_millis(1);
-/// A long send adds this to a sum, and a short one takes 1 away; above the second number there are too many.
-const LONG_WEIGHT: u32 = 16;
-const TOO_MANY: u32 = 4 * LONG_WEIGHT - LONG_WEIGHT / 2;
-
 #[derive(Clone, Copy)]
 struct PassRights;
 nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::SetBool);
-nix::getsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sys::socket::sockopt::GetBool);
 
 /// Lets the peer send descriptors, or not: then it gets EPERM. Sockets that a listener accepts inherit the option at
-/// connect(2). False where the kernel (before 6.16) does not know it; then every socket takes descriptors.
-pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) -> bool {
-    PassRights.set(&socket, &pass).is_ok()
-}
-
-/// True when the peer may have sent descriptors: since it connected, the socket takes them.
-pub(crate) fn passes_rights(socket: impl AsFd) -> bool {
-    PassRights.get(&socket).unwrap_or(true)
+/// connect(2). Before Linux 6.16, which does not know it, every socket takes descriptors.
+pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) {
+    let _ = PassRights.set(&socket, &pass);
 }
 
 /// Result of receiving from a socket.
@@ -105,31 +89,6 @@ pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wa
     }
 }
 
-/// How long sends to a client have taken lately.
-#[derive(Debug, Default)]
-pub(crate) struct SendTimes(AtomicU32);
-
-impl SendTimes {
-    /// Sends, and notes how long that took.
-    pub(crate) fn measure<T>(&self, send: impl FnOnce() -> T) -> T {
-        let before = thread_time();
-        let result = send();
-        self.add(thread_time().saturating_sub(before));
-        result
-    }
-
-    fn add(&self, took: Duration) {
-        let sum = self.0.load(Ordering::Relaxed);
-        let sum = if took < LONG_SEND { sum.saturating_sub(1) } else { sum.saturating_add(LONG_WEIGHT) };
-        self.0.store(sum, Ordering::Relaxed);
-    }
-
-    /// True when too many sends took long: four in a row, or one in sixteen.
-    pub(crate) fn are_too_long(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > TOO_MANY
-    }
-}
-
 /// Kicks the daemon. The write fails only when the eventfd's count is full, and then the daemon is awake anyway.
 pub(crate) fn kick(fd: impl AsFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
@@ -153,21 +112,6 @@ mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::*;
-
-    #[test]
-    fn four_long_sends_are_too_many_and_single_ones_are_forgotten() {
-        let times = SendTimes::default();
-        for _ in 0..1000 {
-            times.add(LONG_SEND);
-            (0..LONG_WEIGHT).for_each(|_| times.add(LONG_SEND / 2));
-        }
-        assert!(!times.are_too_long());
-        for long in 1..=4 {
-            times.measure(|| ());
-            times.add(LONG_SEND);
-            assert_eq!(times.are_too_long(), long == 4);
-        }
-    }
 
     #[test]
     fn a_bounded_number_of_calls_is_read_at_once() {

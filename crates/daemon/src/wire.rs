@@ -1,12 +1,12 @@
 //! The messages between daemon and client, as `docs/formats/daemon.md` describes them.
 
-use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Protocol version of this crate.
-pub const VERSION: u16 = 3;
+pub const VERSION: u32 = 4;
 /// "DMLD": the first field of a hello request.
-pub const MAGIC: u32 = 0x444c_4d44;
+pub const MAGIC: u64 = 0x444c_4d44;
 /// Most bytes of a message.
 pub const MAX_MESSAGE: usize = 4096;
 /// Most descriptors in a message.
@@ -30,7 +30,7 @@ const WRITE: u32 = 4;
 const WRITE_BYTES: u32 = 5;
 const MAP: u32 = 6;
 const UNMAP: u32 = 7;
-const STATUS: u32 = 10;
+const STATUS: u32 = 8;
 
 /// The header of every message.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
@@ -58,37 +58,14 @@ pub struct MapSegment {
     pub len: U64,
 }
 
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+/// What follows the header of every request. Fields without a meaning are 0.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Default)]
 #[repr(C)]
-struct HelloBody {
-    magic: U32,
-    min: U16,
-    max: U16,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct OpenBody {
-    ddr: U64,
-    hbm: U64,
-    queues: U32,
-    reserved: U32,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct RegisterBody {
-    offset: U64,
-    bar: U32,
-    /// The value of a write, the number of bytes that follow, or 0.
+struct Fields {
+    at: U64,
+    amount: U64,
+    index: U32,
     value: U32,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct MapBody {
-    access: U32,
-    count: U32,
 }
 
 /// A request of a client.
@@ -97,9 +74,9 @@ pub enum ClientRequest<'a> {
     /// Negotiates the version; must be the first request.
     Hello {
         /// Lowest version that the client supports.
-        min: u16,
+        min: u32,
         /// Highest version that the client supports.
-        max: u16,
+        max: u32,
     },
     /// Opens a function of the card. 0 requests the limit of a client.
     Open {
@@ -179,58 +156,31 @@ impl<'a> ClientRequest<'a> {
         if header.size.get() as usize != message.len() {
             return Err(bad("its size differs from its header"));
         }
-        let length = "its length is wrong for its opcode";
-        let register = |body: &'a [u8]| -> Result<(u8, u64, u32, &'a [u8]), MalformedRequest> {
-            let (b, rest) = RegisterBody::ref_from_prefix(body).map_err(|_| bad(length))?;
-            let bar = u8::try_from(b.bar.get()).map_err(|_| bad("there is no such BAR"))?;
-            Ok((bar, b.offset.get(), b.value.get(), rest))
+        let opcode = header.opcode.get();
+        if !(HELLO..=STATUS).contains(&opcode) {
+            return Err(MalformedRequest { seqno, unknown: true, why: "there is no such request" });
+        }
+        let Ok((fields, rest)) = Fields::ref_from_prefix(body) else {
+            return Err(bad("shorter than a request"));
         };
-        let number = |body| U64::ref_from_bytes(body).map(|n: &U64| n.get()).map_err(|_| bad(length));
-        let request = match header.opcode.get() {
-            HELLO => {
-                let b = HelloBody::ref_from_bytes(body).map_err(|_| bad(length))?;
-                if b.magic.get() != MAGIC {
-                    return Err(bad("a hello message without the magic number"));
-                }
-                Self::Hello { min: b.min.get(), max: b.max.get() }
+        let Fields { at, amount, index, value } = fields;
+        let request = match (opcode, at.get(), amount.get(), index.get(), value.get(), rest) {
+            (HELLO, MAGIC, 0, min, max, []) => Self::Hello { min, max },
+            (OPEN, ddr, hbm, queues, 0, []) => Self::Open { ddr, hbm, queues },
+            (READ, offset, 0, bar @ ..=0xff, 0, []) => Self::Read { bar: bar as u8, offset },
+            (WRITE, offset, 0, bar @ ..=0xff, value, []) => Self::Write { bar: bar as u8, offset, value },
+            (WRITE_BYTES, offset, 0, bar @ ..=0xff, 0, bytes) if bytes.len() <= MAX_BYTES => {
+                Self::WriteBytes { bar: bar as u8, offset, bytes }
             }
-            OPEN => {
-                let b = OpenBody::ref_from_bytes(body).map_err(|_| bad(length))?;
-                if b.reserved.get() != 0 {
-                    return Err(bad("a reserved field is not 0"));
-                }
-                Self::Open { ddr: b.ddr.get(), hbm: b.hbm.get(), queues: b.queues.get() }
+            (MAP, 0, 0, access, 0, segments) => {
+                let segments = <[MapSegment]>::ref_from_bytes(segments).ok();
+                let segments = segments.filter(|all| (1..=MAX_SEGMENTS).contains(&all.len()));
+                let segments = segments.filter(|all| all.iter().all(|segment| segment.reserved.get() == 0));
+                Self::Map { access, segments: segments.ok_or(bad("a mapping has 1 to 128 segments of 24 bytes"))? }
             }
-            READ => match register(body)? {
-                (bar, offset, 0, []) => Self::Read { bar, offset },
-                _ => return Err(bad(length)),
-            },
-            WRITE => match register(body)? {
-                (bar, offset, value, []) => Self::Write { bar, offset, value },
-                _ => return Err(bad(length)),
-            },
-            WRITE_BYTES => match register(body)? {
-                (bar, offset, len, bytes) if len as usize == bytes.len() && bytes.len() <= MAX_BYTES => {
-                    Self::WriteBytes { bar, offset, bytes }
-                }
-                _ => return Err(bad(length)),
-            },
-            MAP => {
-                let (b, rest) = MapBody::ref_from_prefix(body).map_err(|_| bad(length))?;
-                let count = b.count.get() as usize;
-                if !(1..=MAX_SEGMENTS).contains(&count) {
-                    return Err(bad("a mapping has 1 to 128 segments"));
-                }
-                let segments =
-                    <[MapSegment]>::ref_from_bytes(rest).ok().filter(|s| s.len() == count).ok_or(bad(length))?;
-                if segments.iter().any(|s| s.reserved.get() != 0) {
-                    return Err(bad("a reserved field is not 0"));
-                }
-                Self::Map { access: b.access.get(), segments }
-            }
-            UNMAP => Self::Unmap { iova: number(body)? },
-            STATUS => Self::Status { first: number(body)? },
-            _ => return Err(MalformedRequest { seqno, unknown: true, why: "there is no such request" }),
+            (UNMAP, iova, 0, 0, 0, []) => Self::Unmap { iova },
+            (STATUS, first, 0, 0, 0, []) => Self::Status { first },
+            _ => return Err(bad("its length, or a field of it, is wrong for its opcode")),
         };
         Ok((seqno, request))
     }
@@ -251,33 +201,17 @@ impl<'a> ClientRequest<'a> {
 
     /// Encodes the message. The receiver refuses it when a list exceeds the limits of the format.
     pub fn encode(&self, seqno: u64) -> Vec<u8> {
-        let mut body = Vec::new();
-        let mut put = |bytes: &[u8]| body.extend_from_slice(bytes);
-        let register = |bar: u8, offset: u64, value: u32| RegisterBody {
-            offset: offset.into(),
-            bar: u32::from(bar).into(),
-            value: value.into(),
+        let (at, amount, index, value, rest): (u64, u64, u32, u32, &[u8]) = match *self {
+            Self::Hello { min, max } => (MAGIC, 0, min, max, &[]),
+            Self::Open { ddr, hbm, queues } => (ddr, hbm, queues, 0, &[]),
+            Self::Read { bar, offset } => (offset, 0, bar.into(), 0, &[]),
+            Self::Write { bar, offset, value } => (offset, 0, bar.into(), value, &[]),
+            Self::WriteBytes { bar, offset, bytes } => (offset, 0, bar.into(), 0, bytes),
+            Self::Map { access, segments } => (0, 0, access, 0, segments.as_bytes()),
+            Self::Unmap { iova: at } | Self::Status { first: at } => (at, 0, 0, 0, &[]),
         };
-        match *self {
-            Self::Hello { min, max } => {
-                put(HelloBody { magic: MAGIC.into(), min: min.into(), max: max.into() }.as_bytes());
-            }
-            Self::Open { ddr, hbm, queues } => {
-                let reserved = U32::ZERO;
-                put(OpenBody { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved }.as_bytes());
-            }
-            Self::Read { bar, offset } => put(register(bar, offset, 0).as_bytes()),
-            Self::Write { bar, offset, value } => put(register(bar, offset, value).as_bytes()),
-            Self::WriteBytes { bar, offset, bytes } => {
-                put(register(bar, offset, bytes.len() as u32).as_bytes());
-                put(bytes);
-            }
-            Self::Map { access, segments } => {
-                put(MapBody { access: access.into(), count: (segments.len() as u32).into() }.as_bytes());
-                put(segments.as_bytes());
-            }
-            Self::Unmap { iova: n } | Self::Status { first: n } => put(U64::new(n).as_bytes()),
-        }
+        let fields = Fields { at: at.into(), amount: amount.into(), index: index.into(), value: value.into() };
+        let body = [fields.as_bytes(), rest].concat();
         message(self.opcode(), seqno, &body)
     }
 }
@@ -334,6 +268,9 @@ impl Code {
     }
 }
 
+/// Why a request is refused, as a code and as a text.
+pub(crate) struct Refused(pub Code, pub String);
+
 /// The answer to a refused request; a text follows.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
@@ -349,21 +286,21 @@ pub struct FailedAnswer {
 #[repr(C)]
 pub struct HelloAnswer {
     /// The version to use from now on.
-    pub version: U16,
-    /// 0.
-    pub reserved: [U16; 3],
+    pub version: U32,
+    /// Limit of a client: queues.
+    pub queues: U32,
     /// The number of this client.
     pub client: U64,
     /// Limit of a client: bytes of DDR.
     pub ddr: U64,
     /// Limit of a client: bytes of HBM.
     pub hbm: U64,
-    /// Limit of a client: queues.
-    pub queues: U32,
-    /// Limit of a client: buffers.
-    pub buffers: U32,
     /// Limit of a client: bytes of all buffers.
     pub bytes: U64,
+    /// Limit of a client: buffers.
+    pub buffers: U32,
+    /// 0.
+    pub reserved: U32,
 }
 
 /// The answer to `Open`. It carries the register page, the kick descriptor and a call descriptor for each queue.
@@ -390,78 +327,79 @@ pub struct MapAnswer {
     pub len: U64,
 }
 
-/// Totals of the daemon, in an answer to `Status`; rows follow.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
+// The structures of a status answer have native integers.
+const _: () = assert!(cfg!(target_endian = "little"), "the daemon's protocol is little-endian");
+
+/// Counters of a daemon since its start.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(C)]
-pub struct TotalsAnswer {
-    /// Seconds since the daemon was started.
-    pub uptime: U64,
-    /// Connections now.
-    pub clients: U32,
-    /// Disconnected clients whose queues have not stopped; their resources stay allocated.
-    pub quarantined: U32,
+pub struct Totals {
     /// Clients that have opened a function.
-    pub served: U64,
+    pub served: u64,
     /// Clients among them that have disconnected and whose resources were released.
-    pub released: U64,
+    pub released: u64,
     /// Connections refused: not permitted, or too many.
-    pub refused: U64,
+    pub refused: u64,
     /// Requests answered.
-    pub requests: U64,
+    pub requests: u64,
     /// Requests refused.
-    pub errors: U64,
-    /// Bytes of DDR in use.
-    pub ddr: U64,
-    /// Bytes of HBM in use.
-    pub hbm: U64,
-    /// Bytes of DDR in total.
-    pub ddr_total: U64,
-    /// Bytes of HBM in total.
-    pub hbm_total: U64,
-    /// Number of rows that follow.
-    pub rows: U32,
-    /// 1 when there are clients after the last row.
-    pub more: U32,
+    pub errors: u64,
 }
 
-/// The state of one client. The parameters are the types of its fields: native ones, or those of a [`RowAnswer`].
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(C)] // the layout of a `RowAnswer`
-pub struct ClientStatus<N32 = u32, N64 = u64, Flag = bool> {
+/// What an answer to `Status` begins with; a [`ClientStatus`] for each client follows.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]
+#[repr(C)]
+pub struct StatusAnswer {
+    /// Seconds since the daemon was started.
+    pub uptime: u64,
+    /// Counters since then.
+    pub totals: Totals,
+    /// Bytes of DDR in use, and in total.
+    pub ddr: [u64; 2],
+    /// Bytes of HBM in use, and in total.
+    pub hbm: [u64; 2],
+    /// 1 when there are clients after the last one.
+    pub more: u64,
+}
+
+/// The state of one client.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(C)]
+pub struct ClientStatus {
     /// Number of the client.
-    pub client: N64,
+    pub client: u64,
     /// Process that connected.
-    pub pid: N32,
+    pub pid: u32,
     /// User that connected.
-    pub uid: N32,
+    pub uid: u32,
     /// Queues; 0 for a client that has opened no function.
-    pub queues: N32,
+    pub queues: u32,
     /// Buffers.
-    pub buffers: N32,
+    pub buffers: u32,
     /// Mappings.
-    pub mappings: N32,
-    /// The client has disconnected, and its resources are being released.
-    pub closing: Flag,
+    pub mappings: u32,
+    /// 1 when the client has disconnected, and its resources are being released.
+    pub closing: u32,
     /// Bytes of its buffers.
-    pub bytes: N64,
+    pub bytes: u64,
     /// DDR, in bytes.
-    pub ddr: N64,
+    pub ddr: u64,
     /// HBM, in bytes.
-    pub hbm: N64,
+    pub hbm: u64,
     /// Bytes copied from the host to the card for this client.
-    pub h2c: N64,
+    pub h2c: u64,
     /// Bytes copied from the card to the host for this client.
-    pub c2h: N64,
+    pub c2h: u64,
     /// Refused requests of this client.
-    pub errors: N64,
+    pub errors: u64,
     /// Descriptors that its queues were given and have not completed.
-    pub in_flight: N64,
+    pub in_flight: u64,
     /// Translations found in the IOTLBs of its function.
-    pub iotlb_hits: N64,
+    pub iotlb_hits: u64,
     /// Translations that needed a walk.
-    pub iotlb_misses: N64,
+    pub iotlb_misses: u64,
     /// Accesses of its function to memory that was not mapped for it.
-    pub faults: N64,
+    pub faults: u64,
 }
 
 impl ClientStatus {
@@ -470,9 +408,6 @@ impl ClientStatus {
         self.h2c.saturating_add(self.c2h)
     }
 }
-
-/// One client, in an answer to `Status`: little-endian, with 0 or 1 in `closing`.
-pub type RowAnswer = ClientStatus<U32, U64, U32>;
 
 /// Builds the answer to a refused request. The text is cut to 1024 bytes.
 pub fn failed(seqno: u64, code: Code, text: &str) -> Vec<u8> {
@@ -512,15 +447,30 @@ mod tests {
             let bytes = request.encode(i as u64 + 5);
             assert_eq!(ClientRequest::decode(&bytes), Ok((i as u64 + 5, request)));
             assert!(bytes.len() <= MAX_MESSAGE);
-            // Neither shorter nor longer.
-            for cut in 0..bytes.len() {
-                assert!(ClientRequest::decode(&bytes[..cut]).is_err());
+            // Neither shorter nor longer, but for bytes to write.
+            let is_bytes = matches!(request, ClientRequest::WriteBytes { .. });
+            for cut in (0..bytes.len()).filter(|cut| !is_bytes || *cut < 40) {
+                let mut shorter = bytes[..cut].to_vec();
+                assert!(ClientRequest::decode(&shorter).is_err());
+                if let Some(size) = shorter.first_mut() {
+                    *size = cut as u8;
+                }
+                // A mapping may be one of fewer segments.
+                let decoded = ClientRequest::decode(&shorter).map(|(_, request)| request);
+                assert!(decoded.is_err() || matches!(request, ClientRequest::Map { .. }), "{request:?} {cut}");
             }
             let mut longer = bytes.clone();
             longer.push(0);
             assert!(ClientRequest::decode(&longer).is_err());
             longer[0] += 1;
-            assert!(ClientRequest::decode(&longer).is_err(), "{request:?}");
+            assert!(ClientRequest::decode(&longer).is_err() || is_bytes, "{request:?}");
+            // A field without a meaning is 0.
+            for at in [24, 36] {
+                let mut other = bytes.clone();
+                other[at] ^= 0x80;
+                let decoded = ClientRequest::decode(&other).map(|(_, request)| request);
+                assert!(decoded.is_err_and(|e| !e.unknown) || ClientRequest::decode(&other).unwrap().1 != request);
+            }
         }
     }
 
@@ -539,8 +489,8 @@ mod tests {
             )
             .is_err()
         );
-        assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 112, 48));
-        let status = size_of::<MessageHeader>() + size_of::<TotalsAnswer>() + MAX_ROWS * size_of::<RowAnswer>();
+        assert_eq!((size_of::<StatusAnswer>(), size_of::<ClientStatus>(), size_of::<HelloAnswer>()), (88, 112, 48));
+        let status = size_of::<MessageHeader>() + size_of::<StatusAnswer>() + MAX_ROWS * size_of::<ClientStatus>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }
 
@@ -557,9 +507,9 @@ mod tests {
     #[test]
     fn encodes_fields_at_the_documented_offsets() {
         let bytes = ClientRequest::Write { bar: 0, offset: 0x1020, value: 9 }.encode(0x1122);
-        let want = [32, 0, 0, 0, 4, 0, 0, 0, 0x22, 0x11, 0, 0, 0, 0, 0, 0];
+        let want = [40, 0, 0, 0, 4, 0, 0, 0, 0x22, 0x11, 0, 0, 0, 0, 0, 0];
         assert_eq!(bytes[..16], want);
-        assert_eq!(bytes[16..], [0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0]);
+        assert_eq!(bytes[16..], [0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0]);
         assert_eq!(ClientRequest::Hello { min: 1, max: 1 }.encode(0)[16..20], *b"DMLD");
     }
 }

@@ -108,11 +108,11 @@ impl Bench {
     fn end(self) {
         let Self { daemon, client, card, mmu, back, .. } = self;
         assert_eq!(card.quarantined(), 0);
-        let report = dmalane_daemon::status(&daemon.path).unwrap();
+        let report = dmalane_daemon::status(&dmalane_daemon::ClientOptions::new(&daemon.path)).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
-        assert_eq!((row.errors, row.closing, row.in_flight), (0, false, 0));
+        assert_eq!((row.errors, row.closing, row.in_flight), (0, 0, 0));
         drop((mmu, back));
-        let report = dmalane_daemon::status(&daemon.path).unwrap();
+        let report = dmalane_daemon::status(&dmalane_daemon::ClientOptions::new(&daemon.path)).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
         assert_eq!(row.mappings, 4, "only the rings stay mapped");
         drop((card, client));

@@ -139,6 +139,8 @@ fn reopen(file: &File) -> Result<(File, Align), Fallback> {
 }
 
 fn memory_file_system(file: &File) -> Option<&'static str> {
+    // The name of a block device is a file of devtmpfs.
+    file.metadata().ok().filter(|meta| meta.is_file())?;
     match rustix::fs::fstatfs(file).ok()?.f_type as u32 {
         0x0102_1994 => Some("tmpfs"),
         0x8584_58f6 => Some("ramfs"),

@@ -46,7 +46,7 @@ pub fn target(data: &[u8]) {
 /// All that a client does.
 fn use_it(path: &std::path::Path) {
     let options = ClientOptions { timeout: Duration::from_secs(2), ..ClientOptions::new(path) };
-    let _ = status(path);
+    let _ = status(&ClientOptions::new(path));
     let Ok(client) = Client::connect(options) else { return };
     let _ = (client.read32(BAR_REGISTERS, regs::ID), client.read32(9, u64::MAX));
     let _ = client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), 1);

@@ -22,7 +22,7 @@ use dmalane_addr::{Access, CardAddr};
 use dmalane_card::regs::{BAR_REGISTERS, MAX_RING_LOG2};
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::{ClientRequest, FAILED, FailedAnswer, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader};
-use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status, status_with};
+use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered, Shape, Work};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -348,10 +348,12 @@ fn status_does_not_wait_for_memory_that_is_freed() {
                 rustix::fs::fallocate(memfd, FallocateFlags::empty(), 0, 16 << 20).unwrap();
             }
             let fds: Vec<BorrowedFd<'_>> = memfds.iter().map(AsFd::as_fd).collect();
-            // While the mapping is made, the request waits in the socket, and its descriptors become the last ones.
-            assert!(send_map(&hostile, 64 * MIB) && send(&hostile, &request, &fds));
+            // While the mapping is made, the requests wait in the socket, and the descriptors become the last ones. The
+            // daemon closes them when it has answered, before the next request.
+            assert!(send_map(&hostile, 64 * MIB) && send(&hostile, &request, &fds) && send(&hostile, &request, &[]));
             drop(memfds);
             receive(&hostile).unwrap();
+            let _ = receive(&hostile);
             let (began, mut longest) = (Instant::now(), 0.0f64);
             while answered(std::slice::from_ref(&hostile)) == 0 {
                 let ask = || ask(&mine, &ClientRequest::Status { first: 0 }, &[]).unwrap();
@@ -383,7 +385,7 @@ fn take(path: &Path, most: usize, mapped: usize) -> ! {
         one().map_or_else(|text: String| refusal = text, |socket| taken.push(socket));
     }
     println!("took {}: {refusal}", taken.len());
-    let Ok(status) = status(path) else { park() };
+    let Ok(status) = status(&ClientOptions::new(path)) else { park() };
     let shown = status.clients.iter().filter(|c| c.queues > 0);
     println!("sees {} with {} MiB of all", shown.count(), status.ddr.0 >> 20);
     park()
@@ -533,7 +535,7 @@ fn a_socket_of_another_user_is_not_trusted() {
     let wrong = ClientOptions { server_uids: vec![54_321], ..daemon.options() };
     let error = Client::connect(wrong.clone()).map(drop).unwrap_err();
     assert!(matches!(error, ClientError::WrongServer { .. }) && error.to_string().contains("server-uid="), "{error}");
-    assert!(status_with(&wrong).is_err());
+    assert!(status(&wrong).is_err());
     let any = ClientOptions { server_uids: Vec::new(), ..daemon.options() };
     drop(Client::connect(any).unwrap());
     drop(daemon.connect());
@@ -565,7 +567,7 @@ fn keep_full(path: &Path, clients: usize) -> ! {
 /// On any machine, however busy: users whose queues are never empty get about half of the bytes each.
 #[test]
 fn users_share_the_worker_whatever_the_number_of_their_clients() {
-    const BYTES: u64 = 8 << 30;
+    const BYTES: u64 = 16 << 30;
     if let Some(path) = other() {
         keep_full(&path, std::env::var(CLIENTS).unwrap().parse().unwrap());
     }
@@ -613,7 +615,8 @@ fn users_share_the_worker_whatever_the_number_of_their_clients() {
     };
     println!("{shares:?}");
     let share = shares[0] as f64 / shares.iter().sum::<u64>() as f64;
-    assert!((0.35..0.65).contains(&share), "{shares:?}");
+    // While another process has the worker's processor, the user whose step it is pays.
+    assert!((0.3..0.7).contains(&share), "{shares:?}");
     drop(processes);
     daemon.wait_until_empty();
 }

@@ -99,7 +99,7 @@ impl Spec for DaemonSpec {
             return Vec::new();
         }
         // A file may be there without a daemon: one that was killed leaves its socket.
-        let answer = dmalane_daemon::status(&socket);
+        let answer = dmalane_daemon::status(&dmalane_daemon::ClientOptions::new(&socket));
         vec![Listed {
             name: format!("daemon:{SOCKET}"),
             supported: answer.is_ok(),

@@ -6,10 +6,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status_with};
+use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::{Table, fit};
-use dmalane_cli::number::within;
+use dmalane_cli::number::{seconds, within};
 use dmalane_cli::output;
 use dmalane_cli::size::binary;
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ pub struct Status {
     json: bool,
 
     /// Show it again every second, or as often as said, until it is interrupted or nobody reads it
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds(0.1))]
     watch: Option<Duration>,
 }
 
@@ -51,11 +51,7 @@ impl Status {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Some(every) = self.watch else {
             let status = self.ask()?;
-            match self.json {
-                true => output::print_json(&json(&self.socket, &status))?,
-                false => output::print_text(&text(&status))?,
-            }
-            return Ok(ExitCode::SUCCESS);
+            return output::tell(self.json, || json(&self.socket, &status), || text(&status));
         };
         loop {
             let status = self.ask()?;
@@ -76,7 +72,7 @@ impl Status {
     fn ask(&self) -> Result<DaemonStatus, Failure> {
         let mut options = ClientOptions::new(&self.socket);
         options.server_uids.extend(&self.server_uids);
-        let mut status = status_with(&options)?;
+        let mut status = status(&options)?;
         // Leave out the connection of this query.
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
@@ -84,15 +80,8 @@ impl Status {
     }
 }
 
-fn seconds(text: &str) -> Result<Duration, &'static str> {
-    match text.parse() {
-        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("not a number of seconds from 0.1 to 3600"),
-    }
-}
-
 fn json(socket: &Path, status: &DaemonStatus) -> Value {
-    let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
+    let DaemonStatus { uptime, totals, ddr, hbm, clients } = status;
     let client = |c: &ClientStatus| {
         json!({
             "client": c.client,
@@ -109,7 +98,7 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
             "errors": c.errors,
             "in_flight": c.in_flight,
             "iommu": { "hits": c.iotlb_hits, "misses": c.iotlb_misses, "faults": c.faults },
-            "closing": c.closing,
+            "closing": c.closing != 0,
         })
     };
     json!({
@@ -122,7 +111,6 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
         "refused": totals.refused,
         "requests": totals.requests,
         "errors": totals.errors,
-        "quarantined": quarantined,
         "ddr_bytes": ddr.0,
         "ddr_total_bytes": ddr.1,
         "hbm_bytes": hbm.0,
@@ -132,10 +120,9 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
 }
 
 fn text(status: &DaemonStatus) -> String {
-    let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
+    let DaemonStatus { uptime, totals, ddr, hbm, clients } = status;
     let mut out = format!(
-        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} \
-        quarantined\n\
+        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused\n\
          DDR {} of {}, HBM {} of {}\n",
         totals.served,
         totals.released,
@@ -152,7 +139,7 @@ fn text(status: &DaemonStatus) -> String {
     }
     let mut table = Table::new("rrrrrrrrrrrrl", HEAD);
     for c in clients {
-        let closing = if c.closing { "closing" } else { "" };
+        let closing = if c.closing != 0 { "closing" } else { "" };
         let numbers = [c.pid, c.uid, c.queues, c.buffers, c.mappings].map(|number| number.to_string());
         let [pid, uid, queues, buffers, mappings] = numbers;
         let [bytes, ddr, hbm, h2c, c2h] = [c.bytes, c.ddr, c.hbm, c.h2c, c.c2h].map(binary);
