@@ -42,7 +42,7 @@ impl Container {
     }
 
     /// Whether a file's name has an extension of this kind, in capitals or not.
-    pub(super) fn is_name(&self, path: &Path) -> bool {
+    pub(crate) fn is_name(&self, path: &Path) -> bool {
         path.extension().is_some_and(|found| self.extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
     }
 }
