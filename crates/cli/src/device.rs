@@ -1,13 +1,12 @@
 //! Devices by name, and how they are opened.
 
-use std::ffi::OsStr;
+use std::error::Error;
 use std::fs::Metadata;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use clap::builder::{PossibleValue, TypedValueParser};
-use clap::{Arg, Args, Command};
+use clap::Args;
 use dmalane::daemon::ClientError;
 use dmalane::daemon::wire::Code;
 use dmalane::device::{BackingFiles, MemoryError};
@@ -19,10 +18,8 @@ use dmalane::vfio_user;
 use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
 use crate::failure::Failure;
-use crate::size::{Size, binary};
-
-/// Default size of a chunk that `dmalane load` reads and transfers.
-pub const CHUNK: Size = Size::mib(16);
+use crate::named::Named;
+use crate::size::binary;
 
 /// Consent to lose data.
 #[derive(Args, Clone, Copy)]
@@ -49,26 +46,18 @@ impl Consent {
     }
 }
 
-/// Parses the name of a device, and tells completion scripts how the names begin.
-#[derive(Clone)]
-pub struct Name;
-
-impl TypedValueParser for Name {
-    type Value = DeviceSpec;
-
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<DeviceSpec, clap::Error> {
-        parse.parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+/// The parser of the name of a device.
+pub const NAME: Named<DeviceSpec> = Named {
+    parse,
+    names: || {
         // `vfio:` where something must follow, `soft` where nothing needs to.
         let begin = |syntax: &'static str, name: &'static str| match syntax.strip_prefix(name) {
             Some(rest) if rest.starts_with(':') => &syntax[..=name.len()],
             _ => name,
         };
-        Some(Box::new(KINDS.iter().map(move |kind| PossibleValue::new(begin(kind.syntax, kind.name)))))
-    }
-}
+        KINDS.iter().map(|kind| begin(kind.syntax, kind.name)).collect()
+    },
+};
 
 /// The help of `-d`: what it is for, and the kinds of devices.
 pub fn help(what: &str) -> String {
@@ -106,36 +95,37 @@ pub fn cannot_open(error: &OpenError) -> Failure {
         _ => return Failure::because("cannot open the device", error),
     };
     let failure = Failure::because(format!("cannot open {spec}"), source);
-    let hint = match (source.downcast_ref::<PciCardError>(), spec.get::<SoftSpec>()) {
-        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { .. })), _) => {
-            "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time".to_owned()
+    hint(spec, source).into_iter().fold(failure, Failure::hint)
+}
+
+/// A way out of an error of opening a device.
+fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
+    let text = match (source.downcast_ref(), source.downcast_ref(), source.downcast_ref()) {
+        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { .. })), ..) => {
+            "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time"
         }
-        (Some(PciCardError::NotACard { .. }), _) => "`dmalane devices` lists what is bound to vfio-pci".to_owned(),
-        _ if matches!(source.downcast_ref(), Some(ClientError::Refused { code: Code::Quota, .. })) => {
+        (Some(PciCardError::NotACard { .. }), ..) => "`dmalane devices` lists what is bound to vfio-pci",
+        (_, Some(ClientError::Refused { code: Code::Quota, .. }), _) => {
             "-d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives more with --client-ddr and --client-hbm"
-                .to_owned()
         }
-        (_, Some(card)) if Failure::is_out_of_memory(source) => format!(
-            "the card reserves address space for all of its memory (ulimit -v): make it smaller with \
-             -d soft,ddr=SIZE,hbm=SIZE, now {} and {}",
-            binary(card.ddr),
-            binary(card.hbm)
-        ),
-        _ if matches!(source.downcast_ref(), Some(ClientError::Connect { .. })) => {
-            "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it".to_owned()
+        (_, Some(ClientError::Connect { .. }), _) => {
+            "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it"
         }
-        _ => match source.downcast_ref::<FileDeviceError>() {
-            Some(error) => match file_hint(error) {
-                Some(hint) => hint,
-                None => return failure,
-            },
-            None if spec.kind().has(Ability::NeedsDriver) => {
-                "`dmalane doctor` says what this machine lacks for it, `dmalane devices` lists what it has".to_owned()
-            }
-            None => return failure,
-        },
+        (.., Some(error)) => return file_hint(error),
+        _ if spec.kind().has(Ability::NeedsDriver) => {
+            "`dmalane doctor` says what this machine lacks for it, `dmalane devices` lists what it has"
+        }
+        _ => {
+            let card = spec.get::<SoftSpec>().filter(|_| Failure::is_out_of_memory(source))?;
+            return Some(format!(
+                "the card reserves address space for all of its memory (ulimit -v): make it smaller with -d \
+                 soft,ddr=SIZE,hbm=SIZE, now {} and {}",
+                binary(card.ddr),
+                binary(card.hbm)
+            ));
+        }
     };
-    failure.hint(hint)
+    Some(text.to_owned())
 }
 
 /// A way out of an error of opening a file as a device.
@@ -194,13 +184,9 @@ pub fn check_inputs<'a>(
 /// Adds what helps when device memory was refused because a file holds data there.
 pub fn with_overwrite_hint(failure: Failure, error: &MemoryError) -> Failure {
     match error {
-        MemoryError::Driver { source, .. } => match source.downcast_ref::<HoldsData>() {
-            Some(HoldsData { path }) if is_node(path) => failure.hint("pass --overwrite to lose the data"),
-            Some(_) => {
-                failure.hint("pass --overwrite to lose the data; `truncate -s SIZE FILE` makes a file without any")
-            }
-            None => failure,
-        },
+        MemoryError::Driver { source, .. } if source.is::<HoldsData>() => {
+            failure.hint("pass --overwrite to lose the data")
+        }
         _ => failure,
     }
 }

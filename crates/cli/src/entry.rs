@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::commands;
 use crate::program::{self, Completions, Man};
-use crate::{commands, completion_examples};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -37,7 +37,6 @@ struct Dmalane {
 enum Command {
     #[command(flatten)]
     Work(commands::Commands),
-    #[command(after_help = completion_examples!("dmalane"))]
     Completions(Completions),
     #[command(hide = true)]
     Man(Man),

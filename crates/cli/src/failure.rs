@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use rustix::io::Errno;
 
-use crate::layout::{plain, shell_words, unbroken, wrap_message};
+use crate::layout::{plain, wrap_message};
 
 /// The exit status of a command line that cannot be run.
 pub const USAGE: u8 = 2;
@@ -72,13 +72,6 @@ impl Failure {
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hints.push(plain(&hint.into()));
-        self
-    }
-
-    /// Adds a command that helps with this; it is kept on one line, to be copied.
-    #[must_use]
-    pub fn command(mut self, what: &str, words: &[&str]) -> Self {
-        self.hints.push(format!("{}: {}", plain(what), unbroken(&plain(&shell_words(words)))));
         self
     }
 

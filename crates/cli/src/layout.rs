@@ -136,14 +136,6 @@ pub fn cut_front(name: &str, terminal: Option<usize>) -> String {
     }
 }
 
-/// `text` with at most `most` characters.
-pub fn cut_end(text: &str, most: usize) -> String {
-    match text.chars().count() > most {
-        true => format!("{}...", text.chars().take(most.saturating_sub(3)).collect::<String>()),
-        false => text.to_owned(),
-    }
-}
-
 /// The stage with the largest share of the wall time, as a line; start-up is what no stage took. Nothing without
 /// stages.
 pub fn bottleneck<S: Display>(stages: impl Iterator<Item = (S, f64)>) -> String {
@@ -185,12 +177,31 @@ impl Table {
         self.text_within(limit().unwrap_or(usize::MAX))
     }
 
+    /// Whether it has a head alone.
+    pub fn is_empty(&self) -> bool {
+        self.rows.len() == 1
+    }
+
+    /// The cells of each row, the head first, without empty columns, and whether each is aligned to the right.
+    pub fn cells(&self) -> impl Iterator<Item = Vec<(bool, &str)>> {
+        let shown = self.shown();
+        self.rows.iter().map(move |row| shown.iter().map(|&i| (self.is_right(i), row[i].as_str())).collect())
+    }
+
+    /// The columns in which a row has anything.
+    fn shown(&self) -> Vec<usize> {
+        let empty = |column: &usize| !self.is_empty() && self.rows[1..].iter().all(|row| row[*column].is_empty());
+        (0..self.rows[0].len()).filter(|column| !empty(column)).collect()
+    }
+
+    fn is_right(&self, column: usize) -> bool {
+        self.align.as_bytes().get(column) == Some(&b'r')
+    }
+
     fn text_within(&self, most: usize) -> String {
-        let columns = self.rows[0].len();
         let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-        let widths: Vec<usize> = (0..columns).map(width).collect();
-        let empty = |column: &usize| self.rows.len() > 1 && self.rows[1..].iter().all(|row| row[*column].is_empty());
-        let shown: Vec<usize> = (0..columns).filter(|column| !empty(column)).collect();
+        let widths: Vec<usize> = (0..self.rows[0].len()).map(width).collect();
+        let shown = self.shown();
         let mut parts: Vec<(usize, Vec<usize>)> = Vec::new();
         for &column in &shown {
             match parts.last_mut() {
@@ -202,16 +213,17 @@ impl Table {
                 None => parts.push((widths[column], vec![column])),
             }
         }
-        let is_right = |column: usize| self.align.as_bytes().get(column) == Some(&b'r');
         let line = |row: &Vec<String>, part: &[usize]| {
-            let cells = part.iter().map(|&column| match is_right(column) {
+            let cells = part.iter().map(|&column| match self.is_right(column) {
                 true => format!("{:>width$}", row[column], width = widths[column]),
                 false => format!("{:<width$}", row[column], width = widths[column]),
             });
             let line = cells.collect::<Vec<_>>().join("  ");
             match part.last() {
                 // Text in the last column goes on below.
-                Some(&last) if !is_right(last) => wrap_to(line.trim_end(), line.chars().count() - widths[last], most),
+                Some(&last) if !self.is_right(last) => {
+                    wrap_to(line.trim_end(), line.chars().count() - widths[last], most)
+                }
                 _ => format!("{}\n", line.trim_end()),
             }
         };
@@ -271,7 +283,6 @@ mod tests {
         let cut = cut_front(&name, Some(100));
         assert!(cut.starts_with("...x") && cut.ends_with(".mlp.7.weight") && cut.len() == 50, "{cut}");
         assert_eq!(cut_front("short", Some(80)), "short");
-        assert_eq!((cut_end("12345678", 8), cut_end("123456789", 8)), ("12345678".into(), "12345...".into()));
         assert_eq!(cut_front(&"\u{e9}".repeat(60), Some(100)).chars().count(), 50);
     }
 

@@ -4,9 +4,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use dmalane::file::{FileQueue, Mode};
+use dmalane::file::Mode;
 use dmalane::load::container::{self, model_files};
-use dmalane::load::{Error, Input, Manifest};
+use dmalane::load::{Error, Inputs, Manifest};
 use dmalane::{FileOptions, ModelError, OpenFile};
 
 use crate::failure::Failure;
@@ -40,29 +40,18 @@ impl ReadMode {
         FileOptions::for_mode(self.mode())
     }
 
-    /// Opens the files of models: a directory or an index stands for its files.
-    pub fn open(self, paths: &[PathBuf]) -> Result<Opened, Failure> {
-        let mut opened = Opened::default();
+    /// Opens the files of models: a directory or an index stands for its files. Adds what had to be copied first.
+    pub fn open(self, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
+        let mut inputs = Inputs::default();
         for path in paths {
             let found = files(std::slice::from_ref(path))?;
-            opened.whole |= found[..] != [path.clone()];
+            inputs.whole |= found[..] != [path.clone()];
             for path in found {
-                let file = open(&path, &mut opened.copied)?;
-                opened.inputs.push(file.into_input(self.options()).map_err(cannot_open)?);
+                inputs.files.push(open(&path, copied)?.into_input(self.options()).map_err(cannot_open)?);
             }
         }
-        Ok(opened)
+        Ok(inputs)
     }
-}
-
-/// Files of models.
-#[derive(Default)]
-pub struct Opened {
-    pub inputs: Vec<Input<FileQueue>>,
-    /// A directory or an index stands for some of them.
-    pub whole: bool,
-    /// The copies that had to be made first.
-    pub copied: Copied,
 }
 
 /// The files to read: a directory and an index stand for those of the model.

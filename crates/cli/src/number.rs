@@ -1,6 +1,7 @@
-//! Whole numbers on the command line.
+//! Numbers on the command line.
 
 use std::ops::RangeInclusive;
+use std::time::Duration;
 
 /// Returns a parser of whole numbers in `range`.
 pub fn within<T: TryFrom<u64>>(
@@ -13,6 +14,14 @@ pub fn within<T: TryFrom<u64>>(
             (least, u64::MAX) => format!("not a whole number of at least {least}"),
             (least, most) => format!("not a whole number from {least} to {most}"),
         })
+    }
+}
+
+/// Returns a parser of seconds from `least` to an hour.
+pub fn seconds(least: f64) -> impl Fn(&str) -> Result<Duration, String> + Clone + Send + Sync + 'static {
+    move |text| match text.parse() {
+        Ok(seconds) if (least..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err(format!("not a number of seconds from {least} to 3600, such as 0.5")),
     }
 }
 

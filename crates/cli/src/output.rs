@@ -2,10 +2,11 @@
 
 use std::fs::Metadata;
 use std::io::{self, BufWriter, ErrorKind, Write};
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::Args;
+use dmalane::device::BackingFiles;
 use dmalane::load::container::is_index;
 use dmalane::load::{Error, Output};
 use serde::Serialize;
@@ -49,6 +50,15 @@ pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let mut out = BufWriter::new(io::stdout().lock());
     let done = serde_json::to_writer_pretty(Escaped(&mut out), value).map_err(io::Error::from);
     written(done.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
+}
+
+/// Prints a result: as JSON, or as text for people.
+pub fn tell<T: Serialize>(
+    json: bool,
+    value: impl FnOnce() -> T,
+    text: impl FnOnce() -> String,
+) -> Result<ExitCode, Failure> {
+    if json { print_json(&value()) } else { print_text(&text()) }.map(|()| ExitCode::SUCCESS)
 }
 
 /// Escapes what JSON leaves as it is and a terminal obeys. Each call writes whole characters.
@@ -104,57 +114,6 @@ impl OutputFormat {
     }
 }
 
-/// Wall times of the same measurement, made several times.
-#[derive(Clone, Debug)]
-pub struct WallTimes {
-    /// Each run, in order, in seconds.
-    pub runs_s: Vec<f64>,
-    /// The one in the middle; of an even number, the faster of the two.
-    pub median_s: f64,
-    /// The fastest.
-    pub fastest_s: f64,
-    /// The slowest.
-    pub slowest_s: f64,
-}
-
-impl WallTimes {
-    /// The spread of these times, and the number of the median run. There must be one.
-    pub fn of(walls: &[Duration]) -> (Self, usize) {
-        let mut order: Vec<usize> = (0..walls.len()).collect();
-        order.sort_by_key(|run| walls[*run]);
-        let median = order[(walls.len() - 1) / 2];
-        let seconds = |run: usize| walls[run].as_secs_f64();
-        let runs = Self {
-            runs_s: walls.iter().map(Duration::as_secs_f64).collect(),
-            median_s: seconds(median),
-            fastest_s: seconds(order[0]),
-            slowest_s: seconds(order[walls.len() - 1]),
-        };
-        (runs, median)
-    }
-
-    /// A line for people; nothing for a single run.
-    pub fn text(&self) -> String {
-        match self.runs_s.len() {
-            1 => String::new(),
-            n => {
-                let time = |seconds| crate::size::duration(Duration::from_secs_f64(seconds));
-                let (fastest, slowest) = (time(self.fastest_s), time(self.slowest_s));
-                format!("Median of {n} runs: {}; fastest {fastest}, slowest {slowest}\n", time(self.median_s))
-            }
-        }
-    }
-}
-
-/// A line of CSV. Cells with commas, quotes or line ends are quoted.
-pub fn csv_line(cells: impl IntoIterator<Item = String>) -> String {
-    let quoted = cells.into_iter().map(|cell| match cell.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", cell.replace('"', "\"\"")),
-        false => cell,
-    });
-    format!("{}\n", quoted.collect::<Vec<_>>().join(","))
-}
-
 /// The option of every command that writes files.
 #[derive(Args, Clone, Copy)]
 #[command(next_help_heading = "Outputs")]
@@ -164,16 +123,52 @@ pub struct Replace {
     force: bool,
 }
 
-impl Replace {
-    /// The file at `path`, which replaces one that exists only by `--force`.
-    pub fn output(self, path: &Path) -> Output {
-        Output::new(path).replace(self.force)
-    }
-}
+/// The files that a command writes, each with its option.
+#[derive(Clone, Debug)]
+pub struct Outputs(Vec<(&'static str, Output)>);
 
-/// Never in place of [`named_files`].
-pub fn excluding<'a>(to: Output, named: impl IntoIterator<Item = &'a PathBuf>) -> Output {
-    named_files(named).iter().fold(to, |to, (path, meta)| to.excluding(path, meta))
+impl Outputs {
+    /// Files at these paths, which replace those that exist only by `--force`. Refuses two options that name one file.
+    pub fn new<'a>(
+        replace: Replace,
+        paths: impl IntoIterator<Item = (&'static str, Option<&'a PathBuf>)>,
+    ) -> Result<Self, Failure> {
+        let mut this = Self(Vec::new());
+        for (option, path) in paths {
+            let Some(path) = path else { continue };
+            let to = Output::new(path).replace(replace.force);
+            if let Some((other, _)) = this.0.iter().find(|(_, other)| other.is_same_place(&to)) {
+                return Err(Failure::usage(format!("{other} and {option} both write {}", path.display())));
+            }
+            this.0.push((option, to));
+        }
+        Ok(this)
+    }
+
+    /// Never in place of these files, which are read; refuses what cannot be written.
+    pub fn excluding(mut self, read: &[(PathBuf, Metadata)]) -> Result<Self, Failure> {
+        for (_, to) in &mut self.0 {
+            *to = read.iter().fold(to.clone(), |to, (path, meta)| to.excluding(path, meta));
+            to.check().map_err(|e| refused(to, "", &e))?;
+        }
+        Ok(self)
+    }
+
+    /// Whether this option names a file.
+    pub fn has(&self, option: &str) -> bool {
+        self.0.iter().any(|(of, _)| *of == option)
+    }
+
+    /// Writes the file of an option, if there is one. `done` says what was done before, should that fail.
+    pub fn write(
+        &self,
+        option: &str,
+        done: &str,
+        bytes: impl FnOnce() -> Result<Vec<u8>, Failure>,
+    ) -> Result<(), Failure> {
+        let Some((_, to)) = self.0.iter().find(|(of, _)| *of == option) else { return Ok(()) };
+        to.write(&bytes()?).map_err(|e| refused(to, done, &e))
+    }
 }
 
 /// The files that are read because a user named them, as far as they are there: besides those of models the index that
@@ -192,21 +187,15 @@ pub fn named_files<'a>(named: impl IntoIterator<Item = &'a PathBuf>) -> Vec<(Pat
     named.into_iter().flat_map(within).filter_map(found).collect()
 }
 
-/// Refuses two outputs, each with its option, that are one file.
-pub fn check_apart<'a>(outputs: impl IntoIterator<Item = (&'static str, &'a Output)>) -> Result<(), Failure> {
-    let mut seen: Vec<(&str, &Output)> = Vec::new();
-    for (option, to) in outputs {
-        if let Some((other, _)) = seen.iter().find(|(_, other)| other.is_same_place(to)) {
-            return Err(Failure::usage(format!("{other} and {option} both write {}", to.path().display())));
-        }
-        seen.push((option, to));
-    }
-    Ok(())
+/// The files behind a device.
+pub fn device_files(device: Option<BackingFiles>) -> io::Result<Vec<(PathBuf, Metadata)>> {
+    let files = device.iter().flat_map(|files| [&files.written, &files.read]);
+    files.map(|file| Ok((PathBuf::from("device memory"), file.metadata()?))).collect()
 }
 
-/// The failure of an output: `what` could not be done because of `error`.
-pub fn refused(what: impl Into<String>, error: &Error) -> Failure {
-    let failure = Failure::because(what, error);
+/// The failure to write a file, because of `error`.
+fn refused(to: &Output, done: &str, error: &Error) -> Failure {
+    let failure = Failure::because(format!("cannot write {}{done}", to.path().display()), error);
     match error {
         Error::File { source, .. } if source.kind() == ErrorKind::AlreadyExists => failure.hint("--force replaces it"),
         Error::File { source, .. } if source.to_string().contains("is a symbolic link in a directory") => {

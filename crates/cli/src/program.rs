@@ -13,37 +13,15 @@ use crate::failure::{Failure, USAGE};
 use crate::layout::{shell_words, wrap_message};
 use crate::output;
 
-/// A variable that is read elsewhere than for an option: by the driver of CUDA devices.
-const READ: &str = "DMALANE_CUDA_LIB";
-
 /// Parses a command line, the program's name first, as `P` and runs it; reports what fails.
 pub fn start<P: Parser>(words: Vec<OsString>, run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
     let mut command = command::<P>();
-    warn_of_typos(&command);
     let parsed = command.try_get_matches_from_mut(words).and_then(|matches| P::from_arg_matches(&matches));
     let result = match parsed {
         Ok(program) => run(program),
         Err(error) => not_run(&error.format(&mut command), command.get_name()),
     };
     result.unwrap_or_else(|failure| failure.report(command.get_name()))
-}
-
-/// Reports environment variables that are nearly those of options.
-fn warn_of_typos(program: &clap::Command) {
-    fn known(command: &clap::Command, names: &mut Vec<String>) {
-        names.extend(command.get_arguments().filter_map(|arg| Some(arg.get_env()?.to_str()?.to_owned())));
-        command.get_subcommands().for_each(|below| known(below, names));
-    }
-    let mut names = vec![READ.to_owned()];
-    known(program, &mut names);
-    for (name, _) in std::env::vars_os() {
-        let Some(name) = name.to_str().filter(|name| name.starts_with("DMALANE_")) else { continue };
-        let nearly = names.iter().find(|known| (1..=2).contains(&strsim::damerau_levenshtein(name, known)));
-        if let Some(known) = nearly.filter(|_| names.iter().all(|known| known != name)) {
-            let message = format!("warning: {name} has no effect; did you mean {known}?");
-            Failure::new(message).report(program.get_name());
-        }
-    }
 }
 
 /// The command line of `P`. A negative number is a wrong value and not an option; `-h` shows the first examples, and
@@ -57,7 +35,14 @@ pub fn command<P: CommandFactory>() -> clap::Command {
         let command = command.mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg });
         command.mut_subcommands(shaped)
     }
-    P::command().mut_subcommands(shaped)
+    let program = P::command();
+    let name = program.get_name();
+    let completions = format!(
+        "Examples:\n  {name} completions bash > ~/.local/share/bash-completion/completions/{name}\n  \
+         {name} completions zsh > \"${{fpath[1]}}/_{name}\"\n  \
+         {name} completions fish > ~/.config/fish/completions/{name}.fish"
+    );
+    program.mut_subcommand("completions", |command| command.after_help(completions)).mut_subcommands(shaped)
 }
 
 /// The first examples of a help.
@@ -105,28 +90,6 @@ impl Completions {
         output::print(&String::from_utf8_lossy(&script))?;
         Ok(ExitCode::SUCCESS)
     }
-}
-
-/// The examples in the help of [`Completions`], for the program of this name.
-#[macro_export]
-macro_rules! completion_examples {
-    ($name:literal) => {
-        concat!(
-            "Examples:\n  ",
-            $name,
-            " completions bash > ~/.local/share/bash-completion/completions/",
-            $name,
-            "\n  ",
-            $name,
-            " completions zsh > \"${fpath[1]}/_",
-            $name,
-            "\"\n  ",
-            $name,
-            " completions fish > ~/.config/fish/completions/",
-            $name,
-            ".fish"
-        )
-    };
 }
 
 /// Write manual pages.

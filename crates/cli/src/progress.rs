@@ -1,33 +1,37 @@
 //! Progress bars on stderr.
 
-use std::fmt::Write;
-use std::io::IsTerminal;
-use std::time::Duration;
+use std::io::{IsTerminal, Write};
 
-use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
+use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 
 /// As wide as the terminal, however wide that is.
-const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
+const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {decimal_bytes_per_sec}, {eta} left";
 const STEPS: &str = "{prefix} [{bar:30}] {pos}/{len} {wide_msg}";
-const WAITING: &str = "{prefix} {spinner} {elapsed}";
-/// Estimates of the remaining time are guesses before this.
-const SETTLED: Duration = Duration::from_millis(500);
 
-/// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
-/// next starts on a clean line.
+/// Bytes done of bytes known, with rate and time left; or steps. It disappears when finished or dropped, so that what
+/// is printed next starts on a clean line.
 pub struct Progress(ProgressBar);
 
 impl Progress {
     /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
     pub fn new(what: &'static str, wanted: bool) -> Self {
-        Self(bar(TEMPLATE, wanted, |style| style.with_key("left", left).with_key("rate", rate)).with_prefix(what))
+        Self(bar(TEMPLATE, what, wanted))
     }
 
-    /// A sign that `what` is under way, of which nobody knows how far it is.
-    pub fn waiting(what: &'static str, wanted: bool) -> Self {
-        let bar = bar(WAITING, wanted, |style| style).with_prefix(what);
-        bar.enable_steady_tick(SETTLED / 4);
-        Self(bar)
+    /// A bar of steps, each with what it is about.
+    pub fn steps(what: &'static str, wanted: bool) -> Self {
+        Self(bar(STEPS, what, wanted))
+    }
+
+    /// Adds to the total number of steps.
+    pub fn more_steps(&self, steps: usize) {
+        self.0.inc_length(steps as u64);
+    }
+
+    /// Completes the current step, if any, and begins this one.
+    pub fn step(&self, what: String) {
+        self.0.set_message(what);
+        self.0.inc(1);
     }
 
     /// Sets the total number of bytes.
@@ -40,30 +44,9 @@ impl Progress {
         self.0.inc(bytes);
     }
 
-    /// Removes the bar.
-    pub fn finish(&self) {
-        self.0.finish_and_clear();
-    }
-}
-
-/// Steps done of steps known, with what the step is about. It disappears as [`Progress`] does.
-pub struct Steps(ProgressBar);
-
-impl Steps {
-    /// A bar for `what`, shown as [`Progress`] is.
-    pub fn new(what: &'static str, wanted: bool) -> Self {
-        Self(bar(STEPS, wanted, |style| style).with_prefix(what))
-    }
-
-    /// Adds to the total number of steps.
-    pub fn more(&self, steps: usize) {
-        self.0.inc_length(steps as u64);
-    }
-
-    /// Completes the current step, if any, and begins this one.
-    pub fn step(&self, what: String) {
-        self.0.set_message(what);
-        self.0.inc(1);
+    /// Counts what is written to `to`.
+    pub fn writing<W: Write>(&self, to: W) -> impl Write {
+        self.0.wrap_write(to)
     }
 
     /// Removes the bar.
@@ -73,24 +56,14 @@ impl Steps {
 }
 
 /// A bar on stderr, hidden unless `wanted` and somebody is watching.
-fn bar(template: &str, wanted: bool, keys: impl FnOnce(ProgressStyle) -> ProgressStyle) -> ProgressBar {
+fn bar(template: &str, what: &'static str, wanted: bool) -> ProgressBar {
     if !wanted || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
     // A test reads the templates; and a plain bar is still a bar.
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(0).with_style(keys(style.progress_chars("=> "))).with_finish(ProgressFinish::AndClear)
-}
-
-fn rate(state: &ProgressState, out: &mut dyn Write) {
-    let _ = out.write_str(&crate::size::per_second(state.per_sec()));
-}
-
-fn left(state: &ProgressState, out: &mut dyn Write) {
-    if state.elapsed() >= SETTLED {
-        // An error means that the bar cannot be drawn, which needs no report.
-        let _ = write!(out, " {:#} left", HumanDuration(state.eta()));
-    }
+    let bar = ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_prefix(what);
+    bar.with_finish(ProgressFinish::AndClear)
 }
 
 #[cfg(test)]
@@ -113,7 +86,6 @@ mod tests {
     #[test]
     fn the_template_is_one() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok() && ProgressStyle::with_template(STEPS).is_ok());
-        assert!(ProgressStyle::with_template(WAITING).is_ok());
     }
 
     #[test]

@@ -126,37 +126,26 @@ impl<'a> LoadRoom<'a> {
 
     /// Bytes of the group in which files of these sizes fit, and the page tables.
     fn enough(&self, files: &[u64]) -> u64 {
-        if self.plain {
-            // A long file begins at a large page.
-            return files.iter().fold(0, |end: u64, bytes| {
-                let large = *bytes >= PageSize::SIZE_2M.bytes();
-                let align = if large { PageSize::SIZE_2M } else { PageSize::SIZE_16K };
-                let first = align.round_up(end).unwrap_or(u64::MAX);
-                first.saturating_add(PageSize::SIZE_16K.round_up((*bytes).max(1)).unwrap_or(u64::MAX))
-            });
-        }
         const SLACK: u64 = 4 << 20;
-        let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
-        let total = padded().fold(0, u64::saturating_add);
+        let slack = if self.plain { 0 } else { SLACK };
+        // A long file begins at a large page.
+        let end = files.iter().fold(slack, |end: u64, bytes| {
+            let large = *bytes >= PageSize::SIZE_2M.bytes();
+            let align = if large { PageSize::SIZE_2M } else { PageSize::SIZE_16K };
+            let first = align.round_up(end.saturating_add(slack)).unwrap_or(u64::MAX);
+            first.saturating_add(PageSize::SIZE_16K.round_up((*bytes).max(1)).unwrap_or(u64::MAX))
+        });
         let needed = match self.placement {
             // Each file goes to the half with more room, which then has at most half of the largest file more than half
             // of all.
-            Placement::OneOf(_) => total.saturating_add(padded().max().unwrap_or(0)),
-            _ => total,
+            Placement::OneOf(_) => end.saturating_add(files.iter().copied().max().unwrap_or(0)).saturating_add(slack),
+            _ => end,
         };
-        // Tables for the larger card; in HBM both halves lose what one gives to them.
-        // They are at the end of the longest region of the card, so often not here.
-        let longest = needed.saturating_add(SLACK) >= self.largest_elsewhere;
-        let tables = if !longest {
-            0
-        } else {
-            tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), self.elsewhere)
-        };
-        needed.saturating_add(tables.saturating_mul(2)).saturating_add(SLACK)
+        // Page tables lie at the end of the longest region of the card, so often not here. They take a 128th of the
+        // card; in HBM both halves lose what one gives to them.
+        match self.plain || needed < self.largest_elsewhere {
+            true => needed,
+            false => needed.saturating_add(needed.saturating_add(self.elsewhere) / 32),
+        }
     }
-}
-
-/// Bytes of a card's memory that the device's page tables take.
-fn tables(one: u64, other: u64) -> u64 {
-    (one.saturating_add(other) / 128).max(128 << 10)
 }

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, makedev};
-use rustix::pipe::{SpliceFlags, pipe, tee};
 
 use crate::failure::Failure;
 use crate::size::{binary, duration};
@@ -99,11 +98,6 @@ impl SourceFile {
         kind.is_ok_and(|kind| kind.is_dir() || kind.is_block_device() || kind.is_file() && !self.is_generated())
     }
 
-    /// Whether it can be read once from front to back.
-    pub fn is_stream(&self) -> bool {
-        self.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
-    }
-
     /// Whether reading it never ends, as `/dev/zero` does. `/dev/null` is empty.
     fn is_endless(&self) -> bool {
         let is_device = |meta: Metadata| meta.file_type().is_char_device() && meta.rdev() != makedev(1, 3);
@@ -112,7 +106,8 @@ impl SourceFile {
 
     /// Whether it is empty because nobody writes to it.
     fn is_unwritten_when_empty(&self) -> bool {
-        !self.stdin && self.is_stream() && !self.file.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
+        let is_pipe = |kind: FileType| is_stream(&kind) && !kind.is_char_device();
+        !self.stdin && self.file.metadata().is_ok_and(|meta| is_pipe(meta.file_type()))
     }
 
     fn is_generated(&self) -> bool {
@@ -133,32 +128,20 @@ impl SourceFile {
 
     /// All that it holds, at most `most` bytes.
     pub fn read(self, most: u64) -> Result<Vec<u8>, Failure> {
-        let path = self.path.clone();
+        let (path, size) = (self.path.clone(), self.file.metadata().map_or(0, |meta| meta.len()));
         let mut bytes = Vec::new();
-        let read = self.reader()?.take(most + 1).read_to_end(&mut bytes);
-        read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
-        match bytes.len() as u64 > most {
+        if size <= most {
+            let read = self.reader()?.take(most + 1).read_to_end(&mut bytes);
+            read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+        }
+        match size.max(bytes.len() as u64) > most {
             true => Err(Failure::new(format!("{} has more than {}", path.display(), binary(most)))),
             false => Ok(bytes),
         }
     }
 
-    /// Refuses a pipe by a name that nobody writes to, of which nothing is read yet, as [`reader`](Self::reader) does.
-    pub fn check_written(&self) -> Result<(), Failure> {
-        if !self.is_unwritten_when_empty() {
-            return Ok(());
-        }
-        // Copying a byte into another pipe consumes nothing. 0: there is none, and nobody who could write one.
-        let copied = pipe().and_then(|(_from, to)| tee(&self.file, to, 1, SpliceFlags::NONBLOCK));
-        match copied {
-            Ok(0) => Err(nobody_writes(&self.path)),
-            // It is not a pipe, or a writer is there.
-            _ => Ok(()),
-        }
-    }
-
     /// Refuses what never ends.
-    pub fn check_end(&self) -> Result<(), Failure> {
+    fn check_end(&self) -> Result<(), Failure> {
         match self.is_endless() {
             true => Err(Failure::new(format!("{} is a character device, which has no end", self.path.display()))),
             false => Ok(()),
@@ -201,7 +184,7 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 /// True for pipes, sockets and character devices, which have no offsets.
-pub fn is_stream(kind: &FileType) -> bool {
+fn is_stream(kind: &FileType) -> bool {
     !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
 }
 

@@ -69,7 +69,7 @@ pub use pages::{NoPages, PageBacking, PageKind};
 pub use peer::{PeerError, check_peer, trusted_users};
 pub use processor::CopyHint;
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
-pub use room::{Room, memlock_left, room};
+pub use room::{Room, memlock_left, memory_limit, room, room_at};
 pub use slice::BufferSlice;
 pub use sys::{DriverMemory, FileMapping};
 pub use volatile::{VolatileSlice, stream_fence};

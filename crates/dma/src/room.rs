@@ -22,10 +22,25 @@ pub fn room() -> Option<Room> {
     room_at(Path::new("/"))
 }
 
-fn room_at(root: &Path) -> Option<Room> {
+/// As [`room`], of the machine whose files are below `root`.
+pub fn room_at(root: &Path) -> Option<Room> {
     let machine = machine(&fs::read_to_string(root.join("proc/meminfo")).ok()?, overcommit(root) == Some(2));
-    let cgroups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    cgroups.lines().flat_map(|line| cgroup(root, line)).chain(machine).min_by_key(|room| room.bytes)
+    cgroups(root).iter().filter_map(Cgroup::room).chain(machine).min_by_key(|room| room.bytes)
+}
+
+/// The lowest limit of the memory cgroups that this process is in, in bytes; `None` without one. Above `memory.high`
+/// the kernel does not kill, but slows every thread down.
+pub fn memory_limit() -> Option<u64> {
+    limit_at(Path::new("/"))
+}
+
+fn limit_at(root: &Path) -> Option<u64> {
+    let limits = cgroups(root).into_iter().flat_map(|group| {
+        let files = ["memory.max", "memory.high", "memory.limit_in_bytes"];
+        files.into_iter().filter_map(move |file| number(&group.dir.join(file)))
+    });
+    // Version 1 says "none" with a huge number.
+    limits.filter(|limit| *limit < 1 << 60).min()
 }
 
 fn overcommit(root: &Path) -> Option<u64> {
@@ -48,32 +63,45 @@ fn machine(meminfo: &str, strict: bool) -> Vec<Room> {
     rooms
 }
 
-/// The cgroup of a line of `/proc/self/cgroup`, and its ancestors.
-fn cgroup(root: &Path, line: &str) -> Vec<Room> {
-    let mut fields = line.splitn(3, ':');
-    let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { return vec![] };
-    let (mount, limit, usage, idle) = match controllers {
-        "" => ("", "memory.max", "memory.current", "inactive_file"),
-        c if c.split(',').any(|c| c == "memory") => {
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+/// A memory cgroup.
+struct Cgroup {
+    dir: PathBuf,
+    /// Its path below the mount point.
+    name: PathBuf,
+    /// The files with its limit and what it uses, and the line of `memory.stat` that can be reclaimed.
+    files: [&'static str; 3],
+}
+
+/// The memory cgroups of this process (version 1 or 2), and their ancestors.
+fn cgroups(root: &Path) -> Vec<Cgroup> {
+    let mut groups = Vec::new();
+    for line in fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default().lines() {
+        let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>()[..] else { continue };
+        let (mount, files) = match controllers {
+            "" => ("", ["memory.max", "memory.current", "inactive_file"]),
+            c if c.split(',').any(|c| c == "memory") => {
+                ("memory", ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"])
+            }
+            _ => continue,
+        };
+        // In a container the path may be the host's while the cgroup itself is mounted: then only the mount
+        // point exists.
+        for name in Path::new(path.trim_start_matches('/')).ancestors() {
+            let dir = root.join("sys/fs/cgroup").join(mount).join(name);
+            groups.push(Cgroup { dir, name: name.to_owned(), files });
         }
-        _ => return vec![],
-    };
-    let mount: PathBuf = root.join("sys/fs/cgroup").join(mount);
-    // In a container the path may be the host's while the cgroup itself is mounted: then only the mount point exists.
-    let mut inside = PathBuf::from(path.trim_start_matches('/'));
-    let mut rooms = Vec::new();
-    loop {
-        let dir = mount.join(&inside);
-        if let (Some(limit), Some(used)) = (number(&dir.join(limit)), number(&dir.join(usage))) {
-            let stat = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
-            let idle = stat.lines().find_map(|l| l.strip_prefix(idle)?.trim().parse().ok()).unwrap_or(0);
-            let bytes = limit.saturating_sub(used.saturating_sub(idle));
-            rooms.push(Room { bytes, limited_by: format!("the memory cgroup /{}", inside.display()) });
-        }
-        if !inside.pop() {
-            return rooms;
-        }
+    }
+    groups
+}
+
+impl Cgroup {
+    fn room(&self) -> Option<Room> {
+        let [limit, usage, idle] = self.files;
+        let (limit, used) = (number(&self.dir.join(limit))?, number(&self.dir.join(usage))?);
+        let stat = fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();
+        let idle = stat.lines().find_map(|l| l.strip_prefix(idle)?.trim().parse().ok()).unwrap_or(0);
+        let bytes = limit.saturating_sub(used.saturating_sub(idle));
+        Some(Room { bytes, limited_by: format!("the memory cgroup /{}", self.name.display()) })
     }
 }
 
@@ -151,6 +179,30 @@ mod tests {
         ];
         assert_eq!(room_of(&v1).unwrap(), (0, "the memory cgroup /".into()));
         assert_eq!(room_of(&[MEMINFO, ("proc/self/cgroup", "nonsense\n::\n\n")]).unwrap().0, 500 << 10);
+    }
+
+    #[test]
+    fn the_lowest_limit_of_all_cgroups_counts() {
+        let limit = |groups: &str| {
+            let root = tree(&[
+                ("proc/self/cgroup", groups),
+                ("sys/fs/cgroup/system.slice/dmalaned.service/memory.max", "max\n"),
+                ("sys/fs/cgroup/system.slice/memory.max", "3221225472\n"),
+                ("sys/fs/cgroup/system.slice/high.service/memory.max", "2147483648\n"),
+                ("sys/fs/cgroup/system.slice/high.service/memory.high", "2013265920\n"),
+                ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1048576\n"),
+                ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ]);
+            let limit = limit_at(&root);
+            let _ = fs::remove_dir_all(root);
+            limit
+        };
+        assert_eq!(limit("0::/system.slice/dmalaned.service\n"), Some(3 << 30));
+        assert_eq!(limit("0::/system.slice/high.service\n"), Some(1920 << 20));
+        assert_eq!(limit("5:cpu:/\n4:memory:/a\n0::/\n"), Some(1 << 20));
+        for none in ["0::/\n", "4:memory:/\n", "", "nonsense"] {
+            assert_eq!(limit(none), None, "{none}");
+        }
     }
 
     #[test]

@@ -26,17 +26,6 @@ pub struct ReferenceRates {
     pub first_touch: f64,
 }
 
-impl ReferenceRates {
-    /// The higher of each rate, of two measurements: what disturbs one makes it slower.
-    pub fn best(self, other: Self) -> Self {
-        Self {
-            read: self.read.max(other.read),
-            copy: self.copy.max(other.copy),
-            first_touch: self.first_touch.max(other.first_touch),
-        }
-    }
-}
-
 /// No more than this is read again.
 const READ_AT_MOST: u64 = 4 << 30;
 const MEMORY_BYTES: usize = 256 << 20;

@@ -46,10 +46,3 @@ pub struct Report {
     /// The timeline of the load, if [`FillOptions::timeline`](crate::fill::FillOptions::timeline) asked for it.
     pub timeline: Option<StageTimeline>,
 }
-
-impl Report {
-    /// The stage with the longest wall time.
-    pub fn slowest(&self) -> Option<&StageReport> {
-        self.stages.iter().max_by_key(|s| s.wall)
-    }
-}

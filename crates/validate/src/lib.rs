@@ -13,7 +13,6 @@ mod place;
 mod reference;
 mod report;
 mod settings;
-mod sweep;
 mod target;
 #[cfg(test)]
 mod tests;
@@ -25,5 +24,4 @@ pub use error::ValidateError;
 pub use measure::{run, run_into};
 pub use report::{Figure, Integrity, Rate, ValidateEvent, ValidateReport};
 pub use settings::{Allocation, Directions, Pages, Phase, Stop, ValidateSettings};
-pub use sweep::{BadSweep, Step, Sweep};
 pub use target::{Contents, TestedDevice};

@@ -416,14 +416,8 @@ impl Case<'_> {
         stop: Stop,
         active: impl Fn(usize) -> bool + Sync,
     ) -> Result<(), ValidateError> {
-        let job = Job {
-            phase: self.phase,
-            stop,
-            registered: self.settings.registered,
-            timeout: self.target.timeout,
-            cancelled: &self.target.cancelled,
-        };
-        go(workers, &*self.target.registrar, job, active)
+        let job = Job { phase: self.phase, stop, timeout: self.target.timeout, cancelled: &self.target.cancelled };
+        go(workers, job, active)
     }
 
     /// Writes all buffers, then reads all back.

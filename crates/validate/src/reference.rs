@@ -57,45 +57,42 @@ impl TestedDevice {
             }
             Reference::Driver(driver) => {
                 let mut driver = driver.lock().unwrap_or_else(PoisonError::into_inner);
-                self.by_driver(&mut **driver, workers, directions, time)
+                by_driver(&mut **driver, workers, directions, time)
             }
             Reference::Files(backing) => files(backing, workers, directions, buffer as usize, time),
         }
     }
 }
 
-impl TestedDevice {
-    /// Copies by the driver of the bytes that the workers moved last. Those were compared, and all buffers are filled
-    /// anew before the next figure.
-    fn by_driver(
-        &self,
-        driver: &mut dyn DriverCopies,
-        workers: &[Worker],
-        directions: Directions,
-        time: Duration,
-    ) -> Result<f64, ValidateError> {
-        let mut copies = Vec::new();
-        for (i, walk) in workers.iter().flat_map(|worker| worker.walks.iter().enumerate()) {
-            let up = i == 0;
-            let direction = if up { Direction::FromHost } else { Direction::ToHost };
-            if directions == Directions::Both || up == (directions == Directions::Write) {
-                copies.extend(walk.driver_copies(&*self.registrar, direction)?);
-            }
+/// Copies by the driver of the bytes that the workers moved last. Those were compared, and all buffers are filled
+/// anew before the next figure.
+fn by_driver(
+    driver: &mut dyn DriverCopies,
+    workers: &[Worker],
+    directions: Directions,
+    time: Duration,
+) -> Result<f64, ValidateError> {
+    let mut copies = Vec::new();
+    for (i, walk) in workers.iter().flat_map(|worker| worker.walks.iter().enumerate()) {
+        let up = i == 0;
+        let direction = if up { Direction::FromHost } else { Direction::ToHost };
+        if directions == Directions::Both || up == (directions == Directions::Write) {
+            copies.extend(walk.driver_copies(direction));
         }
-        let bytes: u64 = copies.iter().map(|copy| copy.len).sum();
-        let (start, mut times) = (Instant::now(), 1);
-        let (mut moved, mut spent) = (0, Duration::ZERO);
-        while spent.is_zero() || start.elapsed() < time {
-            let begun = Instant::now();
-            driver.copy(&copies, times).map_err(ValidateError::DriverCopies)?;
-            let took = begun.elapsed();
-            match took < time / SHARES {
-                true => times *= 2,
-                false => (moved, spent) = (moved + bytes * times, spent + took),
-            }
-        }
-        Ok(moved as f64 / spent.as_secs_f64())
     }
+    let bytes: u64 = copies.iter().map(|copy| copy.len).sum();
+    let (start, mut times) = (Instant::now(), 1);
+    let (mut moved, mut spent) = (0, Duration::ZERO);
+    while spent.is_zero() || start.elapsed() < time {
+        let begun = Instant::now();
+        driver.copy(&copies, times).map_err(ValidateError::DriverCopies)?;
+        let took = begun.elapsed();
+        match took < time / SHARES {
+            true => times *= 2,
+            false => (moved, spent) = (moved + bytes * times, spent + took),
+        }
+    }
+    Ok(moved as f64 / spent.as_secs_f64())
 }
 
 /// Copies between memory like the host's and memory like the card's.

@@ -113,8 +113,6 @@ pub struct ValidateSettings {
     pub raw: bool,
     /// Which directions, in this order.
     pub directions: Vec<Directions>,
-    /// Buffers are registered once, and not for each transfer.
-    pub registered: bool,
     /// Which pages.
     pub pages: Vec<Pages>,
 }
@@ -142,7 +140,6 @@ impl Default for ValidateSettings {
             stop: Stop::For(Duration::from_millis(500)),
             raw: false,
             directions: vec![Directions::Read, Directions::Write, Directions::Both],
-            registered: true,
             pages: vec![Pages::Small, Pages::Huge],
         }
     }

@@ -80,18 +80,17 @@ fn the_software_card_passes_in_every_way() {
         assert!(report.figures.iter().all(|f| f.read.iter().chain(&f.write).all(|r| r.buffers == 6)));
     }
     let target = soft(CardConfig::default());
-    for (raw, registered, allocation, channels, threads) in [
-        (true, true, Allocation::Auto, "auto", 3),
-        (false, false, Allocation::Paired, "auto", 5),
-        (true, false, Allocation::Paired, "1", 1),
-        (false, true, Allocation::Auto, "0,1,0,auto", 2),
-        (false, true, Allocation::Auto, "0", 1),
+    for (raw, allocation, channels, threads) in [
+        (true, Allocation::Auto, "auto", 3),
+        (false, Allocation::Paired, "auto", 5),
+        (true, Allocation::Paired, "1", 1),
+        (false, Allocation::Auto, "0,1,0,auto", 2),
+        (false, Allocation::Auto, "0", 1),
     ] {
         let buffers = vec![4096, 12288, 132 << 10];
         let pages = vec![Pages::Small];
         let settings = ValidateSettings {
             raw,
-            registered,
             allocation,
             channels: channels.parse().unwrap(),
             threads,

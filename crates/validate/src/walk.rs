@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::DriverCopy;
-use dmalane_dma::{BufferRef, BufferSlice, Registrar, SharedBuf};
+use dmalane_dma::{BufferSlice, Registrar, SharedBuf};
 use dmalane_queue::{DeviceAddr, DeviceQueue, Direction, Operation, Refusal, Registered, Ticket};
 use hdrhistogram::Histogram;
 
@@ -27,8 +27,7 @@ pub(crate) struct Stretch {
 pub(crate) struct Walk {
     pub stretches: Vec<Stretch>,
     pub direction: Direction,
-    memory: BufferRef,
-    via: Option<Registered>,
+    via: Registered,
     /// Of the pass under way: what the queue has not taken yet, and what it has.
     todo: VecDeque<usize>,
     flying: Vec<(Ticket, usize)>,
@@ -62,8 +61,7 @@ pub(crate) fn histogram() -> Histogram<u32> {
 impl Walk {
     /// A buffer against these places, which are together as long as it.
     pub fn new(buf: SharedBuf, places: &[(CardAddr, u64)], registrar: &dyn Registrar) -> Result<Self, ValidateError> {
-        let memory = buf.reference();
-        let via = Some(Registered::new(registrar, &buf, Access::RW).map_err(ValidateError::Memory)?);
+        let via = Registered::new(registrar, &buf, Access::RW).map_err(ValidateError::Memory)?;
         let (mut rest, mut offset, mut stretches) = (buf.into_slice(), 0, Vec::new());
         for (at, len) in places {
             let slice = rest.split_off_front(*len as usize);
@@ -72,7 +70,7 @@ impl Walk {
         }
         let (todo, flying, begun) = (VecDeque::new(), Vec::new(), Instant::now());
         let moved = Moved::default();
-        Ok(Self { stretches, direction: Direction::FromHost, memory, via, todo, flying, begun, len: offset, moved })
+        Ok(Self { stretches, direction: Direction::FromHost, via, todo, flying, begun, len: offset, moved })
     }
 
     /// Forgets what was moved so far.
@@ -90,16 +88,10 @@ impl Walk {
         self.todo.is_empty() && self.flying.is_empty()
     }
 
-    /// Begins a pass; registers the buffer for it, if it is not kept registered.
-    pub fn begin(&mut self, registrar: &dyn Registrar) -> Result<(), ValidateError> {
+    /// Begins a pass.
+    pub fn begin(&mut self) {
         self.begun = Instant::now();
-        if self.via.is_none() {
-            let range = 0..self.memory.len();
-            self.via =
-                Some(Registered::of_range(registrar, &self.memory, range, Access::RW).map_err(ValidateError::Memory)?);
-        }
         self.todo.extend(0..self.stretches.len());
-        Ok(())
     }
 
     /// Submits as much as the queue accepts; returns whether it accepted anything.
@@ -107,9 +99,9 @@ impl Walk {
         let mut any = false;
         while let Some(i) = self.todo.pop_front() {
             let stretch = &mut self.stretches[i];
-            let (Some(slice), Some(via)) = (stretch.slice.take(), &self.via) else { continue };
+            let Some(slice) = stretch.slice.take() else { continue };
             let at = DeviceAddr::Card(stretch.at);
-            match queue.submit(Operation::copy(self.direction, (slice, via.clone()), at)) {
+            match queue.submit(Operation::copy(self.direction, (slice, self.via.clone()), at)) {
                 Ok(ticket) => {
                     any = true;
                     self.flying.push((ticket, i));
@@ -139,15 +131,9 @@ impl Walk {
     }
 
     /// The same copies for a driver, to or from the device.
-    pub fn driver_copies(
-        &self,
-        registrar: &dyn Registrar,
-        direction: Direction,
-    ) -> Result<Vec<DriverCopy>, ValidateError> {
-        let registered = || Registered::of_range(registrar, &self.memory, 0..self.memory.len(), Access::RW);
-        let host = self.via.clone().map_or_else(registered, Ok).map_err(ValidateError::Memory)?;
+    pub fn driver_copies(&self, direction: Direction) -> impl Iterator<Item = DriverCopy> {
         let stretches = self.stretches.iter().map(|stretch| stretch.offset).zip(self.places());
-        Ok(stretches.map(|(offset, (at, len))| DriverCopy { direction, host: host.clone(), offset, at, len }).collect())
+        stretches.map(move |(offset, (at, len))| DriverCopy { direction, host: self.via.clone(), offset, at, len })
     }
 
     /// Where on the device a byte of the buffer belongs.
@@ -156,22 +142,12 @@ impl Walk {
         stretch.map_or(CardAddr::new(0), |s| CardAddr::new(s.at.bits() + byte - s.offset))
     }
 
-    /// Takes a slice back, if it is one of this walk's. At the end of a pass counts it, and drops the registration
-    /// unless it is kept. Unless it `counts`, it is as if it had not been.
-    pub fn take(
-        &mut self,
-        ticket: Ticket,
-        slice: BufferSlice,
-        start: Instant,
-        registered: bool,
-    ) -> Result<(), BufferSlice> {
+    /// Takes a slice back, if it is one of this walk's. At the end of a pass counts it.
+    pub fn take(&mut self, ticket: Ticket, slice: BufferSlice, start: Instant) -> Result<(), BufferSlice> {
         let Some(i) = self.flying.iter().position(|(t, _)| *t == ticket) else { return Err(slice) };
         let (_, stretch) = self.flying.swap_remove(i);
         self.stretches[stretch].slice = Some(slice);
         if self.is_idle() {
-            if !registered {
-                self.via = None;
-            }
             let now = Instant::now();
             self.moved.passes += 1;
             self.moved.bytes += self.len;

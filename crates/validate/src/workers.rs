@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_dma::Registrar;
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, StopReason, Work};
 
 use crate::error::ValidateError;
@@ -30,7 +29,6 @@ pub(crate) struct Job<'a> {
     /// For messages.
     pub phase: Phase,
     pub stop: Stop,
-    pub registered: bool,
     /// Longest time in which no operation ends, besides the time that a buffer takes.
     pub timeout: Duration,
     /// Ends it early when true.
@@ -92,7 +90,6 @@ impl Common {
 /// The first failure of any; what the others move then still ends.
 pub(crate) fn go(
     workers: &mut [Worker],
-    registrar: &dyn Registrar,
     job: Job<'_>,
     active: impl Fn(usize) -> bool + Sync,
 ) -> Result<(), ValidateError> {
@@ -108,7 +105,7 @@ pub(crate) fn go(
     std::thread::scope(|scope| {
         let run = |(thread, worker): (usize, &mut Worker)| {
             let (common, active) = (&common, &active);
-            let result = worker.run(thread, registrar, job, active, common);
+            let result = worker.run(thread, job, active, common);
             if result.is_err() {
                 common.failed.store(true, Ordering::Relaxed);
             }
@@ -148,7 +145,6 @@ impl Worker {
     fn run(
         &mut self,
         thread: usize,
-        registrar: &dyn Registrar,
         job: Job<'_>,
         active: &(impl Fn(usize) -> bool + Sync),
         common: &Common,
@@ -174,7 +170,7 @@ impl Worker {
                     || common.failed.load(Ordering::Relaxed)
                     || job.cancelled.load(Ordering::Relaxed);
                 if walk.is_idle() && !stopped && goes_on(walk) {
-                    walk.begin(registrar)?;
+                    walk.begin();
                 }
                 if stopped {
                     walk.give_up();
@@ -213,7 +209,7 @@ impl Worker {
                 let mut unclaimed = Some(host.slice);
                 for walk in walks.iter_mut() {
                     let Some(slice) = unclaimed.take() else { break };
-                    unclaimed = walk.take(ticket, slice, start, job.registered).err();
+                    unclaimed = walk.take(ticket, slice, start).err();
                 }
                 if let (Err(error), DeviceAddr::Card(at)) = (result, at) {
                     let what = if direction == Direction::ToHost { "reading" } else { "writing" };

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{AgxUat, Format, FormatId, X86_64_4Level};
-use dmalane_vm::trace::{Line, Lines, Replay, Requests, TraceHeader, TraceOperation};
+use dmalane_vm::trace::{Line, Lines, Replay, TraceHeader, TraceOperation};
 use dmalane_vm::{Mapped, MappedSource};
 use arbitrary::{Arbitrary, Unstructured};
 
@@ -217,7 +217,6 @@ struct Model {
 }
 
 struct Under<F> {
-    requests: Requests,
     replay: Replay,
     model: Model,
     steps: u32,
@@ -238,14 +237,12 @@ impl<F: Format> Under<F> {
         let pages = vec![None; PAGES as usize];
         let model = Model { pages, bos: BTreeMap::new(), unfinished: BTreeMap::new(), serial: 0 };
         let vm = header.vm(F::NAME.parse().unwrap()).unwrap();
-        let (requests, replay) = (Requests::default(), Replay::new(vm));
-        Self { requests, replay, model, steps: 0, format: std::marker::PhantomData }
+        Self { replay: Replay::new(vm), model, steps: 0, format: std::marker::PhantomData }
     }
 
     fn line(&mut self, line: Line<'_>) {
         let parsed = TraceOperation::parse(line);
-        let Some(asked) = self.requests.line(line) else { return };
-        let outcome = self.replay.apply(asked);
+        let Some(outcome) = self.replay.step(line) else { return };
         match &parsed {
             Err((_, refusal)) => {
                 assert_eq!(outcome.result.as_ref().unwrap_err(), refusal);
@@ -419,7 +416,7 @@ impl<F: Format> Under<F> {
         for part in [FIRST..RESERVED.start, RESERVED.end..FIRST + PAGES] {
             let (first, pages) = (part.start << size.log2(), part.end - part.start);
             let unbind = TraceOperation::Unbind { va: DeviceVa::new(first), len: pages << size.log2() };
-            self.replay.apply(self.requests.operation(&unbind)).result.unwrap();
+            self.replay.apply(&unbind).result.unwrap();
         }
         assert_eq!(self.replay.vm().binding_count(), 0);
         self.model.pages.fill(None);

@@ -37,7 +37,7 @@ kept in $DMALANE_VM_CACHE (default target/vm). Exit status 77: nothing could be 
 environment:
   DMALANE_VM_SECONDS=600  a guest that takes longer has failed
   DMALANE_VM_FILTER=      only tests whose name contains this
-  DMALANE_VM_GIB="1 8 32", DMALANE_VM_ALIGN="auto 1G 2M 4K none": the rows of the table of bar-map
+  DMALANE_VM_GIB="1 8 32", DMALANE_VM_ALIGN="auto 1GiB 2MiB 4KiB none": the rows of the table of bar-map
   DMALANE_VM_ROUNDS=10    how often each row maps and unmaps
   DMALANE_VM_JOBS=1       compilers at work on a kernel
   DMALANE_VM_MIRROR=      Debian's archive, where apt here knows none

@@ -25,7 +25,7 @@ class Settings:
     seconds: int | None = None
     filter: str = ""
     gib: tuple[int, ...] = (1, 8, 32)
-    align: tuple[str, ...] = ("auto", "1G", "2M", "4K", "none")
+    align: tuple[str, ...] = ("auto", "1GiB", "2MiB", "4KiB", "none")
     rounds: int = 10
     jobs: int = 1
     mirror: str | None = None

@@ -14,14 +14,15 @@ use crate::device;
 use crate::failure::Failure;
 use crate::layout::plain;
 use crate::number::within;
+use crate::output;
 use crate::range::Range;
-use crate::{output, size};
+use crate::size::{self, Size};
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane bar-map -d vfio:0000:01:00.0                          aligned to the largest page
   dmalane bar-map -d vfio:0000:01:00.0 --align none --times 10  where mmap puts it, 10 times
-  dmalane bar-map -d vfio:0000:01:00.0 --region 2 --align 2M --json
+  dmalane bar-map -d vfio:0000:01:00.0 --region 2 --align 2MiB --json
   dmalane bar-map -d vfio:0000:01:00.0 --range 2MiB..1GiB       part of the BAR
   dmalane bar-map -d vfio:0000:01:00.0 -d vfio:0000:02:00.0     each BAR for both devices
   dmalane bar-map -d vfio:0000:01:00.0 --backend type1          not through iommufd
@@ -56,8 +57,8 @@ pub(crate) struct BarMap {
     #[arg(long, value_enum)]
     backend: Option<Backend>,
 
-    /// Alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page size of this kernel that fits),
-    /// none (the address that mmap chooses)
+    /// Alignment of the address: 4KiB, 2MiB, 1GiB (exactly that), auto (the largest page size of this kernel that
+    /// fits), none (the address that mmap chooses)
     #[arg(long, value_name = "ALIGN", default_value = "auto", value_parser = align)]
     align: BarAlignment,
 
@@ -125,12 +126,7 @@ impl BarMap {
             iommufd_error: container.iommufd_error().map(ToString::to_string),
             bars,
         };
-        if self.json {
-            output::print_json(&report)?;
-        } else {
-            output::print_text(&text(&report))?;
-        }
-        Ok(ExitCode::SUCCESS)
+        output::tell(self.json, || &report, || text(&report))
     }
 
     /// Maps one BAR and unmaps it.
@@ -167,22 +163,16 @@ fn vfio(text: &str) -> Result<Bdf, String> {
 }
 
 fn align(text: &str) -> Result<BarAlignment, &'static str> {
-    let wrong = "not an alignment: 4K, 16K, 2M, 32M, 1G (a power of two), auto or none";
-    let unit = |suffix: char| match suffix {
-        'K' => Some(10),
-        'M' => Some(20),
-        'G' => Some(30),
-        _ => None,
-    };
     match text {
-        "auto" => return Ok(BarAlignment::LargestPage),
-        "none" => return Ok(BarAlignment::Any),
-        _ => {}
+        "auto" => Ok(BarAlignment::LargestPage),
+        "none" => Ok(BarAlignment::Any),
+        _ => {
+            let size = text.parse().ok().map(Size::bytes).filter(|size| (4 << 10..=512 << 30).contains(size));
+            size.and_then(PageSize::new)
+                .map(BarAlignment::Exactly)
+                .ok_or("not an alignment: 4KiB, 2MiB, 1GiB (a power of two), auto or none")
+        }
     }
-    let shift = text.chars().last().and_then(unit).ok_or(wrong)?;
-    let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong)?;
-    let bytes = number.checked_mul(1 << shift).filter(|bytes| (4 << 10..=512 << 30).contains(bytes));
-    bytes.and_then(PageSize::new).map(BarAlignment::Exactly).ok_or(wrong)
 }
 
 fn nanos(time: Duration) -> u64 {
@@ -289,9 +279,9 @@ mod tests {
         assert!(vfio("vfio:x").is_err());
         assert_eq!(align("auto"), Ok(BarAlignment::LargestPage));
         assert_eq!(align("none"), Ok(BarAlignment::Any));
-        assert_eq!(align("4K"), Ok(BarAlignment::Exactly(PageSize::SIZE_4K)));
-        assert_eq!(align("1024M"), Ok(BarAlignment::Exactly(PageSize::SIZE_1G)));
-        for wrong in ["", "K", "3M", "1K", "-4K", "4", "4k", "1024G", "99999999999999999999G", "é", "0M"] {
+        assert_eq!(align("4KiB"), Ok(BarAlignment::Exactly(PageSize::SIZE_4K)));
+        assert_eq!(align("1024MiB"), Ok(BarAlignment::Exactly(PageSize::SIZE_1G)));
+        for wrong in ["", "KiB", "3MiB", "1KiB", "-4KiB", "4", "4k", "99999999999999999999GiB", "é", "0MiB"] {
             assert!(align(wrong).is_err(), "{wrong:?}");
         }
     }

@@ -17,18 +17,13 @@ use crate::output;
 const EXAMPLES: &str = "\
 Examples:
   dmalane card serve --vfio-user /tmp/card
-
-Exit status: 0 success, 1 no socket or no memory, 2 usage error.";
-
-const SERVE_EXAMPLES: &str = "\
-Examples:
-  dmalane card serve --vfio-user /tmp/card
   dmalane card serve --vfio-user /tmp/card -d soft,ddr=1GiB,hbm=512MiB --once
 
 QEMU 10.1 and later attaches it, if the guest memory is a memfd:
   -object memory-backend-memfd,id=ram,size=1G,share=on -machine memory-backend=ram
   -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"type\":\"unix\",\"path\":\"/tmp/card\"}}'
-For VFIO in the guest, add: -machine q35,kernel-irqchip=split -device intel-iommu,intremap=on,caching-mode=on
+For VFIO in the guest, add -machine q35,kernel-irqchip=split
+  -device intel-iommu,intremap=on,caching-mode=on
 In the guest, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane load -d vfio-user:/tmp/card
 
 Exit status: 0 the client of --once has disconnected, 1 no socket or no memory, 2 usage error.";
@@ -50,14 +45,14 @@ enum CardCommand {
 ///
 /// Serves one client at a time, each with a new card, until it is stopped. Prints a line per client.
 #[derive(Args)]
-#[command(after_help = SERVE_EXAMPLES)]
+#[command(after_help = EXAMPLES)]
 struct Serve {
     /// Socket to listen on; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     vfio_user: PathBuf,
 
     /// The card: soft, with any of ,ddr=SIZE ,hbm=SIZE and ,channels=N
-    #[arg(short, long, value_name = "CARD", default_value = "soft", value_parser = device::Name)]
+    #[arg(short, long, value_name = "CARD", default_value = "soft", value_parser = device::NAME)]
     #[arg(hide_possible_values = true)]
     device: DeviceSpec,
 

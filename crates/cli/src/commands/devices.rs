@@ -39,16 +39,9 @@ impl Devices {
             let options: Vec<_> = kind.options().iter().map(option).collect();
             json!({ "kind": kind.name, "syntax": kind.syntax, "description": kind.about, "options": options })
         });
-        match self.json {
-            true => output::print_json(&json!({
-                "schema": 1,
-                "command": "devices",
-                "devices": devices.iter().map(json).collect::<Vec<_>>(),
-                "kinds": kinds.collect::<Vec<_>>(),
-            }))?,
-            false => output::print_text(&text(&devices))?,
-        }
-        Ok(ExitCode::SUCCESS)
+        let (found, kinds): (Vec<_>, Vec<_>) = (devices.iter().map(json).collect(), kinds.collect());
+        let all = || json!({ "schema": 1, "command": "devices", "devices": found, "kinds": kinds });
+        output::tell(self.json, all, || text(&devices))
     }
 }
 
@@ -93,24 +86,10 @@ fn text(devices: &[(&str, Listed)]) -> String {
                 4,
             );
         }
-        let facts: Vec<_> = facts
-            .iter()
-            .map(|(key, value)| {
-                let label = match *key {
-                    "pci_id" => "id",
-                    "iommu_group" => "IOMMU group",
-                    "uuid" => "UUID",
-                    "host_import" => "host import",
-                    "sparse_binding" => "sparse binding",
-                    "host_register" => "host register",
-                    "virtual_memory" => "virtual memory",
-                    "dma_buf" => "dma-buf",
-                    "copy_engines" => "copy engines",
-                    other => other,
-                };
-                format!("{label} {}", value.as_deref().unwrap_or("none"))
-            })
-            .collect();
+        let fact = |(key, value): &(&str, Option<String>)| {
+            format!("{} {}", key.replace('_', " "), value.as_deref().unwrap_or("none"))
+        };
+        let facts: Vec<_> = facts.iter().map(fact).collect();
         if !facts.is_empty() {
             text += &wrap(&format!("    {}", facts.join(", ")), 4);
         }
@@ -175,7 +154,7 @@ mod tests {
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
         assert!(text.contains(
             "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps \
-            its BARs\n    id 10ee:50b4, IOMMU group 15\n"
+            its BARs\n    pci id 10ee:50b4, iommu group 15\n"
         ));
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();

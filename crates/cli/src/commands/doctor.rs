@@ -48,12 +48,8 @@ impl Doctor {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let probe = Probe::machine();
         let report = report(&probe, &self.path)?;
-        if self.json {
-            output::print_json(&report)?;
-        } else {
-            output::print_text(&text(&report))?;
-        }
-        Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        let told = output::tell(self.json, || &report, || text(&report))?;
+        Ok(if report.can_load { told } else { ExitCode::FAILURE })
     }
 }
 
@@ -69,32 +65,26 @@ struct Report {
 fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
     let checks = vec![
         host::kernel(probe),
-        host::cores(probe),
         host::memory(probe),
-        host::cgroup_memory(probe),
         host::memfd(),
         pages::reserved_2m(probe),
-        pages::reserved_1g(probe),
         pages::transparent(probe),
         pages::transparent_shared(probe),
         io::io_uring(probe),
         io::direct(path)?,
         host::memlock(probe),
-        host::pagemap(probe),
         hardware::dma_heaps(probe),
         hardware::udmabuf(probe),
         hardware::vfio(probe),
         hardware::iommufd(probe),
         hardware::iommu_groups(probe),
-        hardware::bar_pages(probe),
-        hardware::gpus(probe),
         hardware::vulkan(probe),
         hardware::cuda(probe),
         slash::driver(probe),
         slash::daemon(probe),
     ];
     Ok(Report {
-        schema: 2,
+        schema: 3,
         command: "doctor",
         path: path.to_string_lossy().into_owned(),
         can_load: !checks.iter().any(|c| c.needed && c.status == Status::Missing),

@@ -1,6 +1,5 @@
 //! `dmalane inspect`: the cached part of files.
 
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -40,27 +39,51 @@ impl Inspect {
     /// Inspects and prints.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let files = model::files(std::slice::from_ref(&self.what))?;
-        let found = files.iter().map(|path| file(path)).collect::<Result<Vec<_>, _>>()?;
-        match (&found[..], self.json) {
-            ([only], true) if files[0] == self.what => output::print_json(only)?,
-            (all, true) => output::print_json(&ModelReport::of(&self.what, all))?,
-            (all, false) => output::print_text(&ModelReport::of(&self.what, all).text())?,
+        let files = files.iter().map(|path| file(path)).collect::<Result<Vec<_>, _>>()?;
+        let sum = |count: fn(&Cached) -> u64| files.iter().map(count).fold(0, u64::saturating_add);
+        let whole = Cached {
+            path: self.what.to_string_lossy().into_owned(),
+            bytes: sum(|file| file.bytes),
+            cached_bytes: sum(|file| file.cached_bytes),
+            dirty_bytes: sum(|file| file.dirty_bytes),
+            map: Vec::new(),
+        };
+        let report = Report { schema: 2, command: "inspect", whole, files };
+        output::tell(self.json, || &report, || report.text())
+    }
+}
+
+/// The object that `--json` prints.
+#[derive(Serialize)]
+struct Report {
+    schema: u32,
+    command: &'static str,
+    #[serde(flatten)]
+    whole: Cached,
+    files: Vec<Cached>,
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let mut out = if self.files.len() > 1 { self.whole.text() + "\n" } else { String::new() };
+        self.files.iter().for_each(|file| out += &file.text());
+        if self.whole.bytes > 0 {
+            out += "# cached, + partly, . not\n";
         }
-        Ok(ExitCode::SUCCESS)
+        out
     }
 }
 
 /// The cached part of a file or a model.
 #[derive(Serialize)]
 struct Cached {
-    schema: u32,
-    command: &'static str,
-    kind: &'static str,
     path: String,
     bytes: u64,
     cached_bytes: u64,
     dirty_bytes: u64,
-    cached_share: f64,
+    /// The cached share of each bin of a file.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    map: Vec<f64>,
 }
 
 impl Cached {
@@ -69,50 +92,16 @@ impl Cached {
             0 => String::new(),
             dirty => format!(", {} not on the disk yet", binary(dirty)),
         };
-        let (percent, cached, bytes) = (self.cached_share * 100.0, binary(self.cached_bytes), binary(self.bytes));
-        format!("{percent:.1} % in the page cache: {cached} of {bytes}, {}{dirty}\n", plain(&self.path))
-    }
-}
-
-#[derive(Serialize)]
-struct FileReport {
-    #[serde(flatten)]
-    all: Cached,
-    /// The cached share of each bin of the file.
-    map: Vec<f64>,
-}
-
-#[derive(Serialize)]
-struct ModelReport<'a> {
-    #[serde(flatten)]
-    all: Cached,
-    files: &'a [FileReport],
-}
-
-impl<'a> ModelReport<'a> {
-    fn of(path: &Path, files: &'a [FileReport]) -> Self {
-        let sum = |count: fn(&Cached) -> u64| files.iter().map(|file| count(&file.all)).sum();
-        let (bytes, cached_bytes): (u64, u64) = (sum(|file| file.bytes), sum(|file| file.cached_bytes));
-        let all = Cached {
-            schema: 1,
-            command: "inspect",
-            kind: "model",
-            path: path.to_string_lossy().into_owned(),
-            bytes,
-            cached_bytes,
-            dirty_bytes: sum(|file| file.dirty_bytes),
-            cached_share: cached_bytes as f64 / bytes.max(1) as f64,
+        let percent = self.cached_bytes as f64 / self.bytes.max(1) as f64 * 100.0;
+        let (cached, bytes) = (binary(self.cached_bytes), binary(self.bytes));
+        let mut out = format!("{percent:.1} % in the page cache: {cached} of {bytes}, {}{dirty}\n", plain(&self.path));
+        let mark = |share: &f64| match share {
+            s if *s <= 0.0 => '.',
+            s if *s >= 1.0 => '#',
+            _ => '+',
         };
-        Self { all, files }
-    }
-
-    fn text(&self) -> String {
-        let mut out = if self.files.len() > 1 { self.all.text() + "\n" } else { String::new() };
-        for file in self.files {
-            out.push_str(&file.text());
-        }
-        if self.files.iter().any(|file| !file.map.is_empty()) {
-            out.push_str("# cached, + partly, . not\n");
+        if !self.map.is_empty() {
+            out += &format!("[{}]\n", self.map.iter().map(mark).collect::<String>());
         }
         out
     }
@@ -121,7 +110,7 @@ impl<'a> ModelReport<'a> {
 /// Bins of the cache map of a file.
 const BINS: u64 = 64;
 
-fn file(path: &Path) -> Result<FileReport, Failure> {
+fn file(path: &Path) -> Result<Cached, Failure> {
     let source = SourceFile::open(path)?;
     if !source.is_stdin() {
         model::refuse_lfs_pointer(path, &source.file)?;
@@ -151,31 +140,6 @@ fn file(path: &Path) -> Result<FileReport, Failure> {
         map.push(ask(at, len)?.share());
         at += len;
     }
-    let all = Cached {
-        schema: 1,
-        command: "inspect",
-        kind: "file",
-        path: path.to_string_lossy().into_owned(),
-        bytes,
-        cached_bytes: whole.cached.min(bytes),
-        dirty_bytes: whole.dirty.min(bytes),
-        cached_share: whole.share(),
-    };
-    Ok(FileReport { all, map })
-}
-
-impl FileReport {
-    fn text(&self) -> String {
-        let mut out = self.all.text();
-        let mark = |share: &f64| match share {
-            s if *s <= 0.0 => '.',
-            s if *s >= 1.0 => '#',
-            _ => '+',
-        };
-        let map: String = self.map.iter().map(mark).collect();
-        if !map.is_empty() {
-            let _ = writeln!(out, "[{map}]");
-        }
-        out
-    }
+    let (cached_bytes, dirty_bytes) = (whole.cached.min(bytes), whole.dirty.min(bytes));
+    Ok(Cached { path: path.to_string_lossy().into_owned(), bytes, cached_bytes, dirty_bytes, map })
 }

@@ -12,13 +12,13 @@ use std::process::ExitCode;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use dmalane::iopt::FormatId;
-use dmalane::load::Error;
+use dmalane::vm::trace::Number;
 
 use crate::failure::Failure;
-use crate::output;
+use crate::output::{self, Outputs};
 
-pub use source::FormatName;
-use source::{Address, ImageSource, address};
+pub use source::FORMAT;
+use source::ImageSource;
 
 /// Default address of the tables that `build` writes.
 const BASE: u64 = 0x8000_0000;
@@ -101,7 +101,7 @@ struct Build {
     spec: PathBuf,
 
     /// The page-table format, as `dmalane iopt formats` names it
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
+    #[arg(short, long, value_parser = FORMAT, hide_possible_values = true)]
     format: FormatId,
 
     /// The image to write
@@ -112,8 +112,8 @@ struct Build {
     replace: output::Replace,
 
     /// The address at which the device finds the image
-    #[arg(long, value_name = "ADDR", value_parser = address, default_value_t = Address(BASE))]
-    base: Address,
+    #[arg(long, value_name = "ADDR", default_value_t = Number(BASE))]
+    base: Number,
 
     /// Print the result as JSON
     #[arg(long)]
@@ -128,8 +128,8 @@ struct Walk {
     source: ImageSource,
 
     /// The addresses to translate
-    #[arg(value_name = "VA", value_parser = address, required = true)]
-    at: Vec<Address>,
+    #[arg(value_name = "VA", required = true)]
+    at: Vec<Number>,
 }
 
 /// Print the mappings in an image; neighbours with the same page size and access are one run.
@@ -156,14 +156,12 @@ impl Build {
     /// Writes the tables of the specification to the image.
     fn run(self) -> Result<ExitCode, Failure> {
         let (format, base) = (self.format, self.base.0);
-        let cannot_write = |e: &Error| output::refused(format!("cannot write {}", self.output.display()), e);
-        let output = self.replace.output(&self.output);
-        output.check().map_err(|e| cannot_write(&e))?;
+        let outputs = Outputs::new(self.replace, [("--output", Some(&self.output))])?.excluding(&[])?;
         let (mappings, spec) = spec::read(&self.spec)?;
-        let output = output.excluding(&self.spec, &spec);
+        let outputs = outputs.excluding(&[(self.spec.clone(), spec)])?;
         let built =
             formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
-        output.write(&built.bytes).map_err(|e| cannot_write(&e))?;
+        outputs.write("--output", "", || Ok(built.bytes.clone()))?;
         report::built(format, &self.output, base, &built, self.json)
     }
 }
@@ -173,7 +171,7 @@ impl Walk {
     fn run(self) -> Result<ExitCode, Failure> {
         let Self { source, at } = self;
         let image = source.read()?;
-        let walk = |at: &Address| (at.0, formats::walk(source.format, &image, source.root.0, source.user, at.0));
+        let walk = |at: &Number| (at.0, formats::walk(source.format, &image, source.root.0, source.user, at.0));
         report::walked(&source, &at.iter().map(walk).collect::<Vec<_>>())
     }
 }

@@ -4,31 +4,26 @@ mod record;
 mod report;
 mod sample;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::BackingFiles;
 use dmalane::file::FileQueue;
-use dmalane::load::fill::FillOptions;
-use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Output, Select};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Select};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device::{self, CHUNK, Consent};
+use crate::device;
 use crate::failure::Failure;
-use crate::model::{self, ReadMode, cannot_open};
-use crate::number::within;
-use crate::output;
-use crate::phases::Phases;
+use crate::model::{self, cannot_open};
+use crate::output::{self, Outputs};
 use crate::progress::Progress;
-use crate::report::{Page, Section};
 use crate::room::LoadRoom;
-use crate::size::{Size, between, binary};
+use crate::runs::{self, MeasuredRuns, RunOptions};
+use crate::size::Size;
 use crate::source::{self, Copied};
-use crate::timeline;
 use record::Recording;
 use report::{Outcome, Run};
 
@@ -78,9 +73,10 @@ pub(crate) struct Load {
 
     /// Make a safetensors file of this size, 4KiB or more, and load that
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
+    #[arg(conflicts_with = "manifest")]
     sample: Option<Size>,
 
-    #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
+    #[arg(short, long, default_value = "soft", value_parser = device::NAME, hide_possible_values = true)]
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true, help = device::help("The device to load to"))]
     device: DeviceSpec,
 
@@ -96,35 +92,12 @@ pub(crate) struct Load {
     tensors: Vec<glob::Pattern>,
 
     /// Print what would be loaded where, and load nothing
-    #[arg(long, conflicts_with_all = ["verify", "record", "trace", "report", "repeat"])]
+    #[arg(long, conflicts_with_all = ["verify", "manifest", "record", "trace", "report", "repeat"])]
     dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
     #[arg(long)]
     verify: bool,
-
-    /// Compare the files with this manifest, which `dmalane manifest` makes
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["sample", "dry_run"])]
-    manifest: Option<PathBuf>,
-
-    #[command(flatten)]
-    format: output::OutputFormat,
-
-    /// Do it N times, and report the run with the median time
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
-    repeat: u32,
-
-    #[command(flatten)]
-    mode: ReadMode,
-
-    /// Do not hash the data
-    #[arg(long, help_heading = "Reading")]
-    no_checksum: bool,
-
-    /// Bytes read and transferred together, from 4KiB to 1GiB; at most four such chunks are in host memory
-    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
-    #[arg(allow_hyphen_values = true, help_heading = "Reading")]
-    chunk: Size,
 
     /// DMA channels to use: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = "Device")]
@@ -141,91 +114,22 @@ pub(crate) struct Load {
     #[arg(help_heading = "Outputs")]
     record: Option<PathBuf>,
 
-    #[command(flatten, next_help_heading = "Outputs")]
-    timeline: timeline::TimelineOptions,
-
     #[command(flatten)]
-    replace: output::Replace,
-
-    #[command(flatten, next_help_heading = "Device")]
-    consent: Consent,
-}
-
-/// The files that a load writes.
-struct Outputs {
-    record: Option<Output>,
-    timeline: timeline::Files,
-}
-
-impl Outputs {
-    /// Refuses what cannot be written.
-    fn check(&self) -> Result<(), Failure> {
-        self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))?;
-        self.timeline.check()
-    }
-
-    /// Refuses to write over files that are read.
-    fn excluding(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
-        let mut read = Vec::new();
-        for input in inputs {
-            read.push((&*input.source.path, input.source.file.metadata()?));
-        }
-        for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
-            read.push((Path::new("device memory"), file.metadata()?));
-        }
-        let outputs = self.map(|to| read.iter().fold(to, |to, (path, meta)| to.excluding(path, meta)));
-        outputs.check()?;
-        Ok(outputs)
-    }
-
-    /// Writes the trace of the binds.
-    fn write_record(&self, trace: Option<&[u8]>) -> Result<(), Failure> {
-        let record = self.record.as_ref().zip(trace).map_or(Ok(()), |(to, trace)| to.write(trace));
-        record.map_err(|e| output::refused("cannot record (the files are loaded)", &e))
-    }
-
-    fn map(self, f: impl Fn(Output) -> Output) -> Self {
-        Self { record: self.record.map(&f), timeline: self.timeline.map(&f) }
-    }
-}
-
-impl Outcome {
-    /// Writes the timeline and the page, if they were asked for.
-    fn write_timeline(&self, outputs: &Outputs) -> Result<(), Failure> {
-        let Some(timeline) = &self.run.loaded.report.timeline else { return Ok(()) };
-        let head = ["file", "size", "tensors", "XXH3"].map(str::to_owned).to_vec();
-        let files = self.run.loaded.files.iter().map(|file| {
-            let hash = file.checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
-            let tensors = file.model.tensors.len().to_string();
-            vec![file.path.to_string_lossy().into_owned(), binary(file.model.len), tensors, hash]
-        });
-        let page = Page {
-            command: "dmalane load",
-            device: &self.device.to_string(),
-            answer: report::answer(self),
-            sections: vec![
-                Section::Timeline(timeline, self.run.loaded.report.wall),
-                report::page_rates(self),
-                report::page_stages(self),
-                Section::Table("Files", std::iter::once(head).chain(files).collect(), ""),
-            ],
-        };
-        outputs.timeline.write(timeline, &page, "the files are loaded")
-    }
+    run: RunOptions,
 }
 
 impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
-        let mut phases = Phases::new();
         let options = self.open_options();
-        self.consent.check(&self.device)?;
-        let named: Vec<PathBuf> = self.files.iter().chain(&self.manifest).cloned().collect();
+        self.run.consent.check(&self.device)?;
+        let named: Vec<PathBuf> = self.files.iter().chain(&self.run.manifest).cloned().collect();
         source::check(&named)?;
         self.files = model::files(&self.files)?;
+        let written = [("--record", self.record.as_ref())].into_iter().chain(self.run.timeline.paths());
         // A file that is read is named as such before anybody is told to use --force.
-        let outputs = self.outputs()?.map(|to| output::excluding(to, named.iter().chain(&self.files)));
-        outputs.check()?;
+        let read = output::named_files(named.iter().chain(&self.files));
+        let outputs = Outputs::new(self.run.replace, written)?.excluding(&read)?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
         let mut copied = Copied::default();
@@ -241,86 +145,59 @@ impl Load {
         let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let mut inputs = match files {
             Some(files) => files,
-            None => phases.time("sample", || self.make_sample(&room))?,
+            None => self.make_sample(&room)?,
         };
         // Again, now that it is known which files are read.
-        let outputs = outputs.excluding(&inputs, device.backing_files())?;
         let mut read = output::named_files(&named);
         for input in &inputs {
             read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
+        let outputs = outputs.excluding(&[&read[..], &output::device_files(device.backing_files())?].concat())?;
         device::check_inputs(&self.device, device.backing_files(), &read)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
         }
-        let manifest = model::manifest(self.manifest.as_deref())?;
-        let mut runs = Vec::new();
-        for _ in 1..self.repeat {
-            runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, None)?);
+        let manifest = model::manifest(self.run.manifest.as_deref())?;
+        let mut all = Vec::new();
+        for _ in 1..self.run.repeat {
+            all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, false)?);
             // A device may be open once.
             drop(device);
             device = device::open(&self.device, &options)?;
         }
-        runs.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, Some(&outputs))?);
-        for report in runs.iter().map(|run| &run.loaded.report) {
-            phases.add("load", report.wall);
-            report.verified.iter().for_each(|verified| phases.add("verify", verified.wall));
-        }
-        let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
-        let (times, median) = output::WallTimes::of(&walls);
-        let trace = runs.last_mut().and_then(|run| run.recorded.take());
-        let mut outcome = Outcome {
-            device: self.device.clone(),
-            inputs,
+        all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, outputs.has("--record"))?);
+        let walls: Vec<_> = all.iter().map(|run| run.loaded.report.wall).collect();
+        let trace = all.last_mut().and_then(|run| run.recorded.take());
+        let run = all.swap_remove(runs::median(&walls));
+        let runs = MeasuredRuns {
+            command: "load",
+            bytes: run.loaded.report.bytes,
+            walls,
+            stages: report::stages(&run.loaded),
             copied,
-            run: runs.swap_remove(median),
-            runs: times,
             verified: self.verify,
-            manifest: self.manifest.clone(),
-            recorded: self.record.clone(),
-            traced: self.timeline.trace.clone(),
-            reported: self.timeline.report.clone(),
-            references: None,
-            disturbed: false,
-            phases,
+            manifest: self.run.manifest.clone(),
+            written: self.run.written(self.record.as_ref()),
         };
-        let measured = match self.format.verbose || self.timeline.report.is_some() {
-            true => self.measure_references(&mut outcome, &mut device, &manifest),
-            false => Ok(()),
-        };
+        let mut outcome = Outcome { device: self.device.clone(), inputs, run, runs, references: None };
+        let mut measured = Ok(());
+        if self.run.format.verbose || self.run.timeline.report.is_some() {
+            let rates = device.reference_rates(&mut outcome.inputs, &manifest);
+            let failed = |e| Failure::because("cannot measure the reference rates (the files are loaded)", &e);
+            measured = rates.map(|rates| outcome.refer_to(rates)).map_err(failed);
+        }
         // What was found out is told, whatever becomes of the files.
-        let written = outputs.write_record(trace.as_deref()).and_then(|()| outcome.write_timeline(&outputs));
+        let written = outputs.write("--record", " (the files are loaded)", || Ok(trace.unwrap_or_default()));
+        let written = written.and_then(|()| {
+            let about = (&*outcome.device.to_string(), &*report::answer(&outcome), report::files(&outcome));
+            outcome.runs.write(&outputs, outcome.run.loaded.report.timeline.as_ref(), about)
+        });
         if written.is_err() {
-            (outcome.recorded, outcome.traced, outcome.reported) = (None, None, None);
+            outcome.runs.written = [const { None }; 3];
         }
-        match self.format.json {
-            true => output::print_json(&report::json(&outcome))?,
-            false => output::print_text(&report::text(&outcome, self.format.verbose, self.list))?,
-        }
-        measured.and(written).map(|()| ExitCode::SUCCESS)
-    }
-
-    /// Measures what the stages are compared with; again, if a stage was much faster: then the machine was busy.
-    fn measure_references(
-        &self,
-        outcome: &mut Outcome,
-        device: &mut OpenDevice,
-        manifest: &Manifest,
-    ) -> Result<(), Failure> {
-        let shown = self.format.shows_progress();
-        let mut measure = |Outcome { inputs, phases, .. }: &mut Outcome| {
-            let bar = Progress::waiting("references", shown);
-            let rates = phases.time("references", || device.reference_rates(inputs, manifest));
-            bar.finish();
-            rates.map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))
-        };
-        let first = measure(outcome)?;
-        outcome.references = Some(first);
-        if report::exceeds_references(outcome) {
-            outcome.references = Some(first.best(measure(outcome)?));
-            outcome.disturbed = report::exceeds_references(outcome);
-        }
-        Ok(())
+        let text = || report::text(&outcome, self.run.format.verbose, self.list);
+        let told = output::tell(self.run.format.json, || report::json(&outcome), text)?;
+        measured.and(written).map(|()| told)
     }
 
     /// Prints what a load would do.
@@ -331,12 +208,10 @@ impl Load {
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
-        match self.format.json {
-            true => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
-            false => output::print_text(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
-        }
+        let (name, text) = (self.device.to_string(), |name: &str| report::plan_text(name, &placed, inputs, self.list));
+        let told = output::tell(self.run.format.json, || report::plan_json(&name, &placed), || text(&name))?;
         device.unload(placed)?;
-        Ok(ExitCode::SUCCESS)
+        Ok(told)
     }
 
     /// How the device is opened.
@@ -344,15 +219,10 @@ impl Load {
         OpenOptions {
             drive: DriveOptions {
                 queues: self.mm_channel.clone(),
-                fill: FillOptions {
-                    chunk: self.chunk.bytes(),
-                    checksum: !self.no_checksum,
-                    timeline: self.timeline.any(),
-                    ..DriveOptions::default().fill
-                },
+                fill: self.run.fill(DriveOptions::default().fill),
                 ..DriveOptions::default()
             },
-            ..self.consent.open_options()
+            ..self.run.consent.open_options()
         }
     }
 
@@ -363,19 +233,15 @@ impl Load {
         room: &LoadRoom<'_>,
         inputs: &mut [Input<FileQueue>],
         manifest: &Manifest,
-        outputs: Option<&Outputs>,
+        record: bool,
     ) -> Result<Run, Failure> {
-        let bytes = |inputs: &[Input<FileQueue>]| {
-            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
-        };
-        let record = outputs.is_some_and(|outputs| outputs.record.is_some());
         let recording = record.then(|| Recording::of(device)).transpose()?;
         let before = device.counters().touched;
-        let bar = Progress::new("load", self.format.shows_progress());
-        bar.set_length(match self.no_checksum && self.manifest.is_none() && !self.tensors.is_empty() {
+        let bar = Progress::new("load", self.run.format.shows_progress());
+        bar.set_length(match !self.run.hashes() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
             true => inputs.iter().filter_map(|i| i.source.model().ok()).flat_map(|m| &m.tensors).map(|t| t.len).sum(),
-            false => bytes(inputs),
+            false => inputs.iter().filter_map(|i| i.source.size().ok()).fold(0, u64::saturating_add),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
         let refused = |e| model::differs("nothing was loaded", &e).unwrap_or_else(|| room.load_failure(&e, inputs));
@@ -386,7 +252,7 @@ impl Load {
         let touched = counters.touched.zip(before).map(|(now, then)| now.saturating_sub(then));
         let recorded = recording.map(Recording::finish).transpose()?;
         if self.verify {
-            let bar = Progress::new("verify", self.format.shows_progress());
+            let bar = Progress::new("verify", self.run.format.shows_progress());
             bar.set_length(loaded.report.bytes);
             let result = device.verify(&loaded, inputs, &mut |n| bar.advance(n));
             loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
@@ -412,30 +278,22 @@ impl Load {
         let patterns = self.tensors.clone();
         let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
         let select = (!self.tensors.is_empty()).then_some(select);
-        let options = ModelOptions { mode: self.mode.mode(), select, ..ModelOptions::default() };
+        let options = ModelOptions { mode: self.run.mode.mode(), select, ..ModelOptions::default() };
         let model = HostModel::of_files(files, options).map_err(model::cannot_use)?;
         if model.files().is_empty() {
             let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
             let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
             return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
         }
-        model.inputs(self.mode.options()).map_err(model::cannot_use)
+        model.inputs(self.run.mode.options()).map_err(model::cannot_use)
     }
 
     /// The sample that was asked for, if it fits the card.
     fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let size = self.sample.map_or(0, Size::bytes);
         room.check_sample(size)?;
-        let file = OpenFile::new(sample::NAME, sample::make(size, self.format.shows_progress())?);
-        Ok(vec![file.into_input(self.mode.options()).map_err(cannot_open)?])
-    }
-
-    /// The files that are written.
-    fn outputs(&self) -> Result<Outputs, Failure> {
-        let output = |path: &PathBuf| self.replace.output(path);
-        let (record, timeline) = (self.record.as_ref().map(output), self.timeline.files(self.replace)?);
-        output::check_apart(record.as_ref().map(|to| ("--record", to)).into_iter().chain(timeline.each()))?;
-        Ok(Outputs { record, timeline })
+        let file = OpenFile::new(sample::NAME, sample::make(size, self.run.format.shows_progress())?);
+        Ok(vec![file.into_input(self.run.mode.options()).map_err(cannot_open)?])
     }
 }
 
@@ -472,11 +330,11 @@ mod tests {
     fn defaults() {
         let load = load("a b").unwrap();
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
-        assert_eq!((load.device.to_string(), load.mode.mode()), ("soft".to_owned(), Mode::Auto));
+        assert_eq!((load.device.to_string(), load.run.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.chunk.bytes(), &load.record), (16 << 20, &None));
-        assert!(!(load.verify || load.consent.overwrite || load.list) && load.repeat == 1);
-        let format = load.format;
+        assert_eq!((load.open_options().drive.fill.chunk, &load.record), (16 << 20, &None));
+        assert!(!(load.verify || load.run.consent.overwrite || load.list) && load.run.repeat == 1);
+        let format = load.run.format;
         assert!(!(format.verbose || format.json || format.quiet));
     }
 
@@ -488,16 +346,17 @@ mod tests {
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
-        assert_eq!((load.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
-        assert_eq!((load.placement, load.chunk.bytes()), (Placement::HBM, 2 << 20));
+        assert_eq!((load.run.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
+        assert_eq!(load.open_options().drive.fill.chunk, 2 << 20);
+        assert_eq!(load.placement, Placement::HBM);
         assert_eq!(load.record, Some("trace".into()));
         assert!(load.verify && load.list);
-        assert!(load.format.verbose && load.format.json && load.format.quiet);
+        assert!(load.run.format.verbose && load.run.format.json && load.run.format.quiet);
     }
 
     #[test]
     fn direct_io_is_an_option() {
-        assert_eq!(load("a --direct").unwrap().mode.mode(), Mode::Direct);
+        assert_eq!(load("a --direct").unwrap().run.mode.mode(), Mode::Direct);
     }
 
     #[test]

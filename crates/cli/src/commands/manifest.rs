@@ -8,15 +8,14 @@ use std::time::Instant;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::load::Manifest as Hashes;
-use serde_json::json;
 
 use crate::failure::Failure;
 use crate::layout::{count, plain};
-use crate::model::{Opened, ReadMode};
-use crate::output;
+use crate::model::ReadMode;
+use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::size::{binary, duration, rate};
-use crate::source;
+use crate::source::{self, Copied};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -53,10 +52,6 @@ pub(crate) struct Manifest {
     #[command(flatten)]
     mode: ReadMode,
 
-    /// Print what was written as JSON, with --output; without it, stdout is the manifest, which is JSON
-    #[arg(long)]
-    json: bool,
-
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
@@ -66,50 +61,33 @@ impl Manifest {
     /// Hashes the files, and writes the manifest.
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(&self.files)?;
-        let Opened { mut inputs, copied, .. } = self.mode.open(&self.files)?;
-        let mut to = self.output.as_ref().map(|path| self.replace.output(path));
-        for input in &inputs {
-            let meta = input.source.file.metadata()?;
-            to = to.map(|to| to.excluding(&input.source.path, &meta));
+        let mut copied = Copied::default();
+        let mut inputs = self.mode.open(&self.files, &mut copied)?;
+        let mut read = output::named_files(&self.files);
+        for input in &inputs.files {
+            read.push((input.source.path.clone(), input.source.file.metadata()?));
         }
-        to = to.map(|to| output::excluding(to, &self.files));
-        to.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot write the manifest", &e)))?;
-        let bar = Progress::new("manifest", !(self.quiet || self.json));
-        let bytes =
-            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
-        bar.set_length(bytes);
+        let outputs = Outputs::new(self.replace, [("--output", self.output.as_ref())])?.excluding(&read)?;
+        let bar = Progress::new("manifest", !self.quiet);
+        bar.set_length(inputs.bytes());
         let start = Instant::now();
-        let hashes = Hashes::of(&mut inputs, self.sha256, &mut |n| {
+        let hashes = Hashes::of(&mut inputs.files, self.sha256, &mut |n| {
             bar.advance(n);
             ControlFlow::Continue(())
         });
         let hashes = hashes.map_err(|e| Failure::because("cannot make a manifest", &e))?;
         let time = start.elapsed();
         bar.finish();
-        let Some(to) = to else {
+        let Some(path) = &self.output else {
             output::print(&hashes.to_json())?;
             return Ok(ExitCode::SUCCESS);
         };
-        to.write(hashes.to_json().as_bytes()).map_err(|e| output::refused("cannot write the manifest", &e))?;
+        outputs.write("--output", "", || Ok(hashes.to_json().into_bytes()))?;
         let tensors = hashes.files.iter().flat_map(|file| &file.regions).filter(|r| r.part.tensor().is_some()).count();
         let bytes: u64 = hashes.files.iter().map(|file| file.bytes).sum();
-        if self.json {
-            output::print_json(&json!({
-                "schema": 1,
-                "command": "manifest",
-                "written": to.path().to_string_lossy(),
-                "files": hashes.files.len(),
-                "tensors": tensors,
-                "bytes": bytes,
-                "wall_s": time.as_secs_f64(),
-                "copied_first_bytes": copied.bytes,
-                "copied_first_s": copied.time.as_secs_f64(),
-            }))?;
-            return Ok(ExitCode::SUCCESS);
-        }
         output::print_text(&format!(
             "Wrote {}: {} in {}, {} hashed in {} ({})\n{}",
-            plain(&to.path().display().to_string()),
+            plain(&path.to_string_lossy()),
             count(tensors, "tensor"),
             count(hashes.files.len(), "file"),
             binary(bytes),

@@ -3,7 +3,7 @@
 mod bar_map;
 mod card;
 mod devices;
-mod doctor;
+pub mod doctor;
 mod inspect;
 mod iopt;
 mod load;

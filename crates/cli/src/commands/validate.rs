@@ -17,7 +17,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use dmalane::devices::Ability;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, Sweep, TestedDevice, ValidateError, ValidateEvent,
+    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenOptions};
@@ -26,20 +26,18 @@ use signal_hook::flag;
 
 use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
-use crate::number::within;
-use crate::output;
-use crate::progress::Steps;
+use crate::number::{seconds, within};
+use crate::output::{self, Outputs};
+use crate::progress::Progress;
 use crate::report::Page;
 use crate::size::{Size, SizeError, binary};
-use crate::timeline::Files;
 use outcome::ValidateOutcome;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
-  dmalane validate --buffer-size 4KiB,16MiB,MUL4 --report sizes.html
-  dmalane validate --unregistered --iterations 100 --csv
+  dmalane validate --buffer-size 4KiB,64KiB,1MiB,16MiB --report sizes.html
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
   dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
@@ -59,7 +57,7 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Validate {
     #[arg(short, long, value_name = "DEVICE", default_value = "soft")]
-    #[arg(value_parser = device::Name, hide_possible_values = true, help = device::help("The device"))]
+    #[arg(value_parser = device::NAME, hide_possible_values = true, help = device::help("The device"))]
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
@@ -67,10 +65,10 @@ pub(crate) struct Validate {
     #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
     threads: u8,
 
-    /// Size of a buffer, or FIRST,LAST,STEP for several: STEP is MUL (times 2), MULN (times N), ADD (plus FIRST) or
-    /// ADDSIZE
-    #[arg(long, value_name = "SIZE", default_value = "16MiB", value_parser = buffers, allow_hyphen_values = true)]
-    buffer_size: Buffers,
+    /// Sizes of buffers, such as 16MiB or 4KiB,64KiB,1MiB
+    #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "16MiB", value_parser = buffer)]
+    #[arg(allow_hyphen_values = true)]
+    buffer_size: Vec<Size>,
 
     /// Memories of a card to measure [default: each, then both at once]
     #[arg(long, value_name = "MEMORY", value_enum, value_delimiter = ',')]
@@ -81,7 +79,7 @@ pub(crate) struct Validate {
     direction: Vec<Directions>,
 
     /// Seconds per measurement
-    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds(1e-6))]
     duration: Duration,
 
     /// Transfers of each buffer per measurement, instead of a duration
@@ -103,10 +101,6 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m")]
     #[arg(help_heading = BUFFERS)]
     pages: Vec<Pages>,
-
-    /// Register the buffer for each transfer, instead of once
-    #[arg(long, help_heading = BUFFERS)]
-    unregistered: bool,
 
     /// First byte used of each memory, a multiple of 4KiB [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
@@ -136,12 +130,8 @@ pub(crate) struct Validate {
     #[command(flatten, next_help_heading = OUTPUTS)]
     format: output::OutputFormat,
 
-    /// Print the result as CSV
-    #[arg(long, conflicts_with = "json")]
-    csv: bool,
-
     /// Print the rates like another tool, too: v80-smi in MB/s of 2^20 bytes, nvbandwidth by its names
-    #[arg(long, value_enum, value_name = "TOOL", conflicts_with_all = ["json", "csv"])]
+    #[arg(long, value_enum, value_name = "TOOL", conflicts_with = "json")]
     like: Option<Like>,
 
     #[command(flatten)]
@@ -161,10 +151,6 @@ enum Like {
     /// NVIDIA's nvbandwidth.
     Nvbandwidth,
 }
-
-/// Sizes of buffers.
-#[derive(Clone)]
-struct Buffers(Vec<u64>);
 
 /// SIGINT and SIGTERM, caught.
 struct Signals {
@@ -201,11 +187,11 @@ impl Validate {
         // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
         let settings = self.settings();
-        let (mut target, files) = self.target()?;
+        let (mut target, outputs) = self.target()?;
         target.stop_when(signals.stop.clone());
-        let bar = Steps::new("validate", !self.format.quiet);
+        let bar = Progress::steps("validate", !self.format.quiet);
         let mut watch = |event| match event {
-            ValidateEvent::Steps(n) => bar.more(n),
+            ValidateEvent::Steps(n) => bar.more_steps(n),
             ValidateEvent::Step(what) => bar.step(what),
         };
         let (mut report, mut spreads) = (ValidateReport::default(), Vec::new());
@@ -236,7 +222,7 @@ impl Validate {
         let complete = failed.is_none();
         let outcome = ValidateOutcome { device, notes, settings, report, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
-            self.print(&outcome, &files)?;
+            self.print(&outcome, &outputs)?;
         }
         if let Some(failure) = failed {
             return Err(failure);
@@ -255,21 +241,20 @@ impl Validate {
     }
 
     /// Writes the page, and prints the figures.
-    fn print(&self, outcome: &ValidateOutcome, files: &Files) -> Result<(), Failure> {
+    fn print(&self, outcome: &ValidateOutcome, outputs: &Outputs) -> Result<(), Failure> {
         let page = Page {
             command: "dmalane validate",
             device: &self.device.to_string(),
-            answer: page::answer(outcome),
+            answer: (report::answer(outcome, report::verdict(outcome)), report::how(outcome)),
             sections: page::sections(outcome),
         };
-        let written = files.write_report(&page, "the device was measured");
+        let written = page.write(outputs, " (the device was measured)");
         let path = self.report.as_deref().filter(|_| written.is_ok());
-        match (self.format.json, self.csv) {
-            (true, _) => output::print_json(&report::json(outcome, path))?,
-            (_, true) => output::print(&report::csv(outcome))?,
-            _ if self.like == Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
-            _ => {
-                let mb = self.like == Some(Like::V80Smi);
+        match self.like {
+            _ if self.format.json => output::print_json(&report::json(outcome, path))?,
+            Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
+            like => {
+                let mb = like == Some(Like::V80Smi);
                 output::print_text(&report::text(outcome, path, self.format.verbose, mb))?;
             }
         }
@@ -310,7 +295,7 @@ impl Validate {
     fn settings(&self) -> ValidateSettings {
         ValidateSettings {
             threads: self.threads.into(),
-            buffers: self.buffer_size.0.clone(),
+            buffers: self.buffer_size.iter().map(|size| size.bytes()).collect(),
             starting_offset: self.starting_offset.map_or(0, Size::bytes),
             stride: self.offset.map(Size::bytes),
             region_stride: self.channel_region_stride.map(Size::bytes),
@@ -320,29 +305,24 @@ impl Validate {
             stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
             raw: self.raw_transfer_test,
             directions: self.direction.clone(),
-            registered: !self.unregistered,
             pages: self.pages.clone(),
         }
     }
 
     /// The device to measure, and the report to write: checked before minutes of measuring, and never one of the
     /// device's files.
-    fn target(&self) -> Result<(TestedDevice, Files), Failure> {
-        let report = Files::report(self.report.as_ref().map(|path| self.replace.output(path)));
-        report.check()?;
-        let options = self.open_options();
-        let device = options.device(&self.device).map_err(|e| device::cannot_open(&e))?;
-        let backing = device.backing_files();
-        let files = backing.iter().flat_map(|files| [&files.written, &files.read]);
-        let metas = files.map(|file| file.metadata()).collect::<Result<Vec<_>, _>>()?;
-        let report = report.excluding_device(backing)?;
-        let target = TestedDevice::new(device, self.contents(&metas)).map_err(|e| self.failure(e))?;
-        Ok((target, report))
+    fn target(&self) -> Result<(TestedDevice, Outputs), Failure> {
+        let outputs = Outputs::new(self.replace, [("--report", self.report.as_ref())])?.excluding(&[])?;
+        let device = self.open_options().device(&self.device).map_err(|e| device::cannot_open(&e))?;
+        let backing = output::device_files(device.backing_files())?;
+        let outputs = outputs.excluding(&backing)?;
+        let target = TestedDevice::new(device, self.contents(&backing)).map_err(|e| self.failure(e))?;
+        Ok((target, outputs))
     }
 
     /// The treatment of the contents of a device that is made of files.
-    fn contents(&self, files: &[Metadata]) -> Contents {
-        let is_char = |meta: &Metadata| meta.file_type().is_char_device();
+    fn contents(&self, files: &[(PathBuf, Metadata)]) -> Contents {
+        let is_char = |(_, meta): &(PathBuf, Metadata)| meta.file_type().is_char_device();
         let named = self.starting_offset.is_some() && files.iter().any(is_char);
         // Naming the first address of a character device permits overwriting it.
         match self.consent.overwrite || named {
@@ -416,28 +396,7 @@ fn pages(text: &str) -> Result<Size, String> {
     }
 }
 
-fn buffers(text: &str) -> Result<Buffers, String> {
-    let size = |text: &str| text.parse().map(Size::bytes).map_err(|e: SizeError| e.to_string());
-    let sizes = match text.contains(',') {
-        true => Sweep::parse(text, size).map_err(|e| e.to_string())?.iter().collect(),
-        false => vec![size(text)?],
-    };
-    let of = |size: u64| if sizes.len() > 1 { format!("{} is ", binary(size)) } else { String::new() };
-    for &size in &sizes {
-        match size {
-            _ if !size.is_multiple_of(4096) => return Err(format!("{}not a multiple of 4KiB", of(size))),
-            4096..=0x4000_0000 => {}
-            _ => return Err(format!("{}not from 4KiB to 1GiB", of(size))),
-        }
-    }
-    Ok(Buffers(sizes))
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let bad = "not a number of seconds above 0 and up to 3600, such as 0.5";
-    let seconds: f64 = text.parse().map_err(|_| bad.to_owned())?;
-    match seconds > 0.0 && seconds <= 3600.0 {
-        true => Duration::try_from_secs_f64(seconds).map_err(|_| bad.to_owned()),
-        false => Err(bad.to_owned()),
-    }
+fn buffer(text: &str) -> Result<Size, String> {
+    let size = pages(text)?;
+    (4096..=1 << 30).contains(&size.bytes()).then_some(size).ok_or_else(|| "not from 4KiB to 1GiB".to_owned())
 }

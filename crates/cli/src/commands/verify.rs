@@ -3,15 +3,14 @@
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Args;
-use dmalane::load::Difference;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::failure::Failure;
 use crate::layout::{count, good};
-use crate::model::{self, Opened, ReadMode};
+use crate::model::{self, ReadMode};
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{binary, duration, rate};
@@ -51,85 +50,52 @@ pub(crate) struct Verify {
     quiet: bool,
 }
 
-/// The result of the comparisons.
-struct Outcome {
-    differences: Vec<Difference>,
-    files: usize,
-    bytes: u64,
-    wall: Duration,
-    /// Files of the manifest that were not named.
-    unchecked: usize,
-    /// The copies that were made before the first run.
-    copied: Copied,
-}
-
-impl Outcome {
-    fn bytes_per_s(&self) -> f64 {
-        self.bytes as f64 / self.wall.as_secs_f64().max(1e-9)
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "schema": 1,
-            "command": "verify",
-            "verified": self.differences.is_empty(),
-            "bytes": self.bytes,
-            "wall_s": self.wall.as_secs_f64(),
-            "bytes_per_s": self.bytes_per_s(),
-            "copied_first_bytes": self.copied.bytes,
-            "copied_first_s": self.copied.time.as_secs_f64(),
-            "unchecked_files": self.unchecked,
-            "differences": self.differences,
-        })
-    }
-
-    fn text(&self) -> String {
-        let mut text = format!(
-            "{}: {}, {} in {} ({})\n{}",
-            good("Verified"),
-            count(self.files, "file"),
-            binary(self.bytes),
-            duration(self.wall),
-            rate(self.bytes, self.wall),
-            self.copied.text(),
-        );
-        if self.unchecked > 0 {
-            text.push_str(&format!("Not checked: {} of the manifest not named\n", count(self.unchecked, "file")));
-        }
-        text
-    }
-}
-
 impl Verify {
     /// Compares the files.
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(self.files.iter().chain([&self.manifest]))?;
         let manifest = model::manifest(Some(&self.manifest))?;
-        let Opened { mut inputs, whole, copied } = self.mode.open(&self.files)?;
-        let bytes =
-            inputs.iter().filter_map(|i| i.source.file.metadata().ok()).fold(0u64, |n, m| n.saturating_add(m.len()));
+        let mut copied = Copied::default();
+        let mut inputs = self.mode.open(&self.files, &mut copied)?;
+        let whole = inputs.whole;
         let bar = Progress::new("verify", !(self.quiet || self.json));
+        let bytes = inputs.bytes();
         bar.set_length(bytes);
         let start = Instant::now();
-        let found = manifest.verify(&mut inputs, whole, &mut |n| {
+        let found = manifest.verify(&mut inputs.files, whole, &mut |n| {
             bar.advance(n);
             ControlFlow::Continue(())
         });
         let differences = found.map_err(|e| Failure::because("the verification failed", &e))?;
         bar.finish();
-        let (files, wall) = (inputs.len(), start.elapsed());
+        let (files, wall) = (inputs.files.len(), start.elapsed());
         let unchecked = if whole { 0 } else { manifest.files.len().saturating_sub(files) };
-        let outcome = Outcome { differences, files, bytes, wall, unchecked, copied };
-        let verified = outcome.differences.is_empty();
-        match self.json {
-            true => output::print_json(&outcome.json())?,
-            false if verified => output::print_text(&outcome.text())?,
-            false => {
-                let failure = format!("{} from the manifest", count(outcome.differences.len(), "difference"));
-                let causes = outcome.differences.iter().map(Difference::to_string);
-                return Err(causes.fold(Failure::new(failure), Failure::cause));
-            }
+        if self.json {
+            output::print_json(&json!({
+                "schema": 1,
+                "command": "verify",
+                "verified": differences.is_empty(),
+                "bytes": bytes,
+                "wall_s": wall.as_secs_f64(),
+                "bytes_per_s": bytes as f64 / wall.as_secs_f64().max(1e-9),
+                "copied_first_bytes": copied.bytes,
+                "copied_first_s": copied.time.as_secs_f64(),
+                "unchecked_files": unchecked,
+                "differences": differences,
+            }))?;
+            return Ok(ExitCode::from(u8::from(!differences.is_empty())));
         }
-        Ok(ExitCode::from(u8::from(!verified)))
+        if !differences.is_empty() {
+            let failure = format!("{} from the manifest", count(differences.len(), "difference"));
+            return Err(differences.iter().map(ToString::to_string).fold(Failure::new(failure), Failure::cause));
+        }
+        let (files, took, rate) = (count(files, "file"), duration(wall), rate(bytes, wall));
+        let mut text = format!("{}: {files}, {} in {took} ({rate})\n", good("Verified"), binary(bytes));
+        text += &copied.text();
+        if unchecked > 0 {
+            text += &format!("Not checked: {} of the manifest not named\n", count(unchecked, "file"));
+        }
+        output::print_text(&text)?;
+        Ok(ExitCode::SUCCESS)
     }
 }

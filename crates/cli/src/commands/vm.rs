@@ -1,21 +1,18 @@
-//! `dmalane vm`: device virtual memory, without a device or with one.
+//! `dmalane vm`: device virtual memory, without a device.
 
-mod on_device;
 mod report;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use dmalane::DeviceSpec;
-use dmalane::OpenOptions;
 use dmalane::iopt::{FormatId, UnknownFormat};
 use dmalane::vm::Error as VmError;
-use dmalane::vm::trace::{self, Lines, Requests, TraceError, TraceHeader};
+use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
-use super::iopt::FormatName;
-use crate::device;
+use super::iopt::FORMAT;
 use crate::failure::Failure;
+use crate::layout::count;
 use crate::output;
 use crate::source::SourceFile;
 use report::ReplayReport;
@@ -23,16 +20,9 @@ use report::ReplayReport;
 const EXAMPLES: &str = "\
 Examples:
   dmalane vm replay binds.jsonl
-  dmalane vm replay binds.jsonl --format x86-64-5level --json
-
-Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
-
-const REPLAY_EXAMPLES: &str = "\
-Examples:
-  dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane load --sample 64MiB --record new.jsonl && dmalane vm replay new.jsonl
   dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
   dmalane vm replay binds.jsonl --format riscv-sv39 --times
-  dmalane vm replay binds.jsonl -d soft --json
 
 A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-trace.md):
   {\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}
@@ -42,7 +32,7 @@ A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-t
 
 Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
 
-/// Bind and unbind in device virtual memory, without a device or in the address space of one.
+/// Bind and unbind in device virtual memory, without a device.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Vm {
@@ -59,30 +49,19 @@ enum VmCommand {
 ///
 /// Prints the result of each line. A refused line has no effect, and the replay continues.
 #[derive(Args)]
-#[command(after_help = REPLAY_EXAMPLES)]
+#[command(after_help = EXAMPLES)]
 struct Replay {
     /// The trace; - for standard input
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
 
     /// The page-table format, as `dmalane iopt formats` names it [default: that of the trace]
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
+    #[arg(short, long, value_parser = FORMAT, hide_possible_values = true)]
     format: Option<FormatId>,
 
     /// Print how long the first bind, the other binds and the unbinds took, without reading the trace
     #[arg(long)]
     times: bool,
-
-    /// Replay in the address space of this device instead (`dmalane devices` describes them), and print only how long
-    /// its binds and unbinds took: one by one, each waited for, in batches, and beside them the same in page tables of
-    /// this program. Buffers get memory of the device; a page of the trace is a page of the device, which may be larger
-    #[arg(short, long, value_name = "DEVICE", value_parser = device::Name, hide_possible_values = true)]
-    device: Option<DeviceSpec>,
-
-    /// Operations of a batch at most, with --device: binds that follow each other, or unbinds
-    #[arg(long, value_name = "N", default_value_t = 4096, requires = "device",
-        value_parser = clap::value_parser!(u32).range(1..=262_144))]
-    batch: u32,
 
     /// Print the result as JSON
     #[arg(long)]
@@ -116,29 +95,18 @@ impl Replay {
             TraceError::Vm(VmError::New { .. }) => wrong(e).hint(shorter(format)),
             e => wrong(e),
         })?;
-        if let Some(spec) = &self.device {
-            let operations = on_device::Operations::read(Requests::default().of(lines), &name)?;
-            let options = OpenOptions::default();
-            let device = options.device(spec).map_err(|e| device::cannot_open(&e))?;
-            let mut tables = || header.vm(format).map_err(wrong);
-            let device = (device, self.batch as usize);
-            on_device::run(&operations, &name, device, (format.name(), &mut tables), self.json)?;
-            return Ok(ExitCode::SUCCESS);
-        }
         let mut replay = trace::Replay::new(vm);
-
         let mut report = ReplayReport::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
         let (mut stopped, mut outside) = (None, false);
-        for asked in Requests::default().of(lines) {
-            let (line, asked) = match asked {
-                Ok(asked) => asked,
+        for outcome in replay.lines(lines) {
+            let (line, outcome) = match outcome {
+                Ok(outcome) => outcome,
                 Err(e) => {
                     stopped = Some(e);
                     break;
                 }
             };
-            let outcome = replay.apply(asked);
             operations += 1;
             if outcome.result.is_err() {
                 refused += 1;
@@ -152,9 +120,8 @@ impl Replay {
             return Err(Failure::because(format!("{name} cannot be read to its end"), &error));
         }
         if refused > 0 {
-            let plural = if operations == 1 { "" } else { "s" };
-            let message = format!("{name}: {refused} of {operations} operation{plural} refused");
-            let failure = Failure::new(format!("{message}, the first in line {first_refused}"));
+            let of = count(operations as usize, "operation");
+            let failure = Failure::new(format!("{name}: {refused} of {of} refused, the first in line {first_refused}"));
             return Err(if outside && header.range.is_none() { failure.hint(shorter(format)) } else { failure });
         }
         Ok(ExitCode::SUCCESS)

@@ -1,10 +1,10 @@
 //! The machine and the command of a measurement, for reports that outlive both.
 
-use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
+use crate::probe::Probe;
 use crate::program::command_line;
 use crate::size::binary;
 
@@ -14,21 +14,18 @@ pub struct Machine(Vec<(&'static str, String)>);
 impl Machine {
     /// This machine and this process, now.
     pub fn this() -> Self {
-        let field = |file: &str, name: &str| {
-            let text = fs::read_to_string(file).ok()?;
-            let line = text.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name))?;
-            Some(line.split_once(':')?.1.trim().to_owned())
-        };
+        let probe = Probe::machine();
         let kernel = rustix::system::uname();
         let text = |part: &std::ffi::CStr| part.to_string_lossy().into_owned();
-        let memory = field("/proc/meminfo", "MemTotal").and_then(|kib| kib.strip_suffix(" kB")?.parse::<u64>().ok());
+        let memory = probe.field("/proc/meminfo", "MemTotal");
+        let memory = memory.and_then(|kib| kib.strip_suffix(" kB")?.parse::<u64>().ok());
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self(vec![
             ("command", command_line()),
             ("version", format!("dmalane {}", env!("CARGO_PKG_VERSION"))),
             ("date", date(now.as_secs())),
-            ("processor", field("/proc/cpuinfo", "model name").unwrap_or_else(|| text(kernel.machine()))),
+            ("processor", probe.field("/proc/cpuinfo", "model name").unwrap_or_else(|| text(kernel.machine()))),
             ("processors", processors.to_string()),
             ("memory", memory.map_or("unknown".to_owned(), |kib| binary(kib << 10))),
             ("kernel", format!("{} {}", text(kernel.sysname()), text(kernel.release()))),

@@ -14,6 +14,10 @@ pub use chart::{Chart, ChartLine, RateBar};
 use html::{escape, key};
 pub use machine::Machine;
 
+use crate::failure::Failure;
+use crate::layout::Table;
+use crate::output::Outputs;
+
 const STYLE: &str = include_str!("page.css");
 
 /// The contents of a page.
@@ -36,8 +40,8 @@ pub enum Section<'a> {
     Bars(Vec<RateBar>, String),
     /// Drawings over the size of buffers with their title, and what the lines mean.
     Charts(&'a str, Vec<Chart>, &'a str),
-    /// A table with its title, whose first row has the names of the columns, and what these mean.
-    Table(&'a str, Vec<Vec<String>>, &'a str),
+    /// A table with its title, and what its columns mean.
+    Table(&'a str, Table, &'a str),
 }
 
 impl Page<'_> {
@@ -64,6 +68,11 @@ impl Page<'_> {
         }
         page + "</table>\n</body></html>\n"
     }
+
+    /// Writes the page of this machine to the file of `--report`, if there is one.
+    pub fn write(&self, outputs: &Outputs, done: &str) -> Result<(), Failure> {
+        outputs.write("--report", done, || Ok(self.html(&Machine::this()).into_bytes()))
+    }
 }
 
 /// The colours of the style: a stage has that of its number.
@@ -87,7 +96,7 @@ impl Section<'_> {
                 let colours: BTreeMap<_, _> = lines.map(|line| (line.colour, line.name.as_str())).collect();
                 (*title, format!("{}{}", key(colours.into_iter()), chart::charts(charts)), *note)
             }
-            Self::Table(title, rows, note) if rows.len() > 1 => (*title, table(rows), *note),
+            Self::Table(title, table, note) if !table.is_empty() => (*title, self::table(table), *note),
             Self::Bars(..) | Self::Charts(..) | Self::Table(..) => return String::new(),
         };
         let note = if note.is_empty() { String::new() } else { format!("<p class=\"note\">{}</p>\n", escape(note)) };
@@ -95,15 +104,15 @@ impl Section<'_> {
     }
 }
 
-/// A table of which the first row is the head and the first column text; other columns are numbers.
-fn table(rows: &[Vec<String>]) -> String {
-    let line = |(n, cells): (usize, &Vec<String>)| {
+/// A table, without its empty columns.
+fn table(table: &Table) -> String {
+    let line = |(n, cells): (usize, Vec<(bool, &str)>)| {
         let tag = if n == 0 { "th" } else { "td" };
-        let class = |i: usize| if i == 0 { "" } else { " class=\"n\"" };
-        let cells = cells.iter().enumerate().map(|(i, cell)| format!("<{tag}{}>{}</{tag}>", class(i), escape(cell)));
+        let class = |is_right| if is_right { " class=\"n\"" } else { "" };
+        let cells = cells.into_iter().map(|(right, cell)| format!("<{tag}{}>{}</{tag}>", class(right), escape(cell)));
         format!("<tr>{}</tr>\n", cells.collect::<String>())
     };
-    let lines: String = rows.iter().enumerate().map(line).collect();
+    let lines: String = table.cells().enumerate().map(line).collect();
     format!("<div class=\"scroll\"><table>\n{lines}</table></div>\n")
 }
 
@@ -125,7 +134,11 @@ mod tests {
         let line = ChartLine { name: evil.into(), colour: 2, dashed: false, points: vec![(4096, 1e9), (8192, 2e9)] };
         let chart = |times| Chart { title: evil.into(), times, lines: vec![line.clone()] };
         let bar = RateBar { name: evil.into(), colour: 1, got: 1e9, reference: Some(2e9) };
-        let rows = vec![vec![evil.to_owned(); 2]; 2];
+        let table = |rows: usize| {
+            let mut table = Table::new("lr", [evil; 2]);
+            (0..rows).for_each(|_| table.row([evil, evil].map(str::to_owned)));
+            table
+        };
         let page = Page {
             command: evil,
             device: evil,
@@ -133,8 +146,8 @@ mod tests {
             sections: vec![
                 Section::Bars(vec![bar], evil.to_owned()),
                 Section::Charts(evil, vec![chart(false), chart(true)], evil),
-                Section::Table(evil, rows, evil),
-                Section::Table("left out", Vec::new(), evil),
+                Section::Table(evil, table(1), evil),
+                Section::Table("left out", table(0), evil),
             ],
         };
         let html = page.html(&Machine::this());

@@ -85,7 +85,6 @@ fn wrong_usage_is_2() {
         &["read", "a", "--pages", "3m"],
         &["read", "a", "--chunk", "2GiB"],
         &["read", "a", "--range", "5..5"],
-        &["read", "a", "--map", "-d", "soft"],
         &["read", "a", "--verify"],
         &["inspect"],
         &["inspect", "a", "b"],
@@ -135,22 +134,13 @@ fn a_bad_size_is_explained() {
 #[test]
 fn doctor_reports_this_machine() {
     let report = json(&["doctor", "--json"]);
-    assert_eq!((&report["schema"], &report["command"]), (&2.into(), &"doctor".into()));
+    assert_eq!((&report["schema"], &report["command"]), (&3.into(), &"doctor".into()));
     assert_eq!(report["can_load"], true);
     let checks = report["checks"].as_array().unwrap();
     let names: Vec<_> = checks.iter().map(|c| c["name"].as_str().unwrap()).collect();
-    for name in [
-        "hugepages_2m",
-        "memlock",
-        "io_uring",
-        "direct_io",
-        "dma_heap",
-        "udmabuf",
-        "vfio",
-        "iommufd",
-        "iommu_groups",
-        "gpus",
-    ] {
+    for name in
+        ["hugepages_2m", "memlock", "io_uring", "direct_io", "dma_heap", "udmabuf", "vfio", "iommufd", "iommu_groups"]
+    {
         assert!(names.contains(&name), "{name}");
     }
     for check in checks {
@@ -233,8 +223,8 @@ fn what_cannot_be_written_is_told_before_anything_is_loaded() {
     };
     // The file is not there either, which is not looked at.
     let text = run(&["missing", "--record", "no/such/place"], 1);
-    assert!(text.starts_with("dmalane: cannot record\ncause: ") && !text.contains("missing"), "{text}");
-    assert!(run(&["a", "--record", "/dev/null"], 1).starts_with("dmalane: cannot record\n"));
+    assert!(text.starts_with("dmalane: cannot write no/such/place\ncause: ") && !text.contains("missing"), "{text}");
+    assert!(run(&["a", "--record", "/dev/null"], 1).starts_with("dmalane: cannot write /dev/null\n"));
     let text = run(&["a", "--record", "-"], 2);
     assert!(text.contains("\nhint: name a file, or ./- for a file of that name\n"), "{text}");
 }
@@ -399,19 +389,18 @@ fn what_reading_says() {
         &["a", "--buffered"],
         &["a", "--chunk", "4096"],
         &["a", "--pages", "1g", "--heap", "memfd"],
-        &["a", "--map"],
         &["a", "b", "a", "-d", "soft", "--verify"],
         &["a", "-d", "soft", "--verify", "--chunk", "64KiB"],
     ] {
         let report = json(args);
-        assert_eq!((&report["schema"], &report["command"]), (&3.into(), &"read".into()));
+        assert_eq!((&report["schema"], &report["command"]), (&4.into(), &"read".into()));
         assert_eq!((&report["files"][0]["xxh3"], &report["files"][0]["bytes"]), (&hash, &5_000_000.into()), "{args:?}");
         let file = &report["files"][0];
         let moved = file["direct_bytes"].as_u64().unwrap() + file["buffered_bytes"].as_u64().unwrap();
         assert_eq!(moved, 5_000_000, "{args:?}");
     }
     let sent = json(&["a", "-d", "soft", "--no-checksum", "--verify", "--chunk", "1MiB"]);
-    assert_eq!((&sent["device"]["name"], &sent["device"]["verified"]), (&"soft".into(), &true.into()));
+    assert_eq!((&sent["device"]["name"], &sent["verified"]), (&"soft".into(), &true.into()));
     assert_eq!(sent["memory"]["mappings"], 5);
     let moved = sent["stages"].as_array().unwrap().iter().find(|s| s["stage"] == "transfer").unwrap();
     assert_eq!(moved["bytes"], 5_000_000);
@@ -456,13 +445,6 @@ fn what_reading_says() {
     if shm {
         let text = fails(&["/dev/shm/../shm/../../etc/../dev/shm/.", "--direct"]);
         assert!(text.contains("it holds no *.safetensors.index.json"), "{text}");
-    }
-    assert!(fails(&["a", "--node", "61"]).contains("cannot bind it to NUMA node 61: "));
-    let bound = read(&["a", "--node", "0", "--json"]);
-    if bound.status.success() {
-        assert_eq!(serde_json::from_slice::<Value>(&bound.stdout).unwrap()["files"][0]["xxh3"], hash);
-    } else {
-        println!("SKIPPED: {}", stderr(&bound));
     }
     // There may be such a heap.
     let output = read(&["a", "--heap", "dma-heap"]);
@@ -647,7 +629,7 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         "cat m.safetensors | dmalane read - --json",
         "dmalane read - --json < m.safetensors",
         "cat m.safetensors | dmalane read - --json -d soft --verify",
-        "cat m.safetensors | dmalane read - --json --map --repeat 2",
+        "cat m.safetensors | dmalane read - --json --repeat 2",
     ] {
         assert_eq!(json(line)["files"][0]["xxh3"], hash, "{line}");
     }
@@ -667,12 +649,11 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         true
     );
     // A copy that is not in the time is in the report.
+    assert!(shell("dmalane manifest - -o made < m.safetensors").status.success());
     let bytes = std::fs::metadata(&model).unwrap().len();
     for (line, copied) in [
         ("cat m.safetensors | dmalane load - --json", bytes),
-        ("cat m.safetensors | dmalane read - --json --map", bytes),
-        ("cat m.safetensors | dmalane read - --json", 0),
-        ("cat m.safetensors | dmalane manifest - -o made --json", bytes),
+        ("cat m.safetensors | dmalane read - --json", bytes),
         ("cat m.safetensors | dmalane verify - --manifest made --json", bytes),
         ("dmalane load - --json < m.safetensors", 0),
     ] {
@@ -680,7 +661,7 @@ fn standard_input_is_a_file_of_load_read_and_inspect() {
         assert_eq!(report["copied_first_bytes"], copied, "{line}");
         assert_eq!(report["copied_first_s"].as_f64().unwrap() > 0.0, copied > 0, "{line}");
     }
-    for line in ["load -", "read - --map", "manifest - -o made --force", "verify - --manifest made"] {
+    for line in ["load -", "read -", "manifest - -o made --force", "verify - --manifest made"] {
         let said = shell(&format!("cat m.safetensors | dmalane {line}"));
         assert!(stdout(&said).contains("Copied to a temporary file first: 3 MiB in "), "{line}: {}", stdout(&said));
         let said = shell(&format!("dmalane {line} < m.safetensors"));
@@ -714,10 +695,9 @@ fn sources_without_a_true_size_are_read_to_their_end() {
             assert_eq!(report["bytes"], bytes.len(), "{command} {path}");
         }
     }
-    for args in [&["load", "/dev/zero"][..], &["read", "/dev/zero"], &["read", "/dev/zero", "--range", "1.."]] {
+    for args in [&["load", "/dev/zero"][..], &["read", "/dev/zero"], &["read", "/dev/zero", "--range", "..9"]] {
         assert!(complains(args, 1).contains("/dev/zero is a character device, which has no end"), "{args:?}");
     }
-    assert_eq!(json(&["read", "/dev/zero", "--range", "0..5000", "--json"])["bytes"], 5000);
     // It ends at once.
     for args in [&["read", "/proc/version", "--manifest", "/dev/null"][..], &["vm", "replay", "/dev/null"]] {
         let text = complains(args, 1);
@@ -898,13 +878,6 @@ fn the_device_may_come_from_the_environment() {
     }
     let wrong = command(&sample).env("DMALANE_DEVICE", "gpu0").output().unwrap();
     assert!(wrong.status.code() == Some(2) && stderr(&wrong).contains("--device"), "{}", stderr(&wrong));
-    for (variable, said) in [
-        ("DMALANE_DEVCE", "dmalane: warning: DMALANE_DEVCE has no effect; did you mean DMALANE_DEVICE?\n"),
-        ("DMALANE_NEED_GPU", ""),
-    ] {
-        let output = with(variable, &sample);
-        assert_eq!((stderr(&output), device(output.clone())), (said, "soft".into()));
-    }
 }
 
 #[test]

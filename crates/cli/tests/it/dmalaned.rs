@@ -220,7 +220,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let output = dmalane(&["read", file, "-q", "-d", &device, "--verify", "--json"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((&json["device"]["name"], &json["device"]["verified"]), (&device.as_str().into(), &true.into()));
+    assert_eq!((&json["device"]["name"], &json["verified"]), (&device.as_str().into(), &true.into()));
     assert_eq!(json["memory"]["shareable"], true);
     let output = dmalane(&["read", file, "-q", "-d", &device, "--heap", "anonymous"]);
     assert!(text(&output.stderr).contains("cannot be shared with another process here"), "{}", text(&output.stderr));

@@ -1,15 +1,9 @@
-//! Memory that leaves the process: commands that inherit it, and sockets that it is sent to.
+//! Memory that leaves the process: commands that inherit it.
 
 use std::fs::{self, File};
-use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
-use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 /// A folder with files of odd sizes.
 fn folder(name: &str) -> PathBuf {
@@ -94,10 +88,8 @@ fn exports_that_cannot_be_are_refused() {
         (&["read", "small", "--", "true"], 2, "--export"),
         (&["read", "small", "--export", "pipe", "--", "true"], 2, "pipe"),
         (&["read", "small", "-d", "soft", "--export", "fd", "--", "true"], 2, "--device"),
-        (&["read", "small", "--map", "--send-to", "s"], 2, "--map"),
-        (&["read", "small", "--repeat", "2", "--send-to", "s"], 2, "--repeat"),
+        (&["read", "small", "--repeat", "2", "--export", "fd", "--", "true"], 2, "--repeat"),
         (&["read", "small", "--heap", "anonymous", "--export", "fd", "--", "true"], 1, "cannot be shared"),
-        (&["read", "small", "--send-to", "nobody"], 1, "cannot connect to nobody"),
     ] {
         let output = dmalane(&folder, args);
         let said = text(&output.stderr);
@@ -123,58 +115,6 @@ fn memory_of_the_kernels_dma_buf_heap_is_exported_as_what_it_is() {
     let read = ["read", "large", "--heap", "dma-heap", "--export", "fd", "--", "printenv", "DMALANE_KIND"];
     let output = dmalane(&folder, &read);
     assert_eq!(text(&output.stdout), "dma-buf\n", "{}", text(&output.stderr));
-}
-
-#[test]
-fn a_socket_gets_a_message_and_a_descriptor_for_each_file() {
-    let folder = folder("send-to");
-    let listener = UnixListener::bind(folder.join("socket")).unwrap();
-    let files = ["large", "small"];
-    let send = |more: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        command.arg("read").args(files).args(["--send-to", "socket", "--json"]).args(more).current_dir(&folder);
-        command.stdout(std::process::Stdio::piped()).spawn().unwrap()
-    };
-    for hashed in [true, false] {
-        let child = send(if hashed { &[] } else { &["--no-checksum"] });
-        let (socket, _) = listener.accept().unwrap();
-        let mut got = Vec::new();
-        for _ in files {
-            let (mut message, mut space) = ([0; 48], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))]);
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
-            let received = recvmsg(&socket, &mut [IoSliceMut::new(&mut message)], &mut control, flags).unwrap();
-            assert_eq!(received.bytes, 48);
-            let fds: Vec<_> = control
-                .drain()
-                .flat_map(|message| match message {
-                    RecvAncillaryMessage::ScmRights(fds) => fds.collect(),
-                    _ => Vec::new(),
-                })
-                .collect();
-            got.push((message, fds));
-        }
-        // The memory outlives the sender.
-        let output = child.wait_with_output().unwrap();
-        assert!(output.status.success());
-        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        for (i, (message, mut fds)) in got.into_iter().enumerate() {
-            let bytes = fs::read(folder.join(files[i])).unwrap();
-            let word = |at: usize| u32::from_le_bytes(message[at..at + 4].try_into().unwrap());
-            let long = |at: usize| u64::from_le_bytes(message[at..at + 8].try_into().unwrap());
-            assert_eq!(&message[..8], b"dmalane\0");
-            assert_eq!([8, 12, 16, 20].map(word), [1, 1, i as u32, 2], "version, kind, index, count");
-            assert_eq!((long(24), word(40), word(44)), (bytes.len() as u64, hashed.into(), 0));
-            let hash = if hashed { format!("{:016x}", long(32)) } else { String::new() };
-            assert_eq!(report["files"][i]["xxh3"].as_str().unwrap_or_default(), hash);
-            assert_eq!(fds.len(), 1);
-            let memory = File::from(fds.remove(0));
-            let mut there = vec![0; bytes.len()];
-            memory.read_exact_at(&mut there, 0).unwrap();
-            assert!(there == bytes, "{}", files[i]);
-            assert!(memory.metadata().unwrap().len().is_multiple_of(4096));
-        }
-    }
 }
 
 /// As the help has it: the memory is whole pages, the file is not.

@@ -85,34 +85,6 @@ fn a_gibibyte_is_loaded_over_both_spaces() {
 }
 
 #[test]
-fn vulkan_binds_what_a_trace_binds() {
-    let folder = tempfile::tempdir().unwrap();
-    let bind = |page: u64| {
-        let at = page << 14;
-        format!(r#"{{"op":"bind","va":{at},"bo":1,"offset":{at},"len":16384,"access":"rw"}}"#)
-    };
-    let header = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
-    let bo = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x1000000"}]}"#;
-    let lines: Vec<_> = [header.to_owned(), bo.to_owned()].into_iter().chain((0..101).map(bind)).collect();
-    std::fs::write(folder.path().join("trace.jsonl"), lines.join("\n")).unwrap();
-    let layers = Layers::new();
-    let mut command = layers.command(Path::new(DMALANE));
-    let output = command.args(["vm", "replay", "trace.jsonl", "-d", "vulkan:0", "--json"]).current_dir(folder.path());
-    let output = output.output().unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    if errors.contains("binds nothing") {
-        return println!("SKIPPED: the first GPU binds nothing");
-    }
-    if !output.status.success() && is_skip(&errors) {
-        return;
-    }
-    assert!(output.status.success(), "{errors}");
-    let json: Value = serde_json::from_str(&layers.check(&output)).unwrap();
-    assert_eq!(json["device"]["kind"], "sparse binding");
-    assert_eq!(json["device"]["times"]["batched"]["other_binds"]["operations"], 100);
-}
-
-#[test]
 fn only_a_machine_without_vulkan_skips_tests() {
     if std::env::var_os("DMALANE_NEED_GPU").is_none() {
         assert!(is_skip("cannot open vulkan:0: Vulkan found no driver (Mesa: apt install mesa-vulkan-drivers)"));

@@ -200,7 +200,7 @@ fn a_file_is_not_read_onto_itself() {
 }
 
 /// Arguments that may name a file, of commands with a device: a line where it is the device's memory, and its refusal.
-/// `m` is a manifest, and `t` a trace, each large enough for a device.
+/// `m` is a manifest that is large enough for a device.
 const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
     ("load", "files", "load m -d file:m --overwrite", "m is the memory of file:m"),
     ("load", "files", "load - -d file:m --overwrite < m", "stdin is the memory of file:m"),
@@ -215,9 +215,7 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
     ("read", "manifest", "read boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
     ("read", "trace", "read boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
     ("read", "report", "read boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
-    ("read", "send_to", "read boot.json --send-to m -d file:m --overwrite", "cannot be used with"),
     ("validate", "report", "validate --report m -d file:m --overwrite --force", "it is the input device memory"),
-    ("vm replay", "trace", "vm replay t -d file:t", "file:t binds nothing"),
 ];
 
 /// Arguments that name no file, though their types would let them, and commands without such arguments: why none can be
@@ -252,16 +250,12 @@ fn files_of_commands_with_devices(command: &clap::Command, name: &str, found: &m
 fn a_file_that_is_device_memory_is_no_input_and_no_output() {
     let mut place = Place::new("device-memory-apart");
     place.dmalane("manifest -q boot.json -o m", 0);
-    place.dmalane("load -q boot.json --record t", 0);
-    for name in ["m", "t"] {
-        let mut bytes = fs::read(place.at(name)).unwrap();
-        bytes.resize(4 << 20, b'\n');
-        fs::write(place.at(name), &bytes).unwrap();
-        place.precious.push((place.at(name), bytes));
-    }
-    // Good as what they are.
+    let mut bytes = fs::read(place.at("m")).unwrap();
+    bytes.resize(4 << 20, b'\n');
+    fs::write(place.at("m"), &bytes).unwrap();
+    place.precious.push((place.at("m"), bytes));
+    // Good as what it is.
     place.dmalane("verify boot.json --manifest m", 0);
-    place.dmalane("vm replay t", 0);
 
     let mut wanted = BTreeSet::new();
     files_of_commands_with_devices(&dmalane_cli::definition(), "", &mut wanted);

@@ -210,13 +210,14 @@ fn sweep(sizes: &str, count: usize, threads: &str) {
 
 #[test]
 fn validate_sweeps_all_memory_in_each_direction() {
-    sweep("4KiB,1MiB,MUL4", 5, "4");
+    sweep("4KiB,16KiB,64KiB,256KiB,1MiB", 5, "4");
 }
 
 #[test]
 #[ignore = "up to 64 MiB for each of 8 threads: scripts/nightly"]
 fn validate_sweeps_all_memory_in_each_direction_up_to_64_mib() {
-    sweep("4KiB,64MiB,MUL", 15, "8");
+    let sizes: Vec<_> = (0..15).map(|power| (4096u64 << power).to_string()).collect();
+    sweep(&sizes.join(","), 15, "8");
 }
 
 #[test]

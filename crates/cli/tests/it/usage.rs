@@ -75,19 +75,16 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m -d soft --overwrite", "--overwrite is for file"),
             ("m --overwrite", "--device"),
             ("m --verify", "--device"),
-            ("m --map -d soft", "cannot be used with"),
             ("m --range 5..5", "it is empty"),
             ("m --range 5", "write START..END"),
             ("m --range 1X..", "no such unit: X"),
             ("m --chunk 0", "not from 4KiB to 1GiB"),
             ("m --heap stack", "anonymous"),
-            ("m --heap dma-heap --node 0", "cannot be bound to a NUMA node"),
             ("m --pages 3m", "--pages"),
-            ("m --node -1", "invalid value '-1' for '--node <N>'"),
             ("m --manifest x --range 0..1", "cannot be used with"),
             ("m --export fd", "COMMAND"),
             ("m --export memfd -- true", "memfd"),
-            ("m --send-to s --repeat 2", "cannot be used with"),
+            ("m --export fd --repeat 2 -- true", "cannot be used with"),
             // Not with the advice to put it behind `--`, where the command of --export is.
             ("m --dry-run", "unexpected argument '--dry-run' found\n\nUsage: "),
             ("m --trace t --report t", "--trace and --report both write t"),
@@ -104,8 +101,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("-j 0", "not a whole number from 1 to 64"),
             ("--buffer-size 5000", "not a multiple of 4KiB"),
             ("--buffer-size 2GiB", "not from 4KiB to 1GiB"),
-            ("--buffer-size 4KiB,8KiB", "FIRST,LAST,MUL"),
-            ("--buffer-size 4KiB,1M,MUL", "could mean MB"),
+            ("--buffer-size 4KiB,1M", "could mean MB"),
             ("-d soft,ring=3", "not a power of two from 2 to 65536"),
             ("-d slash:0,ring=16", "not a number from 0 to 15"),
             ("--mm-channel 9", "--mm-channel"),
@@ -156,15 +152,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("formats m", "m"),
         ],
     ),
-    (
-        "vm",
-        &[
-            ("replay", "<TRACE>"),
-            ("replay t -f nothing", "nothing"),
-            ("replay t --granule 1", "--granule"),
-            ("replay t -d gpu0", "`dmalane devices`"),
-        ],
-    ),
+    ("vm", &[("replay", "<TRACE>"), ("replay t -f nothing", "nothing"), ("replay t --granule 1", "--granule")]),
     ("completions", &[("", "<SHELL>"), ("command.com", "bash")]),
 ];
 
@@ -186,7 +174,6 @@ const FAILS: &[&str] = &[
     "read folder",
     "read m --range 1GiB..",
     "read m -d file:missing",
-    "read m --send-to missing",
     "read m --trace missing/t",
     "inspect missing",
     "inspect folder",
@@ -337,7 +324,7 @@ fn wrong_usage_is_2_and_everything_else_is_1() {
 #[test]
 fn errors_are_as_wide_as_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
-    for line in ["load --chunk x", "load m -d gpu0", "validate --buffer-size 4KiB,8KiB", "load"] {
+    for line in ["load --chunk x", "load m -d gpu0", "validate --buffer-size 4KiB,8K", "load"] {
         std::fs::write(folder.path().join("m"), "x").unwrap();
         let shell = format!("stty rows 24 cols 60; {} {line}", env!("CARGO_BIN_EXE_dmalane"));
         let mut command = Command::new("script");

@@ -236,54 +236,12 @@ fn a_load_that_fails_records_nothing() {
     assert_eq!((status, place.path("binds.jsonl").exists()), (1, false));
     for to in [".", "missing/x", "/dev/null"] {
         let (status, stdout, stderr) = place.run(&format!("load --sample 4KiB --record {to}"));
-        assert!(status == 1 && stdout.is_empty() && stderr.contains("cannot record"), "{stderr}");
+        assert!(status == 1 && stdout.is_empty() && stderr.contains("cannot write "), "{stderr}");
     }
-}
-
-/// A trace of pages of 16 KiB that are bound and unbound one by one, with some lines of other kinds.
-fn pages(count: u64) -> Place {
-    let mut lines = vec![HEADER.to_owned(), BO.to_owned()];
-    let bo = format!(r#"{{"op":"bo","id":7,"segments":[{{"pa":0,"len":{}}}]}}"#, count << 14);
-    lines.push(bo);
-    for page in 0..count {
-        let (va, offset) = ((page + 1) << 14, (count - 1 - page) << 14);
-        lines.push(format!(r#"{{"op":"bind","va":{va},"bo":7,"offset":{offset},"len":16384,"access":"rw"}}"#));
-    }
-    lines.push(r#"{"op":"destroy","id":7}"#.to_owned());
-    lines.push(r#"{"op":"null","va":"0x40000000","len":16384}"#.to_owned());
-    lines.push(r#"{"op":"bind","va":"0x7000000000","bo":1,"offset":0,"len":"0x40000","access":"r"}"#.to_owned());
-    lines.push(r#"{"op":"batch","ops":[{"op":"prefetch","va":16384,"len":16384}]}"#.to_owned());
-    (0..count).for_each(|page| {
-        lines.push(format!(r#"{{"op":"unbind","va":{},"len":16384}}"#, (page + 1) << 14));
-    });
-    lines.push(r#"{"op":"unbind","va":0,"len":"0x8000000000"}"#.to_owned());
-    Place::with(&lines.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
 #[test]
-fn refused_operations_are_in_no_way_of_a_replay_on_a_device() {
-    let beyond = BIND.replace("0xc000", "0xc00000");
-    let unbind = r#"{"op":"unbind","va":0,"len":"0x8000000000"}"#;
-    let place = Place::with(&[HEADER, BO, BIND, BIND, &beyond, BIND, &beyond, unbind]);
-    let (status, json) = place.json("vm replay trace.jsonl -d soft");
-    assert_eq!((status, &json["device"]["refused"]), (1, &2.into()));
-    for way in ["one_by_one", "waited", "batched", "tables_one_by_one", "tables_batched"] {
-        let counts = ["first_bind", "other_binds", "unbinds"]
-            .map(|class| json["device"]["times"][way][class]["operations"].as_u64());
-        assert_eq!(counts, [1, 2, 1].map(Some), "{way}");
-    }
-    // What the tables refuse, and the device does not, is in none of the ways of the tables.
-    let header = HEADER.replace(r#""null_page""#, r#""range":{"va":0,"len":"0x4000000"},"null_page""#);
-    let [near, far] = ["0x100000", "0x40000000"].map(|va| BIND.replace("0x8000", va));
-    let (status, json) = Place::with(&[&header, BO, BIND, &near, &far]).json("vm replay trace.jsonl -d soft");
-    let times = &json["device"]["times"];
-    let others = ["batched", "tables_one_by_one", "tables_batched"].map(|way| &times[way]["other_binds"]["operations"]);
-    assert_eq!((status, others), (0, [&2.into(), &1.into(), &1.into()]));
-}
-
-/// A line that is refused for what earlier lines say is refused on page tables and on a device alike.
-#[test]
-fn tables_and_devices_refuse_the_same_lines() {
+fn lines_are_refused_for_what_earlier_lines_say() {
     let destroy = r#"{"op":"destroy","id":1}"#;
     let unfinished = BO.replace("]}", r#"],"more":true}"#);
     for (lines, line, says) in [
@@ -306,60 +264,6 @@ fn tables_and_devices_refuse_the_same_lines() {
         let refused: Vec<_> = text.lines().filter(|text| text.starts_with("line ") && !text.ends_with(" ok")).collect();
         assert!(status == 1 && stderr.contains(&format!("the first in line {line}")), "{line}: {stderr}");
         assert!(refused.len() == 1 && refused[0].contains(says), "{says}: {text}");
-        let (status, _, stderr) = place.run("vm replay trace.jsonl -d soft");
-        assert!(status == 1 && stderr.contains(&format!("line {line}: {says}")), "{says}: {stderr}");
-    }
-}
-
-#[test]
-fn a_replay_in_the_address_space_of_a_device() {
-    let place = pages(100);
-    let (status, json) = place.json("vm replay trace.jsonl -d soft --batch 64");
-    let device = &json["device"];
-    assert_eq!((status, &json["format"], &device["kind"]), (0, &"agx-uat".into(), &"x86-64-4level".into()));
-    assert_eq!((&device["page_bytes"], &device["scale"], &device["batch"]), (&4096.into(), &1.into(), &64.into()));
-    // Both buffers; the range near 0 and the one far away; the last line covers both.
-    assert_eq!((&device["bos"], &device["ranges"], &device["skipped"]), (&2.into(), &2.into(), &1.into()));
-    assert_eq!((&device["operations"], &device["refused"]), (&(100 + 1 + 1 + 100 + 2).into(), &0.into()));
-    assert_eq!(device["bytes"], (100u64 << 14) + (256 << 10));
-    // The first bind, 64 and 36 others, a prefetch, 64 and 38 unbinds.
-    assert_eq!(device["batches"], 6);
-    for way in ["one_by_one", "waited", "batched", "tables_one_by_one", "tables_batched"] {
-        let times = &device["times"][way];
-        let counts =
-            ["first_bind", "other_binds", "unbinds", "others"].map(|class| times[class]["operations"].as_u64());
-        let unbinds = if way.starts_with("tables") { 101 } else { 102 };
-        assert_eq!(counts, [1, 100, unbinds, 1].map(Some), "{way}");
-        assert!(times["other_binds"]["ns"].as_u64().unwrap() > 0);
-    }
-    let (status, text, _) = place.run("vm replay trace.jsonl -d soft --times");
-    assert!(status == 0 && text.contains("one by one, each waited for"), "{text}");
-    assert!(text.contains("refused, 1 skipped; on the device 101 binds and 102 unbinds\n"), "{text}");
-    // As many as without a device, lines of `bo` included.
-    let (_, alone, _) = place.run("vm replay trace.jsonl --times");
-    let operations = |text: &str| {
-        let line = text.lines().find(|line| line.contains(" operations, ")).unwrap_or_else(|| panic!("{text}"));
-        line.split(',').next().unwrap().to_owned()
-    };
-    assert_eq!(operations(&text), operations(&alone));
-
-    for (lines, line, says) in [
-        (&[HEADER, BO, BIND][..], "-d ram:64MiB", "binds nothing: its addresses are those of its memory"),
-        (&[HEADER, BO], "-d soft", "the trace binds nothing"),
-        (&[HEADER, BIND], "-d soft", "line 2: there is no buffer object 1"),
-        (&[HEADER, BO, "x"], "-d soft", "line 3: not an object"),
-        (
-            &[HEADER, BO, &BIND.replace("0xc000", "0xc00000")],
-            "-d soft",
-            "1 of 2 operations refused, the first in line 3",
-        ),
-        (&[HEADER, &BO.replace("0x40000", "0x4000000000000"), BIND], "-d soft", "no memory for the trace's buffers"),
-        (&[HEADER, BO, BIND], "-d floppy", "floppy"),
-        (&[HEADER, BO, BIND], "--batch 3", "--device"),
-    ] {
-        let output = Place::with(lines).command(&format!("vm replay trace.jsonl {line}")).output().unwrap();
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && stderr.contains(says), "{line}: {stderr}");
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use dmalane::addr::{DeviceVa, Span};
 use dmalane::iopt::FormatId;
 use dmalane::load::{Placement, write_sample};
-use dmalane::vm::trace::{Lines, Recorder, Replay, Requests, TraceHeader};
+use dmalane::vm::trace::{Lines, Recorder, Replay, TraceHeader};
 use dmalane::vm::{AnyVm, Mapped};
 use dmalane::{FileOptions, open_file};
 
@@ -49,8 +49,8 @@ fn a_recorded_load_replays_to_the_same_mapping() {
         let mut lines = Lines::new(text.as_slice());
         let header = TraceHeader::read(&mut lines).unwrap();
         let mut replay = Replay::new(header.vm(FormatId::x86_64_4level).unwrap());
-        for asked in Requests::default().of(lines) {
-            assert_eq!(replay.apply(asked.unwrap().1).name(), "ok");
+        for outcome in replay.lines(lines) {
+            assert_eq!(outcome.unwrap().1.name(), "ok");
         }
         let card = mapping(device.address_space().vm().unwrap());
         assert!(!card.is_empty());

@@ -1,12 +1,12 @@
 //! Traces of what was bound in device virtual memory: recorded, and replayed into a VM.
 //!
 //! A trace is text, one JSON object a line; `docs/formats/vm-trace.md` says which. Nothing in it is trusted. [`Lines`]
-//! reads it without holding more than a line, [`Requests`] says what each line asks for, [`Replay`] does it in a VM,
-//! and [`Recorder`] writes what was asked of a VM.
+//! reads it without holding more than a line, [`Replay`] does in a VM what each line asks for, and [`Recorder`] writes
+//! what was asked of a VM.
 //!
 //! ```
 //! use dmalane_iopt::FormatId;
-//! use dmalane_vm::trace::{Lines, Replay, Requests, TraceHeader};
+//! use dmalane_vm::trace::{Lines, Replay, TraceHeader};
 //!
 //! let text = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat"}
 //! {"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x10000"}]}
@@ -16,11 +16,8 @@
 //! let mut lines = Lines::new(text.as_bytes());
 //! let header = TraceHeader::read(&mut lines)?;
 //! let mut replay = Replay::new(header.vm(FormatId::agx_uat)?);
-//! let mut results = Vec::new();
-//! for asked in Requests::default().of(lines) {
-//!     let (_line, asked) = asked?;
-//!     results.push(replay.apply(asked).name());
-//! }
+//! let outcomes = replay.lines(lines).collect::<Result<Vec<_>, _>>()?;
+//! let results: Vec<_> = outcomes.iter().map(|(_line, outcome)| outcome.name()).collect();
 //! assert_eq!(results, ["ok", "ok", "beyond_bo"]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -35,14 +32,13 @@ mod operation;
 mod plain;
 mod record;
 mod replay;
-mod requests;
 
 pub use error::{TraceError, TraceRefusal};
 pub use header::{FORMAT, TraceHeader};
 pub use limits::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
 pub use lines::{Line, Lines};
+pub use number::Number;
 pub use operation::TraceOperation;
 pub use plain::plain_json;
 pub use record::Recorder;
 pub use replay::{Done, Outcome, Replay, Timed, Times};
-pub use requests::{Ask, Asked, RefusedLine, Requests};

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::prelude::v1::*;
+use std::str::FromStr;
 
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -9,11 +10,33 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// A whole number up to 64 bits. Written as `"0x1000"`, since not every reader keeps all digits of a number above 2^53;
 /// read from that, `"4096"` or `4096`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Number(pub(crate) u64);
+pub struct Number(pub u64);
+
+impl fmt::Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl FromStr for Number {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, &'static str> {
+        let (digits, radix) = match text.strip_prefix("0x") {
+            Some(digits) => (digits, 16),
+            None => (text, 10),
+        };
+        // from_str_radix would take a sign.
+        if digits.is_empty() || !digits.chars().all(|c| c.is_digit(radix)) {
+            return Err("not a number; write for example 0x80000000 or 4096");
+        }
+        u64::from_str_radix(digits, radix).map(Self).map_err(|_| "more than 64 bits")
+    }
+}
 
 impl Serialize for Number {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        s.collect_str(&format_args!("{:#x}", self.0))
+        s.collect_str(self)
     }
 }
 
@@ -35,16 +58,7 @@ impl<'de> Deserialize<'de> for Number {
                 Ok(Number(value))
             }
             fn visit_str<E: Error>(self, text: &str) -> Result<Number, E> {
-                let (digits, radix) = match text.strip_prefix("0x") {
-                    Some(digits) => (digits, 16),
-                    None => (text, 10),
-                };
-                // from_str_radix would take a sign.
-                let number = digits.bytes().all(|b| b.is_ascii_hexdigit()).then(|| u64::from_str_radix(digits, radix));
-                match number {
-                    Some(Ok(number)) => Ok(Number(number)),
-                    _ => Err(E::invalid_value(serde::de::Unexpected::Str(text), &self)),
-                }
+                text.parse().map_err(|_| E::invalid_value(serde::de::Unexpected::Str(text), &self))
             }
         }
         d.deserialize_any(Read)

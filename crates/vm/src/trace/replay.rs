@@ -1,16 +1,24 @@
 //! The requests of a trace, applied to a VM.
 
+use std::io::{self, BufRead};
 use std::prelude::v1::*;
 use std::time::{Duration, Instant};
 
-use super::{Ask, Asked, RefusedLine, TraceRefusal};
+use dmalane_addr::{DeviceVa, Span};
+
+use super::buffers::Buffers;
+use super::{Line, Lines, TraceOperation, TraceRefusal};
 use crate::{AnyVm, BindRequest, Committed, Error, PlanError};
 
 /// A VM that does what the lines of a trace ask for.
 pub struct Replay {
     vm: Box<dyn AnyVm + Send>,
+    bos: Buffers,
     times: Times,
 }
+
+/// Why an operation is refused, and which one of a batch, from 0.
+type Refused = (Option<usize>, TraceRefusal);
 
 /// Time of the operations that were not refused: plan and commit; not reading the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -34,41 +42,22 @@ pub struct Timed {
     pub took: Duration,
 }
 
-/// Which of the [`Times`] counts an operation.
-#[derive(Clone, Copy, PartialEq)]
-enum Class {
-    Binds,
-    Unbinds,
-    Others,
+/// Where the time of requests counts.
+fn timed(requests: &[BindRequest]) -> fn(&mut Times) -> &mut Timed {
+    use BindRequest::{Bind, Null, Repeat, Unbind, UnbindBo};
+    if requests.iter().all(|r| matches!(r, Bind { .. } | Repeat { .. } | Null { .. })) {
+        |times| if times.first_bind.operations == 0 { &mut times.first_bind } else { &mut times.other_binds }
+    } else if requests.iter().all(|r| matches!(r, Unbind(_) | UnbindBo(_))) {
+        |times| &mut times.unbinds
+    } else {
+        |times| &mut times.others
+    }
 }
 
-impl Times {
-    fn class(ask: &Ask) -> (Class, usize) {
-        let each = match ask {
-            Ask::Batch { requests, .. } => requests,
-            Ask::Single(single) => std::slice::from_ref(single),
-            Ask::Nothing | Ask::Merge(_) => return (Class::Others, 1),
-        };
-        use BindRequest::{Bind, Null, Repeat, Unbind, UnbindBo};
-        let class = if each.iter().all(|r| matches!(r, Bind { .. } | Repeat { .. } | Null { .. })) {
-            Class::Binds
-        } else if each.iter().all(|r| matches!(r, Unbind(_) | UnbindBo(_))) {
-            Class::Unbinds
-        } else {
-            Class::Others
-        };
-        (class, each.len())
-    }
-
-    fn add(&mut self, (class, operations): (Class, usize), took: Duration) {
-        let timed = match class {
-            Class::Binds if self.first_bind.operations == 0 => &mut self.first_bind,
-            Class::Binds => &mut self.other_binds,
-            Class::Unbinds => &mut self.unbinds,
-            Class::Others => &mut self.others,
-        };
-        timed.operations += operations as u64;
-        timed.took += took;
+impl Timed {
+    fn add(&mut self, operations: usize, took: Duration) {
+        self.operations += operations as u64;
+        self.took += took;
     }
 }
 
@@ -100,7 +89,7 @@ pub struct Done {
 impl Replay {
     /// Replays into this VM.
     pub fn new(vm: Box<dyn AnyVm + Send>) -> Self {
-        Self { vm, times: Times::default() }
+        Self { vm, bos: Buffers::default(), times: Times::default() }
     }
 
     /// The VM.
@@ -113,53 +102,136 @@ impl Replay {
         &self.times
     }
 
-    /// Does what a line asks for.
-    pub fn apply(&mut self, asked: Asked) -> Outcome {
-        let start = Instant::now();
-        let Asked { op, what } = asked;
-        let class = what.as_ref().ok().map(Times::class);
-        let (index, result) = match what.map_err(|refused| self.first_fault(refused)).and_then(|ask| self.run(ask)) {
-            Ok(done) => {
-                if let Some(class) = class {
-                    self.times.add(class, start.elapsed());
+    /// Does what each line asks for, and gives its number and the result; blank lines are left out.
+    ///
+    /// An error of reading ends it.
+    pub fn lines<R: BufRead>(&mut self, mut lines: Lines<R>) -> impl Iterator<Item = io::Result<(u64, Outcome)>> {
+        let mut ended = false;
+        core::iter::from_fn(move || {
+            while !ended {
+                match lines.next() {
+                    Ok(Some(line)) => {
+                        if let Some(outcome) = self.step(line) {
+                            return Some(Ok((lines.number(), outcome)));
+                        }
+                    }
+                    Ok(None) => ended = true,
+                    Err(e) => {
+                        ended = true;
+                        return Some(Err(e));
+                    }
                 }
-                (None, Ok(done))
             }
-            Err((index, refusal)) => (index, Err(refusal)),
-        };
-        Outcome { op, result, index }
+            None
+        })
     }
 
-    fn run(&mut self, ask: Ask) -> Result<Done, (Option<usize>, TraceRefusal)> {
-        match ask {
-            Ask::Nothing => Ok(Done::default()),
-            Ask::Merge(span) => {
-                let merged = self.vm.merge(span, &mut |_| ());
-                merged.map(|_| Done::default()).map_err(|error| (None, error.into()))
-            }
-            Ask::Single(request) => self.commit(vec![request], false).map_err(|(_, refusal)| (None, refusal)),
-            Ask::Batch { requests, reserved } => self.commit(requests, reserved),
+    /// Does what a line asks for; `None` for one that is blank.
+    pub fn step(&mut self, line: Line<'_>) -> Option<Outcome> {
+        if matches!(line, Line::Bytes(bytes) if bytes.trim_ascii().is_empty()) {
+            return None;
         }
+        Some(match TraceOperation::parse(line) {
+            Ok(operation) => self.apply(&operation),
+            Err((index, refusal)) => Outcome { op: None, result: Err(refusal), index },
+        })
+    }
+
+    /// Does what an operation asks for.
+    pub fn apply(&mut self, operation: &TraceOperation) -> Outcome {
+        let (index, result) = match self.run(operation) {
+            Ok(done) => (None, Ok(done)),
+            Err((index, refusal)) => (index, Err(refusal)),
+        };
+        Outcome { op: Some(operation.name()), result, index }
+    }
+
+    fn run(&mut self, operation: &TraceOperation) -> Result<Done, Refused> {
+        let whole = |refusal| (None, refusal);
+        let start = Instant::now();
+        match operation {
+            TraceOperation::Bo { id, segments, more } => self.bos.add(*id, segments, *more).map_err(whole)?,
+            TraceOperation::Destroy { id } => self.bos.destroy(*id).map_err(whole)?,
+            TraceOperation::Merge { va, len } => {
+                let span = span(*va, *len).map_err(whole)?;
+                self.vm.merge(span, &mut |_| ()).map_err(|error| whole(error.into()))?;
+            }
+            TraceOperation::Batch(operations) | TraceOperation::Reserved(operations) => {
+                let reserved = matches!(operation, TraceOperation::Reserved(_));
+                let mut requests = Vec::with_capacity(operations.len());
+                for (i, operation) in operations.iter().enumerate() {
+                    match self.request(operation) {
+                        Ok(request) => requests.push(request),
+                        Err(refusal) => return Err(self.first_fault(requests, reserved, (Some(i), refusal))),
+                    }
+                }
+                return self.commit(requests, reserved);
+            }
+            single => {
+                let request = self.request(single).map_err(whole)?;
+                return self.commit(vec![request], false).map_err(|(_, refusal)| whole(refusal));
+            }
+        }
+        self.times.others.add(1, start.elapsed());
+        Ok(Done::default())
+    }
+
+    fn request(&self, operation: &TraceOperation) -> Result<BindRequest, TraceRefusal> {
+        let find = |bo: u64| self.bos.get(bo).cloned();
+        let request = match *operation {
+            TraceOperation::Bind { va, bo, offset, len, access } => {
+                BindRequest::Bind { va, bo: find(bo)?, offset, len, access }
+            }
+            TraceOperation::Repeat { va, bo, offset, page, len, access } => {
+                BindRequest::Repeat { va, bo: find(bo)?, offset, page, len, access }
+            }
+            TraceOperation::Null { va, len } => BindRequest::Null { va, len },
+            TraceOperation::Unbind { va, len } => BindRequest::Unbind(span(va, len)?),
+            TraceOperation::UnbindBo { bo } => BindRequest::UnbindBo(find(bo)?),
+            TraceOperation::Prefetch { va, len } => BindRequest::Prefetch(span(va, len)?),
+            TraceOperation::Bo { .. }
+            | TraceOperation::Destroy { .. }
+            | TraceOperation::Merge { .. }
+            | TraceOperation::Batch(_)
+            | TraceOperation::Reserved(_) => {
+                return Err(TraceRefusal::NotInBatch { op: operation.name() });
+            }
+        };
+        if let BindRequest::Bind { va, len, .. } | BindRequest::Repeat { va, len, .. } | BindRequest::Null { va, len } =
+            request
+        {
+            span(va, len)?;
+        }
+        Ok(request)
     }
 
     /// The first request that the VM refuses, in front of one that is wrong in itself; else that one.
-    fn first_fault(&mut self, refused: RefusedLine) -> (Option<usize>, TraceRefusal) {
-        let RefusedLine { refusal, index, before: (requests, reserved) } = refused;
+    fn first_fault(&mut self, requests: Vec<BindRequest>, reserved: bool, refused: Refused) -> Refused {
         match self.vm.check(requests, reserved) {
             // Memory that is missing is missing for all, of which one is wrong anyway.
             Err(PlanError { index, error }) if !is_of_all(&error) => (Some(index), error.into()),
-            _ => (index, refusal),
+            _ => refused,
         }
     }
 
-    fn commit(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Done, (Option<usize>, TraceRefusal)> {
+    fn commit(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Done, Refused> {
+        let (timed, operations, start) = (timed(&requests), requests.len(), Instant::now());
         let committed = self.vm.apply(requests, reserved);
         let committed =
             committed.map_err(|PlanError { index, error }| ((!is_of_all(&error)).then_some(index), error.into()))?;
         let done = Done { unmapped_bytes: Committed::unmapped_bytes(&committed) };
         // No device walks these tables.
         self.vm.invalidated(committed);
+        timed(&mut self.times).add(operations, start.elapsed());
         Ok(done)
+    }
+}
+
+fn span(va: DeviceVa, len: u64) -> Result<Span<DeviceVa>, TraceRefusal> {
+    match Span::new(va, len) {
+        Some(span) => Ok(span),
+        None if len == 0 => Err(Error::Empty { va }.into()),
+        None => Err(Error::Wraps { va, len }.into()),
     }
 }
 

@@ -7,33 +7,12 @@ use std::sync::Arc;
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, FormatId, HeapTables};
 use dmalane_vm::trace::{
-    Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Outcome, Recorder, Requests, TraceHeader, TraceOperation, TraceRefusal,
+    Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Recorder, Replay, TraceHeader, TraceOperation, TraceRefusal,
 };
 use dmalane_vm::{AnyVm, BindRequest, Bo, Mapped, MappedSource, Vm};
 use proptest::prelude::*;
 
 const PAGE: u64 = 16 << 10;
-
-/// A replay, line by line.
-struct Replay {
-    requests: Requests,
-    replay: dmalane_vm::trace::Replay,
-}
-
-impl Replay {
-    fn new(vm: Box<dyn AnyVm + Send>) -> Self {
-        Self { requests: Requests::default(), replay: dmalane_vm::trace::Replay::new(vm) }
-    }
-    fn vm(&self) -> &dyn AnyVm {
-        self.replay.vm()
-    }
-    fn step(&mut self, line: Line<'_>) -> Option<Outcome> {
-        Some(self.replay.apply(self.requests.line(line)?))
-    }
-    fn apply(&mut self, operation: &TraceOperation) -> Outcome {
-        self.replay.apply(self.requests.operation(operation))
-    }
-}
 
 fn replay() -> Replay {
     let range = Span::new(DeviceVa::new(PAGE), (1 << 39) - PAGE);

@@ -7,7 +7,6 @@ mod system;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use dmalane_cli::completion_examples;
 use dmalane_cli::program::{self, Completions, Man};
 
 const EXAMPLES: &str = "\
@@ -45,7 +44,6 @@ struct Dmalaned {
 #[derive(Subcommand)]
 enum Command {
     Status(status::Status),
-    #[command(after_help = completion_examples!("dmalaned"))]
     Completions(Completions),
     #[command(hide = true)]
     Man(Man),

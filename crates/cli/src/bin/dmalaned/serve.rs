@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEvent};
+use dmalane::dma::memory_limit;
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::plain;
 use dmalane_cli::number::within;
@@ -119,7 +120,7 @@ impl Serve {
         let alone = (inherited.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
         let memory = self.memory.map(Size::bytes).or_else(|| {
             // The daemon itself takes 64 MiB; in a small group, half of the limit.
-            system::memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
+            memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
         });
         let descriptors = system::raise_file_limit();
         let (subordinates, dropped) = Config::system_subordinates();

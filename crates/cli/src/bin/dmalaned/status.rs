@@ -9,7 +9,7 @@ use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::{Table, fit};
-use dmalane_cli::number::within;
+use dmalane_cli::number::{seconds, within};
 use dmalane_cli::output;
 use dmalane_cli::size::binary;
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ pub struct Status {
     json: bool,
 
     /// Show it again every second, or as often as said, until it is interrupted or nobody reads it
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds(0.1))]
     watch: Option<Duration>,
 }
 
@@ -51,11 +51,7 @@ impl Status {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Some(every) = self.watch else {
             let status = self.ask()?;
-            match self.json {
-                true => output::print_json(&json(&self.socket, &status))?,
-                false => output::print_text(&text(&status))?,
-            }
-            return Ok(ExitCode::SUCCESS);
+            return output::tell(self.json, || json(&self.socket, &status), || text(&status));
         };
         loop {
             let status = self.ask()?;
@@ -81,13 +77,6 @@ impl Status {
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
         Ok(status)
-    }
-}
-
-fn seconds(text: &str) -> Result<Duration, &'static str> {
-    match text.parse() {
-        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("not a number of seconds from 0.1 to 3600"),
     }
 }
 

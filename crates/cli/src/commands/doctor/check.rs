@@ -31,10 +31,9 @@ pub(super) struct Check {
 }
 
 /// The change that a fix makes, by a part of its command. Other commands change nothing and show what is wrong.
-const CHANGES: [(&str, &str); 15] = [
+const CHANGES: [(&str, &str); 14] = [
     ("/nr_hugepages", "keeps so many pages for programs that ask for huge pages, until the machine restarts"),
     ("tee /sys/kernel/mm/transparent_hugepage/", "the setting of all programs, until the machine restarts"),
-    ("/sys/fs/cgroup/", "the limit of this control group, until it is removed"),
     ("tee /sys/bus/pci/rescan", "finds devices that were added since the start"),
     ("tee /etc/default/grub.d/", "a file of the boot loader, for good"),
     ("grubby ", "the command line of all kernels, for good"),

@@ -1,11 +1,9 @@
 //! Checks of what other devices and other programs need.
 
-use dmalane::{pci, vfio};
+use dmalane::vfio;
 
 use super::check::{Check, Subject};
-use super::host;
 use crate::probe::{NodeState, Probe};
-use crate::size::binary;
 
 /// Names that are listed; the rest is only counted.
 const SHOWN: usize = 8;
@@ -136,64 +134,6 @@ fn switch_iommu_on(probe: &Probe) -> String {
     }
 }
 
-/// The page sizes of a BAR that vfio-pci maps, as far as the kernel's configuration and version tell. Large pages
-/// came with Linux 6.12 (commit f9e54c3a2f5b, "vfio/pci: implement huge_fault support") and the options that say for
-/// which sizes the architecture has them; type 1 maps by them since 6.15.
-pub fn bar_pages(probe: &Probe) -> Check {
-    const HUGE: (u64, u64) = (6, 12);
-    const BY_PAGES: (u64, u64) = (6, 15);
-    let subject = Subject::for_real_devices(
-        "bar_pages",
-        "the larger the pages of a mapped BAR, the faster type 1 maps it for DMA",
-    );
-    let base = rustix::param::page_size() as u64;
-    let Some((version, release)) = host::version(probe).zip(probe.text("/proc/sys/kernel/osrelease")) else {
-        return subject.note("unknown: so is the kernel's version");
-    };
-    let path = format!("/boot/config-{release}");
-    let Some(config) = probe.text(&path) else {
-        return subject.note(match version < HUGE {
-            true => {
-                format!("{}: Linux has larger ones since 6.12, unless this kernel's vendor added them", binary(base))
-            }
-            false => format!("unknown: no {path}, which says whether the kernel has large ones"),
-        });
-    };
-    let has = |option: &str| config.lines().any(|line| line.strip_prefix(option) == Some("=y"));
-    // A table has as many entries as fit into a page.
-    let large = probe.number("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").unwrap_or(base / 8 * base);
-    let sizes = [
-        (true, base),
-        (has("CONFIG_ARCH_SUPPORTS_PMD_PFNMAP"), large),
-        (has("CONFIG_ARCH_SUPPORTS_PUD_PFNMAP"), large.saturating_mul(base / 8)),
-    ];
-    let sizes: Vec<_> = sizes.iter().filter(|(has, _)| *has).map(|(_, size)| binary(*size)).collect();
-    let mut found = format!("{} (ARCH_SUPPORTS_*_PFNMAP in {path})", sizes.join(", "));
-    if sizes.len() > 1 && version < BY_PAGES {
-        found += &format!("; type 1 maps by {} all the same (by larger ones since Linux 6.15)", binary(base));
-    }
-    if has("CONFIG_VFIO_PCI_DMABUF") {
-        found += "; iommufd maps BARs as dma-bufs, whatever their pages";
-    }
-    if sizes.len() > 1 { subject.ok(found) } else { subject.note(found) }
-}
-
-pub fn gpus(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices("gpus", "devices for -d vulkan:N and -d cuda:N");
-    let mut found: Vec<_> = pci::devices(&probe.place("/"))
-        .into_iter()
-        .filter(|d| d.computes())
-        .map(|d| format!("{} ({}, driver {})", d.bdf, d.id, d.driver.as_deref().unwrap_or("none")))
-        .collect();
-    let nodes = |dir: &str, prefix: &str| {
-        let names = probe.names(dir).into_iter().filter(|n| n.starts_with(prefix));
-        names.map(|n| format!("{dir}/{n}")).collect::<Vec<_>>()
-    };
-    found.extend(nodes("/dev", "nvidia"));
-    found.extend(nodes("/dev/dri", "renderD"));
-    if found.is_empty() { subject.note("none") } else { subject.ok(list(&found)) }
-}
-
 /// The GPUs that `-d vulkan:N` opens; drivers belong to the machine that runs.
 pub fn vulkan(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices("vulkan", "GPUs of every vendor as devices: -d vulkan:NUMBER");
@@ -205,23 +145,8 @@ pub fn vulkan(probe: &Probe) -> Check {
         Err(e) => return subject.missing(e.to_string(), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
     };
     let about = |gpu: &dmalane::vulkan::GpuInfo| {
-        let missing = [
-            (gpu.missing().is_some(), gpu.missing().unwrap_or_default()),
-            (
-                gpu.host_import.is_none(),
-                "no host import (VK_EXT_external_memory_host), so buffers are the driver's: a newer driver has it",
-            ),
-            (
-                !gpu.device_address,
-                "no addresses for shaders (bufferDeviceAddress), so copies verify loads: a newer driver has them",
-            ),
-            (
-                gpu.sparse.is_none(),
-                "no sparse binding, so buffers are contiguous: a newer driver may have it (lavapipe: Mesa 24.2)",
-            ),
-        ];
-        let missing = missing.iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| format!(": {what}"));
-        format!("vulkan:{} {gpu}{}", gpu.index, missing.collect::<String>())
+        let missing = gpu.missing().map_or(String::new(), |what| format!(": {what}"));
+        format!("vulkan:{} {gpu}{missing}", gpu.index)
     };
     let found = list(&gpus.iter().map(about).collect::<Vec<_>>());
     match gpus.iter().any(|gpu| gpu.missing().is_none()) {
@@ -243,15 +168,7 @@ pub fn cuda(probe: &Probe) -> Check {
             return subject.missing(e.to_string(), fix);
         }
     };
-    let missing = |gpu: &dmalane::cuda::Gpu| {
-        let missing = [
-            (gpu.host_register, "no cuMemHostRegister, so the driver copies host memory"),
-            (gpu.virtual_memory, "no virtual memory, so buffers lie in one allocation"),
-            (gpu.dma_buf, "no dma-buf export (it needs NVIDIA's open kernel modules)"),
-        ];
-        missing.iter().filter(|(has, _)| !has).map(|(_, what)| format!(": {what}")).collect::<String>()
-    };
-    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({}){}", gpu.number, gpu.name, gpu.uuid, missing(gpu));
+    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({})", gpu.number, gpu.name, gpu.uuid);
     subject.ok(list(&gpus.iter().map(about).collect::<Vec<_>>()))
 }
 

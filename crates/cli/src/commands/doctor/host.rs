@@ -1,19 +1,14 @@
 //! Checks of the kernel, its memory and its limits.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-
+use dmalane::dma::{Room, room_at};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::check::{Check, Subject};
-use crate::device::CHUNK;
-use crate::layout::shell_words;
 use crate::probe::{CAP_IPC_LOCK, Probe};
 use crate::size::binary;
 
 /// Host buffers of a load with the default `--chunk`.
-pub const HOST_BUFFERS: u64 = 4 * CHUNK.bytes();
+pub const HOST_BUFFERS: u64 = 4 * (16 << 20);
 /// Host buffers, and as much again for a small file on the card.
 const LEAST_MEMORY: u64 = 2 * HOST_BUFFERS;
 /// statx tells the alignment that direct I/O needs.
@@ -38,74 +33,16 @@ pub fn kernel(probe: &Probe) -> Check {
     }
 }
 
-pub fn cores(probe: &Probe) -> Check {
-    let subject = Subject::useful("cores", "one is enough; -d soft,workers=each gives the software card others");
-    match probe.field("/proc/self/status", "Cpus_allowed_list").and_then(|list| count(&list)) {
-        Some(cores) => subject.ok(format!("{cores}")),
-        None => subject.note("unknown"),
-    }
-}
-
-/// Counts the numbers in a list such as `0-3,8`.
-fn count(list: &str) -> Option<u64> {
-    list.split(',').try_fold(0u64, |sum, range| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u64, u64) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        sum.checked_add(last.checked_sub(first)?)?.checked_add(1)
-    })
-}
-
 pub fn memory(probe: &Probe) -> Check {
     let subject =
         Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --chunk of host buffers");
-    let kib = |key| {
-        let number: u64 = probe.field("/proc/meminfo", key)?.strip_suffix("kB")?.trim().parse().ok()?;
-        number.checked_mul(1024)
-    };
-    let (Some(total), Some(available)) = (kib("MemTotal"), kib("MemAvailable")) else {
-        return subject.note("unknown");
-    };
-    let found = format!("{} available of {}", binary(available), binary(total));
-    if available < LEAST_MEMORY {
-        let fix = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed";
+    let Some(Room { bytes, limited_by }) = room_at(&probe.place("/")) else { return subject.note("unknown") };
+    let found = format!("{} available ({limited_by})", binary(bytes));
+    if bytes < LEAST_MEMORY {
+        let fix = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed, or raise the limit";
         return subject.missing(format!("{found}; {} are needed", binary(LEAST_MEMORY)), fix);
     }
     subject.ok(found)
-}
-
-pub fn cgroup_memory(probe: &Probe) -> Check {
-    let subject = Subject::needed(
-        "cgroup_memory",
-        "a container is ended when it exceeds its limit, however much the machine has",
-    );
-    match cgroup_limit(probe) {
-        None => subject.ok("no limit"),
-        Some((limit, file)) if limit < LEAST_MEMORY => subject.missing(
-            format!("{}; {} are needed", binary(limit), binary(LEAST_MEMORY)),
-            format!("echo {LEAST_MEMORY} | sudo tee {}", shell_words(&[file])),
-        ),
-        Some((limit, _)) => subject.ok(binary(limit)),
-    }
-}
-
-/// The lowest memory limit of the groups that this process is in, and the file that sets it.
-fn cgroup_limit(probe: &Probe) -> Option<(u64, String)> {
-    let groups = probe.text("/proc/self/cgroup")?;
-    let limits = groups.lines().flat_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (controllers, group) = (parts.next().unwrap_or(""), parts.next().unwrap_or(""));
-        let (mount, file) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max"),
-            c if c.split(',').any(|c| c == "memory") => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-            _ => return Vec::new(),
-        };
-        // Each group is bound by those above it too. In a container the path may be one that only the host can see.
-        let group = group.trim_start_matches('/');
-        let files = Path::new(group).ancestors().map(|g| format!("{}/{file}", Path::new(mount).join(g).display()));
-        files.filter_map(|f| Some((probe.number(&f)?, f))).collect()
-    });
-    // Version 1 says "no limit" with the largest number of pages there is.
-    limits.filter(|(limit, _)| *limit < 1 << 60).min()
 }
 
 pub fn memfd() -> Check {
@@ -148,41 +85,5 @@ pub fn memlock(probe: &Probe) -> Check {
         subject.missing(found, format!("ulimit -l {}", hard / 1024))
     } else {
         subject.missing(found, "sudo prlimit --pid $$ --memlock=unlimited")
-    }
-}
-
-pub fn pagemap(probe: &Probe) -> Check {
-    let subject =
-        Subject::useful("pagemap", "only root sees physical addresses; the software card has its own and needs none");
-    let something = 0u64;
-    // Each page of the address space has 8 bytes there: bit 63 says that it is present, the low 55 bits where.
-    let offset = std::ptr::from_ref(&something).addr() as u64 / rustix::param::page_size() as u64 * 8;
-    let mut entry = [0; 8];
-    let read = File::open(probe.place("/proc/self/pagemap")).and_then(|f| f.read_exact_at(&mut entry, offset));
-    let entry = u64::from_ne_bytes(entry);
-    match read {
-        Ok(()) if entry >> 63 == 1 && entry << 9 != 0 => subject.ok("shows physical frames"),
-        Ok(()) => subject.note("hides physical frames"),
-        Err(_) => subject.note("cannot be read"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lists_of_cores() {
-        for (list, cores) in [
-            ("0", Some(1)),
-            ("0-3,8", Some(5)),
-            ("", None),
-            ("3-1", None),
-            ("0-18446744073709551615", None),
-            ("0-18446744073709551614,1", None),
-            ("a-b", None),
-        ] {
-            assert_eq!(count(list), cores, "{list}");
-        }
     }
 }

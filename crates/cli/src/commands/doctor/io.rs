@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, OFlags, StatxFlags, fstatfs, statx};
+use rustix::fs::{AtFlags, OFlags, StatxFlags, statx};
 
 use super::check::{Check, Subject};
 use super::host;
@@ -65,25 +65,19 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
         }
         Err(Trouble::Open(e)) => return Ok(refused(subject, &format!("{at} cannot be opened with O_DIRECT: {e}"))),
     };
-    let system = file_system(&file);
     let alignment = statx(file.as_fd(), "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         .ok()
         .filter(|s| s.stx_mask & StatxFlags::DIOALIGN.bits() != 0)
         .map(|s| (s.stx_dio_mem_align, s.stx_dio_offset_align));
     if let Err(e) = read_block(&file, alignment.map_or(4096, |(memory, offset)| memory.max(offset))) {
-        return Ok(refused(subject, &format!("{at} ({system}) opens with O_DIRECT, but a read fails: {e}")));
+        return Ok(refused(subject, &format!("{at} opens with O_DIRECT, but a read fails: {e}")));
     }
     Ok(match alignment {
-        Some((0, _) | (_, 0)) => refused(
-            subject,
-            &format!("{at} ({system}) takes O_DIRECT, but statx says that it reads through the page cache"),
-        ),
-        Some((memory, offset)) => {
-            subject.ok(format!("{at} ({system}): memory aligned to {memory} B, offsets to {offset} B"))
+        Some((0, _) | (_, 0)) => {
+            refused(subject, &format!("{at} takes O_DIRECT, but statx says that it reads through the page cache"))
         }
-        None => {
-            subject.note(format!("{at} ({system}) takes O_DIRECT, but does not tell its alignment (4096 is assumed)"))
-        }
+        Some((memory, offset)) => subject.ok(format!("{at}: memory aligned to {memory} B, offsets to {offset} B")),
+        None => subject.note(format!("{at} takes O_DIRECT, but does not tell its alignment (4096 is assumed)")),
     })
 }
 
@@ -145,24 +139,4 @@ fn in_memory(magic: u32) -> Option<&'static str> {
         0x9584_58f6 => Some("hugetlbfs"),
         _ => None,
     }
-}
-
-/// Its name, or its number where the name is not known here.
-fn file_system(file: &File) -> String {
-    let Ok(stat) = fstatfs(file) else { return "unknown file system".to_owned() };
-    // The width and the sign of the field depend on the architecture; the numbers have 32 bits.
-    let magic = stat.f_type as u32;
-    let name = match magic {
-        0xef53 => "ext4",
-        0x5846_5342 => "xfs",
-        0x9123_683e => "btrfs",
-        0xf2f5_2010 => "f2fs",
-        0x2fc1_2fc1 => "zfs",
-        0x794c_7630 => "overlay",
-        0x6969 => "nfs",
-        0x6573_5546 => "fuse",
-        0x0102_1997 => "9p",
-        _ => return format!("file system {magic:#x}"),
-    };
-    name.to_owned()
 }

@@ -71,15 +71,6 @@ pub fn why_not((kind, why): &(PageKind, NoPages), bytes: u64, command: fn(&str) 
     }
 }
 
-pub fn reserved_1g(probe: &Probe) -> Check {
-    let subject = Subject::useful("hugepages_1g", "one page-table leaf per GiB; used where --pages 1g asks for them");
-    match pool(probe, 1 << 20) {
-        Some(Pool { total: 1.., free, usable }) if usable > 0 => subject.ok(format!("{free} free")),
-        Some(Pool { total, free, .. }) => subject.note(format!("{free} free of {total}")),
-        None => subject.note("the kernel has none"),
-    }
-}
-
 pub fn transparent(probe: &Probe) -> Check {
     let subject = Subject::useful("thp", "transparent huge pages take over where no reserved ones are left");
     setting(probe, subject, "enabled", "madvise", &["always", "madvise"])

@@ -38,11 +38,10 @@ fn good() -> Vec<(&'static str, &'static [u8])> {
         ("proc/cpuinfo", b"processor\t: 0\nvendor_id\t: GenuineIntel\n"),
         ("sys/fs/cgroup/user/session/memory.max", b"max\n"),
         ("sys/fs/cgroup/user/memory.max", b"4294967296\n"),
+        ("sys/fs/cgroup/user/memory.current", b"1073741824\n"),
         ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", b"64\n"),
         ("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", b"60\n"),
         ("sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages", b"2\n"),
-        ("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", b"2\n"),
-        ("sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages", b"1\n"),
         ("sys/kernel/mm/transparent_hugepage/enabled", b"always [madvise] never\n"),
         ("sys/kernel/mm/transparent_hugepage/shmem_enabled", b"always within_size [advise] never deny force\n"),
         ("sys/kernel/iommu_groups/0/x", b""),
@@ -51,9 +50,6 @@ fn good() -> Vec<(&'static str, &'static [u8])> {
         ("dev/udmabuf", b""),
         ("dev/vfio/vfio", b""),
         ("dev/iommu", b""),
-        ("dev/nvidia0", b""),
-        ("dev/dri/renderD128", b""),
-        ("dev/dri/card0", b""),
         ("sys/bus/pci/devices/0000:01:00.0/class", b"0x030200\n"),
         ("sys/bus/pci/devices/0000:01:00.0/vendor", b"0x10de\n"),
         ("sys/bus/pci/devices/0000:01:00.0/device", b"0x2204\n"),
@@ -92,7 +88,7 @@ fn consistent(report: &Report) {
         }
     }
     let json = serde_json::to_value(report).unwrap();
-    assert_eq!((&json["schema"], &json["command"]), (&2.into(), &"doctor".into()));
+    assert_eq!((&json["schema"], &json["command"]), (&3.into(), &"doctor".into()));
     assert!(!text(report).is_empty());
 }
 
@@ -109,8 +105,7 @@ fn with(changes: &[(&str, &[u8])], name: &str) -> (Status, String, String) {
 
 #[test]
 fn a_good_machine_has_everything() {
-    let (root, probe) = machine(&good());
-    symlink("../../drivers/nvidia", root.path().join("sys/bus/pci/devices/0000:01:00.0/driver")).unwrap();
+    let (_root, probe) = machine(&good());
     let report = look(&probe);
     consistent(&report);
     assert!(report.can_load);
@@ -118,11 +113,8 @@ fn a_good_machine_has_everything() {
     let missing = report.checks.iter().filter(|c| c.status == Status::Missing && c.name != "direct_io");
     assert_eq!(missing.map(|c| c.name).collect::<Vec<_>>(), [""; 0]);
     for (name, found) in [
-        ("cores", "5"),
-        ("memory", "11.4 GiB available of 15.6 GiB"),
-        ("cgroup_memory", "4 GiB"),
+        ("memory", "3 GiB available (the memory cgroup /user)"),
         ("hugepages_2m", "60 free of 64 (116 MiB usable)"),
-        ("hugepages_1g", "1 free"),
         ("thp", "madvise"),
         ("shmem_thp", "advise"),
         ("io_uring", "allowed"),
@@ -130,7 +122,6 @@ fn a_good_machine_has_everything() {
         ("dma_heap", "system"),
         ("iommu_groups", "2 groups"),
         ("vfio", "/dev/vfio/vfio; no device is bound to vfio-pci"),
-        ("gpus", "0000:01:00.0 (10de:2204, driver nvidia), /dev/nvidia0, /dev/dri/renderD128"),
     ] {
         assert_eq!(find(&report, name).found, found, "{name}");
     }
@@ -190,46 +181,11 @@ fn devices_that_are_bound_to_vfio_are_named() {
 }
 
 #[test]
-fn pages_of_bars_come_from_the_configuration() {
-    if rustix::param::page_size() != 4096 {
-        return println!("SKIPPED: the pages of this machine are not 4 KiB");
-    }
-    let pages = |release: &'static str, config: Option<&str>| {
-        let path = format!("boot/config-{release}");
-        let mut files = vec![("proc/sys/kernel/osrelease", release.as_bytes())];
-        files.extend(config.map(|config| (path.as_str(), config.as_bytes())));
-        let (status, found, fix) = with(&files, "bar_pages");
-        assert_eq!(fix, "");
-        (status, found)
-    };
-    let x86 = "CONFIG_ARCH_SUPPORTS_PMD_PFNMAP=y\nCONFIG_ARCH_SUPPORTS_PUD_PFNMAP=y\n";
-    let (status, found) = pages("7.2.13", Some(&format!("{x86}CONFIG_VFIO_PCI_DMABUF=y\n")));
-    assert_eq!(status, Status::Ok);
-    assert_eq!(
-        found,
-        "4 KiB, 2 MiB, 1 GiB (ARCH_SUPPORTS_*_PFNMAP in /boot/config-7.2.13); iommufd maps BARs as dma-bufs, whatever \
-         their pages"
-    );
-    let (status, found) = pages("6.12.95", Some(x86));
-    assert!(
-        status == Status::Ok && found.ends_with("type 1 maps by 4 KiB all the same (by larger ones since Linux 6.15)")
-    );
-    let arm = "CONFIG_ARCH_SUPPORTS_PMD_PFNMAP=y\n# CONFIG_ARCH_SUPPORTS_PUD_PFNMAP is not set\n";
-    assert!(pages("7.2", Some(arm)).1.starts_with("4 KiB, 2 MiB ("));
-    let (status, found) = pages("6.1", Some("CONFIG_VFIO=y\n"));
-    assert!(status == Status::Note && found.starts_with("4 KiB ("), "{found}");
-    assert!(pages("6.1", None).1.contains("since 6.12"));
-    assert_eq!(pages("6.12", None).1, "unknown: no /boot/config-6.12, which says whether the kernel has large ones");
-    assert!(pages("?", None).1.starts_with("unknown"));
-}
-
-#[test]
 fn an_empty_machine_still_gets_a_report() {
     let (_root, probe) = machine(&[]);
     let report = look(&probe);
     consistent(&report);
     assert!(report.can_load, "what is not known is not held against it");
-    assert_eq!(find(&report, "gpus").status, Status::Note);
     for name in ["dma_heap", "udmabuf", "vfio", "iommufd", "iommu_groups"] {
         let check = find(&report, name);
         assert!(check.status == Status::Note && check.fix.is_some(), "{check:?}");
@@ -237,7 +193,7 @@ fn an_empty_machine_still_gets_a_report() {
     let text = text(&report);
     let (ours, real) = text.split_once("\nfor hardware (not needed by the software card):\n").unwrap();
     assert!(
-        ours.contains("pagemap")
+        ours.contains("memlock")
             && real.contains("note     udmabuf")
             && real.contains("         fix: grep CONFIG_UDMABUF")
     );
@@ -335,6 +291,7 @@ fn too_little_memory_is_a_failure() {
     ] {
         let mut files = good();
         files.push(("sys/fs/cgroup/memory/a/memory.limit_in_bytes", b"67108864"));
+        files.push(("sys/fs/cgroup/memory/a/memory.usage_in_bytes", b"4096"));
         files.push(("sys/fs/cgroup/memory/memory.limit_in_bytes", b"9223372036854771712"));
         files.extend(changes);
         let report = look(&machine(&files).1);

@@ -2,13 +2,16 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
 use dmalane::iopt::{
-    self, Error, FaultKind, Format, FormatId, PageTable, Register, TableShape, WalkFault, Walked, with_format,
+    self, Error, FaultKind, Format, FormatId, PageTable, Register, TablePool, TableShape, WalkFault, Walked,
+    with_format,
 };
+use dmalane::vm::trace::Number;
 
-use super::image::{Image, ImageTables};
+use super::image::Image;
 use super::spec::{SpecMapping, wrong};
 use crate::failure::Failure;
 use crate::size;
@@ -29,8 +32,8 @@ pub struct Built {
 
 /// Why no tables were built.
 pub enum BuildError {
-    /// The root, of this size, cannot be where it was to be.
-    Base(Error, PageSize),
+    /// The root, of this size, cannot be at this address.
+    Base(Error, PageSize, u64),
     /// A field of a mapping is not a multiple of the smallest page.
     Misaligned { mapping: usize, field: &'static str, value: u64, granule: PageSize },
     /// The tables refused a mapping.
@@ -41,20 +44,20 @@ impl BuildError {
     /// The hint for the user.
     pub fn failure(&self, spec: &Path, mappings: &[SpecMapping]) -> Failure {
         match *self {
-            Self::Base(e, root) => {
+            Self::Base(e, root, base) => {
                 let aligned = format!("the root is aligned to its size, here {root}");
-                Failure::because("there can be no tables at --base", &e).hint(aligned)
+                Failure::because(format!("there can be no tables at --base {base:#x}"), &e).hint(aligned)
             }
             Self::Misaligned { mapping, field, value, granule } => {
                 wrong(spec, format!("mappings[{mapping}].{field}: {value:#x} is not a multiple of {granule}"))
             }
             Self::Mapping(mapping, Error::Overlap { at }) => {
-                let other = mappings[..mapping].iter().position(|m| at.bits.wrapping_sub(m.va) < m.len);
+                let other = mappings[..mapping].iter().position(|m| at.bits.wrapping_sub(m.va.0) < m.len.0);
                 let other = other.map_or(String::new(), |other| format!(" by mappings[{other}]"));
                 wrong(spec, format!("mappings[{mapping}]: {:#x} is already mapped{other}", at.bits))
             }
             Self::Mapping(mapping, Error::NoTables { at }) => {
-                let most = size::binary(ImageTables::MOST_BYTES);
+                let most = size::binary(MOST_BYTES);
                 wrong(spec, format!("mappings[{mapping}]: at {:#x} the tables outgrow {most}", at.bits))
                     .hint("addresses and lengths that are multiples of a larger page take fewer tables")
             }
@@ -68,26 +71,41 @@ pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<Bu
     with_format!(format, F => build_as::<F>(mappings, base))
 }
 
-// Of a page table, only what this calls is compiled for each format.
+/// The largest image that is built: 128 GiB by 4 KiB pages.
+const MOST_BYTES: u64 = 256 << 20;
+
 fn build_as<F: Format>(mappings: &[SpecMapping], base: u64) -> Result<Built, BuildError> {
-    let table = PageTable::<F, Iova, PhysAddr, _>::new(ImageTables::new(base));
-    let mut table = table.map_err(|e| BuildError::Base(e, TableShape::of::<F>().root))?;
-    let granule = F::GRANULE;
+    // Most images are small, and memory for the largest takes a while.
+    match build_within::<F>(mappings, base, MOST_BYTES / 64) {
+        Err(BuildError::Mapping(_, Error::NoTables { .. })) => build_within::<F>(mappings, base, MOST_BYTES),
+        built => built,
+    }
+}
+
+// Of a page table, only what this calls is compiled for each format.
+fn build_within<F: Format>(mappings: &[SpecMapping], base: u64, bytes: u64) -> Result<Built, BuildError> {
+    let (granule, shape) = (F::GRANULE, TableShape::of::<F>());
+    let words: Vec<_> = (0..bytes / 8).map(|_| AtomicU64::new(0)).collect();
+    let mut pool = TablePool::new::<F>(PhysAddr::new(base), &words);
+    let table = PageTable::<F, Iova, PhysAddr, _>::new(&mut pool);
+    let mut table = table.map_err(|e| BuildError::Base(e, shape.root, base))?;
     for (i, m) in mappings.iter().enumerate() {
-        for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
+        for (field, Number(value)) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
             if !value.is_multiple_of(granule.bytes()) {
                 return Err(BuildError::Misaligned { mapping: i, field, value, granule });
             }
         }
-        let mapped = table.map(Iova::new(m.va), PhysAddr::new(m.pa), m.len, m.access);
+        let mapped = table.map(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);
         mapped.map_err(|e| BuildError::Mapping(i, e))?;
     }
+    let (slots, roots) = (table.tables().in_use() as u64, shape.root.bytes() / shape.table.bytes());
+    let used = &words[..(slots * shape.table.bytes() / 8) as usize];
     Ok(Built {
         root: table.root().bits(),
-        tables: table.tables().count(),
+        tables: slots - roots + 1,
         leaves: table.leaf_counts().collect(),
         registers: table.registers(),
-        bytes: table.tables_mut().take(),
+        bytes: used.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect(),
     })
 }
 

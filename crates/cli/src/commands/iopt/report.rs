@@ -5,44 +5,39 @@ use std::process::ExitCode;
 
 use dmalane::addr::{Access, PageSize};
 use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
+use dmalane::vm::trace::Number;
 use serde_json::{Value, json};
 
 use super::formats::{self, DumpRun};
 use super::source::ImageSource;
 use crate::failure::Failure;
-use crate::layout::{Table, plain};
+use crate::layout::{Table, count, plain};
 use crate::{output, size};
-
-/// An address in JSON: a text, since not every reader keeps all digits of a number above 2^53.
-fn hex(address: u64) -> String {
-    format!("{address:#x}")
-}
 
 /// The page-table formats.
 pub fn formats(json: bool) -> Result<ExitCode, Failure> {
-    if json {
-        let format = |format: &FormatId| {
-            json!({
-                "format": format.name(),
-                "page_bytes": format.page_sizes().iter().map(PageSize::bytes).collect::<Vec<_>>(),
-                "input_bits": format.input_bits(),
-                "output_bits": format.output_bits(),
-                "access": accesses(*format),
-            })
-        };
+    let format = |format: &FormatId| {
+        json!({
+            "format": format.name(),
+            "page_bytes": format.page_sizes().iter().map(PageSize::bytes).collect::<Vec<_>>(),
+            "input_bits": format.input_bits(),
+            "output_bits": format.output_bits(),
+            "access": accesses(*format),
+        })
+    };
+    let all = || {
         let formats: Value = FormatId::ALL.iter().map(format).collect();
-        output::print_json(&json!({ "schema": 1, "command": "iopt formats", "formats": formats }))?;
-    } else {
+        json!({ "schema": 1, "command": "iopt formats", "formats": formats })
+    };
+    output::tell(json, all, || {
         let mut table = Table::new("lrrl", ["format", "input", "output", "page sizes"]);
         for format in FormatId::ALL {
             let pages: Vec<_> = format.page_sizes().iter().map(|size| size.to_string()).collect();
-            let bits = [format.input_bits(), format.output_bits()].map(|bits| format!("{bits} bits"));
-            let [input, output] = bits;
+            let [input, output] = [format.input_bits(), format.output_bits()].map(|bits| format!("{bits} bits"));
             table.row([format.name().to_owned(), input, output, pages.join(" ")]);
         }
-        output::print_text(&table.text())?;
-    }
-    Ok(ExitCode::SUCCESS)
+        table.text()
+    })
 }
 
 /// The rights that a leaf can grant.
@@ -59,30 +54,24 @@ pub fn built(
     built: &formats::Built,
     json: bool,
 ) -> Result<ExitCode, Failure> {
-    if json {
-        let leaf = |&(page, count): &(PageSize, u64)| json!({ "page_bytes": page.bytes(), "count": count });
-        let register = |r: &Register| json!({ "name": r.name, "value": hex(r.value) });
-        output::print_json(&json!({
+    let leaf = |&(page, count): &(PageSize, u64)| json!({ "page_bytes": page.bytes(), "count": count });
+    let register = |r: &Register| json!({ "name": r.name, "value": Number(r.value) });
+    let all = || {
+        json!({
             "schema": 1,
             "command": "iopt build",
             "format": format.name(),
             "image": output.to_string_lossy(),
-            "root": hex(built.root),
-            "base": hex(base),
+            "root": Number(built.root),
+            "base": Number(base),
             "bytes": built.bytes.len(),
             "tables": built.tables,
-            "mapped_bytes": mapped_bytes(&built.leaves),
+            "mapped_bytes": built.leaves.iter().map(|&(page, count)| page.bytes() * count).sum::<u64>(),
             "leaves": built.leaves.iter().map(leaf).collect::<Value>(),
             "registers": built.registers.iter().map(register).collect::<Value>(),
-        }))?;
-    } else {
-        output::print_text(&built_text(format, output, base, built))?;
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn mapped_bytes(leaves: &[(PageSize, u64)]) -> u64 {
-    leaves.iter().map(|&(page, count)| page.bytes() * count).sum()
+        })
+    };
+    output::tell(json, all, || built_text(format, output, base, built))
 }
 
 fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built) -> String {
@@ -107,18 +96,16 @@ fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built
 
 /// Where addresses lead.
 pub fn walked(source: &ImageSource, walks: &[(u64, Result<Walked, WalkFault>)]) -> Result<ExitCode, Failure> {
-    if source.json {
+    let line = |&(va, walk): &(u64, Result<Walked, WalkFault>)| match walk {
+        Ok(leaf) => format!("{va:#x} -> {:#x}  {}  {}\n", leaf.to, leaf.access, leaf.size),
+        Err(fault) => format!("{va:#x} -> fault at level {}: {}\n", fault.level, fault.kind),
+    };
+    let all = || {
         let mut report = head("iopt walk", source);
         report["translations"] = walks.iter().map(|&(va, walk)| translation(va, walk)).collect();
-        output::print_json(&report)?;
-    } else {
-        let line = |&(va, walk): &(u64, Result<Walked, WalkFault>)| match walk {
-            Ok(leaf) => format!("{va:#x} -> {:#x}  {}  {}\n", leaf.to, leaf.access, leaf.size),
-            Err(fault) => format!("{va:#x} -> fault at level {}: {}\n", fault.level, fault.kind),
-        };
-        output::print_text(&walks.iter().map(line).collect::<String>())?;
-    }
-    Ok(ExitCode::SUCCESS)
+        report
+    };
+    output::tell(source.json, all, || walks.iter().map(line).collect())
 }
 
 fn head(command: &str, source: &ImageSource) -> Value {
@@ -127,8 +114,8 @@ fn head(command: &str, source: &ImageSource) -> Value {
         "command": command,
         "format": source.format.name(),
         "image": source.image.to_string_lossy(),
-        "root": hex(source.root.0),
-        "base": hex(source.base()),
+        "root": Number(source.root.0),
+        "base": Number(source.base()),
     })
 }
 
@@ -140,8 +127,8 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
         FaultKind::OutOfRange => "out_of_range",
     };
     json!({
-        "va": hex(va),
-        "pa": walk.ok().map(|leaf| hex(leaf.to)),
+        "va": Number(va),
+        "pa": walk.ok().map(|leaf| Number(leaf.to)),
         "page_bytes": walk.ok().map(|leaf| leaf.size.bytes()),
         "access": walk.ok().map(|leaf| leaf.access.to_string()),
         "fault": walk.err().map(|fault| json!({ "level": fault.level, "kind": kind(fault) })),
@@ -152,39 +139,29 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
 pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failure> {
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
     let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));
-    if source.json {
-        let run = |run: &DumpRun| {
-            json!({
-                "va": hex(run.va),
-                "pa": hex(run.pa),
-                "len": run.len,
-                "access": run.access.to_string(),
-                "page_bytes": run.page.bytes(),
-                "count": run.count,
-            })
-        };
+    let run = |run: &DumpRun| {
+        json!({
+            "va": Number(run.va),
+            "pa": Number(run.pa),
+            "len": run.len,
+            "access": run.access.to_string(),
+            "page_bytes": run.page.bytes(),
+            "count": run.count,
+        })
+    };
+    let all = || {
         let mut report = head("iopt dump", source);
         report["mapped_bytes"] = mapped_bytes.into();
         report["runs"] = runs.iter().map(run).collect();
-        output::print_json(&report)?;
-    } else {
-        let width = runs.last().map_or(0, |run| format!("{:x}", run.va + (run.len - 1)).len());
-        let mut text = String::new();
-        for run in runs {
-            text += &format!(
-                "{:#0w$x}..={:#0w$x} -> {:#x}  {}  {} x {}\n",
-                run.va,
-                run.va + (run.len - 1),
-                run.pa,
-                run.access,
-                run.count,
-                run.page,
-                w = width + 2,
-            );
-        }
-        let plural = if runs.len() == 1 { "" } else { "s" };
-        text += &format!("{} run{plural}, {} mapped\n", runs.len(), size::binary(mapped_bytes));
-        output::print_text(&text)?;
-    }
-    Ok(ExitCode::SUCCESS)
+        report
+    };
+    output::tell(source.json, all, || {
+        let w = runs.last().map_or(0, |run| format!("{:x}", run.va + (run.len - 1)).len()) + 2;
+        let line = |run: &DumpRun| {
+            let (va, last, DumpRun { pa, access, count, page, .. }) = (run.va, run.va + (run.len - 1), run);
+            format!("{va:#0w$x}..={last:#0w$x} -> {pa:#x}  {access}  {count} x {page}\n")
+        };
+        let lines: String = runs.iter().map(line).collect();
+        format!("{lines}{}, {} mapped\n", count(runs.len(), "run"), size::binary(mapped_bytes))
+    })
 }

@@ -1,16 +1,14 @@
 //! An image on the command line: its file, its format, and where its tables are.
 
-use std::ffi::OsStr;
-use std::fmt;
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValue, TypedValueParser};
-use clap::{Arg, Args, Command};
-use dmalane::iopt::FormatId;
+use clap::Args;
+use dmalane::iopt::{FormatId, UnknownFormat};
+use dmalane::vm::trace::Number;
 
 use super::image::Image;
-use super::spec::number;
 use crate::failure::Failure;
+use crate::named::Named;
 
 #[derive(Args)]
 pub(super) struct ImageSource {
@@ -19,16 +17,16 @@ pub(super) struct ImageSource {
     pub(super) image: PathBuf,
 
     /// The page-table format, as `dmalane iopt formats` names it
-    #[arg(short, long, value_parser = FormatName, hide_possible_values = true)]
+    #[arg(short, long, value_parser = FORMAT, hide_possible_values = true)]
     pub(super) format: FormatId,
 
     /// The address of the root table
-    #[arg(long, value_name = "ADDR", value_parser = address)]
-    pub(super) root: Address,
+    #[arg(long, value_name = "ADDR")]
+    pub(super) root: Number,
 
     /// The address of the first byte of the image [default: that of the root]
-    #[arg(long, value_name = "ADDR", value_parser = address)]
-    pub(super) base: Option<Address>,
+    #[arg(long, value_name = "ADDR")]
+    pub(super) base: Option<Number>,
 
     /// Translate unprivileged accesses: pages for privileged ones fault
     #[arg(long)]
@@ -60,36 +58,8 @@ impl ImageSource {
     }
 }
 
-/// Parses the name of a page-table format, and tells completion scripts the names.
-#[derive(Clone)]
-pub struct FormatName;
-
-impl TypedValueParser for FormatName {
-    type Value = FormatId;
-
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<FormatId, clap::Error> {
-        let parse = |text: &str| {
-            let parsed = text.parse::<FormatId>();
-            parsed.map_err(|e| format!("{e}\nhint: `dmalane iopt formats` lists them"))
-        };
-        parse.parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(FormatId::ALL.iter().map(|format| PossibleValue::new(format.name()))))
-    }
-}
-
-/// An address on the command line. A type of its own, so that the default is printed in hexadecimal.
-#[derive(Clone, Copy)]
-pub(super) struct Address(pub(super) u64);
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
-
-pub(super) fn address(text: &str) -> Result<Address, String> {
-    number(text).map(Address)
-}
+/// The parser of the name of a page-table format.
+pub const FORMAT: Named<FormatId> = Named {
+    parse: |text| text.parse().map_err(|e: UnknownFormat| format!("{e}\nhint: `dmalane iopt formats` lists them")),
+    names: || FormatId::ALL.iter().map(|format| format.name()).collect(),
+};

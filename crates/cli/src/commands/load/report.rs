@@ -1,8 +1,4 @@
-//! The outcome of a load, and how it is told: as text, as JSON and for a page.
-
-use std::borrow::Cow;
-use std::path::PathBuf;
-use std::time::Duration;
+//! The outcome of a load as text, as JSON and for a page.
 
 use dmalane::DeviceSpec;
 use dmalane::addr::PageSize;
@@ -13,36 +9,19 @@ use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Sta
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use crate::commands::doctor::why_not;
-use crate::layout::{Table, bottleneck, count, cut_front, good, plain, terminal, unbroken, wrap};
-use crate::output::WallTimes;
-use crate::phases::Phases;
-use crate::report::{RateBar, Section};
-use crate::size::{binary, duration, per_second, rate};
-use crate::source::Copied;
+use crate::layout::{Table, count, cut_front, plain, terminal, wrap};
+use crate::runs::{self, LEAST, MeasuredRuns, MeasuredStage, detail};
+use crate::size::{binary, per_second};
 
 /// The results of the loads, for the report.
 pub(super) struct Outcome {
     pub(super) device: DeviceSpec,
     pub(super) inputs: Vec<Input<FileQueue>>,
-    /// The copies that were made before the first run.
-    pub(super) copied: Copied,
     /// The run with the median time.
     pub(super) run: Run,
-    /// The times of all runs.
-    pub(super) runs: WallTimes,
-    pub(super) verified: bool,
-    /// The manifest that the files were compared with.
-    pub(super) manifest: Option<PathBuf>,
-    /// The files that were written.
-    pub(super) recorded: Option<PathBuf>,
-    pub(super) traced: Option<PathBuf>,
-    pub(super) reported: Option<PathBuf>,
+    pub(super) runs: MeasuredRuns,
     /// Measured after the last run.
     pub(super) references: Option<ReferenceRates>,
-    /// A stage was much faster than its reference, twice.
-    pub(super) disturbed: bool,
-    pub(super) phases: Phases,
 }
 
 /// One load.
@@ -70,55 +49,35 @@ fn tensors(loaded: &Loaded) -> usize {
     loaded.files.iter().map(|f| f.model.tensors.len()).sum()
 }
 
-/// A rate over fewer bytes measures start-up time.
-const LEAST: u64 = 1 << 20;
-
-/// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer
-/// copies its bytes, and populates the card's memory where the load touches it first.
-fn reference(s: &StageReport, o: &Outcome) -> Option<f64> {
-    let rates = o.references.filter(|_| s.bytes >= LEAST)?;
-    let touched = o.run.touched.unwrap_or(0) as f64;
-    let best = match s.stage {
-        Stage::Read => rates.read,
-        Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / rates.copy + touched / rates.first_touch),
-        _ => return None,
-    };
-    (best.is_finite() && best > 0.0).then_some(best)
-}
-
-/// A stage that is faster than its reference by more than this was measured on a machine that was busy for one of them.
-const EXCEEDED: f64 = 1.2;
-
-/// Whether a stage was much faster than its reference.
-pub(super) fn exceeds_references(o: &Outcome) -> bool {
-    let of_reference = |s: &StageReport| Some(reached(s)? / reference(s, o)?);
-    stages(o).iter().filter_map(of_reference).any(|share| share > EXCEEDED)
-}
-
-/// The rate of a stage that moved bytes.
-fn reached(s: &StageReport) -> Option<f64> {
-    let moves = !matches!(s.stage, Stage::Parse | Stage::Register | Stage::Map | Stage::Bind);
-    (moves && s.bytes >= LEAST && !s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
-}
-
-/// The share of the wall time that the pipeline spent on a stage; verification follows the wall time.
-fn share(s: &StageReport, wall: Duration) -> Option<f64> {
-    (s.stage != Stage::Verify && !wall.is_zero()).then(|| s.wall.as_secs_f64() / wall.as_secs_f64())
+impl Outcome {
+    /// Sets the references of the stages. Only those that move bytes through memory or from the disk have one. A
+    /// transfer copies its bytes, and populates the card's memory where the load touches it first.
+    pub(super) fn refer_to(&mut self, rates: ReferenceRates) {
+        let touched = self.run.touched.unwrap_or(0) as f64;
+        for s in self.runs.stages.iter_mut().filter(|s| s.report.bytes >= LEAST) {
+            let bytes = s.report.bytes as f64;
+            let best = match s.report.stage {
+                Stage::Read => rates.read,
+                Stage::Transfer => bytes / (bytes / rates.copy + touched / rates.first_touch),
+                _ => continue,
+            };
+            s.reference = Some(best).filter(|best| best.is_finite() && *best > 0.0);
+        }
+        self.references = Some(rates);
+    }
 }
 
 /// Stages, with the verification as the last where there was one.
-fn stages(o: &Outcome) -> Vec<StageReport> {
-    let loaded = &o.run.loaded;
-    let mut stages = loaded.report.stages.clone();
-    if let Some(verified) = &loaded.report.verified {
-        let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
-        for s in stages.iter_mut().filter(|s| s.stage == Stage::Verify) {
-            (s.busy, s.wall, s.bytes) = (verified.wall, verified.wall, bytes);
+pub(super) fn stages(loaded: &Loaded) -> Vec<MeasuredStage> {
+    let verified = loaded.report.verified.as_ref();
+    let stage = |mut s: StageReport| {
+        if s.stage == Stage::Verify {
+            let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
+            (s.busy, s.wall, s.bytes) = verified.map(|verified| (verified.wall, verified.wall, bytes))?;
         }
-    } else {
-        stages.retain(|s| s.stage != Stage::Verify);
-    }
-    stages
+        Some(MeasuredStage::new(s, loaded.report.wall))
+    };
+    loaded.report.stages.iter().copied().filter_map(stage).collect()
 }
 
 /// The object that `--json` prints. Files and tensors are made as they are printed: there may be millions.
@@ -149,36 +108,23 @@ impl<I: Iterator<Item: Serialize>, F: Fn() -> I> Serialize for Each<F> {
 /// The outcome as what `--json` prints, described in `docs/formats/json.md`.
 pub(super) fn json(o: &Outcome) -> impl Serialize {
     let r = &o.run.loaded.report;
-    let wall = r.wall.as_secs_f64();
     let leaves = |leaves: &[(PageSize, u64)]| -> Value {
         leaves.iter().map(|(page, count)| json!({ "page_bytes": page.bytes(), "count": count })).collect()
     };
-    let (backing, iommu, verified) = (o.run.backing.as_ref(), o.run.iommu.as_ref(), r.verified.as_ref());
-    let stage = |s: &StageReport| {
-        json!({
-            "stage": s.stage.to_string(),
-            "busy_s": s.busy.as_secs_f64(),
-            "wall_s": s.wall.as_secs_f64(),
-            "share": share(s, r.wall),
-            "bytes": s.bytes,
-            "bytes_per_s": reached(s),
-            "reference_bytes_per_s": reference(s, o),
-        })
-    };
+    let (iommu, verified) = (o.run.iommu.as_ref(), r.verified.as_ref());
     let references = o.references.map(|rates| {
         json!({
             "read_bytes_per_s": rates.read,
             "copy_bytes_per_s": rates.copy,
             "first_touch_bytes_per_s": rates.first_touch,
-            "disturbed": o.disturbed,
         })
     });
-    let passed_over = backing.iter().flat_map(|r| &r.passed_over);
+    let (backing, fallbacks) = runs::pages_json(o.run.backing.as_ref(), buffers(o));
     let host = json!({
         "staging_buffers": r.staging.0,
         "staging_bytes": r.staging.1,
-        "page_backing": backing.map(|r| r.kind.to_string()),
-        "page_backing_fallbacks": passed_over.map(|pages| why_not(pages, buffers(o), str::to_owned)).collect::<Value>(),
+        "page_backing": backing,
+        "page_backing_fallbacks": fallbacks,
         "heap_peak_bytes": o.run.heap_peak,
         "resident_before_bytes": r.resident_before,
         "resident_peak_bytes": o.run.resident_peak,
@@ -194,37 +140,20 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "device_leaves": leaves(&r.device_leaves),
         "touched_bytes": o.run.touched,
     });
-    let head = json!({
-        "schema": 3,
-        "command": "load",
+    let own = json!({
         "device": o.device.to_string(),
         "device_notes": o.run.notes,
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
-        "wall_s": wall,
-        "bytes_per_s": if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
-        "copied_first_bytes": o.copied.bytes,
-        "copied_first_s": o.copied.time.as_secs_f64(),
-        "verified": o.verified,
-        "manifest": path(o.manifest.as_ref()),
         "verify_s": verified.map(|v| v.wall.as_secs_f64()),
         "verified_by": verified.map(|v| if v.by_copies.is_none() { "program" } else { "copies" }),
         "verified_by_reason": verified.and_then(|v| v.by_copies.as_ref()).map(ToString::to_string),
-        "bottleneck": r.slowest().map(|s| s.stage.to_string()),
-        "runs_s": o.runs.runs_s,
-        "median_s": o.runs.median_s,
-        "fastest_s": o.runs.fastest_s,
-        "slowest_s": o.runs.slowest_s,
-        "stages": stages(o).iter().map(stage).collect::<Value>(),
         "references": references,
         "host": host,
         "card": card,
-        "recorded": path(o.recorded.as_ref()),
-        "traced": path(o.traced.as_ref()),
-        "reported": path(o.reported.as_ref()),
     });
-    Report { head, files: Each(|| o.run.loaded.files.iter().zip(&o.inputs).map(json_file)) }
+    Report { head: o.runs.json(own), files: Each(|| o.run.loaded.files.iter().zip(&o.inputs).map(json_file)) }
 }
 
 /// Bytes of the staging buffers that a load has at most.
@@ -232,23 +161,14 @@ fn buffers(o: &Outcome) -> u64 {
     o.run.loaded.report.staging.1.saturating_mul(4)
 }
 
-fn path(path: Option<&PathBuf>) -> Option<Cow<'_, str>> {
-    path.map(|path| path.to_string_lossy())
-}
-
 fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<impl Serialize + use<'a>> {
     let how = input.queue.how();
-    let head = json!({
-        "path": file.path.to_string_lossy(),
-        "bytes": file.model.len,
-        "format": file.model.container.name,
-        "metadata": metadata(file),
-        "xxh3": file.checksum.map(|hash| format!("{hash:016x}")),
-        "direct": how.direct,
-        "io_uring": how.uring,
-        "fallbacks": how.reasons.iter().map(ToString::to_string).collect::<Vec<_>>(),
-    });
-    File { head, tensors: json_tensors(file) }
+    let mut planned = planned_file(file);
+    planned.head["xxh3"] = file.checksum.map(|hash| format!("{hash:016x}")).into();
+    planned.head["direct"] = how.direct.into();
+    planned.head["io_uring"] = how.uring.into();
+    planned.head["fallbacks"] = how.reasons.iter().map(ToString::to_string).collect();
+    planned
 }
 
 fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
@@ -284,7 +204,7 @@ fn json_tensors(file: &LoadedFile) -> impl Serialize {
 /// The plan of a load, as `--dry-run --json` prints it.
 pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize {
     let head = json!({
-        "schema": 3,
+        "schema": 4,
         "command": "load",
         "dry_run": true,
         "device": device,
@@ -308,68 +228,44 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
         2,
     );
     for (file, input) in placed.files.iter().zip(inputs) {
-        let path = plain(&file.path.to_string_lossy());
-        let (kind, tensors) = (file.model.container.name, count(file.model.tensors.len(), "tensor"));
         let at: Vec<_> = file.ranges.iter().map(|va| range(va.first().bits(), va.len())).collect();
         let at = if at.is_empty() { String::new() } else { format!(", device VA {}", at.join(", ")) };
-        let how = plain(&input.queue.how().to_string());
-        out += &wrap(&format!("{path}: {kind}, {tensors}, {}{at}; {how}", binary(file.device_bytes())), 2);
+        out += &file_line(file, input, &format!(", {}{at}", binary(file.device_bytes())));
     }
-    for file in placed.files.iter().filter(|_| list) {
-        out += &format!("\n{}\n", plain(&file.path.to_string_lossy()));
-        out += &listing(file);
-    }
-    out
+    if list { out + &listings(placed) } else { out }
 }
 
-/// The line with size and rate, without a line end, and the line that names the bottleneck.
-pub(super) fn answer(o: &Outcome) -> (String, String) {
-    let r = &o.run.loaded.report;
+/// What a file is, and how it is read.
+fn file_line(file: &LoadedFile, input: &Input<FileQueue>, at: &str) -> String {
+    let (path, kind) = (plain(&file.path.to_string_lossy()), file.model.container);
+    let content = match kind.parse_header {
+        None => "one run of bytes".to_owned(),
+        Some(_) => count(file.model.tensors.len(), "tensor"),
+    };
+    let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
+    wrap(&format!("{path}: {}, {content}{at}; {hash}{}", kind.name, plain(&input.queue.how().to_string())), 2)
+}
+
+/// What was loaded.
+pub(super) fn answer(o: &Outcome) -> String {
     let tensors_of = |file: &LoadedFile| file.tensors().map(|t| t.tensor.len).sum::<u64>();
     let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());
-    let bytes = match binary(r.bytes) {
+    let bytes = match binary(o.runs.bytes) {
         // Headers and blocks around the tensors are not worth a word.
         read if read != wanted && o.inputs.iter().any(|input| input.source.is_selected()) => {
             format!("{read} read for {wanted}")
         }
         read => read,
     };
-    let answer = format!(
-        "Loaded {} in {} ({}) in {}: {}",
-        count(tensors(&o.run.loaded), "tensor"),
-        count(o.inputs.len(), "file"),
-        bytes,
-        duration(r.wall),
-        rate(r.bytes, r.wall),
-    );
-    (answer, bottleneck(r.stages.iter().filter_map(|s| Some((s.stage, share(s, r.wall)?)))))
+    let (tensors, files) = (count(tensors(&o.run.loaded), "tensor"), count(o.inputs.len(), "file"));
+    format!("Loaded {tensors} in {files} ({bytes})")
 }
 
 /// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
 pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
-    let (answer, mut out) = self::answer(o);
-    out += &answer;
-    out += &match (o.verified, o.manifest.is_some()) {
-        (true, true) => format!(", {}, as in the manifest\n", good("verified")),
-        (true, false) => format!(", {}\n", good("verified")),
-        (false, true) => format!(", {}\n", good("as in the manifest")),
-        (false, false) => "\n".to_owned(),
-    };
-    out += &o.runs.text();
-    out += &o.copied.text();
-    out.push('\n');
-    out += &stage_table(o);
-    out.push('\n');
-    for (file, input) in o.run.loaded.files.iter().zip(&o.inputs) {
-        let path = plain(&file.path.to_string_lossy());
-        let kind = file.model.container;
-        let content = match kind.parse_header {
-            None => format!("{}, one run of bytes", kind.name),
-            Some(_) => format!("{}, {}", kind.name, count(file.model.tensors.len(), "tensor")),
-        };
-        let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
-        out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
-    }
+    let mut out = o.runs.text(&answer(o));
+    let files = o.run.loaded.files.iter().zip(&o.inputs);
+    files.for_each(|(file, input)| out += &file_line(file, input, ""));
     if let Some(Verified { by_copies, .. }) = &o.run.loaded.report.verified {
         let how = match (by_copies, &o.run.space) {
             (None, _) => "by a program on the device".to_owned(),
@@ -380,19 +276,9 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
     }
-    for (label, path) in [("Recorded", &o.recorded), ("Timeline", &o.traced), ("Report", &o.reported)] {
-        if let Some(path) = path {
-            out += &format!("{label}: {}\n", plain(&path.to_string_lossy()));
-        }
-    }
+    out += &o.runs.written();
     if list {
-        for file in &o.run.loaded.files {
-            out.push('\n');
-            if o.run.loaded.files.len() > 1 {
-                out += &format!("{}\n", plain(&file.path.to_string_lossy()));
-            }
-            out += &listing(file);
-        }
+        out += &listings(&o.run.loaded);
     }
     if verbose {
         out += &details(o);
@@ -400,14 +286,20 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     out
 }
 
-/// The pairs in the header of a file, and a line per tensor.
-fn listing(file: &LoadedFile) -> String {
-    let pair = |(key, value): &(String, String)| wrap(&plain(&format!("{key} = {value}")), 2);
-    let mut pairs: String = file.model.metadata.iter().flatten().map(pair).collect();
-    if !pairs.is_empty() {
-        pairs.push('\n');
+/// Of each file the pairs in its header, and a line per tensor.
+fn listings(loaded: &Loaded) -> String {
+    let mut out = String::new();
+    for file in &loaded.files {
+        out.push('\n');
+        if loaded.files.len() > 1 {
+            out += &format!("{}\n", plain(&file.path.to_string_lossy()));
+        }
+        let pair = |(key, value): &(String, String)| wrap(&plain(&format!("{key} = {value}")), 2);
+        let pairs: String = file.model.metadata.iter().flatten().map(pair).collect();
+        let apart = if pairs.is_empty() { "" } else { "\n" };
+        out += &format!("{pairs}{apart}{}", tensor_table(file.tensors()));
     }
-    pairs + &tensor_table(file.tensors())
+    out
 }
 
 /// A line per tensor, in columns.
@@ -430,108 +322,37 @@ fn range(start: u64, len: u64) -> String {
     format!("{start:#x}..{:#x}", u128::from(start) + u128::from(len))
 }
 
-const STAGE_HEAD: [&str; 8] = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"];
-
-fn stage_table(o: &Outcome) -> String {
-    let mut table = Table::new("lrrrrrrr", STAGE_HEAD);
-    rows(o).into_iter().for_each(|row| table.row(row));
-    table.text()
-}
-
-/// The rates of the stages for a page.
-pub(super) fn page_rates(o: &Outcome) -> Section<'static> {
-    let bar = |s: &StageReport| {
-        Some(RateBar {
-            name: s.stage.to_string(),
-            colour: s.stage as usize,
-            got: reached(s)?,
-            reference: reference(s, o),
-        })
-    };
-    let meaning =
-        "Measured rates above references: what this machine reached in the same run when it did nothing else.";
-    let moving = stages(o).into_iter().filter(|s| s.stage != Stage::Allocate);
-    Section::Bars(moving.filter_map(|s| bar(&s)).collect(), meaning.to_owned())
-}
-
-/// The stages for a page.
-pub(super) fn page_stages(o: &Outcome) -> Section<'static> {
-    let head = STAGE_HEAD.map(str::to_owned);
-    let meaning = "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only \
-                   worked on the stage or waited for it.";
-    Section::Table("Stages", std::iter::once(head).chain(rows(o)).map(Vec::from).collect(), meaning)
-}
-
-/// The stages.
-fn rows(o: &Outcome) -> Vec<[String; 8]> {
-    let none = || "-".to_owned();
-    let wall = o.run.loaded.report.wall;
-    // So many digits that something is left of a short load.
-    let digits = if wall < Duration::from_millis(10) { 3 } else { 1 };
-    let ms = |time: Duration| format!("{:.digits$}", time.as_secs_f64() * 1e3);
-    let row = |s: &StageReport| {
-        let of_reference = reached(s).zip(reference(s, o));
-        [
-            s.stage.to_string(),
-            ms(s.busy),
-            ms(s.wall),
-            share(s, wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
-            binary(s.bytes),
-            reached(s).map_or_else(none, per_second),
-            of_reference.map_or(String::new(), |(_, best)| per_second(best)),
-            of_reference.map_or(String::new(), |(got, best)| format!("{:.0} %", got / best * 100.0)),
-        ]
-    };
-    stages(o).iter().map(row).collect()
+/// The files, for a page.
+pub(super) fn files(o: &Outcome) -> Table {
+    let mut table = Table::new("lrrl", ["file", "size", "tensors", "XXH3"]);
+    for LoadedFile { path, model, checksum, .. } in &o.run.loaded.files {
+        let hash = checksum.map_or("-".to_owned(), |hash| format!("{hash:016x}"));
+        table.row([path.to_string_lossy().into_owned(), binary(model.len), model.tensors.len().to_string(), hash]);
+    }
+    table
 }
 
 /// The lines that only `--verbose` adds.
 fn details(o: &Outcome) -> String {
-    let mut out = String::from("\n");
-    out += &wrap(
-        "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only worked on \
-         the stage or waited for it. verify follows the load. -: less than 1 MiB moved.",
-        0,
-    );
+    let mut out = o.runs.meaning();
     if let Some(rates) = o.references {
-        let (read, copy, touch) = (per_second(rates.read), per_second(rates.copy), per_second(rates.first_touch));
+        let [read, copy, touch] = [rates.read, rates.copy, rates.first_touch].map(per_second);
+        let touched = o.run.touched.map_or("a part that only the card knows".to_owned(), binary);
         out += &wrap(
             &format!(
-                "References of this run: reading the same bytes into the same buffers {read}, copying memory {copy}, \
-                 first touch of the card's memory {touch}."
+                "References of this run: reading the same bytes into the same buffers {read}; for transfer, copying \
+                 memory {copy}, and the first touch of {touched} of the card's memory {touch}."
             ),
             0,
         );
-        out += &wrap(
-            &match o.run.touched {
-                Some(touched) => format!(
-                    "The reference of transfer: copying its bytes plus the first touch of {} of the card's memory.",
-                    binary(touched)
-                ),
-                None => "The reference of transfer: copying its bytes. Only the card knows how much of its memory is \
-                         touched first, which takes longer."
-                    .to_owned(),
-            },
-            0,
-        );
     }
-    if o.disturbed {
-        out += &wrap("The references are disturbed: a stage was faster, and is compared with a busy machine.", 0);
-    }
-    out += &wrap(&o.phases.text(), 2);
     out.push('\n');
     let r = &o.run.loaded.report;
-    let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
-    o.run.notes.iter().for_each(|note| line("device", &plain(note)));
-    line("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
-    if let Some(backing) = &o.run.backing {
-        line("pages", &backing.kind.to_string());
-        for pages in &backing.passed_over {
-            line("", &format!("not {}", why_not(pages, buffers(o), unbroken)));
-        }
-    }
+    o.run.notes.iter().for_each(|note| out += &detail("device", &plain(note)));
+    out += &detail("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
+    out += &runs::pages(o.run.backing.as_ref(), buffers(o));
     let (before, peak) = (binary(r.resident_before), binary(o.run.resident_peak));
-    line(
+    out += &detail(
         "memory",
         &format!(
             "heap peak {}; RssAnon + HugetlbPages {before} before, {peak} peak (before the references were measured; \
@@ -554,11 +375,10 @@ fn details(o: &Outcome) -> String {
             format!("{place}: {}", plain(&o.device.to_string()))
         }
     };
-    line("IOMMU", &iommu);
+    out += &detail("IOMMU", &iommu);
     let touched = o.run.touched.map_or(String::new(), |touched| format!("; {} touched first", binary(touched)));
     let transfers = count(r.transfers as usize, "transfer");
-    line("card", &format!("{transfers}{touched}; bound by {}", leaves(&r.device_leaves)));
-    out
+    out + &detail("card", &format!("{transfers}{touched}; bound by {}", leaves(&r.device_leaves)))
 }
 
 fn leaves(leaves: &[(PageSize, u64)]) -> String {

@@ -1,7 +1,7 @@
 //! The file that `--sample` makes.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 
 use dmalane::load;
 
@@ -38,8 +38,7 @@ pub fn make(size: u64, shown: bool) -> Result<File, Failure> {
     let bar = Progress::new("make the sample", shown);
     bar.set_length(size);
     let mut file = tempfile::tempfile().map_err(|e| trouble("create", &e))?;
-    let mut out = Counting { out: &mut file, bar: &bar };
-    load::write_sample(&mut out, size, SEED).map_err(|e| match e.kind() {
+    load::write_sample(&mut bar.writing(&mut file), size, SEED).map_err(|e| match e.kind() {
         io::ErrorKind::InvalidInput => Failure::new(e.to_string()),
         _ => trouble("write", &e),
     })?;
@@ -48,21 +47,4 @@ pub fn make(size: u64, shown: bool) -> Result<File, Failure> {
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     bar.finish();
     Ok(file)
-}
-
-struct Counting<'a> {
-    out: &'a mut File,
-    bar: &'a Progress,
-}
-
-impl Write for Counting<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let n = self.out.write(bytes)?;
-        self.bar.advance(n as u64);
-        Ok(n)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
-    }
 }

@@ -6,20 +6,9 @@ use std::time::Duration;
 use dmalane::validate::{Directions, Figure, Pages, Phase, Rate};
 
 use super::outcome::ValidateOutcome;
-use super::report::{direction, fastest, how, three_digits, us};
+use super::report::{self, direction, worst};
 use crate::report::{Chart, ChartLine, RateBar, Section};
-use crate::size::{binary, per_second};
-
-/// The answer, and the line that explains it.
-pub fn answer(outcome: &ValidateOutcome) -> (String, String) {
-    let verdict = match (outcome.report.passed(), outcome.complete) {
-        (false, _) => "Data read back differs",
-        (true, true) => "Data intact",
-        (true, false) => "Incomplete",
-    };
-    let words = [verdict.to_owned(), fastest(outcome)];
-    (words.into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(": "), how(outcome))
-}
+use crate::size::binary;
 
 /// The properties that all figures of a series share.
 type Series = (Phase, Pages);
@@ -54,8 +43,8 @@ pub fn sections(outcome: &ValidateOutcome) -> Vec<Section<'_>> {
             "Moving one buffer: the median, and dashed the 99th percentile; of both directions at once those of the \
              slower one.",
         ),
-        Section::Table("Figures", table(figures), "Rates are of all threads together, times of one buffer, to 1 %."),
-        Section::Table("Integrity", integrity(outcome), ""),
+        Section::Table("Figures", report::figures(outcome), report::MEANING),
+        Section::Table("Integrity", report::integrity(outcome), ""),
     ]
 }
 
@@ -100,39 +89,4 @@ fn bandwidth(figures: &[&Figure]) -> Vec<ChartLine> {
 fn latency(figures: &[&Figure]) -> Vec<ChartLine> {
     let seconds = |get: fn(&Rate) -> Duration| move |f: &Figure| Some(worst(f, get)?.as_secs_f64());
     [lines(figures, ", 99 %", true, seconds(|r| r.p99)), lines(figures, ", median", false, seconds(|r| r.p50))].concat()
-}
-
-fn worst(figure: &Figure, get: fn(&Rate) -> Duration) -> Option<Duration> {
-    figure.read.iter().chain(&figure.write).map(get).max()
-}
-
-fn table(figures: &[Figure]) -> Vec<Vec<String>> {
-    let head = ["memory", "buffer", "pages", "direction", "read", "write", "total", "reference", "p50 us", "p99 us"];
-    let none = || "-".to_owned();
-    let row = |f: &Figure| {
-        let rate = |rate: Option<f64>| rate.map_or_else(none, per_second);
-        let time = |get| worst(f, get).map_or_else(none, |time| three_digits(us(time)));
-        vec![
-            f.phase.to_string(),
-            binary(f.buffer),
-            f.kind.to_string(),
-            direction(f.directions).to_owned(),
-            rate(f.read.map(|r| r.bytes_per_s)),
-            rate(f.write.map(|r| r.bytes_per_s)),
-            rate(Some(f.total())),
-            rate(f.reference),
-            time(|r| r.p50),
-            time(|r| r.p99),
-        ]
-    };
-    std::iter::once(head.map(str::to_owned).to_vec()).chain(figures.iter().map(row)).collect()
-}
-
-fn integrity(outcome: &ValidateOutcome) -> Vec<Vec<String>> {
-    let head = ["memory", "buffer", "pages", "equal", "different"].map(str::to_owned).to_vec();
-    let rows = outcome.report.integrity.iter().map(|i| {
-        let equal = format!("{} of {}", i.ok, i.threads);
-        vec![i.phase.to_string(), binary(i.buffer), i.pages.to_string(), equal, i.wrong.join("; ")]
-    });
-    std::iter::once(head).chain(rows).collect()
 }

@@ -1,4 +1,4 @@
-//! The results of a validation as text, JSON and CSV.
+//! The results of a validation as text and JSON.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 
 use super::outcome::ValidateOutcome;
 use crate::layout::{Table, bad, count, good, plain, wrap};
-use crate::output::csv_line;
 use crate::size::{binary, giga, per_second};
 
 pub fn direction(directions: Directions) -> &'static str {
@@ -30,10 +29,6 @@ fn pages(pages: Pages) -> &'static str {
 const MB: f64 = 1e6;
 /// 2^20 bytes: what v80-smi calls MB.
 const MIB: f64 = (1u64 << 20) as f64;
-
-fn hundredths(value: f64) -> f64 {
-    (value * 100.0).round() / 100.0
-}
 
 pub fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
@@ -57,7 +52,6 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
             Allocation::Paired => "paired",
         },
         "raw": settings.raw,
-        "registered": settings.registered,
         "iterations": iterations,
         "duration_s": duration,
     });
@@ -74,8 +68,6 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
     let rate = |r: &Rate| {
         json!({
             "bytes_per_s": r.bytes_per_s,
-            "mb_per_s": hundredths(r.bytes_per_s / MB),
-            "mib_per_s": hundredths(r.bytes_per_s / MIB),
             "p50_us": us(r.p50),
             "p99_us": us(r.p99),
             "buffers": r.buffers,
@@ -98,7 +90,7 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
         })
     });
     json!({
-        "schema": 4,
+        "schema": 5,
         "command": "validate",
         "device": outcome.device,
         "notes": outcome.notes,
@@ -111,53 +103,6 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
         "reported": page.map(|path| path.to_string_lossy()),
         "skipped": report.left_out,
     })
-}
-
-pub fn csv(outcome: &ValidateOutcome) -> String {
-    let mut out = csv_line(
-        [
-            "memory",
-            "buffer_bytes",
-            "pages",
-            "direction",
-            "read_bytes_per_s",
-            "write_bytes_per_s",
-            "total_bytes_per_s",
-            "least_bytes_per_s",
-            "greatest_bytes_per_s",
-            "reference_bytes_per_s",
-            "read_p50_us",
-            "read_p99_us",
-            "write_p50_us",
-            "write_p99_us",
-            "buffers",
-        ]
-        .map(str::to_owned),
-    );
-    let cell = |value: Option<f64>| value.map_or(String::new(), |v| v.to_string());
-    for (i, f) in outcome.report.figures.iter().enumerate() {
-        let of = |rate: &Option<Rate>, get: fn(&Rate) -> f64| cell(rate.as_ref().map(get));
-        let buffers: u64 = f.read.iter().chain(&f.write).map(|r| r.buffers).sum();
-        let spread = outcome.spreads.get(i);
-        out += &csv_line([
-            f.phase.to_string(),
-            f.buffer.to_string(),
-            pages(f.pages).to_owned(),
-            direction(f.directions).to_owned(),
-            of(&f.read, |r| r.bytes_per_s),
-            of(&f.write, |r| r.bytes_per_s),
-            f.total().to_string(),
-            cell(spread.map(|spread| spread.least)),
-            cell(spread.map(|spread| spread.greatest)),
-            cell(f.reference),
-            of(&f.read, |r| us(r.p50)),
-            of(&f.read, |r| us(r.p99)),
-            of(&f.write, |r| us(r.p50)),
-            of(&f.write, |r| us(r.p99)),
-            buffers.to_string(),
-        ]);
-    }
-    out
 }
 
 /// The fastest rates under the names of nvbandwidth, in its form.
@@ -190,28 +135,21 @@ pub fn nvbandwidth(outcome: &ValidateOutcome) -> String {
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
 pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: bool) -> String {
     let report = &outcome.report;
-    let mut out = answer(outcome);
+    let colour = if report.passed() && outcome.complete { good } else { bad };
+    let mut out = wrap(&answer(outcome, &colour(verdict(outcome))), 2);
     out += &wrap(&plain(&how(outcome)), 2);
     for note in outcome.notes.iter().filter(|_| verbose) {
         out += &format!("  {}", wrap(&plain(note), 4));
     }
     out.push('\n');
-    for i in &report.integrity {
-        let verdict = if i.ok == i.threads && i.wrong.is_empty() { good("OK") } else { bad("FAILED") };
-        let (phase, size) = (i.phase.to_string(), binary(i.buffer));
-        out += &format!("integrity  {phase:8} {size:>9}  {}  {}/{} {verdict}\n", i.pages, i.ok, i.threads);
-    }
+    out += &integrity(outcome).text();
     if !report.figures.is_empty() {
-        out += "\nGB/s of all threads together; us for one buffer, from a histogram with a resolution of 1 %\n";
-        out += &figures(outcome);
+        out += &format!("\n{MEANING}\n{}", figures(outcome).text());
         out += &wrap(&format!("reference (ref): {}", report.reference), 2);
         if mb {
             out += "\nMB/s of 2^20 bytes (v80-smi), then MB/s of 10^6 bytes; pages as in the table above\n";
-            out += &megabytes(outcome);
+            out += &megabytes(outcome).text();
         }
-    }
-    if !outcome.complete {
-        out += "incomplete: see the error\n";
     }
     for left in &report.left_out {
         out += &wrap(&format!("not measured: {}", plain(left)), 2);
@@ -225,22 +163,29 @@ pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: b
 /// The device, and how it was measured.
 pub fn how(outcome: &ValidateOutcome) -> String {
     let ValidateOutcome { device, settings, .. } = outcome;
-    let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
     let raw = if settings.raw { ", raw transfers" } else { "" };
-    format!("{device}: {}, buffers {registered}{raw}", count(settings.threads, "thread"))
+    format!("{device}: {}{raw}", count(settings.threads, "thread"))
 }
 
-/// The result in one line: whether the data were right, and the fastest figures.
-fn answer(outcome: &ValidateOutcome) -> String {
-    match (outcome.report.passed(), fastest(outcome)) {
-        (false, _) => format!("{}: data read back differs\n", bad("FAILED")),
-        (true, rates) if rates.is_empty() => format!("{}\n", good("Data intact")),
-        (true, rates) => wrap(&format!("{}: {rates}", good("Data intact")), 2),
+/// Whether the data were right.
+pub fn verdict(outcome: &ValidateOutcome) -> &'static str {
+    match (outcome.report.passed(), outcome.complete) {
+        (false, _) => "Data read back differs",
+        (true, true) => "Data intact",
+        (true, false) => "Incomplete",
+    }
+}
+
+/// The verdict, and the fastest figures.
+pub fn answer(outcome: &ValidateOutcome, verdict: &str) -> String {
+    match fastest(outcome) {
+        rates if rates.is_empty() => verdict.to_owned(),
+        rates => format!("{verdict}: {rates}"),
     }
 }
 
 /// The fastest figure of each direction.
-pub fn fastest(outcome: &ValidateOutcome) -> String {
+fn fastest(outcome: &ValidateOutcome) -> String {
     let figures = &outcome.report.figures;
     let rates = [(Directions::Read, "reads"), (Directions::Write, "writes"), (Directions::Both, "both")];
     let rates = rates.into_iter().filter_map(|(directions, name)| {
@@ -252,38 +197,48 @@ pub fn fastest(outcome: &ValidateOutcome) -> String {
     rates.collect::<Vec<_>>().join(", ")
 }
 
+/// What the columns of the figures are.
+pub const MEANING: &str = "GB/s of all threads together; us for one buffer, from a histogram with a resolution of 1 %";
+
+/// The comparisons.
+pub fn integrity(outcome: &ValidateOutcome) -> Table {
+    let mut table = Table::new("lrlll", ["integrity", "buffer", "pages", "equal", "different"]);
+    for i in &outcome.report.integrity {
+        let verdict = if i.ok == i.threads && i.wrong.is_empty() { "OK" } else { "FAILED" };
+        let equal = format!("{}/{} {verdict}", i.ok, i.threads);
+        let wrong = plain(&i.wrong.join("; "));
+        table.row([i.phase.to_string(), binary(i.buffer), i.pages.to_string(), equal, wrong]);
+    }
+    table
+}
+
+/// The figures that have a line, by their number: one with the other page size is in the same line.
+fn lines(outcome: &ValidateOutcome) -> impl Iterator<Item = (usize, &Figure)> {
+    let other = |f: &Figure| f.pages == Pages::Huge && with_pages(outcome, f, Pages::Small).is_some();
+    outcome.report.figures.iter().enumerate().filter(move |(_, f)| !other(f))
+}
+
+/// The figure of the same work with these pages.
+fn with_pages<'a>(outcome: &'a ValidateOutcome, figure: &Figure, pages: Pages) -> Option<&'a Figure> {
+    let key = |f: &Figure| (f.phase, f.buffer, f.directions);
+    outcome.report.figures.iter().find(|f| key(f) == key(figure) && f.pages == pages)
+}
+
+/// The longer of the times of both directions.
+pub fn worst(figure: &Figure, get: fn(&Rate) -> Duration) -> Option<Duration> {
+    figure.read.iter().chain(&figure.write).map(get).max()
+}
+
 /// A line for each figure; the one with the other page size is in the same line.
-fn figures(outcome: &ValidateOutcome) -> String {
-    let report = &outcome.report;
-    let mut table = Table::new(
-        "lrlrrrrrrrrr",
-        [
-            "memory",
-            "buffer",
-            "dir",
-            "Read",
-            "Write",
-            "Total",
-            "spread",
-            "ref",
-            "of ref",
-            "p50 us",
-            "p99 us",
-            "2 MiB pages",
-        ],
-    );
-    for (i, figure) in report.figures.iter().enumerate() {
-        let same = |f: &&Figure| (f.phase, f.buffer, f.directions) == (figure.phase, figure.buffer, figure.directions);
-        let small = report.figures.iter().filter(same).find(|f| f.pages == Pages::Small);
-        let huge = report.figures.iter().filter(same).find(|f| f.pages == Pages::Huge);
-        if small.is_some() && figure.pages == Pages::Huge {
-            continue;
-        }
+pub fn figures(outcome: &ValidateOutcome) -> Table {
+    let [large, spread] = ["2 MiB pages", "spread"];
+    let head =
+        ["memory", "buffer", "dir", "Read", "Write", "Total", spread, "ref", "of ref", "p50 us", "p99 us", large];
+    let mut table = Table::new("lrlrrrrrrrrr", head);
+    for (i, figure) in lines(outcome) {
         let none = || "-".to_owned();
         let rate = |r: &Option<Rate>| r.as_ref().map_or_else(none, |r| rate_of(r.bytes_per_s));
-        let worst = |get: fn(&Rate) -> Duration| {
-            figure.read.iter().chain(&figure.write).map(get).max().map_or_else(none, |t| three_digits(us(t)))
-        };
+        let worst = |get| worst(figure, get).map_or_else(none, |t| three_digits(us(t)));
         let spread = outcome.spreads.get(i);
         table.row([
             figure.phase.to_string(),
@@ -297,45 +252,33 @@ fn figures(outcome: &ValidateOutcome) -> String {
             figure.reference.map_or(String::new(), |r| format!("{:.0} %", figure.total() / r * 100.0)),
             worst(|r| r.p50),
             worst(|r| r.p99),
-            match (huge, small) {
-                (Some(huge), Some(small)) => {
-                    format!("{} x{:.2}", rate_of(huge.total()), huge.total() / small.total())
+            match (with_pages(outcome, figure, Pages::Huge), figure.pages) {
+                (Some(huge), Pages::Small) => {
+                    format!("{} x{:.2}", rate_of(huge.total()), huge.total() / figure.total())
                 }
-                (Some(_), None) => "these".to_owned(),
+                (Some(_), Pages::Huge) => "these".to_owned(),
                 (None, _) => none(),
             },
         ]);
     }
-    table.text()
+    table
 }
 
 /// The figures of the table in both units that are called MB/s.
-fn megabytes(outcome: &ValidateOutcome) -> String {
+fn megabytes(outcome: &ValidateOutcome) -> Table {
     let head = ["memory", "buffer", "dir", "Read", "Write", "Total", "| Read", "Write", "Total"];
     let mut table = Table::new("lrlrrrrrr", head);
-    let figures = &outcome.report.figures;
-    for figure in figures {
-        let same = |f: &&Figure| (f.phase, f.buffer, f.directions) == (figure.phase, figure.buffer, figure.directions);
-        if figure.pages == Pages::Huge && figures.iter().filter(same).any(|f| f.pages == Pages::Small) {
-            continue;
-        }
-        let cell = |rate: Option<f64>, unit: f64| rate.map_or("-".to_owned(), |rate| format!("{:.2}", rate / unit));
-        let rates = [&figure.read, &figure.write].map(|rate| rate.as_ref().map(|r| r.bytes_per_s));
-        let [read, write] = rates;
-        let total = Some(figure.total());
-        table.row([
-            figure.phase.to_string(),
-            binary(figure.buffer),
-            direction(figure.directions).to_owned(),
-            cell(read, MIB),
-            cell(write, MIB),
-            cell(total, MIB),
-            format!("| {}", cell(read, MB)),
-            cell(write, MB),
-            cell(total, MB),
-        ]);
+    for (_, figure) in lines(outcome) {
+        let [read, write] = [&figure.read, &figure.write].map(|rate| rate.as_ref().map(|r| r.bytes_per_s));
+        let cells = |unit: f64| {
+            let cell = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{:.2}", rate / unit));
+            [read, write, Some(figure.total())].map(cell)
+        };
+        let ([a, b, c], [d, e, f]) = (cells(MIB), cells(MB));
+        let (phase, size) = (figure.phase.to_string(), binary(figure.buffer));
+        table.row([phase, size, direction(figure.directions).to_owned(), a, b, c, format!("| {d}"), e, f]);
     }
-    table.text()
+    table
 }
 
 /// GB/s, aligned at the point where they are not small.

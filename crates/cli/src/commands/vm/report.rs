@@ -5,12 +5,12 @@ use std::ops::ControlFlow;
 
 use dmalane::error_chain;
 use dmalane::iopt::FormatId;
-use dmalane::vm::trace::{Outcome, Replay, Timed, Times};
+use dmalane::vm::trace::{Number, Outcome, Replay, Timed, Times};
 use dmalane::vm::{AnyVm, Mapped, MappedSource};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::layout::{fit_to, limit, plain};
+use crate::layout::{count, fit_to, limit, plain};
 use crate::size;
 
 /// Writes the report; `finish` returns the first error of writing.
@@ -40,7 +40,7 @@ struct LineResult<'a> {
 }
 
 /// Times as JSON has them.
-pub fn times_json(times: &Times) -> Value {
+fn times_json(times: &Times) -> Value {
     let timed = |timed: &Timed| {
         let (ns_per_operation, mops) = each_of(timed).unzip();
         let ns = u64::try_from(timed.took.as_nanos()).unwrap_or(u64::MAX);
@@ -55,13 +55,9 @@ pub fn times_json(times: &Times) -> Value {
 }
 
 /// Nanoseconds for each operation, and million operations in a second; none where there were none.
-pub fn each_of(timed: &Timed) -> Option<(f64, f64)> {
+fn each_of(timed: &Timed) -> Option<(f64, f64)> {
     let ns = timed.took.as_secs_f64() * 1e9 / timed.operations as f64;
     (timed.operations > 0 && ns > 0.0).then_some((ns, 1e3 / ns))
-}
-
-fn hex(number: u64) -> String {
-    format!("{number:#x}")
 }
 
 impl ReplayReport {
@@ -70,7 +66,7 @@ impl ReplayReport {
         let columns = limit().filter(|_| !json);
         let mut report = Self { out: BufWriter::new(io::stdout()), json, columns, first: true, result: Ok(()) };
         if json {
-            let range = json!({ "va": hex(vm.range().first().bits()), "len": vm.range().len() });
+            let range = json!({ "va": Number(vm.range().first().bits()), "len": vm.range().len() });
             let head = json!({
                 "schema": 1,
                 "command": "vm replay",
@@ -169,11 +165,10 @@ impl ReplayReport {
                 }
             });
         } else {
-            let plural = |n: u64| if n == 1 { "" } else { "s" };
             self.write(|out| {
-                write!(out, "{operations} operation{}, {refused} refused; ", plural(operations))?;
-                write!(out, "{bindings} binding{}, ", plural(bindings as u64))?;
-                writeln!(out, "{runs} run{}, {} mapped", plural(runs), size::binary(mapped))?;
+                let (operations, bindings) = (count(operations as usize, "operation"), count(bindings, "binding"));
+                let (runs, mapped) = (count(runs as usize, "run"), size::binary(mapped));
+                writeln!(out, "{operations}, {refused} refused; {bindings}, {runs}, {mapped} mapped")?;
                 let Some(times) = times else { return Ok(()) };
                 writeln!(out, " first bind: {}ns", times.first_bind.took.as_nanos())?;
                 for (what, each, timed) in [
@@ -201,12 +196,12 @@ impl ReplayReport {
         let (first, to, leaf) = (run.span.first().bits(), run.to.bits(), run.leaf);
         if self.json {
             return self.element(&json!({
-                "va": hex(first),
+                "va": Number(first),
                 "len": run.span.len(),
                 "bo": bo,
-                "offset": offset.map(hex),
+                "offset": offset.map(Number),
                 "repeat": repeat,
-                "pa": hex(to),
+                "pa": Number(to),
                 "access": run.access.to_string(),
                 "leaf": leaf.bytes(),
             }));

@@ -1,0 +1,307 @@
+//! Runs of `load` and `read`: their times, stages and outputs, as both tell them.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use dmalane::dma::PageBacking;
+use dmalane::load::fill::FillOptions;
+use dmalane::load::{Stage, StageReport, StageTimeline};
+use serde_json::{Value, json};
+
+use crate::commands::doctor::why_not;
+use crate::device::Consent;
+use crate::failure::Failure;
+use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
+use crate::model::ReadMode;
+use crate::number::within;
+use crate::output::{OutputFormat, Outputs, Replace};
+use crate::report::{Page, RateBar, Section};
+use crate::size::{Size, between, binary, duration, per_second, rate};
+use crate::source::Copied;
+use crate::timeline::{self, TimelineOptions};
+
+/// What the columns of the stages mean.
+const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which a worker only \
+                       worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved.";
+
+/// A rate over fewer bytes measures start-up time.
+pub const LEAST: u64 = 1 << 20;
+
+/// The options of commands that measure how files are read.
+#[derive(Args)]
+pub struct RunOptions {
+    /// Compare the files with this manifest, which `dmalane manifest` makes
+    #[arg(long, value_name = "FILE")]
+    pub manifest: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub format: OutputFormat,
+
+    /// Do it N times, and report the run with the median time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    pub repeat: u32,
+
+    #[command(flatten)]
+    pub mode: ReadMode,
+
+    /// Do not hash the data
+    #[arg(long, help_heading = "Reading")]
+    no_checksum: bool,
+
+    /// Bytes allocated and read together, from 4KiB to 1GiB [default: 16MiB for load, 2MiB for read]
+    #[arg(long, value_name = "SIZE", value_parser = between(Size::kib(4), Size::gib(1)), allow_hyphen_values = true)]
+    #[arg(help_heading = "Reading")]
+    chunk: Option<Size>,
+
+    #[command(flatten, next_help_heading = "Outputs")]
+    pub timeline: TimelineOptions,
+
+    #[command(flatten)]
+    pub replace: Replace,
+
+    #[command(flatten, next_help_heading = "Device")]
+    pub consent: Consent,
+}
+
+impl RunOptions {
+    /// Whether all bytes are hashed.
+    pub fn hashes(&self) -> bool {
+        !self.no_checksum || self.manifest.is_some()
+    }
+
+    /// How memory is filled.
+    pub fn fill(&self, default: FillOptions) -> FillOptions {
+        let chunk = self.chunk.map_or(default.chunk, Size::bytes);
+        FillOptions { chunk, checksum: !self.no_checksum, timeline: self.timeline.any(), ..default }
+    }
+
+    /// The outputs of a run, as far as they were written: of `--record`, `--trace` and `--report`.
+    pub fn written(&self, record: Option<&PathBuf>) -> [Option<PathBuf>; 3] {
+        [record, self.timeline.trace.as_ref(), self.timeline.report.as_ref()].map(Option::<&PathBuf>::cloned)
+    }
+}
+
+/// The median run of some, and what was checked and written.
+pub struct MeasuredRuns {
+    /// "load" or "read".
+    pub command: &'static str,
+    /// Bytes read.
+    pub bytes: u64,
+    /// The time of each run, in order.
+    pub walls: Vec<Duration>,
+    /// The stages that took part, with the verification as the last.
+    pub stages: Vec<MeasuredStage>,
+    /// The copies that were made before the first run.
+    pub copied: Copied,
+    /// The data on the device was read back and compared.
+    pub verified: bool,
+    /// The manifest that the files were compared with.
+    pub manifest: Option<PathBuf>,
+    /// The files that were written: of `--record`, `--trace` and `--report`.
+    pub written: [Option<PathBuf>; 3],
+}
+
+/// A stage of the median run.
+pub struct MeasuredStage {
+    /// Its times and bytes.
+    pub report: StageReport,
+    /// Its share of the time of the workers; verification follows that.
+    pub share: Option<f64>,
+    /// Bytes per second that the machine reached alone.
+    pub reference: Option<f64>,
+}
+
+/// The number of the run in the middle; of an even number, the faster of the two. There must be one.
+pub fn median(walls: &[Duration]) -> usize {
+    sorted(walls)[(walls.len() - 1) / 2]
+}
+
+fn sorted(walls: &[Duration]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..walls.len()).collect();
+    order.sort_by_key(|run| walls[*run]);
+    order
+}
+
+impl MeasuredStage {
+    /// A stage of a run that took `whole`, summed over its workers.
+    pub fn new(report: StageReport, whole: Duration) -> Self {
+        let share = report.wall.as_secs_f64() / whole.as_secs_f64();
+        let share = Some(share).filter(|share| report.stage != Stage::Verify && share.is_finite());
+        Self { report, share, reference: None }
+    }
+
+    /// Bytes per second, where it moved any to speak of.
+    pub fn rate(&self) -> Option<f64> {
+        let StageReport { stage, busy, bytes, .. } = self.report;
+        let moves = !matches!(stage, Stage::Parse | Stage::Register | Stage::Map | Stage::Bind);
+        (moves && bytes >= LEAST && !busy.is_zero()).then(|| bytes as f64 / busy.as_secs_f64())
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "stage": self.report.stage.to_string(),
+            "busy_s": self.report.busy.as_secs_f64(),
+            "wall_s": self.report.wall.as_secs_f64(),
+            "share": self.share,
+            "bytes": self.report.bytes,
+            "bytes_per_s": self.rate(),
+            "reference_bytes_per_s": self.reference,
+        })
+    }
+
+    fn bar(&self) -> Option<RateBar> {
+        let StageReport { stage, .. } = self.report;
+        let name = (stage != Stage::Allocate).then(|| stage.to_string())?;
+        Some(RateBar { name, colour: stage as usize, got: self.rate()?, reference: self.reference })
+    }
+}
+
+impl MeasuredRuns {
+    /// The time of the median run.
+    pub fn wall(&self) -> Duration {
+        self.walls[median(&self.walls)]
+    }
+
+    /// The object that `--json` prints, with the command's `own` fields, described in `docs/formats/json.md`.
+    pub fn json(&self, own: Value) -> Value {
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
+        let (order, seconds) = (sorted(&self.walls), |run: usize| self.walls[run].as_secs_f64());
+        let wall = self.wall().as_secs_f64();
+        let slowest = self.stages.iter().filter(|s| s.share.is_some()).max_by_key(|s| s.report.wall);
+        let [recorded, traced, reported] = &self.written;
+        let mut all = json!({
+            "schema": 4,
+            "command": self.command,
+            "wall_s": wall,
+            "bytes_per_s": if wall > 0.0 { self.bytes as f64 / wall } else { 0.0 },
+            "copied_first_bytes": self.copied.bytes,
+            "copied_first_s": self.copied.time.as_secs_f64(),
+            "verified": self.verified,
+            "manifest": path(&self.manifest),
+            "bottleneck": slowest.map(|s| s.report.stage.to_string()),
+            "runs_s": self.walls.iter().map(Duration::as_secs_f64).collect::<Value>(),
+            "median_s": wall,
+            "fastest_s": seconds(order[0]),
+            "slowest_s": seconds(order[order.len() - 1]),
+            "stages": self.stages.iter().map(MeasuredStage::json).collect::<Value>(),
+            "recorded": path(recorded),
+            "traced": path(traced),
+            "reported": path(reported),
+        });
+        if let (Value::Object(all), Value::Object(own)) = (&mut all, own) {
+            all.extend(own);
+        }
+        all
+    }
+
+    /// The line that names the bottleneck, and `what` with time and rate, without a line end.
+    pub fn answer(&self, what: &str) -> (String, String) {
+        let stages = self.stages.iter().filter_map(|s| Some((s.report.stage, s.share?)));
+        let (took, rate) = (duration(self.wall()), rate(self.bytes, self.wall()));
+        (bottleneck(stages), format!("{what} in {took}: {rate}"))
+    }
+
+    /// The answer, what was checked, and the stages, for people.
+    pub fn text(&self, what: &str) -> String {
+        let (bottleneck, answer) = self.answer(what);
+        let mut out = bottleneck + &answer;
+        if self.verified {
+            out += &format!(", {}", good("verified"));
+        }
+        if self.manifest.is_some() {
+            out += &format!(", {}", good("as in the manifest"));
+        }
+        out.push('\n');
+        if let n @ 2.. = self.walls.len() {
+            let order = sorted(&self.walls);
+            let [fastest, slowest] = [order[0], order[n - 1]].map(|run| duration(self.walls[run]));
+            let median = duration(self.wall());
+            out += &format!("Median of {n} runs: {median}; fastest {fastest}, slowest {slowest}\n");
+        }
+        out + &self.copied.text() + "\n" + &self.table().text() + "\n"
+    }
+
+    /// The files that were written.
+    pub fn written(&self) -> String {
+        let files = ["Recorded", "Timeline", "Report"].into_iter().zip(&self.written);
+        let line = |(label, path): (&str, &Option<PathBuf>)| {
+            Some(format!("{label}: {}\n", plain(&path.as_ref()?.to_string_lossy())))
+        };
+        files.filter_map(line).collect()
+    }
+
+    /// The stages.
+    fn table(&self) -> Table {
+        let head = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"];
+        let mut table = Table::new("lrrrrrrr", head);
+        let none = || "-".to_owned();
+        // A short run has more digits.
+        let digits = if self.wall() < Duration::from_millis(10) { 3 } else { 1 };
+        let ms = |time: Duration| format!("{:.digits$}", time.as_secs_f64() * 1e3);
+        for s in &self.stages {
+            let of_reference = s.rate().zip(s.reference);
+            table.row([
+                s.report.stage.to_string(),
+                ms(s.report.busy),
+                ms(s.report.wall),
+                s.share.map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
+                binary(s.report.bytes),
+                s.rate().map_or_else(none, per_second),
+                of_reference.map_or(String::new(), |(_, best)| per_second(best)),
+                of_reference.map_or(String::new(), |(got, best)| format!("{:.0} %", got / best * 100.0)),
+            ]);
+        }
+        table
+    }
+
+    /// What the columns of the stages mean, for `--verbose`.
+    pub fn meaning(&self) -> String {
+        format!("\n{}", wrap(MEANING, 0))
+    }
+
+    /// Writes the timeline and the page, if they were asked for.
+    pub fn write(
+        &self,
+        outputs: &Outputs,
+        timeline: Option<&StageTimeline>,
+        (device, what, files): (&str, &str, Table),
+    ) -> Result<(), Failure> {
+        let Some(timeline) = timeline else { return Ok(()) };
+        let (explanation, answer) = self.answer(what);
+        let note =
+            "Measured rates above references: what this machine reached in the same run when it did nothing else.";
+        let page = Page {
+            command: &format!("dmalane {}", self.command),
+            device,
+            answer: (answer, explanation),
+            sections: vec![
+                Section::Timeline(timeline, self.wall()),
+                Section::Bars(self.stages.iter().filter_map(MeasuredStage::bar).collect(), note.to_owned()),
+                Section::Table("Stages", self.table(), MEANING),
+                Section::Table("Files", files, ""),
+            ],
+        };
+        timeline::write(outputs, timeline, &page, &format!(" (after the {})", self.command))
+    }
+}
+
+/// A detail of `--verbose`, with its label.
+pub fn detail(label: &str, text: &str) -> String {
+    wrap(&format!("{label:<10} {text}"), 11)
+}
+
+/// The pages behind memory of `bytes` bytes, and why not better ones.
+pub fn pages(backing: Option<&PageBacking>, bytes: u64) -> String {
+    let Some(backing) = backing else { return String::new() };
+    let passed_over = backing.passed_over.iter();
+    let others = passed_over.map(|pages| detail("", &format!("not {}", why_not(pages, bytes, unbroken))));
+    detail("pages", &backing.kind.to_string()) + &others.collect::<String>()
+}
+
+/// The same as JSON: the pages, and why not better ones.
+pub fn pages_json(backing: Option<&PageBacking>, bytes: u64) -> (Option<String>, Value) {
+    let passed_over = backing.iter().flat_map(|backing| &backing.passed_over);
+    let others = passed_over.map(|pages| why_not(pages, bytes, str::to_owned));
+    (backing.map(|backing| backing.kind.to_string()), others.collect())
+}
