@@ -5,6 +5,7 @@
 
 mod defect;
 mod file;
+mod foreign;
 mod format_error;
 pub mod gguf;
 mod kinds;
