@@ -96,6 +96,11 @@ impl FormatError {
         Self::new(format_args!("{extra} bytes follow the last tensor, from {at} on")).at(at)
     }
 
+    /// A file of another kind than its name says.
+    pub(crate) fn foreign(what: &str, hint: &str) -> Self {
+        Self::new(format_args!("this is {what}: {hint}"))
+    }
+
     /// A stand-in for a large file that was never downloaded.
     pub(crate) fn lfs_pointer(size: u64) -> Self {
         Self::new(format_args!("it is a Git LFS pointer to a file of {size} bytes, not that file; run: git lfs pull"))

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::file::{ContainerFile, HEAD};
 use super::format_error::FormatError;
 use super::model::{Container, Model};
-use super::{gguf, lfs, npy, raw, safetensors};
+use super::{foreign, gguf, lfs, npy, raw, safetensors};
 use crate::error::Error;
 
 /// All kinds, in the order in which they are tried. `raw`, the last, takes what no other does; the first byte of the
@@ -20,10 +20,14 @@ pub fn detect(path: &Path, head: &[u8]) -> &'static Container {
 /// Detects the kind of a file.
 pub(crate) fn kind(file: &ContainerFile<'_>) -> Result<&'static Container, Error> {
     let head = file.read(0, file.len.min(HEAD as u64))?;
-    match lfs::size(file, &head)? {
-        Some(size) => Err(file.bad(FormatError::lfs_pointer(size))),
-        None => Ok(detect(file.path, &head)),
+    if let Some(size) = lfs::size(file, &head)? {
+        return Err(file.bad(FormatError::lfs_pointer(size)));
     }
+    let kind = detect(file.path, &head);
+    if kind.is_name(file.path) {
+        foreign::refuse(kind, &head, CONTAINERS).map_err(|e| file.bad(e))?;
+    }
+    Ok(kind)
 }
 
 /// Detects the kind of a file and parses it.
@@ -46,6 +50,7 @@ mod tests {
             parse: raw::CONTAINER.parse,
             extensions: &["one", "two"],
             magic: &[b"MAGIC", b"magic"],
+            resembles: None,
             in_folders: true,
         };
         for (name, head, claimed) in [
