@@ -481,7 +481,8 @@ impl JsonFile {
             let ManifestRegion { start, end, .. } = checked;
             if start != at || end < start {
                 let text = format_args!(
-                    "region {region} is {start}..{end}, and the one before it ends at {at}: regions follow without holes"
+                    "region {region} is {start}..{end}, and the one before it ends at {at}: regions follow without \
+                     holes"
                 );
                 return Err(FormatError::new(text));
             }
