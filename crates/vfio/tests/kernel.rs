@@ -16,7 +16,7 @@ use dmalane_dma::{self as dma, AnonHeap, DmaHeap, Heap, Mapping, MemfdHeap, Mmio
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
 use dmalane_vfio::{Backend, BarAlignment, Bdf, Error, PeerMethod, RegionError, VfioBus, VfioContainer, backends};
-use edu::{Edu, EduQueue};
+use edu::{Edu, EduQueue, FaultLog};
 
 const LONG: Duration = Duration::from_secs(30);
 
