@@ -231,8 +231,7 @@ impl VfioContainer {
     }
 
     /// Unmaps whole mappings now, while their owners still hold them, and returns their bytes: 0 if nothing is mapped.
-    /// After it returns, no device can access them; the IOMMU stops such an access, and the kernel's log reports it
-    /// ([`FaultLog`](crate::FaultLog)).
+    /// After it returns, no device can access them; the IOMMU stops such an access, and the kernel's log reports it.
     ///
     /// # Errors
     /// [`Error::PartialUnmap`]; [`Error::Kernel`].

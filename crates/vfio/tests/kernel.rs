@@ -15,10 +15,8 @@ use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
 use dmalane_dma::{self as dma, AnonHeap, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
-use dmalane_vfio::{
-    Backend, BarAlignment, Bdf, Error, FaultLog, PeerMethod, RegionError, VfioBus, VfioContainer, backends,
-};
-use edu::{Edu, EduQueue};
+use dmalane_vfio::{Backend, BarAlignment, Bdf, Error, PeerMethod, RegionError, VfioBus, VfioContainer, backends};
+use edu::{Edu, EduQueue, FaultLog};
 
 const LONG: Duration = Duration::from_secs(30);
 

@@ -3,6 +3,8 @@
 //! The device copies between host memory and its own buffer of 4 KiB. It does one copy at a time, which takes 100 ms,
 //! and then raises an interrupt.
 
+mod faults;
+
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +17,9 @@ use dmalane_queue::{
     Ticket, Work,
 };
 
-use dmalane_vfio::{Bdf, FaultLog, IommuFault, VfioBus};
+use dmalane_vfio::{Bdf, VfioBus};
+
+pub use faults::{FaultLog, IommuFault};
 
 /// The registers, all in BAR 0.
 mod regs {

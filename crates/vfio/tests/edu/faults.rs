@@ -8,8 +8,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 
 use dmalane_addr::Iova;
-
-use crate::Bdf;
+use dmalane_vfio::Bdf;
 
 /// An access of a device that the IOMMU stopped.
 #[derive(Clone, PartialEq, Eq, Debug)]
