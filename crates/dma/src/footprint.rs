@@ -1,5 +1,7 @@
 //! Memory use of this process, as the kernel counts it.
 
+use crate::room::bytes_of;
+
 /// The memory of this process, from `/proc/self/status`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Footprint {
@@ -17,11 +19,7 @@ pub fn footprint() -> Option<Footprint> {
 }
 
 fn parse(status: &str) -> Footprint {
-    let field = |name: &str| {
-        let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
-        let kib: Option<u64> = line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse().ok());
-        kib.unwrap_or(0).saturating_mul(1024)
-    };
+    let field = |name| bytes_of(status, name).unwrap_or(0);
     Footprint { anonymous: field("RssAnon"), shared: field("RssShmem"), hugetlb: field("HugetlbPages") }
 }
 

@@ -48,10 +48,7 @@ fn overcommit(root: &Path) -> Option<u64> {
 }
 
 fn machine(meminfo: &str, strict: bool) -> Vec<Room> {
-    let field = |name: &str| {
-        let line = meminfo.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
-        line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).map(|kib| kib.saturating_mul(1024))
-    };
+    let field = |name| bytes_of(meminfo, name);
     let mut rooms = Vec::new();
     if let Some(bytes) = field("MemAvailable") {
         rooms.push(Room { bytes, limited_by: "the memory of the machine".into() });
@@ -120,13 +117,23 @@ pub fn memlock_left() -> Option<u64> {
 /// Computes [`memlock_left`] from a limit and the text of `/proc/PID/status`.
 fn lockable(limit: u64, status: &str) -> Option<u64> {
     const CAP_IPC_LOCK: u32 = 14;
-    let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
-    let can = field("CapEff").and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
+    let can = field(status, "CapEff").and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
     if can >> CAP_IPC_LOCK & 1 == 1 {
         return None;
     }
-    let kib = |name| field(name).and_then(|n| n.strip_suffix(" kB")?.trim().parse::<u64>().ok()).unwrap_or(0);
-    Some(limit.saturating_sub(kib("VmLck").saturating_add(kib("VmPin")).saturating_mul(1024)))
+    let bytes = |name| bytes_of(status, name).unwrap_or(0);
+    Some(limit.saturating_sub(bytes("VmLck").saturating_add(bytes("VmPin"))))
+}
+
+/// A field of a file in `/proc` with a name on each line.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+}
+
+/// One that is given in KiB.
+pub(crate) fn bytes_of(text: &str, name: &str) -> Option<u64> {
+    let kib: u64 = field(text, name)?.strip_suffix(" kB")?.trim().parse().ok()?;
+    Some(kib.saturating_mul(1024))
 }
 
 #[cfg(test)]

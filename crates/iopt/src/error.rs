@@ -96,14 +96,6 @@ pub enum Error {
         /// The input address that needed the table.
         at: NamedAddr,
     },
-    /// A page size for which the format has no leaf.
-    #[error("{format} has no pages of {size}")]
-    PageSize {
-        /// The size asked for.
-        size: PageSize,
-        /// [`Format::NAME`](crate::Format::NAME).
-        format: &'static str,
-    },
     /// A hole in the table that was to be mapped through.
     #[error("{at} is not mapped")]
     NotMapped {

@@ -10,7 +10,7 @@ use core::marker::PhantomData;
 use core::mem::{replace, take};
 use core::ops::Range;
 
-use dmalane_addr::{Access, Address, PageSize, PageSizes, Segment, Span};
+use dmalane_addr::{Access, Address, PageSizes, Segment, Span};
 
 use crate::format::{
     Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table, page_size,
@@ -70,28 +70,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         slots::clean::<F, T>(&mut self.tables, table, i..i + count);
         self.count(kind, count as u64);
         true
-    }
-
-    /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they
-    /// can be unmapped one by one and nothing is split. (By smaller ones where [`clear`](Self::clear) has left an empty
-    /// table.)
-    ///
-    /// # Errors
-    /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
-    /// otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
-    pub fn map_pages(&mut self, at: I, to: O, size: PageSize, count: u64, access: Access) -> Result<(), Error> {
-        if !self.page_sizes().contains(size) {
-            return Err(Error::PageSize { size, format: F::NAME });
-        }
-        for (aligned, at) in [(at.is_aligned(size), NamedAddr::of(at)), (to.is_aligned(size), NamedAddr::of(to))] {
-            if !aligned {
-                return Err(Error::Misaligned { at, len: 0, granule: size });
-            }
-        }
-        // A length beyond 64 bits is beyond the input range too.
-        let len = count.checked_mul(size.bytes()).unwrap_or(!(size.bytes() - 1));
-        let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
-        self.map_source(at, Source { now, limit: size.bytes(), ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
     }
 
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps

@@ -861,16 +861,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.records.bytes() + self.slots.bytes()
     }
 
-    /// Gives back memory that bookkeeping keeps for later binds, but not what is reserved for unbinds.
-    pub fn trim(&mut self) {
-        self.forget_leaked();
-        let _ = self.records.trim(); // it needs some itself: else all stays as it is
-        let old = core::mem::replace(&mut self.scratch, Scratch::new());
-        if self.reserve_lists(0).is_err() {
-            self.scratch = old;
-        }
-    }
-
     /// The leaf that translates `va`, or `None` where nothing is bound.
     pub fn lookup(&self, va: DeviceVa) -> Option<Leaf<DeviceVa, CardAddr>> {
         self.table.lookup(va)

@@ -158,9 +158,6 @@ fn run_out<F: Format>() -> u64 {
             failures += 1;
             assert!(snapshot(&vm) == before, "{n} allocations: a plan that failed left a trace");
         }
-        if random.below(8) == 0 {
-            vm.trim();
-        }
     }
     drop(vm);
     assert!(bos.iter().all(|bo| Arc::strong_count(bo) == 1));
@@ -196,7 +193,6 @@ fn split_without_memory<F: Format>() {
             });
         }
         assert_eq!(vm.bindings().count(), 0);
-        vm.trim();
     }
 }
 
@@ -267,9 +263,6 @@ fn unbind_at_random<F: Format, T: Tables<Addr = CardAddr>>(tables: T) {
             let done = vm.bind(span(at, 1).first(), bo, from * granule, len * granule, Access::RW).unwrap();
             vm.invalidated(done);
             (from..from + len).zip(&mut model[at as usize..]).for_each(|(n, page)| *page = Some((bo.id(), n)));
-        }
-        if round % 2 == 1 {
-            vm.trim(); // which leaves what unbinds need
         }
         for _ in 0..8 {
             if random.below(8) == 0 {

@@ -99,10 +99,6 @@ fn scenarios<F: Format>() -> Vec<Scenario<F>> {
             let list = list.map(|(addr, len)| Segment { addr: PhysAddr::new(addr), len });
             t.map_list(Iova::new(large - page), list, RW).map(drop)
         }),
-        of("single pages where a block would do", nothing, |t| {
-            let Sizes { block, entries, .. } = sizes::<F>();
-            t.map_pages(Iova::new(4 * block), PhysAddr::new(0), F::GRANULE, many::<F>() * entries, RW)
-        }),
         of(
             "a list whose end is taken",
             |t| map(t, (many::<F>() + 1) * sizes::<F>().block, 0, sizes::<F>().page).unwrap(),

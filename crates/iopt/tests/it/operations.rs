@@ -126,38 +126,6 @@ fn lines_of_a_table<F: Format>() -> usize {
     (TableShape::of::<F>().table.bytes() / 64) as usize
 }
 
-fn map_pages<F: Format>() {
-    let Sizes { page, large, top, .. } = sizes::<F>();
-    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
-    let small_space = top / large < 16; // of 32 bits of input
-    for (n, size) in F::PAGE_SIZES.iter().enumerate() {
-        // Aligned to more than the size in both spaces, and larger leaves are not used.
-        let at = Iova::new(if small_space { n as u64 * large / 2 } else { n as u64 * 4 * large });
-        table.map_pages(at, PhysAddr::new(0), size, 3, Access::READ).unwrap();
-        assert_eq!(table.leaf_counts().find(|(s, _)| *s == size), Some((size, 3)));
-    }
-    let smallest = F::GRANULE;
-    let many = 2 * large / page;
-    if many < 1 << 20 && !small_space {
-        let at = Iova::new(4 * large * F::PAGE_SIZES.bits().count_ones() as u64);
-        table.map_pages(at, PhysAddr::new(0), smallest, many, Access::READ).unwrap();
-        assert_eq!(table.leaf_counts().next(), Some((smallest, 3 + many)));
-    }
-    let before = leaves(&table);
-    let mut refused = |at: u64, to: u64, size: PageSize, count| {
-        table.map_pages(Iova::new(at), PhysAddr::new(to), size, count, Access::READ).unwrap_err()
-    };
-    let odd = PageSize::new(page * 2).unwrap();
-    assert!(matches!(refused(0, 0, odd, 1), Error::PageSize { .. }));
-    assert!(matches!(refused(1, 0, smallest, 1), Error::Misaligned { .. }));
-    assert!(matches!(refused(0, 1, smallest, 1), Error::Misaligned { .. }));
-    assert!(matches!(refused(0, 0, smallest, 0), Error::Empty { .. }));
-    assert!(matches!(refused(0, 0, smallest, u64::MAX), Error::OutputRange { .. }));
-    assert!(matches!(refused(top - page, 0, smallest, 2), Error::InputRange { .. }));
-    assert!(matches!(refused(0, 0, smallest, 1), Error::Overlap { .. }));
-    assert_eq!(leaves(&table), before);
-}
-
 /// From `G` to `F`: 64 KiB is a whole number of pages in every format.
 fn map_through<F: Format, G: Format>() {
     const UNIT: u64 = 1 << 16;
@@ -312,7 +280,6 @@ fn without_memory<F: Format>() {
     let scattered = (0..entries + 2).map(|i| Segment { addr: PhysAddr::new((2 * i + 1) * page), len: page });
     let at = Iova::new(large - 2 * page);
     source.map_list(at, scattered, Access::READ).unwrap();
-    let pages = |t: &mut Table<F, Failing>| t.map_pages(at, PhysAddr::new(0), F::GRANULE, entries + 2, Access::READ);
     let through = |t: &mut Table<F, Failing>| {
         let span = Span::new(at, (entries + 2) * page).unwrap();
         t.map_through(at, &source, span, Access::READ).map(drop)
@@ -322,7 +289,7 @@ fn without_memory<F: Format>() {
         let segments = segments.map(|(to, len)| Segment { addr: PhysAddr::new(to), len });
         t.map_list(Iova::new(large - 3 * page), segments, Access::READ).map(drop)
     };
-    let calls: [Call<F>; 3] = [&pages, &through, &list];
+    let calls: [Call<F>; 2] = [&through, &list];
     for call in calls {
         let mut table = Table::<F, _>::new(Failing::new()).unwrap();
         // Something is there before, in the tables that the call needs too and far away.
@@ -713,11 +680,6 @@ macro_rules! operations {
     ($($module:ident: $format:ty;)*) => {$(
         mod $module {
             type F = $format;
-
-            #[test]
-            fn map_pages() {
-                super::map_pages::<F>();
-            }
 
             #[test]
             fn stops_at_the_right_page() {

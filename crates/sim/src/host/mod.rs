@@ -14,7 +14,6 @@ mod directory;
 mod frames;
 mod iotlb;
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
@@ -56,8 +55,6 @@ const IOVA_FIRST: u64 = 1 << 20;
 const IOVA_LAST: u64 = (1 << 39) - 1;
 const MSI_WINDOW: u64 = 0xfee0_0000;
 const MSI_LEN: u64 = 1 << 20;
-/// Faults in the log; older ones are only counted.
-const FAULT_LOG: usize = 256;
 
 struct Inner<F: Format> {
     translation: RwLock<Translation<F>>,
@@ -65,7 +62,7 @@ struct Inner<F: Format> {
     iovas: Mutex<RangeCache<Iova>>,
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
-    faults: Mutex<FaultLog>,
+    faults: AtomicU64,
     /// Bytes.
     pin_limit: AtomicU64,
     /// Of every port there is: a counter of one's own costs no locked instruction.
@@ -79,12 +76,6 @@ struct Inner<F: Format> {
 struct PortCounters {
     hits: AtomicU64,
     misses: AtomicU64,
-}
-
-#[derive(Default)]
-struct FaultLog {
-    recent: VecDeque<DmaFault>,
-    total: u64,
 }
 
 /// Counters of a [`SoftHost`].
@@ -150,7 +141,7 @@ impl<F: Format> SoftHost<F> {
             frames: Mutex::new(Frames::new(limit, config.fragmentation, config.seed)),
             iovas: Mutex::new(RangeCache::new(iovas)),
             epoch: AtomicU64::new(0),
-            faults: Mutex::default(),
+            faults: AtomicU64::new(0),
             pin_limit: AtomicU64::new(u64::MAX),
             ports: Mutex::default(),
             retired: Mutex::default(),
@@ -170,11 +161,6 @@ impl<F: Format> SoftHost<F> {
         DevicePort { host: self.0.clone(), tlb: Iotlb::new(), counters, hits: 0, misses: 0 }
     }
 
-    /// The accesses refused so far, oldest first: the last 256 of them.
-    pub fn recent_faults(&self) -> Vec<DmaFault> {
-        lock(&self.0.faults).recent.iter().copied().collect()
-    }
-
     /// Counters. A port's are brought up to date at the end of each access.
     pub fn stats(&self) -> HostStats {
         let translation = self.0.read();
@@ -182,7 +168,7 @@ impl<F: Format> SoftHost<F> {
         HostStats {
             iotlb_hits: retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>(),
             iotlb_misses: retired.1 + ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum::<u64>(),
-            faults: lock(&self.0.faults).total,
+            faults: self.0.faults.load(Ordering::Relaxed),
             pinned_frames: translation.directory.frames(),
             leaves: translation.table.leaf_counts().collect(),
             tables: translation.table.tables().in_use(),
@@ -280,12 +266,7 @@ impl<F: Format> Inner<F> {
     }
 
     fn record(&self, fault: DmaFault) -> DmaFault {
-        let mut log = lock(&self.faults);
-        log.total += 1;
-        if log.recent.len() == FAULT_LOG {
-            log.recent.pop_front();
-        }
-        log.recent.push_back(fault);
+        self.faults.fetch_add(1, Ordering::Relaxed);
         fault
     }
 }

@@ -14,31 +14,6 @@ impl<F: Format> Records<F> {
         self.words.all.len() * 8 + self.nodes.len() * size_of::<Node<F>>() + self.spare.capacity() * size_of::<u32>()
     }
 
-    /// Gives back the memory of words that are not in use.
-    ///
-    /// # Errors
-    /// No memory to put the others into.
-    pub(crate) fn trim(&mut self) -> Result<(), Full> {
-        let len = |node: &Node<F>| node.len as usize;
-        let (root, below) = (len(&self.nodes[0]), &mut self.nodes[1..]);
-        let mut words = Words::new(root, Node::<F>::GROUP, F::INDEX_BITS)?;
-        words.all.try_reserve_exact(below.iter().map(len).sum())?;
-        for node in below.iter().filter(|node| node.len > 0) {
-            words.take(Words::class(node.len >> Node::<F>::GROUP), 0, true)?; // one behind the other
-        }
-        words.keep(self.splits)?;
-        words.all[..root].copy_from_slice(&self.words.all[..root]);
-        let mut at = root;
-        for node in below.iter_mut().filter(|node| node.len > 0) {
-            words.all[at..at + len(node)].copy_from_slice(&self.words.all[node.range()]);
-            node.at = at;
-            at += len(node);
-        }
-        self.words = words;
-        self.cursor.window = Window::CLOSED;
-        Ok(())
-    }
-
     /// All groups of a node below the root.
     const GROUPS: u64 = Node::<F>::groups_of(0, Self::entries(Self::LAST) - 1);
     pub(super) const IN_GROUP: usize = 1 << Node::<F>::GROUP;

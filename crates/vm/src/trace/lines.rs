@@ -1,6 +1,6 @@
 //! Lines of a text, of which none takes more memory than it may.
 
-use std::io::{self, BufRead, ErrorKind};
+use std::io::{self, BufRead, Read};
 use std::prelude::v1::*;
 
 use super::MAX_LINE;
@@ -40,38 +40,19 @@ impl<R: BufRead> Lines<R> {
     #[allow(clippy::should_implement_trait)] // an Iterator's items could not lend the line
     pub fn next(&mut self) -> io::Result<Option<Line<'_>>> {
         self.line.clear();
-        let (mut any, mut too_long) = (false, false);
-        loop {
-            let got = match self.from.fill_buf() {
-                Ok(got) => got,
-                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) => return Err(e),
-            };
-            if got.is_empty() {
-                break;
-            }
-            any = true;
-            let end = got.iter().position(|b| *b == b'\n');
-            let fragment = &got[..end.unwrap_or(got.len())];
-            too_long |= self.line.len() + fragment.len() > MAX_LINE;
-            if !too_long {
-                self.line.extend_from_slice(fragment);
-            }
-            let used = fragment.len() + usize::from(end.is_some());
-            self.from.consume(used);
-            if end.is_some() {
-                break;
-            }
-        }
-        if !any {
+        // A byte more than a line may have, for its end.
+        let got = self.from.by_ref().take(MAX_LINE as u64 + 1).read_until(b'\n', &mut self.line)?;
+        if got == 0 {
             return Ok(None);
         }
         self.number += 1;
-        if too_long {
+        let line = self.line.strip_suffix(b"\n");
+        if line.is_none() && got > MAX_LINE {
+            self.from.skip_until(b'\n')?;
             return Ok(Some(Line::TooLong));
         }
-        let line = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
-        Ok(Some(Line::Bytes(line)))
+        let line = line.unwrap_or(&self.line);
+        Ok(Some(Line::Bytes(line.strip_suffix(b"\r").unwrap_or(line))))
     }
 }
 

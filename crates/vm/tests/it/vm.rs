@@ -736,7 +736,7 @@ fn a_leaked_plan_is_taken_back() {
     let large =
         Arc::new(Bo::new(2, SgIndex::try_new([Segment { addr: CardAddr::new(1 << 31), len: 4 * BLOCK }]).unwrap()));
     type Next = fn(&mut Vm<X86_64_4Level, HeapTables<CardAddr>>, &Arc<Bo>);
-    let next: [(&str, Next); 6] = [
+    let next: [(&str, Next); 5] = [
         ("bind", |vm, small| {
             let done = vm.bind(va(512 * 9 + 1), small, 0, PAGE, Access::RW).unwrap();
             vm.invalidated(done);
@@ -757,7 +757,6 @@ fn a_leaked_plan_is_taken_back() {
             vm.invalidated(done);
         }),
         ("merge", |vm, _| assert_eq!(vm.merge(span(512 * 4, 512 * 4), |_| ()), Ok(0))),
-        ("trim", |vm, _| vm.trim()),
     ];
     for (name, next) in next {
         let run = |leak: bool| {
