@@ -12,8 +12,8 @@ use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDrive
 use dmalane_dma::Registrar;
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
-    Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal,
-    Refused, StopReason, Ticket, Work,
+    Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal, Refused,
+    StopReason, Ticket, Work,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 

@@ -77,23 +77,29 @@ fn a_difference_is_named_by_every_command_that_reads() {
 fn a_file_that_was_not_downloaded_is_one_of_the_differences() {
     let folder = folder("manifest-pointer");
     fs::create_dir(folder.join("model")).unwrap();
-    for shard in ['a', 'b', 'c'] {
-        crate::shard(folder.join(format!("model/{shard}.safetensors")), 1 << 20, shard);
+    for (number, shard) in (1..).zip(['a', 'b', 'c']) {
+        crate::shard(folder.join(format!("model/m-0000{number}-of-00003.safetensors")), 1 << 20, shard);
     }
     dmalane(&folder, "manifest model -o m.json", 0);
-    flip(&folder.join("model/a.safetensors"), 0);
+    flip(&folder.join("model/m-00001-of-00003.safetensors"), 0);
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";
-    fs::write(folder.join("model/b.safetensors"), pointer).unwrap();
+    fs::write(folder.join("model/m-00002-of-00003.safetensors"), pointer).unwrap();
     let (printed, said) = dmalane(&folder, "verify model --manifest m.json", 1);
     assert!(printed.is_empty() && said.starts_with("dmalane: 2 differences from the manifest\n"), "{said}");
-    let (changed, missing) = ("cause: a.safetensors: header differs", "cause: b.safetensors: it is a Git LFS pointer");
+    let (changed, missing) = (
+        "cause: m-00001-of-00003.safetensors: header differs",
+        "cause: m-00002-of-00003.safetensors: it is a Git LFS pointer",
+    );
     assert!(said.contains(changed) && said.contains(missing) && said.contains("git lfs pull"), "{said}");
     let (json, _) = dmalane(&folder, "verify model --manifest m.json --json", 1);
     let json: Value = serde_json::from_str(&json).unwrap();
     let problems = json["differences"].as_array().unwrap().iter();
     let problems: Vec<_> =
         problems.map(|one| [&one["file"], &one["problem"]].map(|cell| cell.as_str().unwrap())).collect();
-    assert_eq!(problems, [["a.safetensors", "changed"], ["b.safetensors", "lfs_pointer"]]);
+    assert_eq!(
+        problems,
+        [["m-00001-of-00003.safetensors", "changed"], ["m-00002-of-00003.safetensors", "lfs_pointer"]]
+    );
 }
 
 #[test]
