@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use dmalane::file::Mode;
-use dmalane::load::container::{self, model_files};
-use dmalane::load::{Error, Inputs, Manifest};
+use dmalane::load::container;
+use dmalane::load::{Error, Inputs, Manifest, ModelSet};
 use dmalane::{FileOptions, ModelError, OpenFile};
 
 use crate::failure::Failure;
@@ -54,10 +54,20 @@ impl ReadMode {
     }
 }
 
-/// The files to read: a directory and an index stand for those of the model.
+/// The files of models: a directory and an index stand for those of theirs.
+pub fn set(paths: &[PathBuf]) -> Result<ModelSet, Failure> {
+    let mut all = ModelSet::default();
+    for path in paths {
+        let ModelSet { files, left_out } = ModelSet::find(path).map_err(|e| cannot_read(path, &e))?;
+        all.files.extend(files);
+        all.left_out.extend(left_out);
+    }
+    Ok(all)
+}
+
+/// The same, where all bytes of the files count.
 pub fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
-    let files = paths.iter().map(|path| model_files(path).map_err(|e| cannot_read(path, &e)));
-    Ok(files.collect::<Result<Vec<_>, _>>()?.concat())
+    Ok(set(paths)?.files.into_iter().map(|file| file.path).collect())
 }
 
 /// Refuses a Git LFS pointer in place of a file that is read as it is.

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use dmalane::device::BackingFiles;
-use dmalane::load::container::is_index;
+use dmalane::load::is_index;
 use dmalane::load::{Error, Output};
 use serde::Serialize;
 

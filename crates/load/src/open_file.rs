@@ -1,5 +1,6 @@
 //! Files that are open for reading: a name, a descriptor, and a header that is parsed once.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
@@ -9,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
+use crate::set::SetFile;
 
 /// Chooses tensors by name.
 pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -21,6 +23,8 @@ pub struct OpenFile {
     pub path: PathBuf,
     /// The file.
     pub file: File,
+    /// The tensors that an index lists for it: in a model, the others do not count.
+    pub listed: Option<Arc<BTreeSet<String>>>,
     /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
     select: Option<Select>,
     parsed: OnceLock<Arc<Model>>,
@@ -31,7 +35,7 @@ pub struct OpenFile {
 impl OpenFile {
     /// A file that is open already, and its name in messages.
     pub fn new(path: impl Into<PathBuf>, file: File) -> Self {
-        Self { path: path.into(), file, select: None, parsed: OnceLock::new(), by_name: false }
+        Self { path: path.into(), file, listed: None, select: None, parsed: OnceLock::new(), by_name: false }
     }
 
     /// Opens a file by name.
@@ -42,6 +46,14 @@ impl OpenFile {
         let path = path.as_ref();
         let file = File::open(path).map_err(|source| Error::File { path: path.to_owned(), what: "open it", source })?;
         Ok(Self { by_name: true, ..Self::new(path, file) })
+    }
+
+    /// Opens a file of a model.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn of(file: &SetFile) -> Result<Self, Error> {
+        Ok(Self { listed: file.listed.clone(), ..Self::open(&file.path)? })
     }
 
     /// Opens a file whose header is known.

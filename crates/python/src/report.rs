@@ -1,7 +1,7 @@
 //! Reports as Python dictionaries.
 
 use dmalane::dma::PageBacking;
-use dmalane::load::{Reads, Report, StageReport};
+use dmalane::load::{HostModel, Reads, Report, StageReport};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -47,6 +47,12 @@ pub(crate) fn of_load<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("staging_bytes", report.staging.1)?;
     dict.set_item("transfers", report.transfers)?;
     Ok(dict)
+}
+
+/// Adds the files beside those of the model, each with why it is no part of it.
+pub(crate) fn add_left_out(report: &Bound<'_, PyDict>, model: &HostModel) -> PyResult<()> {
+    let left_out = model.left_out().iter().map(|(path, why)| (path.display().to_string(), why.as_str()));
+    report.set_item("left_out", left_out.collect::<Vec<_>>())
 }
 
 fn stages<'py>(py: Python<'py>, stages: &[StageReport]) -> PyResult<Bound<'py, PyList>> {

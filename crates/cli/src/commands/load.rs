@@ -11,7 +11,7 @@ use std::sync::Arc;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::file::FileQueue;
-use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, Select};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, ModelSet, Select, SetFile};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -125,7 +125,8 @@ impl Load {
         self.run.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.run.manifest).cloned().collect();
         source::check(&named)?;
-        self.files = model::files(&self.files)?;
+        let set = model::set(&self.files)?;
+        self.files = set.files.iter().map(|file| file.path.clone()).collect();
         let written = [("--record", self.record.as_ref())].into_iter().chain(self.run.timeline.paths());
         // A file that is read is named as such before anybody is told to use --force.
         let read = output::named_files(named.iter().chain(&self.files));
@@ -134,7 +135,7 @@ impl Load {
         // is.
         let mut copied = Copied::default();
         let files = match self.sample {
-            None => Some(self.open_files(&mut copied)?),
+            None => Some(self.open_files(&set, &mut copied)?),
             Some(_) => None,
         };
         let mut device = device::open(&self.device, &options)?;
@@ -179,7 +180,8 @@ impl Load {
             manifest: self.run.manifest.clone(),
             written: self.run.written(self.record.as_ref()),
         };
-        let mut outcome = Outcome { device: self.device.clone(), inputs, run, runs, references: None };
+        let (spec, left_out) = (self.device.clone(), set.left_out);
+        let mut outcome = Outcome { device: spec, inputs, left_out, run, runs, references: None };
         let mut measured = Ok(());
         if self.run.format.verbose || self.run.timeline.report.is_some() {
             let rates = device.reference_rates(&mut outcome.inputs, &manifest);
@@ -273,8 +275,13 @@ impl Load {
     }
 
     /// The files, without the tensors that `--tensors` does not name.
-    fn open_files(&self, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
-        let files = self.files.iter().map(|path| model::open(path, copied)).collect::<Result<Vec<_>, _>>()?;
+    fn open_files(&self, set: &ModelSet, copied: &mut Copied) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let open = |file: &SetFile| {
+            let mut opened = model::open(&file.path, copied)?;
+            opened.listed.clone_from(&file.listed);
+            Ok(opened)
+        };
+        let files = set.files.iter().map(open).collect::<Result<Vec<_>, Failure>>()?;
         let patterns = self.tensors.clone();
         let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
         let select = (!self.tensors.is_empty()).then_some(select);

@@ -62,6 +62,14 @@ pub enum FormatError {
         /// Bytes of the file, as the pointer says.
         size: u64,
     },
+    /// A file of another kind than its name says.
+    #[error("this is {what}: {hint}")]
+    Foreign {
+        /// What it is.
+        what: String,
+        /// What to do.
+        hint: String,
+    },
     /// One tensor of the header is wrong.
     #[error("bad header: tensor {tensor:?} (described at {at}): {source}")]
     Tensor {
@@ -117,7 +125,8 @@ impl FormatError {
             | Self::InHeader { .. }
             | Self::Index(_)
             | Self::Manifest(_)
-            | Self::LfsPointer { .. } => (None, None),
+            | Self::LfsPointer { .. }
+            | Self::Foreign { .. } => (None, None),
         }
     }
 }

@@ -73,6 +73,7 @@ pub static CONTAINER: Container = Container {
     title: "GGUF",
     extensions: &["gguf"],
     magic: &[MAGIC],
+    resembles: None,
     in_folders: true,
     parse_header: Some(parse_bytes),
     parse,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::file::{ContainerFile, HEAD};
 use super::model::{Container, Model};
-use super::{gguf, lfs, npy, raw, safetensors};
+use super::{foreign, gguf, lfs, npy, raw, safetensors};
 use crate::error::Error;
 
 /// All kinds, in the order in which they are tried. `raw`, the last, takes what no other does; the first byte of the
@@ -20,7 +20,11 @@ pub fn detect(path: &Path, head: &[u8]) -> &'static Container {
 pub(crate) fn kind(file: &ContainerFile<'_>) -> Result<&'static Container, Error> {
     let head = file.read(0, file.len.min(HEAD as u64))?;
     lfs::refuse(file, &head)?;
-    Ok(detect(file.path, &head))
+    let kind = detect(file.path, &head);
+    if kind.is_name(file.path) {
+        foreign::refuse(kind, &head, CONTAINERS).map_err(|e| file.bad(e))?;
+    }
+    Ok(kind)
 }
 
 /// Detects the kind of a file and parses it.
@@ -43,6 +47,7 @@ mod tests {
             parse: raw::CONTAINER.parse,
             extensions: &["one", "two"],
             magic: &[b"MAGIC", b"magic"],
+            resembles: None,
             in_folders: true,
         };
         for (name, head, claimed) in [

@@ -5,6 +5,7 @@
 
 mod defect;
 mod file;
+mod foreign;
 mod format_error;
 pub mod gguf;
 mod kinds;
@@ -13,7 +14,6 @@ mod model;
 pub mod npy;
 pub mod raw;
 pub mod safetensors;
-mod set;
 mod tensor;
 mod text;
 
@@ -26,7 +26,6 @@ pub(crate) use kinds::{kind, parse};
 pub(crate) use lfs::lfs_pointer;
 pub use lfs::refuse_lfs_pointer;
 pub use model::{Container, Model};
-pub use set::{is_index, model_files};
 pub use tensor::{Tensor, element_bits};
 pub(crate) use text::short;
 pub use text::{MAX_HEADER, MAX_PAIRS};

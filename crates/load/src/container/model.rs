@@ -23,6 +23,8 @@ pub struct Container {
     pub extensions: &'static [&'static str],
     /// The first bytes, [`HEAD`](super::HEAD) at most, by any of which a file is of this kind, whatever its name is.
     pub magic: &'static [&'static [u8]],
+    /// Whether a file begins as one of this kind, where no magic number says.
+    pub resembles: Option<fn(head: &[u8]) -> bool>,
     /// Whether a directory may stand for its files with these extensions.
     pub in_folders: bool,
     /// Parses a header of this kind: its bytes, the bytes of the file, and the name of a file that is one array. `None`
@@ -38,11 +40,16 @@ pub type ParseHeader = fn(header: &[u8], file: u64, name: &str) -> Result<Model,
 impl Container {
     /// Whether a file with this name and these first bytes is of this kind.
     pub(super) fn claims(&self, path: &Path, head: &[u8]) -> bool {
-        self.magic.iter().any(|magic| head.starts_with(magic)) || self.is_name(path)
+        self.begins(head) || self.is_name(path)
+    }
+
+    /// Whether a file with these first bytes is of this kind, whatever its name is.
+    pub(super) fn begins(&self, head: &[u8]) -> bool {
+        self.magic.iter().any(|magic| head.starts_with(magic)) || self.resembles.is_some_and(|of| of(head))
     }
 
     /// Whether a file's name has an extension of this kind, in capitals or not.
-    pub(super) fn is_name(&self, path: &Path) -> bool {
+    pub(crate) fn is_name(&self, path: &Path) -> bool {
         path.extension().is_some_and(|found| self.extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
     }
 }

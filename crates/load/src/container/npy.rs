@@ -26,6 +26,7 @@ pub static CONTAINER: Container = Container {
     title: "NumPy",
     extensions: &["npy"],
     magic: &[MAGIC],
+    resembles: None,
     in_folders: false,
     parse_header: Some(parse_header),
     parse,
@@ -74,7 +75,9 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     let by_columns = value("fortran_order")?.starts_with("True");
     let shape = value("shape")?.strip_prefix('(').and_then(|rest| Some(rest.split_once(')')?.0));
     let shape = shape.ok_or(bad(Defect::Shape))?;
-    let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty()).map(str::parse);
+    let dims = shape.split(',').map(str::trim).filter(|dim| !dim.is_empty());
+    // Python 2 wrote `(2L, 3L)`.
+    let dims = dims.map(|dim| dim.strip_suffix('L').unwrap_or(dim).parse());
     let mut shape: Box<[u64]> = dims.collect::<Result<_, _>>().map_err(|_| bad(Defect::Shape))?;
     let size = shape.iter().try_fold(bytes, |n: u64, dim| n.checked_mul(*dim));
     let end = size.and_then(|size| data.checked_add(size)).ok_or(bad(Defect::Overflow))?;
@@ -84,7 +87,8 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     if end < len {
         return Err(FormatError::TrailingBytes { at: FileOffset::new(end), extra: len - end });
     }
-    // By columns, the bytes are those of the transposed array by rows.
+    // An array of one dimension has no order. By columns, the bytes are those of the transposed array by rows.
+    let by_columns = by_columns && shape.len() > 1;
     if by_columns {
         shape.reverse();
     }
@@ -155,6 +159,7 @@ mod tests {
             (1, "<f4", "False", "(3, 4)", vec![3, 4], "F32", 48),
             (1, "<f4", "True", "(3, 4)", vec![4, 3], "F32", 48),
             (2, "|b1", "True", "(5,)", vec![5], "BOOL", 5),
+            (1, "<f4", "False", "(3L, 4L)", vec![3, 4], "F32", 48),
             (3, "<c8", "False", "()", vec![], "C64", 8),
             (1, "<i8", "False", "(0, 9)", vec![0, 9], "I64", 0),
             (1, ">u1", "False", "(2,)", vec![2], "U8", 2),
@@ -165,7 +170,8 @@ mod tests {
             let tensor = &model.tensors[0];
             assert_eq!((&*tensor.name, &*tensor.dtype, &*tensor.shape), ("weights", dtype, &*dims), "{dictionary}");
             assert_eq!((tensor.at.bits() + tensor.len, tensor.len), (bytes_of_file.len() as u64, bytes as u64));
-            assert_eq!((model.metadata.is_some(), model.by_columns), (order == "True", order == "True"));
+            let by_columns = order == "True" && dims.len() > 1;
+            assert_eq!((model.metadata.is_some(), model.by_columns), (by_columns, by_columns));
             assert_eq!(detect(Path::new("x"), &bytes_of_file[..16]), &CONTAINER);
             // Every prefix, and every changed byte of the header, has an answer.
             for cut in 0..bytes_of_file.len() {

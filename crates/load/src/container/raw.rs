@@ -11,8 +11,16 @@ use super::tensor::Tensor;
 use crate::error::Error;
 
 /// The kind: it takes the files that no other kind does.
-pub static CONTAINER: Container =
-    Container { name: "raw", title: "raw", extensions: &[], magic: &[], in_folders: false, parse_header: None, parse };
+pub static CONTAINER: Container = Container {
+    name: "raw",
+    title: "raw",
+    extensions: &[],
+    magic: &[],
+    resembles: None,
+    in_folders: false,
+    parse_header: None,
+    parse,
+};
 
 /// The whole file as a tensor without a type.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

@@ -31,10 +31,19 @@ pub static CONTAINER: Container = Container {
     title: "safetensors",
     extensions: &["safetensors"],
     magic: &[],
+    resembles: Some(resembles),
     in_folders: true,
     parse_header: Some(|header, file, _| parse_header(header, file)),
     parse,
 };
+
+/// Whether a file begins as a header of a possible length does: an object, with text or nothing in it.
+fn resembles(head: &[u8]) -> bool {
+    let Some((prefix, text)) = head.split_first_chunk() else { return false };
+    let len = u64::from_le_bytes(*prefix);
+    let rest = text.strip_prefix(b"{").map(<[u8]>::trim_ascii_start);
+    (2..=MAX_HEADER).contains(&len) && rest.is_some_and(|rest| matches!(rest, [] | [b'"' | b'}', ..]))
+}
 
 /// The tensors of a file.
 pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {

@@ -1,5 +1,6 @@
 //! A file of a model: its name, its header, and the hashes that it must have.
 
+use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -19,6 +20,8 @@ pub struct ModelFile {
     identity: (u64, u64, u64, i64, i64),
     /// A file that has no name to open it by.
     kept: Option<File>,
+    listed: Option<Arc<BTreeSet<String>>>,
+    /// Which of its tensors count; `None` for all.
     select: Option<Select>,
     /// The hashes that its tensors must have.
     pub(super) expected: Option<Expected>,
@@ -37,14 +40,31 @@ fn identity(meta: &Metadata) -> (u64, u64, u64, i64, i64) {
 
 impl ModelFile {
     /// Reads the header of a file, and keeps it open where its name does not open it again.
-    pub(super) fn new(mut file: OpenFile, select: Option<Select>) -> Result<Self, Error> {
-        if select.is_some() {
-            file.select(select.clone());
-        }
+    pub(super) fn new(file: OpenFile) -> Result<Self, Error> {
         let contents = file.model()?.clone();
         let meta = file.file.metadata().map_err(|source| file.error("read its size", source))?;
-        let OpenFile { path, file, by_name, .. } = file;
-        Ok(Self { path, contents, identity: identity(&meta), kept: (!by_name).then_some(file), select, expected: None })
+        let OpenFile { path, file, listed, by_name, .. } = file;
+        let kept = (!by_name).then_some(file);
+        Ok(Self { path, contents, identity: identity(&meta), kept, listed, select: None, expected: None })
+    }
+
+    /// Leaves out the tensors that an index does not list for it, and those that are not selected.
+    pub(super) fn retain(&mut self, select: Option<Select>) {
+        let listed = self.listed.clone();
+        let counts = move |name: &str| {
+            listed.as_ref().is_none_or(|listed| listed.contains(name)) && select.as_ref().is_none_or(|f| f(name))
+        };
+        let tensors = &self.contents.tensors;
+        if tensors.iter().any(|tensor| !counts(&tensor.name)) {
+            let tensors = tensors.iter().filter(|tensor| counts(&tensor.name)).cloned().collect();
+            self.contents = Arc::new(Model { tensors, ..(*self.contents).clone() });
+            self.select = Some(Arc::new(counts));
+        }
+    }
+
+    /// The tensors that an index lists for it.
+    pub(super) fn listed(&self) -> Option<&BTreeSet<String>> {
+        self.listed.as_deref()
     }
 
     /// Its name.

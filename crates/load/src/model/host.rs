@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -22,12 +22,13 @@ use super::reader::{FILES_AT_ONCE, Reader};
 use super::report::{HostRates, Reads};
 use super::slice;
 use super::stream::TensorStream;
-use crate::container::{Tensor, model_files};
+use crate::container::Tensor;
 use crate::device::{Loaded, OpenDevice};
 use crate::fill::{Extent, Job, Watch};
 use crate::input::Input;
 use crate::manifest::Manifest;
 use crate::open_file::{OpenFile, Select};
+use crate::set::{self, ModelSet};
 
 /// Bytes that reference rates are measured with, at most; and a huge page, so that a pool keeps all of its memory.
 const REFERENCE: u64 = 256 << 20;
@@ -92,22 +93,25 @@ pub struct HostModel {
     /// File and tensor of each name.
     by_name: Arc<HashMap<String, (usize, usize)>>,
     manifest: Arc<Manifest>,
+    left_out: Arc<Vec<(PathBuf, String)>>,
 }
 
 impl HostModel {
-    /// Opens the files of a model: a directory and an index stand for theirs ([`model_files`]).
+    /// Opens the files of a model: a directory and an index stand for theirs ([`ModelSet::find`]).
     ///
     /// # Errors
     /// [`ModelError::Load`] for files that cannot be read or are no models, [`ModelError::Twice`] where two have a
     /// tensor of one name, and what the manifest finds in headers.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, ModelError> {
-        let mut files = Vec::new();
+        let (mut files, mut left_out) = (Vec::new(), Vec::new());
         for path in paths {
-            for path in model_files(path.as_ref())? {
-                files.push(ModelFile::new(OpenFile::open(path)?, options.select.clone())?);
+            let set = ModelSet::find(path.as_ref())?;
+            for file in &set.files {
+                files.push(ModelFile::new(OpenFile::of(file)?)?);
             }
+            left_out.extend(set.left_out);
         }
-        Self::new(files, options)
+        Ok(Self { left_out: Arc::new(left_out), ..Self::new(files, options)? })
     }
 
     /// The same of files that are open already. Those that were not opened by name stay open with the model.
@@ -115,12 +119,14 @@ impl HostModel {
     /// # Errors
     /// As of [`HostModel::open`].
     pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, ModelError> {
-        let files = files.into_iter().map(|file| ModelFile::new(file, options.select.clone()));
-        Self::new(files.collect::<Result<_, _>>()?, options)
+        Self::new(files.into_iter().map(ModelFile::new).collect::<Result<_, _>>()?, options)
     }
 
     fn new(mut files: Vec<ModelFile>, options: ModelOptions) -> Result<Self, ModelError> {
         let ModelOptions { mode, memory_limit, manifest, select } = options;
+        let all: Vec<_> = files.iter().map(|file| (file.path(), file.listed(), &**file.contents())).collect();
+        set::check(&all)?;
+        files.iter_mut().for_each(|file| file.retain(select.clone()));
         if select.is_some() {
             files.retain(|file| !file.contents().tensors.is_empty());
         }
@@ -141,7 +147,7 @@ impl HostModel {
         }
         let (budget, closed) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), AtomicBool::new(false));
         let reader = Arc::new(Reader { files: Arc::new(files), budget, reads: Mutex::default(), mode, closed });
-        Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest) })
+        Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest), left_out: Arc::default() })
     }
 
     /// The same model with another memory limit, which counts what it reads from now on.
@@ -159,6 +165,11 @@ impl HostModel {
     /// The files.
     pub fn files(&self) -> &[ModelFile] {
         &self.reader.files
+    }
+
+    /// Files beside these that are no part of the model, each with why.
+    pub fn left_out(&self) -> &[(PathBuf, String)] {
+        &self.left_out
     }
 
     /// The tensors, in the order of the files and of the bytes in them.

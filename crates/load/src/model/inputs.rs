@@ -5,10 +5,10 @@ use std::path::Path;
 use dmalane_file::{FileOptions, FileQueue};
 
 use super::error::ModelError;
-use crate::container::model_files;
 use crate::input::{Input, open_file};
+use crate::set::ModelSet;
 
-/// The files of models, as [`model_files`] finds them, with the queues that read them.
+/// The files of models, as [`ModelSet::find`] finds them, with the queues that read them.
 #[derive(Default)]
 pub struct Inputs {
     /// The files.
@@ -25,10 +25,10 @@ impl Inputs {
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: FileOptions) -> Result<Self, ModelError> {
         let mut inputs = Self::default();
         for path in paths {
-            let found = model_files(path.as_ref())?;
-            inputs.whole |= found[..] != [path.as_ref()];
-            for path in found {
-                inputs.files.push(open_file(path, options)?);
+            let found = ModelSet::find(path.as_ref())?.files;
+            inputs.whole |= found.iter().any(|file| file.path != path.as_ref());
+            for file in found {
+                inputs.files.push(open_file(file.path, options)?);
             }
         }
         Ok(inputs)

@@ -1,5 +1,7 @@
 //! The outcome of a load as text, as JSON and for a page.
 
+use std::path::PathBuf;
+
 use dmalane::DeviceSpec;
 use dmalane::addr::PageSize;
 use dmalane::device::{AddressSpaceKind, IommuCounters};
@@ -17,6 +19,8 @@ use crate::size::{binary, per_second};
 pub(super) struct Outcome {
     pub(super) device: DeviceSpec,
     pub(super) inputs: Vec<Input<FileQueue>>,
+    /// Files that are no part of the model, each with why.
+    pub(super) left_out: Vec<(PathBuf, String)>,
     /// The run with the median time.
     pub(super) run: Run,
     pub(super) runs: MeasuredRuns,
@@ -143,6 +147,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
     let own = json!({
         "device": o.device.to_string(),
         "device_notes": o.run.notes,
+        "left_out": o.left_out.iter().map(|(path, why)| json!({ "file": path.to_string_lossy(), "why": why })).collect::<Vec<_>>(),
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
@@ -348,6 +353,9 @@ fn details(o: &Outcome) -> String {
     }
     out.push('\n');
     let r = &o.run.loaded.report;
+    for (path, why) in &o.left_out {
+        out += &detail("left out", &format!("{}: {why}", plain(&path.to_string_lossy())));
+    }
     o.run.notes.iter().for_each(|note| out += &detail("device", &plain(note)));
     out += &detail("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
     out += &runs::pages(o.run.backing.as_ref(), buffers(o));

@@ -1,0 +1,333 @@
+//! The files of one model: which of a folder's files they are, which of their tensors count, and whether all are there.
+
+mod index;
+mod names;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use self::names::{Chosen, Name, choose, listed, whole_set};
+use crate::container::{CONTAINERS, Model, gguf};
+use crate::error::Error;
+
+/// The files that a path stands for.
+#[derive(Clone, Debug, Default)]
+pub struct ModelSet {
+    /// In the order of their names.
+    pub files: Vec<SetFile>,
+    /// Files beside them that are no part of the model, each with why.
+    pub left_out: Vec<(PathBuf, String)>,
+}
+
+/// A file of a model.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SetFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The tensors that an index lists for it, by which the others do not count; `None` for all.
+    pub listed: Option<Arc<BTreeSet<String>>>,
+}
+
+impl SetFile {
+    fn whole(path: PathBuf) -> Self {
+        Self { path, listed: None }
+    }
+}
+
+/// Whether a file of this name lists the files of a model: `*.safetensors.index.json`, or that of a variant.
+pub fn is_index(path: &Path) -> bool {
+    index::name_of_index(path).is_some()
+}
+
+impl ModelSet {
+    /// The files of a model: those that an index lists; for a directory, those of its index, or else the model among
+    /// the files of the first kind in [`CONTAINERS`] that it has and that a directory may stand for; for the first part
+    /// of a split GGUF all parts; and for anything else the path itself.
+    ///
+    /// # Errors
+    /// [`Error::File`] for a directory or an index that cannot be read, and where the files of one model cannot be told
+    /// or are not all there; [`Error::Format`] for a bad index.
+    pub fn find(path: &Path) -> Result<Self, Error> {
+        if is_index(path) {
+            return Self::of_index(path);
+        }
+        if path.is_dir() {
+            return Self::of_folder(path);
+        }
+        let files = match Name::of(path).shard.filter(|_| gguf::CONTAINER.is_name(path)) {
+            Some(shard) if shard.number == 1 => {
+                whole_set(path, shard, Path::exists).map_err(|why| unknown(path, io::ErrorKind::NotFound, why))?
+            }
+            Some(shard) => {
+                let first = Name::siblings(path, shard).swap_remove(0);
+                let why = format!("it is part {} of {}: name the first, {}", shard.number, shard.of, first.display());
+                return Err(unknown(path, io::ErrorKind::InvalidInput, why));
+            }
+            None => vec![path.to_owned()],
+        };
+        Ok(Self { files: files.into_iter().map(SetFile::whole).collect(), left_out: Vec::new() })
+    }
+
+    fn of_folder(path: &Path) -> Result<Self, Error> {
+        let failed = |source| Error::File { path: path.to_owned(), what: "list it", source };
+        let mut names = BTreeSet::new();
+        for entry in fs::read_dir(path).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+            if !hidden && !entry.path().is_dir() {
+                names.insert(entry.path());
+            }
+        }
+        let indices: Vec<PathBuf> = names.iter().filter(|name| is_index(name)).cloned().collect();
+        if let Some(chosen) = choose_index(&indices).map_err(|why| unknown(path, io::ErrorKind::InvalidInput, why))? {
+            let mut set = Self::of_index(&chosen)?;
+            let is_in = |name: &PathBuf| set.files.iter().any(|file| file.path == *name);
+            let others = names.iter().filter(|name| is_model(name) && !is_in(name));
+            set.left_out = others.map(|name| (name.clone(), "not listed by the index".to_owned())).collect();
+            return Ok(set);
+        }
+        for kind in CONTAINERS.iter().filter(|kind| kind.in_folders) {
+            let found: Vec<PathBuf> = names.iter().filter(|name| kind.is_name(name)).cloned().collect();
+            if found.is_empty() {
+                continue;
+            }
+            let chosen = choose(found).map_err(|why| unknown(path, io::ErrorKind::InvalidInput, why));
+            let Chosen { files, left_out } = chosen?;
+            return Ok(Self { files: files.into_iter().map(SetFile::whole).collect(), left_out });
+        }
+        let mut wanted = vec!["*.safetensors.index.json".to_owned()];
+        let kinds = CONTAINERS.iter().filter(|kind| kind.in_folders);
+        wanted.extend(kinds.flat_map(|kind| kind.extensions).map(|extension| format!("*.{extension}")));
+        let last = wanted.pop().unwrap_or_default();
+        Err(unknown(path, io::ErrorKind::NotFound, format!("it holds no {} or {last} file", wanted.join(", "))))
+    }
+
+    fn of_index(path: &Path) -> Result<Self, Error> {
+        let mut files = Vec::new();
+        let mut missing = Vec::new();
+        for (file, tensors) in index::read(path)? {
+            // A link of a download cache may lead nowhere.
+            if !file.exists() {
+                let link = fs::read_link(&file).map_or(String::new(), |to| format!(" (a link to {})", to.display()));
+                missing.push(format!("{}{link}", file.file_name().unwrap_or_default().to_string_lossy()));
+            }
+            files.push(SetFile { path: file, listed: Some(Arc::new(tensors)) });
+        }
+        if missing.is_empty() {
+            return Ok(Self { files, left_out: Vec::new() });
+        }
+        let what = if missing.len() == 1 { "a file that is" } else { "files that are" };
+        let why = format!("it lists {what} not there: {}; is the download complete?", listed(&missing));
+        Err(unknown(path, io::ErrorKind::NotFound, why))
+    }
+}
+
+/// Whether a folder may stand for a file of this name.
+fn is_model(path: &Path) -> bool {
+    CONTAINERS.iter().any(|kind| kind.in_folders && kind.is_name(path))
+}
+
+/// The index of a folder, where it has any: that of a whole model, and of no variant.
+fn choose_index(indices: &[PathBuf]) -> Result<Option<PathBuf>, String> {
+    let plain = indices.iter().filter(|path| index::name_of_index(path).is_some_and(|(_, variant)| variant.is_none()));
+    let plain: Vec<&PathBuf> = plain.collect();
+    let whole: Vec<&PathBuf> = plain.iter().copied().filter(|path| names::is_whole(path)).collect();
+    match (&whole[..], &plain[..], indices) {
+        (_, _, []) => Ok(None),
+        ([one], ..) | (_, [one], _) => Ok(Some((*one).clone())),
+        (_, [], [one]) => Ok(Some(one.clone())),
+        _ => {
+            let names = indices.iter().map(|path| path.display().to_string()).collect::<Vec<_>>();
+            Err(format!("it has several indices: name one of {}", listed(&names)))
+        }
+    }
+}
+
+fn unknown(path: &Path, kind: io::ErrorKind, why: String) -> Error {
+    Error::File { path: path.to_owned(), what: "find its model", source: io::Error::new(kind, why) }
+}
+
+/// Checks, where all headers are known, that nothing of a model is missing: what an index lists is in the file for which
+/// it lists it, and a split GGUF has all its parts.
+///
+/// # Errors
+/// [`Error::File`].
+pub(crate) fn check(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Result<(), Error> {
+    for (path, listed_for, model) in files {
+        let Some(wanted) = listed_for else { continue };
+        let has: BTreeSet<&str> = model.tensors.iter().map(|tensor| &*tensor.name).collect();
+        let missing: Vec<String> = wanted
+            .iter()
+            .filter(|name| !has.contains(&***name))
+            .map(|name| {
+                let holds = |(_, _, model): &&(&Path, Option<&BTreeSet<String>>, &Model)| {
+                    model.tensors.iter().any(|tensor| tensor.name == **name)
+                };
+                let elsewhere = files.iter().find(holds).and_then(|(other, ..)| other.file_name());
+                elsewhere
+                    .map_or(format!("{name:?}"), |other| format!("{name:?} (it is in {})", other.to_string_lossy()))
+            })
+            .collect();
+        if !missing.is_empty() {
+            let what = if missing.len() == 1 { "a tensor" } else { "tensors" };
+            let why = format!("the index lists {what} that it does not have: {}", listed(&missing));
+            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+        }
+    }
+    check_split(files.iter().map(|(path, _, model)| (*path, *model)))
+}
+
+/// The parts of a split GGUF: `split.no` of `split.count`, and all tensors.
+/// Format: <https://github.com/ggml-org/llama.cpp/tree/master/tools/gguf-split>.
+fn check_split<'a>(files: impl Iterator<Item = (&'a Path, &'a Model)>) -> Result<(), Error> {
+    let mut sets: BTreeMap<u64, (&Path, BTreeSet<u64>, u64, Option<u64>)> = BTreeMap::new();
+    for (path, model) in files {
+        let value = |key: &str| {
+            let pairs = model.metadata.as_ref().filter(|_| model.container == &gguf::CONTAINER)?;
+            pairs.iter().find(|(name, _)| name == key)?.1.parse::<u64>().ok()
+        };
+        let Some(count) = value("split.count").filter(|count| *count > 1) else { continue };
+        let (_, parts, tensors, all) = sets.entry(count).or_insert((path, BTreeSet::new(), 0, None));
+        let part = value("split.no").unwrap_or(0);
+        if !parts.insert(part) {
+            let why = format!("it is part {} of {count}, and so is another file", part + 1);
+            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+        }
+        *tensors += model.tensors.len() as u64;
+        *all = all.or(value("split.tensors.count"));
+    }
+    for (count, (path, parts, tensors, all)) in sets {
+        let missing: Vec<String> =
+            (0..count.min(10_000)).filter(|part| !parts.contains(part)).map(|part| (part + 1).to_string()).collect();
+        if !missing.is_empty() {
+            let has: Vec<String> = parts.iter().map(|part| (part + 1).to_string()).collect();
+            let why = format!(
+                "a GGUF split into {count} parts, of which this is {} and {} are missing: name the first part of a \
+                 set that is whole",
+                listed(&has),
+                listed(&missing)
+            );
+            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+        }
+        if let Some(all) = all.filter(|all| *all != tensors) {
+            let why = format!("a GGUF split into {count} parts has {tensors} tensors in them, not the {all} it says");
+            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(folder: &Path, names: &[&str]) {
+        names.iter().for_each(|name| fs::write(folder.join(name), "x").unwrap());
+    }
+
+    fn index(pairs: &[(&str, &str)]) -> String {
+        let map: BTreeMap<&str, &str> = pairs.iter().copied().collect();
+        serde_json::json!({"metadata": {"total_size": 1}, "weight_map": map}).to_string()
+    }
+
+    fn found(path: &Path) -> Result<Vec<String>, String> {
+        let name = |file: &SetFile| file.path.file_name().unwrap().to_string_lossy().into_owned();
+        ModelSet::find(path).map(|set| set.files.iter().map(name).collect()).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn directories_and_indices_stand_for_their_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        assert!(found(folder.path()).unwrap_err().contains("holds no *.safetensors.index.json"));
+        write(folder.path(), &["config.json", "a.gguf"]);
+        fs::create_dir(at("dir.safetensors")).unwrap();
+        assert_eq!(found(folder.path()).unwrap(), ["a.gguf"]);
+        write(folder.path(), &["s-1.safetensors", ".hidden.safetensors"]);
+        assert_eq!(found(folder.path()).unwrap(), ["s-1.safetensors"]);
+        write(folder.path(), &["s-2.safetensors", "old.safetensors"]);
+        assert!(found(folder.path()).unwrap_err().contains("several models"));
+        let text = index(&[("t", "s-2.safetensors"), ("u", "s-1.safetensors"), ("v", "s-2.safetensors")]);
+        fs::write(at("m.safetensors.index.json"), &text).unwrap();
+        for path in [folder.path(), &at("m.safetensors.index.json")] {
+            assert_eq!(found(path).unwrap(), ["s-1.safetensors", "s-2.safetensors"]);
+        }
+        let set = ModelSet::find(folder.path()).unwrap();
+        let listed = |i: usize| set.files[i].listed.as_ref().unwrap().iter().map(|s| &**s).collect::<Vec<_>>();
+        assert_eq!((listed(0), listed(1)), (vec!["u"], vec!["t", "v"]));
+        let left_out: Vec<_> = set.left_out.iter().map(|(path, why)| (path.clone(), &**why)).collect();
+        assert_eq!(
+            left_out,
+            [(at("a.gguf"), "not listed by the index"), (at("old.safetensors"), "not listed by the index")]
+        );
+        assert_eq!(found(&at("config.json")).unwrap(), ["config.json"]);
+        assert_eq!(found(&at("missing")).unwrap(), ["missing"], "whoever opens it says so");
+        // A variant has an index of its own, and so has another layout of the model.
+        fs::write(at("m.safetensors.index.fp16.json"), index(&[("t", "old.safetensors")])).unwrap();
+        assert_eq!(found(folder.path()).unwrap(), ["s-1.safetensors", "s-2.safetensors"]);
+        assert_eq!(found(&at("m.safetensors.index.fp16.json")).unwrap(), ["old.safetensors"]);
+        write(folder.path(), &["other.safetensors.index.json"]);
+        let several = found(folder.path()).unwrap_err();
+        assert!(several.contains("several indices: name one of") && several.contains("other.safetensors"), "{several}");
+        fs::write(at("model.safetensors.index.json"), index(&[("t", "old.safetensors")])).unwrap();
+        assert_eq!(found(folder.path()).unwrap(), ["old.safetensors"]);
+    }
+
+    #[test]
+    fn what_an_index_lists_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write(folder.path(), &["a.safetensors"]);
+        std::os::unix::fs::symlink("blobs/gone", at("c.safetensors")).unwrap();
+        let text = index(&[("t", "a.safetensors"), ("u", "b.safetensors"), ("v", "c.safetensors")]);
+        fs::write(at("m.safetensors.index.json"), text).unwrap();
+        let error = found(folder.path()).unwrap_err();
+        let says = "files that are not there: b.safetensors, c.safetensors (a link to blobs/gone); is the download";
+        assert!(error.contains(says), "{error}");
+    }
+
+    #[test]
+    fn a_bad_index_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.safetensors.index.json");
+        let one = |file| index(&[("t", file)]);
+        for (text, says) in [
+            (String::new(), "it ends too early"),
+            ("[]".to_owned(), "a list "),
+            ("{}".to_owned(), "weight_map"),
+            (r#"{"weight_map": {"t": 5}}"#.to_owned(), "5 instead of a string"),
+            (index(&[]), "lists no files"),
+            (one("../elsewhere.safetensors"), "not the name of a file beside it"),
+            (one("/etc/shadow"), "not the name of a file beside it"),
+            (one("sub/x.safetensors"), "not the name of a file beside it"),
+            (one(".."), "not the name of a file beside it"),
+            (one(""), "not the name of a file beside it"),
+        ] {
+            fs::write(&path, text).unwrap();
+            let error = found(&path).unwrap_err();
+            assert!(error.contains(says) && error.contains("m.safetensors.index.json"), "{error}");
+        }
+        for name in ["m.safetensors.index.json", "m.safetensors.index.fp16.json"] {
+            assert!(is_index(Path::new(name)), "{name}");
+        }
+        for name in ["safetensors.index.json", "m.index.json", "m.safetensors.index.", "m.safetensors.index..json"] {
+            assert!(!is_index(Path::new(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_first_part_of_a_split_gguf_stands_for_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |n: u32| folder.path().join(format!("q-{n:05}-of-00003.gguf"));
+        write(folder.path(), &["q-00001-of-00003.gguf", "q-00003-of-00003.gguf"]);
+        let error = found(&at(1)).unwrap_err();
+        assert!(error.contains("1 part of 3 is missing: q-00002-of-00003.gguf"), "{error}");
+        assert!(found(&at(3)).unwrap_err().contains("part 3 of 3: name the first"));
+        fs::write(at(2), "x").unwrap();
+        assert_eq!(found(&at(1)).unwrap().len(), 3);
+        assert_eq!(found(folder.path()).unwrap().len(), 3);
+    }
+}
