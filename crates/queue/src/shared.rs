@@ -2,9 +2,9 @@
 //!
 //! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are
 //! queues themselves. A poll of one handle polls for all, and no thread waits for another one that polls: submitted
-//! operations lie in a list until the next poll moves them into the queue; completions lie in the inbox of their handle.
-//! The two locks are taken in one order: the queue's first, then that of the list and the inboxes, which is held for
-//! moments only.
+//! operations lie in a list until the next poll moves them into the queue; completions lie in the inbox of their
+//! handle. The two locks are taken in one order: the queue's first, then that of the list and the inboxes, which is
+//! held for moments only.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};

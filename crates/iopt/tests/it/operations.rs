@@ -412,8 +412,8 @@ fn dirty_parts<F: Format>(mut table: Table<F, HeapTables<PhysAddr>>) {
     assert_eq!((flush.bytes(), dirty(&mut table)), (page, large - page));
 }
 
-/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and an unmap of all that it
-/// translates makes room for a large one.
+/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and an unmap of all that
+/// it translates makes room for a large one.
 fn clear_and_unmap<F: Format>() {
     let Sizes { page, block, large, .. } = sizes::<F>();
     let mut table = Table::<F, _>::new(Failing::new()).unwrap();
