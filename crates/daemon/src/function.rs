@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
@@ -124,10 +124,9 @@ impl Function {
 
     /// Adds to a row of the status what the function counts.
     pub(crate) fn count_into(&self, row: &mut ClientStatus) {
-        let host = self.host.stats();
         let (h2c, c2h) = self.link_bytes();
         (row.h2c, row.c2h, row.in_flight) = (h2c, c2h, self.in_flight());
-        (row.iotlb_hits, row.iotlb_misses, row.faults) = (host.iotlb_hits, host.iotlb_misses, host.faults);
+        [row.iotlb_hits, row.iotlb_misses, row.faults] = self.host.translations();
     }
 
     /// The sum of [`Function::link_bytes`].
@@ -177,13 +176,12 @@ impl Function {
 
     /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
     /// worker's. Returns what is to be given back together with the place of the client.
-    pub(crate) fn release(mut function: Arc<Self>) -> Option<CardCharge> {
-        let start = Instant::now();
+    pub(crate) fn release(mut function: Arc<Self>) -> CardCharge {
         loop {
             match Arc::try_unwrap(function) {
-                Ok(function) => return Some(function.card_memory),
-                Err(shared) if start.elapsed() < Duration::from_secs(5) => function = shared,
-                Err(_) => return None,
+                Ok(function) => return function.card_memory,
+                // The worker looks at its list before its next step, and a status request has it for a moment.
+                Err(shared) => function = shared,
             }
             std::thread::sleep(Duration::from_micros(100));
         }

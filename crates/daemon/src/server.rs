@@ -39,7 +39,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// How often shutdown looks whether clients are gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Refused connections that are being closed, on threads of their own; beyond that, none is accepted.
-const MAX_CLOSES: usize = 1024;
+const MAX_CLOSES: usize = 256;
 /// Bytes of the stack of a client's thread.
 const STACK: usize = 1 << 20;
 
@@ -76,7 +76,7 @@ impl Server {
         let result = self.serve(&listener, stop);
         // No new connections, and no more changes of clients' memory. Pending connections may carry descriptors.
         if let Some(socket) = listener.close() {
-            self.disconnect(socket);
+            self.close_apart(socket);
         }
         self.state.shut_down();
         let begun = Instant::now();
@@ -200,6 +200,11 @@ impl Server {
     /// daemon has inherited the listening socket): closing it may take any time.
     fn disconnect(&self, socket: OwnedFd) {
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+        self.close_apart(socket);
+    }
+
+    /// Closes a socket on a thread of its own.
+    fn close_apart(&self, socket: OwnedFd) {
         let counted = self.closes.clone();
         let close = move || {
             yield_to_worker();

@@ -9,6 +9,7 @@
 //! connection means the same as a status of 0.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -55,13 +56,16 @@ impl Serving {
     /// Serves the client until its end, and releases its resources.
     pub(crate) fn run(mut self) {
         yield_to_worker();
-        let mut buffer = [0; MAX_MESSAGE];
-        let why = loop {
-            if let Err(why) = self.wait().and_then(|()| self.request(&mut buffer)) {
-                break why;
+        let served = catch_unwind(AssertUnwindSafe(|| {
+            let mut buffer = [0; MAX_MESSAGE];
+            loop {
+                if let Err(why) = self.wait().and_then(|()| self.request(&mut buffer)) {
+                    break why;
+                }
             }
-        };
-        self.end(why);
+        }));
+        // Whatever happens, the connection ends only when the card has stopped.
+        self.end(served.unwrap_or("a bug in the daemon"));
     }
 
     /// Waits for a message.
@@ -86,7 +90,7 @@ impl Serving {
             }
             // What the client has sent in time is answered, but repeated status requests keep no connection open.
             let is_ready = !fds[0].revents().is_empty();
-            if is_ready && limit.is_none_or(|limit| after <= limit.saturating_mul(2)) {
+            if is_ready && limit.is_none_or(|limit| after <= limit * if self.connection.greeted { 2 } else { 1 }) {
                 return Ok(());
             }
             if limit.is_some_and(|limit| after >= limit) {
@@ -106,7 +110,7 @@ impl Serving {
         let descriptors = &state.accounts.descriptors;
         while descriptors.is_over(user) || (state.run_queue.owes(user) && !state.is_alone(user)) {
             if state.is_over(&self.connection.socket) {
-                break;
+                return Err("the connection ended while its user owed");
             }
             thread::sleep(POLL_INTERVAL);
         }
@@ -152,16 +156,17 @@ impl Serving {
         let Self { state, client, connection, .. } = self;
         let peer = client.peer;
         client.show(connection.row(), connection.function.as_ref());
+        let comes = !self.counted && connection.function.is_some();
+        self.counted |= comes;
         {
             let mut totals = lock(&state.totals);
             totals.requests += 1;
             totals.errors += u64::from(matches!(handled, Handled::Refused(_)));
-            if !self.counted && connection.function.is_some() {
-                self.counted = true;
-                totals.served += 1;
-                let event = ServerEvent::Connected { client: connection.id, pid: peer.pid, uid: peer.uid };
-                lock(&state.log).of(peer.user, &event, Instant::now());
-            }
+            totals.served += u64::from(comes);
+        }
+        if comes {
+            let event = ServerEvent::Connected { client: connection.id, pid: peer.pid, uid: peer.uid };
+            lock(&state.log).of(peer.user, &event, Instant::now());
         }
         let answer = match handled {
             Handled::Answer(answer) | Handled::Refused(answer) => answer,
@@ -203,16 +208,17 @@ impl Serving {
         }
         // Mappings and buffers before the function, which must not end with the worker's reference to it.
         connection.release();
-        let card = function.and_then(Function::release);
+        let card = function.map(Function::release);
         state.run_queue.charge(user, take_time());
         drop(turn);
-        // What a client that connects at once may need: its memory, its place, and that of its socket.
+        // What a client that connects at once may need: its memory, that of its socket, and its place.
         drop((card, charge));
-        state.remove(id);
         if counted {
             lock(&state.totals).released += 1;
-            lock(&state.log).of(user, &ServerEvent::Disconnected { client: id, why, released, after }, Instant::now());
+            let event = ServerEvent::Disconnected { client: id, why, released, after };
+            lock(&state.log).of(user, &event, Instant::now());
         }
+        state.remove(id);
         let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
         // Messages that are left unread may carry descriptors, whose close may take any time.
         drop(connection);

@@ -120,12 +120,15 @@ impl ServerState {
 
     /// The answer to a status request of this peer. Who is no administrator sees the clients of its own user.
     pub(crate) fn status(&self, seqno: u64, first: u64, peer: Peer) -> Vec<u8> {
-        let clients = lock(&self.clients);
-        let is_shown = |client: &&Arc<Client>| client.peer.user == peer.user || peer.admin;
-        let mut rows = clients.range(first..).filter(|(_, client)| is_shown(client));
-        let page: Vec<ClientStatus> =
-            rows.by_ref().take(MAX_ROWS).map(|(_, client)| lock(&client.shown).row()).collect();
-        let more = rows.next().is_some();
+        let is_shown = |client: &Arc<Client>| client.peer.user == peer.user || peer.admin;
+        let mut shown: Vec<Arc<Client>> = {
+            let clients = lock(&self.clients);
+            let shown = clients.range(first..).map(|(_, client)| client).filter(|client| is_shown(client));
+            shown.take(MAX_ROWS + 1).cloned().collect()
+        };
+        let more = shown.len() > MAX_ROWS;
+        shown.truncate(MAX_ROWS);
+        let page: Vec<ClientStatus> = shown.iter().map(|client| lock(&client.shown).row()).collect();
         // Others see what their own user has and does.
         let user = (!peer.admin).then_some(peer.user);
         let Accounts { ddr, hbm, .. } = &self.accounts;

@@ -540,12 +540,16 @@ fn models_come_as_people_have_them() {
     crate::shard(at("sharded/model-2.safetensors"), 2 << 20, 'b');
     std::fs::write(at("sharded/config.json"), "{}").unwrap();
     std::fs::write(at("sharded/old.safetensors"), "not part of the model").unwrap();
-    let index = r#"{"metadata": {}, "weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}"#;
-    std::fs::write(at("sharded/model.safetensors.index.json"), index).unwrap();
+    crate::index(&at("sharded"), &["model-2.safetensors", "model-1.safetensors"]);
     for named in ["sharded", "sharded/model.safetensors.index.json"] {
         let said = run(&format!("load {named} --verify"), 0);
         assert!(said.contains("in 2 files") && said.contains("sharded/model-1.safetensors: safetensors"), "{said}");
     }
+    // What is no part of the model is left out, and said where details are.
+    let said = run("load sharded -v", 0);
+    assert!(said.contains("sharded/old.safetensors: not listed by the index"), "{said}");
+    let report: Value = serde_json::from_str(&run("load sharded --json", 0)).unwrap();
+    assert_eq!(report["left_out"][0]["file"], "sharded/old.safetensors");
     run("manifest sharded -o sharded.manifest", 0);
     for named in ["sharded", "sharded/model.safetensors.index.json"] {
         let said = run(&format!("read {named} --manifest sharded.manifest"), 0);

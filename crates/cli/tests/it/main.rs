@@ -53,6 +53,20 @@ fn shard(path: impl AsRef<std::path::Path>, size: u64, letter: char) {
     std::fs::write(path, file).unwrap();
 }
 
+/// Writes `model.safetensors.index.json` of these shards of a folder.
+fn index(folder: &std::path::Path, shards: &[&str]) {
+    let mut map = serde_json::Map::new();
+    for name in shards {
+        let bytes = std::fs::read(folder.join(name)).unwrap();
+        let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(&bytes[8..end]).unwrap();
+        let tensors = header.into_iter().map(|(tensor, _)| tensor).filter(|tensor| tensor != "__metadata__");
+        map.extend(tensors.map(|tensor| (tensor, serde_json::Value::from(*name))));
+    }
+    let text = serde_json::json!({"metadata": {}, "weight_map": map}).to_string();
+    std::fs::write(folder.join("model.safetensors.index.json"), text).unwrap();
+}
+
 /// How often tests kill a program: 50 times, or as often as `DMALANE_KILLS` says.
 fn kills() -> u64 {
     std::env::var("DMALANE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)

@@ -109,12 +109,16 @@ fn files_of_a_model_that_are_missing_are_named() {
     for shard in ['a', 'b'] {
         crate::shard(folder.join(format!("model/{shard}.safetensors")), 1 << 20, shard);
     }
+    crate::index(&folder.join("model"), &["a.safetensors", "b.safetensors"]);
     dmalane(&folder, "manifest model --sha256 -o m.json", 0);
     dmalane(&folder, "verify model --manifest m.json", 0);
     let (text, _) = dmalane(&folder, "verify model/a.safetensors --manifest m.json", 0);
     assert!(text.contains("Not checked: 1 file of"), "{text}");
     fs::remove_file(folder.join("model/b.safetensors")).unwrap();
+    let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);
+    assert!(said.contains("a file that is not there: b.safetensors"), "{said}");
     fs::copy(folder.join("model/a.safetensors"), folder.join("model/c.safetensors")).unwrap();
+    crate::index(&folder.join("model"), &["c.safetensors"]);
     let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);
     assert!(said.contains("b.safetensors: is missing") && said.contains("c.safetensors: is not in the"), "{said}");
     fs::write(folder.join("m.json"), "{\"schema\": 1, \"\u{202e}\": \"\u{1b}[2J\"}").unwrap();

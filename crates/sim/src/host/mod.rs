@@ -161,14 +161,23 @@ impl<F: Format> SoftHost<F> {
         DevicePort { host: self.0.clone(), tlb: Iotlb::new(), counters, hits: 0, misses: 0 }
     }
 
-    /// Counters. A port's are brought up to date at the end of each access.
+    /// Translations found in the IOTLBs, those that needed a walk, and faults. A port's are brought up to date at the end
+    /// of each access. Waits for no mapping.
+    pub fn translations(&self) -> [u64; 3] {
+        let (ports, retired) = (lock(&self.0.ports), lock(&self.0.retired));
+        let hits = retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>();
+        let misses = retired.1 + ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum::<u64>();
+        [hits, misses, self.0.faults.load(Ordering::Relaxed)]
+    }
+
+    /// Counters.
     pub fn stats(&self) -> HostStats {
         let translation = self.0.read();
-        let (ports, retired) = (lock(&self.0.ports), lock(&self.0.retired));
+        let [iotlb_hits, iotlb_misses, faults] = self.translations();
         HostStats {
-            iotlb_hits: retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>(),
-            iotlb_misses: retired.1 + ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum::<u64>(),
-            faults: self.0.faults.load(Ordering::Relaxed),
+            iotlb_hits,
+            iotlb_misses,
+            faults,
             pinned_frames: translation.directory.frames(),
             leaves: translation.table.leaf_counts().collect(),
             tables: translation.table.tables().in_use(),
