@@ -307,10 +307,9 @@ impl SparseMap {
         use dmalane_vm::Error::{BeyondBo, Misaligned, MisalignedOffset, Segment, Unsupported};
         match &mut error {
             Misaligned { span, .. } => *span = self.turn(*span).unwrap_or(*span),
-            MisalignedOffset { va, .. }
-            | BeyondBo { va, .. }
-            | Segment { va, .. }
-            | Unsupported { va, .. } => *va = DeviceVa::new(va.bits() ^ self.high),
+            MisalignedOffset { va, .. } | BeyondBo { va, .. } | Segment { va, .. } | Unsupported { va, .. } => {
+                *va = DeviceVa::new(va.bits() ^ self.high)
+            }
             _ => {} // the others cannot happen in a range that is reserved, or name no address
         }
         error

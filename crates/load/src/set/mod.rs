@@ -150,8 +150,8 @@ fn unknown(path: &Path, kind: io::ErrorKind, why: String) -> Error {
     Error::File { path: path.to_owned(), what: "find its model", source: io::Error::new(kind, why) }
 }
 
-/// Checks, where all headers are known, that nothing of a model is missing: what an index lists is in the file for which
-/// it lists it, and a split GGUF has all its parts.
+/// Checks, where all headers are known, that nothing of a model is missing: what an index lists is in the file for
+/// which it lists it, and a split GGUF has all its parts.
 ///
 /// # Errors
 /// [`Error::File`].
@@ -183,38 +183,46 @@ pub(crate) fn check(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Res
 /// The parts of a split GGUF: `split.no` of `split.count`, and all tensors.
 /// Format: <https://github.com/ggml-org/llama.cpp/tree/master/tools/gguf-split>.
 fn check_split<'a>(files: impl Iterator<Item = (&'a Path, &'a Model)>) -> Result<(), Error> {
-    let mut sets: BTreeMap<u64, (&Path, BTreeSet<u64>, u64, Option<u64>)> = BTreeMap::new();
+    /// The parts of those that are split into as many.
+    struct Split<'a> {
+        first: &'a Path,
+        parts: BTreeSet<u64>,
+        tensors: u64,
+        /// Tensors as the files say.
+        all: Option<u64>,
+    }
+    let bad = |path: &Path, why| Err(unknown(path, io::ErrorKind::InvalidData, why));
+    let mut sets: BTreeMap<u64, Split<'a>> = BTreeMap::new();
     for (path, model) in files {
         let value = |key: &str| {
             let pairs = model.metadata.as_ref().filter(|_| model.container == &gguf::CONTAINER)?;
             pairs.iter().find(|(name, _)| name == key)?.1.parse::<u64>().ok()
         };
         let Some(count) = value("split.count").filter(|count| *count > 1) else { continue };
-        let (_, parts, tensors, all) = sets.entry(count).or_insert((path, BTreeSet::new(), 0, None));
+        let new = || Split { first: path, parts: BTreeSet::new(), tensors: 0, all: None };
+        let split = sets.entry(count).or_insert_with(new);
         let part = value("split.no").unwrap_or(0);
-        if !parts.insert(part) {
-            let why = format!("it is part {} of {count}, and so is another file", part + 1);
-            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+        if !split.parts.insert(part) {
+            return bad(path, format!("it is part {} of {count}, and so is another file", part + 1));
         }
-        *tensors += model.tensors.len() as u64;
-        *all = all.or(value("split.tensors.count"));
+        split.tensors += model.tensors.len() as u64;
+        split.all = split.all.or(value("split.tensors.count"));
     }
-    for (count, (path, parts, tensors, all)) in sets {
-        let missing: Vec<String> =
-            (0..count.min(10_000)).filter(|part| !parts.contains(part)).map(|part| (part + 1).to_string()).collect();
-        if !missing.is_empty() {
-            let has: Vec<String> = parts.iter().map(|part| (part + 1).to_string()).collect();
+    let numbers =
+        |parts: &mut dyn Iterator<Item = u64>| listed(&parts.map(|n| (n + 1).to_string()).collect::<Vec<_>>());
+    for (count, Split { first, parts, tensors, all }) in sets {
+        if (parts.len() as u64) < count {
+            let missing = numbers(&mut (0..count.min(10_000)).filter(|part| !parts.contains(part)));
             let why = format!(
-                "a GGUF split into {count} parts, of which this is {} and {} are missing: name the first part of a \
-                 set that is whole",
-                listed(&has),
-                listed(&missing)
+                "a GGUF split into {count} parts, of which this is {} and {missing} are missing: name the first part \
+                 of a set that is whole",
+                numbers(&mut parts.into_iter()),
             );
-            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+            return bad(first, why);
         }
         if let Some(all) = all.filter(|all| *all != tensors) {
             let why = format!("a GGUF split into {count} parts has {tensors} tensors in them, not the {all} it says");
-            return Err(unknown(path, io::ErrorKind::InvalidData, why));
+            return bad(first, why);
         }
     }
     Ok(())

@@ -55,6 +55,9 @@ pub(super) struct Chosen {
     pub left_out: Vec<(PathBuf, String)>,
 }
 
+/// Why files of this stem are no part of the model, if they are none.
+type Rule<'a> = dyn Fn(&str) -> Option<String> + 'a;
+
 /// The stems that libraries give to a whole model.
 const WHOLE: [&str; 2] = ["model", "diffusion_pytorch_model"];
 
@@ -83,7 +86,7 @@ pub(super) fn choose(files: Vec<PathBuf>) -> Result<Chosen, String> {
     };
     let has_whole = stems.iter().any(|stem| is_whole(stem));
     // One rule after the other, as long as there are several.
-    let rules: [&dyn Fn(&str) -> Option<String>; 4] = [
+    let rules: [&Rule<'_>; 4] = [
         &|stem| base(stem).map(|base| format!("a variant of {base}")),
         &|stem| stem.starts_with("adapter").then(|| "an adapter".to_owned()),
         &|stem| stem.starts_with("mmproj").then(|| "a projector".to_owned()),

@@ -161,8 +161,8 @@ impl<F: Format> SoftHost<F> {
         DevicePort { host: self.0.clone(), tlb: Iotlb::new(), counters, hits: 0, misses: 0 }
     }
 
-    /// Translations found in the IOTLBs, those that needed a walk, and faults. A port's are brought up to date at the end
-    /// of each access. Waits for no mapping.
+    /// Translations found in the IOTLBs, those that needed a walk, and faults. A port's are brought up to date at the
+    /// end of each access. Waits for no mapping.
     pub fn translations(&self) -> [u64; 3] {
         let (ports, retired) = (lock(&self.0.ports), lock(&self.0.retired));
         let hits = retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>();

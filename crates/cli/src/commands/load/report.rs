@@ -144,10 +144,12 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "device_leaves": leaves(&r.device_leaves),
         "touched_bytes": o.run.touched,
     });
+    let left_out = o.left_out.iter().map(|(path, why)| json!({ "file": path.to_string_lossy(), "why": why }));
+    let left_out: Vec<Value> = left_out.collect();
     let own = json!({
         "device": o.device.to_string(),
         "device_notes": o.run.notes,
-        "left_out": o.left_out.iter().map(|(path, why)| json!({ "file": path.to_string_lossy(), "why": why })).collect::<Vec<_>>(),
+        "left_out": left_out,
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
