@@ -15,9 +15,7 @@ use std::time::Duration;
 use dmalane::addr::{Access, CardAddr, Span};
 use dmalane::card::{Card, CardQueue};
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, CpuBuf, Heap, SharedBuf};
-use dmalane::queue::{
-    CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered,
-};
+use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::clock::{pin, time};
