@@ -285,7 +285,7 @@ impl Manifest {
         if json.schema != SCHEMA || json.command != COMMAND {
             let JsonManifest { schema, command, .. } = json;
             let command = short(&command);
-            let text = format_args!("schema {schema} and command {command:?}, not those of a manifest");
+            let text = format!("schema {schema} and command {command:?}, not those of a manifest");
             return Err(bad(FormatError::new(text)));
         }
         if json.files.is_empty() {
@@ -399,7 +399,7 @@ fn check_name(name: &str) -> Result<(), FormatError> {
     match plain && !name.contains(misleading) {
         true => Ok(()),
         false => {
-            let text = format_args!("{:?} is not a file name that a manifest may have", short(name));
+            let text = format!("{:?} is not a file name that a manifest may have", short(name));
             Err(FormatError::new(text))
         }
     }
@@ -472,7 +472,7 @@ impl JsonFile {
     fn check(self) -> Result<ManifestFile, FormatError> {
         let Self { name, bytes, format, regions: json } = self;
         if i64::try_from(bytes).is_err() {
-            let text = format_args!("its size, {bytes} bytes, is more than any file has");
+            let text = format!("its size, {bytes} bytes, is more than any file has");
             return Err(FormatError::new(text));
         }
         let (mut at, mut regions): (u64, Vec<ManifestRegion>) = (0, Vec::new());
@@ -480,7 +480,7 @@ impl JsonFile {
             let checked = json.check().map_err(|e| e.within(format_args!("region {region}")))?;
             let ManifestRegion { start, end, .. } = checked;
             if start != at || end < start {
-                let text = format_args!(
+                let text = format!(
                     "region {region} is {start}..{end}, and the one before it ends at {at}: regions follow without \
                      holes"
                 );
@@ -517,7 +517,7 @@ impl JsonRegion {
             ("tensor", None) => return Err(FormatError::new("a tensor without a name")),
             ("header" | "gap", Some(_)) => return Err(FormatError::new(format_args!("a {kind} with a name"))),
             _ => {
-                let text = format_args!("kind {:?}, not header, tensor or gap", short(&kind));
+                let text = format!("kind {:?}, not header, tensor or gap", short(&kind));
                 return Err(FormatError::new(text));
             }
         };

@@ -40,7 +40,7 @@ impl FormatError {
 
     /// In the description of this tensor, which begins at `at`.
     pub(crate) fn in_tensor(self, name: &str, at: FileOffset) -> Self {
-        let part = format_args!("bad header: tensor {:?} (described at {at})", short(name));
+        let part = format!("bad header: tensor {:?} (described at {at})", short(name));
         self.within(part).about_tensor(name).at(at)
     }
 
@@ -86,7 +86,7 @@ impl FormatError {
 
     pub(crate) fn beyond_end(tensor: &str, end: u64, len: u64) -> Self {
         let (name, end) = (short(tensor), FileOffset::new(end));
-        let text = format_args!("tensor {name:?} ends at {end}, but the file has only {len} bytes");
+        let text = format!("tensor {name:?} ends at {end}, but the file has only {len} bytes");
         Self::new(text).about_tensor(tensor).at(end)
     }
 

@@ -175,7 +175,7 @@ impl<R: BufRead> Header<R> {
             metadata.extend(value.map(|value| (key, value)));
         }
         if alignment == 0 || alignment % 8 != 0 {
-            let text = format_args!("general.alignment is {alignment}, which is not a multiple of 8");
+            let text = format!("general.alignment is {alignment}, which is not a multiple of 8");
             return bad(FormatError::new(text));
         }
         // As many as the file has bytes for.
@@ -372,7 +372,7 @@ fn place(
             Some((_, name, block, bytes)) => {
                 let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim)).ok_or_else(overflow)?;
                 if shape.last().is_some_and(|row| row % block != 0) {
-                    let text = format_args!("a row is not made of whole blocks of {block} elements");
+                    let text = format!("a row is not made of whole blocks of {block} elements");
                     return Err(wrong(FormatError::new(text)));
                 }
                 (

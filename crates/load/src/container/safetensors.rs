@@ -122,7 +122,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
             }
             _ => {
                 let len = start.abs_diff(end);
-                let text = format_args!("{len} bytes in front of its data offset {start} belong to no tensor");
+                let text = format!("{len} bytes in front of its data offset {start} belong to no tensor");
                 return Err(wrong(FormatError::new(text)));
             }
         }
