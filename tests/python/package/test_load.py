@@ -213,8 +213,23 @@ def test_a_name_in_two_files_is_refused(tmp_path):
     for name in ("a", "b"):
         write_model(tmp_path / f"{name}.safetensors", {"same": ("U8", [1], b"x")})
     with pytest.raises(dmalane.FormatError, match="too") as error:
-        dmalane.load_file(tmp_path)
+        with dmalane.safe_open([tmp_path / "a.safetensors", tmp_path / "b.safetensors"]):
+            pass
     assert error.value.tensor == "same" and error.value.path.endswith("b.safetensors")
+    # Of a folder nobody knows which of them is meant.
+    with pytest.raises(dmalane.FileError, match="several models: name the files of one of a.safetensors, b.safetensors"):
+        dmalane.load_file(tmp_path)
+
+
+def test_files_that_are_no_part_of_a_model_are_left_out(tmp_path):
+    write_model(tmp_path / "model.safetensors", {"w": ("U8", [1], b"x")})
+    write_model(tmp_path / "model.fp16.safetensors", {"w": ("U8", [1], b"y")})
+    assert bytes(dmalane.load_file(tmp_path)["w"]) == b"x"
+    left_out = dmalane.last_report()["left_out"]
+    assert [(path.rsplit("/", 1)[1], why) for path, why in left_out] == [
+        ("model.fp16.safetensors", "a variant of model")]  # fmt: skip
+    on_device = dmalane.load_file(tmp_path, device="ram:1MiB")
+    assert list(on_device) == ["w"] and dmalane.last_report()["left_out"] == left_out
 
 
 def test_gguf_numpy_and_raw_files(tmp_path):

@@ -93,8 +93,8 @@ def test_the_plugin_beside_a_stub(stub, tmp_path):
     vllm.register()
     assert stub._LOAD_FORMAT_TO_MODEL_LOADER == {"dmalane": registered}
     first = {f"a.experts.{i}": ("U8", [5], bytes([i] * 5)) for i in range(4)}
-    write_model(tmp_path / "1.safetensors", first)
-    second = write_model(tmp_path / "2.safetensors", {"b": ("U8", [3], b"abc")})
+    write_model(tmp_path / "model-1-of-2.safetensors", first)
+    second = write_model(tmp_path / "model-2-of-2.safetensors", {"b": ("U8", [3], b"abc")})
     loader = registered(stub.LoadConfig())
     read = {name: t.tobytes() for name, t in loader._get_weights_iterator(Source(tmp_path))}
     assert read == {"model." + name: data for name, (_, _, data) in first.items()} | {"model.b": b"abc"}

@@ -139,7 +139,7 @@ fn lost(error: dma::Error) -> OpError {
     OpError::Stopped(StopReason::Lost(error.to_string().into()))
 }
 
-fn start(bus: &VfioBus, direction: Direction, host: Iova, card: CardAddr, len: u64) -> Result<(), dma::Error> {
+pub fn start(bus: &VfioBus, direction: Direction, host: Iova, card: CardAddr, len: u64) -> Result<(), dma::Error> {
     let device = BUFFER + card.bits();
     let (from, to, direction) = match direction {
         Direction::FromHost => (host.bits(), device, 0),
@@ -160,7 +160,7 @@ fn is_running(bus: &VfioBus) -> Result<bool, dma::Error> {
 }
 
 /// Acknowledges the interrupt: until then the device raises no other one.
-fn acknowledge(bus: &VfioBus) -> Result<(), dma::Error> {
+pub fn acknowledge(bus: &VfioBus) -> Result<(), dma::Error> {
     let raised = bus.read32(0, regs::INTERRUPTS)?;
     bus.write32(0, regs::ACKNOWLEDGE, raised)
 }
