@@ -217,7 +217,7 @@ def test_a_name_in_two_files_is_refused(tmp_path):
             pass
     assert error.value.tensor == "same" and error.value.path.endswith("b.safetensors")
     # Of a folder nobody knows which of them is meant.
-    with pytest.raises(dmalane.FileError, match="several models: name the files of one of a.safetensors, b.safetensors"):
+    with pytest.raises(dmalane.FileError, match="several models: name the files of one of a.safetensors, b.safe"):
         dmalane.load_file(tmp_path)
 
 
