@@ -805,9 +805,11 @@ const EXCEPTIONS: &[(&str, [f64; 3])] = &[
     ("mixed", [0.4, 0.4, 3.5]),
     ("byte-rows", [0.35, 0.4, 3.0]),
     ("zero-pitch", [0.3, 0.35, 3.0]),
+    ("fences", [0.25, 0.4, 3.0]),
+    ("punched-pages", [0.35, 0.4, 3.0]),
     ("large-punches", [0.35, 0.4, 3.0]),
-    ("failing-copies", [0.4, 0.35, 4.0]),
-    ("late-differences", [0.35, 0.4, 3.0]),
+    ("failing-copies", [0.4, 0.25, 4.0]),
+    ("late-differences", [0.3, 0.4, 3.0]),
     ("gigabyte-punches", [0.4, 0.25, 3.0]),
 ];
 
