@@ -21,7 +21,7 @@ use crate::size::{Size, between, binary, duration, per_second, rate};
 use crate::source::Copied;
 use crate::timeline::{self, TimelineOptions};
 
-/// What the columns of the stages mean.
+/// The meaning of the stages' columns.
 const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which a worker only \
                        worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved.";
 
@@ -255,7 +255,7 @@ impl MeasuredRuns {
         table
     }
 
-    /// What the columns of the stages mean, for `--verbose`.
+    /// The meaning of the stages' columns, for `--verbose`.
     pub fn meaning(&self) -> String {
         format!("\n{}", wrap(MEANING, 0))
     }

@@ -1,5 +1,5 @@
-//! What users share, by user: the card's memory, the memory of the machine that the kernel may charge to the daemon for
-//! its clients, and descriptors.
+//! Things that users share, by user: the card's memory, the memory of the machine that the kernel may charge to the
+//! daemon for its clients, and descriptors.
 //!
 //! Card memory takes memory of the machine when it is touched. A mapped buffer counts whole, although its pages usually
 //! belong to the client: a client may give pages back to the kernel at any time, and then the daemon's next access
@@ -20,7 +20,7 @@ pub(crate) struct Account {
     limits: (u64, u64),
     /// The name of the unit, and the options that limit it in all and for a user.
     names: [&'static str; 3],
-    /// What a user who is refused can do.
+    /// The way out for a user who is refused.
     remedy: &'static str,
     used: Mutex<Used>,
 }

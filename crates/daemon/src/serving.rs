@@ -31,6 +31,7 @@ use crate::wire::{Code, MAX_MESSAGE};
 
 /// How often a thread that waits looks whether it may go on: until its user has paid, or a queue has stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
 /// A thread that serves a client.
 pub(crate) struct Serving {
     state: Arc<ServerState>,
@@ -90,7 +91,9 @@ impl Serving {
             }
             // What the client has sent in time is answered, but repeated status requests keep no connection open.
             let is_ready = !fds[0].revents().is_empty();
-            if is_ready && limit.is_none_or(|limit| after <= limit * if self.connection.greeted { 2 } else { 1 }) {
+            if is_ready
+                && limit.is_none_or(|limit| after <= limit.saturating_mul(if self.connection.greeted { 2 } else { 1 }))
+            {
                 return Ok(());
             }
             if limit.is_some_and(|limit| after >= limit) {
@@ -227,7 +230,7 @@ impl Serving {
 }
 
 fn timespec(time: Duration) -> Timespec {
-    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) }
+    Timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(time.subsec_nanos()) }
 }
 
 #[cfg(test)]

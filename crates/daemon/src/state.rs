@@ -1,4 +1,4 @@
-//! What the daemon's threads share: its accounts, its clients as the status shows them, and the turns of its users.
+//! State that the daemon's threads share: its accounts, its clients as the status shows them, and its users' turns.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -33,14 +33,14 @@ pub(crate) struct ServerState {
     pub worker_ended: AtomicBool,
 }
 
-/// What other threads know of a client.
+/// A client as other threads know it.
 pub(crate) struct Client {
     pub peer: Peer,
     pub user: Arc<User>,
     shown: Mutex<Shown>,
 }
 
-/// What the status shows of a client.
+/// A client as the status shows it.
 struct Shown {
     /// As of the last request.
     row: ClientStatus,

@@ -1,4 +1,4 @@
-//! What the daemon's threads have in common: their priority, and their processor time, for which users pay.
+//! The daemon's threads: their priority, and their processor time, for which users pay.
 
 use std::cell::Cell;
 use std::time::Duration;

@@ -58,7 +58,7 @@ pub struct MapSegment {
     pub len: U64,
 }
 
-/// What follows the header of every request. Fields without a meaning are 0.
+/// The fields after the header of every request. Fields without a meaning are 0.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Default)]
 #[repr(C)]
 struct Fields {
@@ -346,7 +346,7 @@ pub struct Totals {
     pub errors: u64,
 }
 
-/// What an answer to `Status` begins with; a [`ClientStatus`] for each client follows.
+/// The beginning of an answer to `Status`; a [`ClientStatus`] for each client follows.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct StatusAnswer {

@@ -93,6 +93,9 @@ fn a_split_gguf_has_all_its_parts() {
     // Whatever a part is called.
     let renamed = named(&[("one.gguf".to_owned(), part("a", 1, 2, 2))], "one.gguf").unwrap_err();
     assert!(renamed.contains("split into 2 parts, of which this is 2 and 1 are missing"), "{renamed}");
+    // Numbers that no file has.
+    let last = named(&[("one.gguf".to_owned(), part("a", u16::MAX, 2, -1))], "one.gguf").unwrap_err();
+    assert!(last.contains("of which this is 65536 and 1, 2 are missing"), "{last}");
     let twice = named(&[(name(1), part("a", 0, 2, 2)), (name(2), part("b", 0, 2, 2))], ".").unwrap_err();
     assert!(twice.contains("part 1 of 2, and so is another file"), "{twice}");
 }

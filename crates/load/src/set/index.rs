@@ -12,8 +12,8 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use crate::container::{FormatError, MAX_HEADER, short};
 use crate::error::Error;
 
-/// What the names of indices have, as `save_pretrained` of Hugging Face's libraries writes them: the name of a variant
-/// may follow.
+/// The part that names of indices have, as `save_pretrained` of Hugging Face's libraries writes them: the name of a
+/// variant may follow.
 const INDEX: &str = ".safetensors.index.";
 
 /// An index: which file holds which tensor.
@@ -25,7 +25,7 @@ struct Index {
 }
 
 /// Files of a model, at most.
-const MAX_FILES: usize = 10_000;
+pub(super) const MAX_FILES: u32 = 10_000;
 
 /// The tensors of each file.
 fn by_file<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, BTreeSet<String>>, D::Error> {
@@ -41,7 +41,7 @@ fn by_file<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String
             let mut files = Self::Value::new();
             while let Some((tensor, file)) = map.next_entry::<String, String>()? {
                 files.entry(file).or_default().insert(tensor);
-                if files.len() > MAX_FILES {
+                if files.len() > MAX_FILES as usize {
                     return Err(A::Error::custom(format!("more than {MAX_FILES} files")));
                 }
             }
@@ -51,7 +51,7 @@ fn by_file<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String
     deserializer.deserialize_map(Values)
 }
 
-/// What the name of an index says: its stem, and the variant that it is of.
+/// The stem of an index's name, and the variant that it is of.
 pub(super) fn name_of_index(path: &Path) -> Option<(String, Option<String>)> {
     let name = path.file_name()?.to_string_lossy().into_owned();
     let (stem, rest) = name.rsplit_once(INDEX)?;

@@ -9,8 +9,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use self::names::{Chosen, Name, choose, listed, whole_set};
-use crate::container::{CONTAINERS, Model, gguf};
+use self::names::{Chosen, LISTED, Name, choose, listed, whole_set};
+use crate::container::{CONTAINERS, Model, gguf, short};
 use crate::error::Error;
 
 /// The files that a path stands for.
@@ -84,8 +84,8 @@ impl ModelSet {
         let indices: Vec<PathBuf> = names.iter().filter(|name| is_index(name)).cloned().collect();
         if let Some(chosen) = choose_index(&indices).map_err(|why| unknown(path, io::ErrorKind::InvalidInput, why))? {
             let mut set = Self::of_index(&chosen)?;
-            let is_in = |name: &PathBuf| set.files.iter().any(|file| file.path == *name);
-            let others = names.iter().filter(|name| is_model(name) && !is_in(name));
+            let files: BTreeSet<&PathBuf> = set.files.iter().map(|file| &file.path).collect();
+            let others = names.iter().filter(|name| is_model(name) && !files.contains(name));
             set.left_out = others.map(|name| (name.clone(), "not listed by the index".to_owned())).collect();
             return Ok(set);
         }
@@ -159,18 +159,17 @@ pub(crate) fn check(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Res
     for (path, listed_for, model) in files {
         let Some(wanted) = listed_for else { continue };
         let has: BTreeSet<&str> = model.tensors.iter().map(|tensor| &*tensor.name).collect();
-        let missing: Vec<String> = wanted
-            .iter()
-            .filter(|name| !has.contains(&***name))
-            .map(|name| {
-                let holds = |(_, _, model): &&(&Path, Option<&BTreeSet<String>>, &Model)| {
-                    model.tensors.iter().any(|tensor| tensor.name == **name)
-                };
-                let elsewhere = files.iter().find(holds).and_then(|(other, ..)| other.file_name());
-                elsewhere
-                    .map_or(format!("{name:?}"), |other| format!("{name:?} (it is in {})", other.to_string_lossy()))
-            })
-            .collect();
+        let mut missing: Vec<String> = Vec::new();
+        for name in wanted.iter().filter(|name| !has.contains(&***name)) {
+            // Those that the message shows are looked for in the other files.
+            let holds = |(_, _, model): &&(&Path, Option<&BTreeSet<String>>, &Model)| {
+                model.tensors.iter().any(|tensor| tensor.name == *name)
+            };
+            let other = files.iter().filter(|_| missing.len() < LISTED).find(holds);
+            let other = other.and_then(|(other, ..)| other.file_name());
+            let place = other.map_or(String::new(), |other| format!(" (it is in {})", other.to_string_lossy()));
+            missing.push(format!("{:?}{place}", short(name)));
+        }
         if !missing.is_empty() {
             let what = if missing.len() == 1 { "a tensor" } else { "tensors" };
             let why = format!("the index lists {what} that it does not have: {}", listed(&missing));
@@ -203,13 +202,14 @@ fn check_split<'a>(files: impl Iterator<Item = (&'a Path, &'a Model)>) -> Result
         let split = sets.entry(count).or_insert_with(new);
         let part = value("split.no").unwrap_or(0);
         if !split.parts.insert(part) {
-            return bad(path, format!("it is part {} of {count}, and so is another file", part + 1));
+            return bad(path, format!("it is part {} of {count}, and so is another file", part.saturating_add(1)));
         }
         split.tensors += model.tensors.len() as u64;
         split.all = split.all.or(value("split.tensors.count"));
     }
-    let numbers =
-        |parts: &mut dyn Iterator<Item = u64>| listed(&parts.map(|n| (n + 1).to_string()).collect::<Vec<_>>());
+    let numbers = |parts: &mut dyn Iterator<Item = u64>| {
+        listed(&parts.map(|n| n.saturating_add(1).to_string()).collect::<Vec<_>>())
+    };
     for (count, Split { first, parts, tensors, all }) in sets {
         if (parts.len() as u64) < count {
             let missing = numbers(&mut (0..count.min(10_000)).filter(|part| !parts.contains(part)));

@@ -1,7 +1,9 @@
-//! What the names of files in a folder say: which of them are one model.
+//! Names of files in a folder tell which of them are one model.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+use super::index::MAX_FILES;
 
 /// A file's name without its extension: `model.fp16-00001-of-00002` is shard 1 of 2 of `model.fp16`, and so is
 /// `model-00001-of-00002.fp16`.
@@ -34,7 +36,9 @@ impl Name {
             }
             let shard = Shard { number: number.parse().ok()?, of: of.parse().ok()?, width: of.len() };
             let stem = variant.map_or(stem.to_owned(), |variant| format!("{stem}.{variant}"));
-            (1..=shard.of).contains(&shard.number).then_some(Self { stem, shard: Some(shard) })
+            // A name is hostile: it must not ask for a list of billions.
+            let fits = shard.of <= MAX_FILES && (1..=shard.of).contains(&shard.number);
+            fits.then_some(Self { stem, shard: Some(shard) })
         };
         parts().unwrap_or_else(|| Self { stem: name.clone(), shard: None })
     }
@@ -136,9 +140,12 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// A list for people, of ten at most.
+/// The most names in a message.
+pub(super) const LISTED: usize = 10;
+
+/// A list for people.
 pub(super) fn listed(names: &[String]) -> String {
-    let more = names.len().saturating_sub(10);
+    let more = names.len().saturating_sub(LISTED);
     let text = names[..names.len() - more].join(", ");
     if more > 0 { format!("{text} and {more} more") } else { text }
 }
@@ -162,6 +169,9 @@ mod tests {
             // None of these is a shard.
             ("model-00003-of-00002.safetensors", "model-00003-of-00002", None),
             ("model-00000-of-00002.safetensors", "model-00000-of-00002", None),
+            ("m-0000000001-of-4294967295.gguf", "m-0000000001-of-4294967295", None),
+            ("m-00001-of-10001.gguf", "m-00001-of-10001", None),
+            ("m-00001-of-10000.gguf", "m", Some((1, 10_000))),
             ("one-of-many.safetensors", "one-of-many", None),
             ("a-1-of-00002.safetensors", "a-1-of-00002", None),
             ("-of-.safetensors", "-of-", None),

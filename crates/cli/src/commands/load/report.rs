@@ -242,7 +242,7 @@ pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue
     if list { out + &listings(placed) } else { out }
 }
 
-/// What a file is, and how it is read.
+/// The kind of a file, and how it is read.
 fn file_line(file: &LoadedFile, input: &Input<FileQueue>, at: &str) -> String {
     let (path, kind) = (plain(&file.path.to_string_lossy()), file.model.container);
     let content = match kind.parse_header {
@@ -253,7 +253,7 @@ fn file_line(file: &LoadedFile, input: &Input<FileQueue>, at: &str) -> String {
     wrap(&format!("{path}: {}, {content}{at}; {hash}{}", kind.name, plain(&input.queue.how().to_string())), 2)
 }
 
-/// What was loaded.
+/// The tensors that were loaded.
 pub(super) fn answer(o: &Outcome) -> String {
     let tensors_of = |file: &LoadedFile| file.tensors().map(|t| t.tensor.len).sum::<u64>();
     let wanted = binary(o.run.loaded.files.iter().map(tensors_of).sum());

@@ -83,7 +83,7 @@ pub(super) fn json(o: &Outcome) -> Value {
     }))
 }
 
-/// What was read.
+/// The files that were read.
 pub(super) fn answer(o: &Outcome) -> String {
     let onto = o.device.as_ref().map_or(String::new(), |device| format!(" and onto {}", plain(&device.to_string())));
     format!("Read {} ({}) into memory{onto}", count(o.run.files.len(), "file"), binary(o.run.report.bytes))

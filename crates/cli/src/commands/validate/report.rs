@@ -197,7 +197,7 @@ fn fastest(outcome: &ValidateOutcome) -> String {
     rates.collect::<Vec<_>>().join(", ")
 }
 
-/// What the columns of the figures are.
+/// The meaning of the figures' columns.
 pub const MEANING: &str = "GB/s of all threads together; us for one buffer, from a histogram with a resolution of 1 %";
 
 /// The comparisons.
