@@ -112,7 +112,6 @@ fn printable(bytes: &[u8]) -> String {
 pub(crate) enum Ask {
     Devices = 0,
     Device = 1,
-    BarFile = 3,
     Info = 4,
     PairAdd = 5,
     PairOp = 6,
@@ -126,7 +125,6 @@ impl Ask {
     const fn permission(self) -> &'static str {
         match self {
             Self::Devices | Self::Device | Self::Info => "query-devices = yes",
-            Self::BarFile => "bar-access = full",
             Self::PairAdd | Self::PairOp | Self::PairFile => "qdma = yes",
             Self::BufferOpen | Self::BufferClose => "buffer = yes",
         }
@@ -134,7 +132,7 @@ impl Ask {
 
     /// True when a file comes with the answer.
     const fn has_file(self) -> bool {
-        matches!(self, Self::BarFile | Self::PairFile | Self::BufferOpen)
+        matches!(self, Self::PairFile | Self::BufferOpen)
     }
 }
 
@@ -277,15 +275,6 @@ impl Daemon {
     fn body(&self, words: &[u32]) -> Vec<u8> {
         [self.card].iter().chain(words).flat_map(|word| word.to_ne_bytes()).collect()
     }
-
-    /// The file of a BAR, and its length in bytes.
-    pub(crate) fn bar(&self, bar: u8) -> io::Result<(Handle, u64)> {
-        let mut body = self.body(&[]);
-        body.push(bar);
-        let reply = self.ask(Ask::BarFile, &body, 8)?;
-        let file = reply.file.ok_or(io::ErrorKind::InvalidData)?;
-        Ok((self.files.adopt(file), wide(&reply.body, 0)))
-    }
 }
 
 /// Repeats what a signal has interrupted.
@@ -328,9 +317,7 @@ impl Kernel for Daemon {
             }
             Request::PairOp => drop(self.ask(Ask::PairOp, &self.body(&argument[1..]), 1)?),
             Request::Transfer => return self.files.call(on, request, argument),
-            Request::PairFile | Request::BufferCreate | Request::BarFile => {
-                return Err(io::ErrorKind::InvalidInput.into());
-            }
+            Request::PairFile | Request::BufferCreate => return Err(io::ErrorKind::InvalidInput.into()),
         }
         Ok(0)
     }
@@ -347,10 +334,6 @@ impl Kernel for Daemon {
 
     fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
         self.files.calls(file)
-    }
-
-    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
-        self.files.sync(bar, flags)
     }
 
     fn adopt(&self, file: OwnedFd) -> Handle {
