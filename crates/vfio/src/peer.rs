@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Iova, Lease, Span};
 use rustix::io::Errno;
 
-use crate::container::{Inner, Kernel, State, explain};
+use crate::container::{Inner, Kernel, explain};
 use crate::error::RegionError;
 use crate::gate::Revocable;
-use crate::{BarMap, Error, VfioContainer};
+use crate::{BarMap, Error, VfioContainer, sys};
 
 /// How a BAR was mapped for other devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -75,6 +75,9 @@ impl PeerMapping {
     ) -> Result<Self, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
+        if !(range.start | range.end | bar.range().start).is_multiple_of(sys::base_page()) {
+            return Err(bar.error(RegionError::NotWholePages));
+        }
         let mut state = container.lock();
         let method = match container.kernel.get().ok_or(Error::NoType1)? {
             Kernel::Type1(_) => PeerMethod::PageTable,
@@ -87,7 +90,7 @@ impl PeerMapping {
         };
         let lease = state.iovas.allocate(congruent, len)?;
         let span = lease.span();
-        match map_bar(container, &state, bar, range.start, span, access) {
+        match map_bar(container, bar, range.start, span, access) {
             Ok((live, map_time)) => Ok(Self {
                 span,
                 access,
@@ -122,12 +125,12 @@ impl PeerMapping {
         if self.is_mapped() {
             return Ok(());
         }
-        let state = self.container.lock();
+        let _state = self.container.lock();
         // iommufd keeps the IOVAs of a mapping that it has emptied.
         if let Some(kernel) = self.container.kernel.get() {
             kernel.unmap(self.span)?;
         }
-        let (live, map_time) = map_bar(&self.container, &state, &self.bar, self.start, self.span, self.access)?;
+        let (live, map_time) = map_bar(&self.container, &self.bar, self.start, self.span, self.access)?;
         (self.live, self.map_time) = (live, map_time);
         Ok(())
     }
@@ -176,7 +179,6 @@ impl fmt::Debug for PeerMapping {
 /// Maps part of a BAR, and measures the kernel.
 fn map_bar(
     container: &Inner,
-    state: &State,
     bar: &BarMap,
     start: u64,
     span: Span<Iova>,
@@ -188,19 +190,12 @@ fn map_bar(
     let began = Instant::now();
     let kernel = container.kernel.get().ok_or(Error::NoType1)?;
     match kernel {
-        Kernel::Type1(_) => container.map_span(state, va, None, span, access)?,
+        Kernel::Type1(_) => container.map_span(va, None, span, access)?,
         Kernel::Iommufd(space) => {
             let mapped = space.map_dma_buf(bar.dma_buf()?, start, span, access);
             mapped.map_err(|source| match Errno::from_io_error(&source) {
                 Some(Errno::NODEV) => bar.error(RegionError::Disabled),
-                _ => explain(
-                    source,
-                    (bar.range().start + start) as usize,
-                    span,
-                    access,
-                    state.iovas.page(),
-                    &state.iovas.ranges(),
-                ),
+                _ => explain(source, (bar.range().start + start) as usize, span, access),
             })?;
         }
     }

@@ -87,7 +87,12 @@ impl Device for FileDevice {
             true => format!("file:{}", h2c.display()),
             false => format!("file:{},c2h={}", h2c.display(), c2h.display()),
         };
-        DeviceInfo { name, notes: vec![format!("by {}", self.opened.how().text(THREADS))], processors: 1, ..DeviceInfo::default() }
+        DeviceInfo {
+            name,
+            notes: vec![format!("by {}", self.opened.how().text(THREADS))],
+            processors: 1,
+            ..DeviceInfo::default()
+        }
     }
 
     fn regions(&self) -> &[Region] {

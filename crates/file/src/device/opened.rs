@@ -116,7 +116,9 @@ impl Opened {
         let len = probe::LEN as u64;
         let why = match at.checked_add(len) {
             // A probe there would overlap address 0.
-            _ if at < len => "it must be at least 16 KiB, so that a write that goes to address 0 instead shows".to_owned(),
+            _ if at < len => {
+                "it must be at least 16 KiB, so that a write that goes to address 0 instead shows".to_owned()
+            }
             _ if !at.is_multiple_of(4096) => "it must be a multiple of 4 KiB".to_owned(),
             Some(end) if self.len.is_none_or(|len| end <= len) && end <= i64::MAX as u64 => return Ok(()),
             _ => match self.len {

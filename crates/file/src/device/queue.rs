@@ -384,10 +384,6 @@ mod tests {
         ring.fail_enter = true;
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
         run(&mut queue, Operation::write(slice, DeviceAddr::Card(CardAddr::new(0))), Duration::from_secs(30)).unwrap();
-        assert!(
-            note().starts_with("by buffered I/O, pread and pwrite on threads (io_uring failed"),
-            "{}",
-            note()
-        );
+        assert!(note().starts_with("by buffered I/O, pread and pwrite on threads (io_uring failed"), "{}", note());
     }
 }

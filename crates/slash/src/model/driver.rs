@@ -119,10 +119,7 @@ struct State {
 enum Kind {
     Node,
     Pairs(Vec<u32>),
-    Buffer {
-        file: File,
-        len: u64,
-    },
+    Buffer { file: File, len: u64 },
 }
 
 struct PairState {
@@ -493,11 +490,7 @@ impl State {
             (Kind::Node, _) | (Kind::Pairs(_), Request::Transfer) => true,
             _ => false,
         };
-        if matches!(self.files.get(&on), Some(Kind::Buffer { .. })) || !known {
-            Err(ENOTTY)
-        } else {
-            Ok(request)
-        }
+        if matches!(self.files.get(&on), Some(Kind::Buffer { .. })) || !known { Err(ENOTTY) } else { Ok(request) }
     }
 
     fn file(&mut self, name: &str, kind: impl FnOnce(File) -> Kind) -> io::Result<(FileId, OwnedFd)> {
