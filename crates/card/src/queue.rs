@@ -118,11 +118,6 @@ impl<B: Mmio> CardQueue<B> {
         Ok(())
     }
 
-    /// Which of the card's channels this is.
-    pub fn index(&self) -> usize {
-        self.index
-    }
-
     /// Places in the ring that are free: a plain operation takes one, a shape one more, a gather list one for each of
     /// its fragments.
     pub fn room(&self) -> usize {

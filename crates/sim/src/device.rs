@@ -86,26 +86,13 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// number of a channel for an interrupt, from any thread.
     ///
     /// # Errors
-    /// [`Error::BadConfig`]; [`Error::Memory`] when the memories cannot be had, [`Error::NoThread`].
+    /// [`Error::BadConfig`] unless there are 1 to 16 channels; [`Error::NoThread`].
     pub fn new(
-        config: CardConfig,
-        port: impl FnMut() -> M,
-        interrupt: impl Fn(usize) + Send + Sync + 'static,
-    ) -> Result<Self, Error> {
-        Self::with_memory(CardMemory::new(config.ddr, config.hbm)?, config, port, interrupt)
-    }
-
-    /// The same with memory that there is already; what `config` says of memories counts for nothing.
-    ///
-    /// # Errors
-    /// As [`SoftCard::new`].
-    pub fn with_memory(
         memory: CardMemory,
-        config: CardConfig,
+        (channels, workers): (u32, Workers),
         mut port: impl FnMut() -> M,
         interrupt: impl Fn(usize) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        let CardConfig { channels, workers, .. } = config;
         if !(1..=regs::MAX_CHANNELS).contains(&channels) {
             return Err(Error::BadConfig { setting: "channels", value: channels.into(), rule: "must be 1 to 16" });
         }

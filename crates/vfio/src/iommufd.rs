@@ -85,7 +85,7 @@ impl Iommufd {
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        self.record(span, || sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
+        self.record(span, || sys::ioas_map_file(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
     }
 
     /// Unmaps the mappings within the span, and returns their bytes.

@@ -274,7 +274,8 @@ pub(crate) fn ioas_map(
     words(iommufd, Request::IoasMap, &mut map).map(drop)
 }
 
-fn map_file(
+/// Like [`ioas_map`], but maps a file from its byte `start`: that of memory ([`ioas_map_buffer`]), or a BAR's dma-buf.
+pub(crate) fn ioas_map_file(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
     file: BorrowedFd<'_>,
@@ -305,19 +306,7 @@ pub(crate) fn ioas_map_buffer(
     // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that
     // anybody could use, and is not kept. Devices write as far as the caller has admitted them, see above.
     let file = unsafe { buffer.lend_file() }?;
-    Some(map_file(iommufd, ioas, file, start, span, access))
-}
-
-/// Like [`ioas_map`], but maps device memory by the dma-buf of its BAR.
-pub(crate) fn ioas_map_dma_buf(
-    iommufd: BorrowedFd<'_>,
-    ioas: u32,
-    dma_buf: BorrowedFd<'_>,
-    start: u64,
-    span: Span<Iova>,
-    access: Access,
-) -> io::Result<()> {
-    map_file(iommufd, ioas, dma_buf, start, span, access)
+    Some(ioas_map_file(iommufd, ioas, file, start, span, access))
 }
 
 /// Like [`dma_unmap`]. On an error the kernel may have unmapped some mappings; `ENOENT` also when nothing was mapped.
@@ -624,7 +613,7 @@ mod tests {
         assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err() && dma_unmap(fd, span).is_err());
         assert!(ioas_alloc(fd).is_err() && ioas_ranges(fd, 1).is_err());
         assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
-        assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
+        assert!(ioas_map_file(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
         let buffer = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().reference();
         let memfd = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);

@@ -1,9 +1,6 @@
 //! Files as a [`Device`]: one region of memory, no MMU, and a queue.
 
 use std::fmt;
-use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Span};
@@ -43,20 +40,6 @@ impl FileDevice {
         let span = Span::new(CardAddr::new(0), len);
         let regions = span.map(|span| Region::new("device", span)).into_iter().collect();
         Ok(Self { opened, regions, queue, space: FlatSpace::new() })
-    }
-
-    /// For a file that is open: it is opened again, so that the position and flags of `file` stay as they are.
-    ///
-    /// # Errors
-    /// As [`FileDevice::open`].
-    pub fn from_file(file: &File, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
-        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        Self::open(FileDevicePaths::same(path), options)
-    }
-
-    /// The files.
-    pub fn paths(&self) -> &FileDevicePaths {
-        &self.opened.paths
     }
 
     /// Addresses, lengths and host memory are multiples of this: 1 unless [`FileDeviceOptions::direct`].

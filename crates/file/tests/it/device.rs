@@ -260,7 +260,8 @@ fn what_has_no_addresses_or_cannot_be_written_is_refused() {
     let fd = rustix::fs::memfd_create("sealed", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&fd, LEN).unwrap();
     rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::WRITE).unwrap();
-    let refused = FileDevice::from_file(&File::from(fd), FileDeviceOptions::default());
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+    let refused = FileDevice::open(paths(Path::new(&path)), FileDeviceOptions::default());
     match refused {
         // A kernel that opens it for writing fails the writes.
         Ok(device) => {
