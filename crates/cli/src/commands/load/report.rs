@@ -21,6 +21,8 @@ pub(super) struct Outcome {
     pub(super) inputs: Vec<Input<FileQueue>>,
     /// Files that are no part of the model, each with why.
     pub(super) left_out: Vec<(PathBuf, String)>,
+    /// What is odd about the files.
+    pub(super) odd: Vec<String>,
     /// The run with the median time.
     pub(super) run: Run,
     pub(super) runs: MeasuredRuns,
@@ -150,6 +152,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "device": o.device.to_string(),
         "device_notes": o.run.notes,
         "left_out": left_out,
+        "notes": o.odd,
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
@@ -283,6 +286,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
     }
+    o.odd.iter().for_each(|note| out += &format!("Note: {}\n", plain(note)));
     out += &o.runs.written();
     if list {
         out += &listings(&o.run.loaded);
