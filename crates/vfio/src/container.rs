@@ -96,8 +96,8 @@ impl VfioContainer {
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`], [`Error::NoProtection`],
-    /// [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`], [`Error::Kernel`]; with
-    /// type 1 [`Error::NoType1`], [`Error::Attach`]; with iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
+    /// [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`], [`Error::Attach`],
+    /// [`Error::Kernel`]; with type 1 [`Error::NoType1`]; with iommufd [`Error::NoDeviceFile`].
     pub fn open(&self, bdf: &Bdf) -> Result<PciDevice, Error> {
         let group = self.0.sysfs.group(*bdf)?;
         let mut state = self.0.lock();
@@ -144,7 +144,7 @@ impl VfioContainer {
                 others if others.is_empty() => Error::Busy { path },
                 others => Error::NotViable { group, others },
             },
-            _ => Error::AttachDevice { bdf, source },
+            _ => Error::Attach { what: format!("to attach {bdf} to iommufd"), module: "iommufd", source },
         })?;
         // Before the container changes, so that it stays unchanged on an error.
         let device = match PciDevice::new(file, bdf, self.clone()) {
@@ -282,7 +282,10 @@ impl Inner {
         if !sys::is_viable(file.as_fd()).map_err(Error::kernel(format_args!("query IOMMU group {group}")))? {
             return Err(Error::NotViable { group, others: self.sysfs.others(group) });
         }
-        let refused = |source| Error::Attach { group, source };
+        let refused = |source| {
+            let what = format!("the IOMMU of group {group}");
+            Error::Attach { what, module: "vfio_iommu_type1", source }
+        };
         sys::set_container(file.as_fd(), container).map_err(refused)?;
         if state.iovas.is_unknown() {
             sys::set_type1(container).map_err(refused)?;

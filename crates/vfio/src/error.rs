@@ -91,25 +91,16 @@ pub enum Error {
     /// The kernel's VFIO has no IOMMU of type 1.
     #[error("the kernel's VFIO has no type 1 IOMMU (modprobe vfio_iommu_type1)")]
     NoType1,
-    /// The kernel refuses the IOMMU of a group; without interrupt remapping a device could forge interrupts.
+    /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge interrupts.
     #[error(
-        "the kernel refuses the IOMMU of group {group}: {source} (without interrupt remapping it requires \
-         allow_unsafe_interrupts=1 of module vfio_iommu_type1)"
+        "the kernel refuses {what}: {source} (without interrupt remapping it requires allow_unsafe_interrupts=1 of \
+         module {module})"
     )]
     Attach {
-        /// The group.
-        group: u32,
-        /// The kernel's error.
-        source: io::Error,
-    },
-    /// The kernel refuses to attach the device to iommufd.
-    #[error(
-        "the kernel refuses to attach {bdf} to iommufd: {source} (without interrupt remapping it requires \
-         allow_unsafe_interrupts=1 of module iommufd)"
-    )]
-    AttachDevice {
-        /// The device.
-        bdf: Bdf,
+        /// The attempt.
+        what: String,
+        /// The module that has the setting.
+        module: &'static str,
         /// The kernel's error.
         source: io::Error,
     },

@@ -46,4 +46,4 @@ pub use container::VfioContainer;
 pub use device::{PciDevice, PciRegion};
 pub use error::{Error, RegionError};
 pub use pages::page_sizes;
-pub use peer::{PeerMapping, PeerMethod};
+pub use peer::PeerMapping;

@@ -13,25 +13,6 @@ use crate::error::RegionError;
 use crate::gate::Revocable;
 use crate::{BarMap, Error, VfioContainer, sys};
 
-/// How a BAR was mapped for other devices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum PeerMethod {
-    /// Type 1 walks the process's page table, page by page of the mapping of the BAR.
-    PageTable,
-    /// iommufd maps a dma-buf of the BAR, independent of its mapping in this process.
-    DmaBuf,
-}
-
-impl fmt::Display for PeerMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::PageTable => "type1",
-            Self::DmaBuf => "dma-buf",
-        })
-    }
-}
-
 /// Part of a BAR that is mapped for the devices of a container. Unmapped on drop; keeps the BAR mapped in this process
 /// until then.
 pub struct PeerMapping {
@@ -44,7 +25,7 @@ pub struct PeerMapping {
     container: Arc<Inner>,
     /// Dropped after `PeerMapping::drop` has unmapped.
     bar: Arc<BarMap>,
-    method: PeerMethod,
+    method: &'static str,
     map_time: Duration,
     live: Arc<Revocable>,
 }
@@ -61,37 +42,22 @@ impl VfioContainer {
     /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
     /// respond; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
-        PeerMapping::new(&self.0, bar, range, access)
-    }
-}
-
-impl PeerMapping {
-    /// As [`VfioContainer::map_peer`].
-    pub(crate) fn new(
-        container: &Arc<Inner>,
-        bar: &Arc<BarMap>,
-        range: Range<u64>,
-        access: Access,
-    ) -> Result<Self, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
         if !(range.start | range.end | bar.range().start).is_multiple_of(sys::base_page()) {
             return Err(bar.error(RegionError::NotWholePages));
         }
+        let container = &self.0;
         let mut state = container.lock();
-        let method = match container.kernel.get().ok_or(Error::NoType1)? {
-            Kernel::Type1(_) => PeerMethod::PageTable,
-            Kernel::Iommufd(_) => PeerMethod::DmaBuf,
-        };
-        let congruent = match method {
-            PeerMethod::PageTable => bar.address() as u64 + range.start,
+        let (method, congruent) = match container.kernel.get().ok_or(Error::NoType1)? {
+            Kernel::Type1(_) => ("type1", bar.address() as u64 + range.start),
             // The physical address of a BAR is a multiple of its length.
-            PeerMethod::DmaBuf => bar.range().start + range.start,
+            Kernel::Iommufd(_) => ("dma-buf", bar.range().start + range.start),
         };
         let lease = state.iovas.allocate(congruent, len)?;
         let span = lease.span();
         match map_bar(container, bar, range.start, span, access) {
-            Ok((live, map_time)) => Ok(Self {
+            Ok((live, map_time)) => Ok(PeerMapping {
                 span,
                 access,
                 start: range.start,
@@ -108,7 +74,9 @@ impl PeerMapping {
             }
         }
     }
+}
 
+impl PeerMapping {
     /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for
     /// a while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
     /// IOMMU then. Type 1 keeps its mappings.
@@ -145,8 +113,8 @@ impl PeerMapping {
         &self.bar
     }
 
-    /// How the BAR was mapped.
-    pub fn method(&self) -> PeerMethod {
+    /// How the BAR was mapped: "type1" by the process's page table, "dma-buf" without one, through iommufd.
+    pub fn method(&self) -> &'static str {
         self.method
     }
 
@@ -205,15 +173,4 @@ fn map_bar(
         bar.device().gate().register(&live);
     }
     Ok((live, map_time))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn methods_have_the_names_of_reports() {
-        let names = [PeerMethod::PageTable, PeerMethod::DmaBuf].map(|method| method.to_string());
-        assert_eq!(names, ["type1", "dma-buf"]);
-    }
 }
