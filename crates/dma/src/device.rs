@@ -159,8 +159,8 @@ pub trait HeldMem {
         self.write_words(into, &[Some(value)])
     }
 
-    /// Writes every word that is not `None` as [`HeldMem::write_word`] does; word `i` goes to `into + 8 * i`. As it is, for
-    /// memory whose stretches begin and end at words.
+    /// Writes every word that is not `None` as [`HeldMem::write_word`] does; word `i` goes to `into + 8 * i`. The
+    /// provided method needs stretches that begin and end at words.
     ///
     /// # Errors
     /// As there; words before the fault may have been written or not.

@@ -91,7 +91,8 @@ pub enum Error {
     /// The kernel's VFIO has no IOMMU of type 1.
     #[error("the kernel's VFIO has no type 1 IOMMU (modprobe vfio_iommu_type1)")]
     NoType1,
-    /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge interrupts.
+    /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge
+    /// interrupts.
     #[error(
         "the kernel refuses {what}: {source} (without interrupt remapping it requires allow_unsafe_interrupts=1 of \
          module {module})"

@@ -22,11 +22,12 @@ use crate::ring::{Ask, Request};
 
 /// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
-/// It needs no registrations. `flush` and `poll` make system calls. Operations may be done at the same time unless they touch the same bytes of the device and one of them writes; they
-/// end in order. [`Queue::cancel`] takes back an operation that the kernel has not got; one that it has runs to its
-/// end. After a timeout the operations that the kernel has not begun end at once, the rest when the kernel releases
-/// them. Memory that it does not release within some seconds after the queue was dropped stays allocated and is counted
-/// by [`quarantined_bytes`](crate::quarantined_bytes).
+/// It needs no registrations. `flush` and `poll` make system calls. Operations may be done at the same time unless they
+/// touch the same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes back an
+/// operation that the kernel has not got; one that it has runs to its end. After a timeout the operations that the
+/// kernel has not begun end at once, the rest when the kernel releases them. Memory that it does not release within
+/// some seconds after the queue was dropped stays allocated and is counted by
+/// [`quarantined_bytes`](crate::quarantined_bytes).
 pub struct FileDeviceQueue {
     device: Arc<Opened>,
     mover: Mover,
