@@ -340,7 +340,7 @@ fn a_stalled_channel_keeps_its_memory_until_it_has_stopped() {
     assert_eq!(queue.wait(&mut ended, Duration::from_millis(5)), 0);
     queue.stop(StopReason::Timeout(Duration::from_millis(5)));
     assert_eq!(queue.wait(&mut ended, Duration::from_millis(5)), 0, "not before the card has confirmed");
-    assert_eq!((queue.in_flight(), queue.stats().unwrap().stops), (1, 1));
+    assert_eq!(queue.in_flight(), 1);
     assert!(!queue.restart());
     bench.bus.stalled.store(false, Ordering::Relaxed);
     // It did not hear of the stop, so it is told again.
@@ -444,7 +444,6 @@ fn a_long_copy_is_cancelled_in_the_middle() {
     assert_eq!(ended[0].result, Err(OpError::Cancelled));
     assert!(ended[0].bytes >= 1 << 20 && ended[0].bytes < 64 << 20, "{}", ended[0].bytes);
     assert_eq!(ended[1].result, Err(OpError::Cancelled), "the next wish is told when the first has come true");
-    assert_eq!(queue.stats().unwrap().cancelled, 2);
 }
 
 #[test]
@@ -474,7 +473,7 @@ fn sixty_four_threads_share_a_queue() {
                 });
             }
         });
-        assert_eq!((shared.in_flight(), shared.handle().stats().unwrap().ok), (0, 64 * 42));
+        assert_eq!(shared.in_flight(), 0);
         drop(shared);
         bench.assert_clean();
     }
@@ -496,7 +495,7 @@ fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
     let [first, second, mut third] = handles;
     first.detach();
     assert_eq!(drain(&mut third)[0].result, Ok(()));
-    assert_eq!((shared.in_flight(), second.stats().unwrap().ok, second.stats().unwrap().cancelled), (0, 2, 1));
+    assert_eq!(shared.in_flight(), 0);
     drop((shared, operation, second, third));
     bench.assert_clean();
 }
