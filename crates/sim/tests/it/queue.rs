@@ -7,7 +7,9 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_card::{Card, CardQueue};
-use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
+use dmalane_dma::{
+    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HeldMem, Mapping, Mmio, Pinned, Registrar, SharedBuf,
+};
 use dmalane_queue::conformance::{Fixture, OperationModel, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
     Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal, Registered,
@@ -79,7 +81,7 @@ impl Mmio for Faulty {
         if lost != NONE && u64::from(self.read32(0, regs::channel(0, regs::CH_HEAD)).unwrap()) > lost {
             // Of the first lap: before, the slot was empty.
             let at = self.completions.load(Ordering::Relaxed) + lost * 16 + 8;
-            self.port.lock().unwrap().write_word(Iova::new(at), 0).unwrap();
+            self.port.lock().unwrap().hold().write_word(Iova::new(at), 0).unwrap();
             self.lose.store(NONE, Ordering::Relaxed);
         }
         worked
