@@ -116,6 +116,6 @@ pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use queue::{DeviceQueue, Queue};
 pub use registered::Registered;
 pub use shared::{SharedHandle, SharedOptions, SharedQueue};
-pub use split::{Clock, Split, WallClock};
+pub use split::Split;
 pub use state::{QueueState, Waiting};
 pub use wait::{HaltWatch, RELEASE_TIMEOUT, RunError, StallWatch, drain, run, wait_with};
