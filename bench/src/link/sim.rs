@@ -266,17 +266,17 @@ pub struct RigRun {
 }
 
 /// A policy over a modelled link, batch after batch.
-pub struct Rig<P> {
+pub struct Rig {
     sim: Sim,
-    split: Split<SimQueue, P>,
+    split: Split<SimQueue>,
 }
 
-impl<P: Policy> Rig<P> {
+impl Rig {
     /// Drives the channels of `link` by `policy`.
-    pub fn new(link: Link, policy: P) -> Self {
+    pub fn new(link: Link, policy: impl Policy + 'static) -> Self {
         let sim = Sim::new(link);
         let clock = sim.clone();
-        Self { split: Split::with_clock(sim.queues(), policy, move || clock.now()), sim }
+        Self { split: Split::with_clock(sim.queues(), Box::new(policy), move || clock.now()), sim }
     }
 
     /// Submits all copies at once, as far as there is room, and waits for all of them.

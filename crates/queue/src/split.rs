@@ -19,9 +19,9 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// operations (fills, comparisons, copies within the device, gather lists, anything with a shape) go whole to the queue
 /// that has the fewest in flight, of those that the policy uses. Fences are kept here: what is submitted behind one
 /// waits until everything before it has ended.
-pub struct Split<Q: Queue, P> {
+pub struct Split<Q: Queue> {
     queues: Vec<Q>,
-    policy: P,
+    policy: Box<dyn Policy>,
     /// The time since some fixed moment, for the rates that the policy measures. Never goes back.
     now: Box<dyn Fn() -> Duration + Send>,
     copies: BTreeMap<u64, Copy<Q::Addr>>,
@@ -127,12 +127,12 @@ fn parts_of<A>(operation: Operation<A>) -> (Direction, HostSlice, A, CacheHint) 
     (direction, host, at, cache)
 }
 
-impl<Q: Queue, P: Policy> Split<Q, P> {
+impl<Q: Queue> Split<Q> {
     /// Drives `queues` as one.
     ///
     /// # Panics
     /// When there are no queues, or one of them has operations in flight.
-    pub fn new(queues: Vec<Q>, policy: P) -> Self {
+    pub fn new(queues: Vec<Q>, policy: Box<dyn Policy>) -> Self {
         let begun = Instant::now();
         Self::with_clock(queues, policy, move || begun.elapsed())
     }
@@ -141,7 +141,7 @@ impl<Q: Queue, P: Policy> Split<Q, P> {
     ///
     /// # Panics
     /// As [`Split::new`].
-    pub fn with_clock(queues: Vec<Q>, policy: P, now: impl Fn() -> Duration + Send + 'static) -> Self {
+    pub fn with_clock(queues: Vec<Q>, policy: Box<dyn Policy>, now: impl Fn() -> Duration + Send + 'static) -> Self {
         assert!(!queues.is_empty(), "a split needs a queue");
         assert!(queues.iter().all(|q| q.in_flight() == 0), "a split needs its queues for itself");
         let n = queues.len();
@@ -164,11 +164,6 @@ impl<Q: Queue, P: Policy> Split<Q, P> {
     /// The queues.
     pub fn queues(&self) -> &[Q] {
         &self.queues
-    }
-
-    /// The policy, with what it has learned.
-    pub fn policy(&self) -> &P {
-        &self.policy
     }
 
     /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first
@@ -388,7 +383,7 @@ impl<Q: Queue, P: Policy> Split<Q, P> {
     }
 }
 
-impl<Q: Queue, P: Policy> Queue for Split<Q, P> {
+impl<Q: Queue> Queue for Split<Q> {
     type Addr = Q::Addr;
 
     /// The queues' capacities together; the shortest of their longest operations.
@@ -533,8 +528,8 @@ mod tests {
 
     #[test]
     fn a_split_uses_all_of_its_queues() {
-        let split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
-        assert_eq!([0, 1].map(|queue| split.policy().uses(queue, 2)), [true; 2], "unless the policy says otherwise");
+        let split = Split::new(vec![Fake::default(), Fake::default()], Box::<Halves>::default());
+        assert_eq!([0, 1].map(|queue| split.policy.uses(queue, 2)), [true; 2], "unless the policy says otherwise");
         assert_eq!(split.queues().len(), 2);
         let before = (split.now)();
         std::thread::sleep(Duration::from_millis(1));
@@ -543,7 +538,7 @@ mod tests {
 
     #[test]
     fn a_halted_queue_does_not_condemn_one_that_works() {
-        let mut split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
+        let mut split = Split::new(vec![Fake::default(), Fake::default()], Box::<Halves>::default());
         let _only = split.submit(operation()).unwrap();
         split.poll(&mut Vec::new());
         assert_eq!(split.queues.iter().map(Queue::in_flight).collect::<Vec<_>>(), [1, 1]);
