@@ -322,7 +322,14 @@ impl Manifest {
             text.push_str("\n      ]\n    }");
         }
         text.push_str("\n  ]\n}\n");
-        text
+        // What JSON leaves as it is and a terminal obeys.
+        let obeyed = |c: char| c != '\n' && (c.is_control() || is_invisible(c));
+        match text.contains(obeyed) {
+            true => {
+                text.chars().map(|c| if obeyed(c) { format!("\\u{:04x}", u32::from(c)) } else { c.into() }).collect()
+            }
+            false => text,
+        }
     }
 }
 

@@ -17,7 +17,7 @@ fn text(output: &Output) -> String {
 }
 
 /// A model in a cache: a snapshot of links to blobs.
-fn cached(cache: &Path) -> std::path::PathBuf {
+pub(crate) fn cached(cache: &Path) -> std::path::PathBuf {
     let model = cache.join("models--org--name");
     let snapshot = model.join("snapshots/abcd");
     std::fs::create_dir_all(&snapshot).unwrap();

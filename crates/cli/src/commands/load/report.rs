@@ -57,8 +57,14 @@ fn tensors(loaded: &Loaded) -> usize {
 
 impl Outcome {
     /// Sets the references of the stages. Only those that move bytes through memory or from the disk have one. A
-    /// transfer copies its bytes, and populates the card's memory where the load touches it first.
+    /// transfer copies its bytes, and populates the card's memory where the load touches it first. Of rates that were
+    /// measured before, the higher ones count.
     pub(super) fn refer_to(&mut self, rates: ReferenceRates) {
+        let rates = self.references.map_or(rates, |before| ReferenceRates {
+            read: rates.read.max(before.read),
+            copy: rates.copy.max(before.copy),
+            first_touch: rates.first_touch.max(before.first_touch),
+        });
         let touched = self.run.touched.unwrap_or(0) as f64;
         for s in self.runs.stages.iter_mut().filter(|s| s.report.bytes >= LEAST) {
             let bytes = s.report.bytes as f64;
