@@ -24,6 +24,7 @@ use super::slice;
 use super::stream::TensorStream;
 use crate::container::Tensor;
 use crate::device::{Loaded, OpenDevice};
+use crate::error::Error;
 use crate::fill::{Extent, Job, Watch};
 use crate::input::Input;
 use crate::manifest::Manifest;
@@ -45,6 +46,17 @@ pub struct ModelOptions {
     pub manifest: Manifest,
     /// Which tensors count, by their names; files without any are left out.
     pub select: Option<Select>,
+    /// Refuse files of no known kind. Else such a file is one tensor without a type: bytes for a device.
+    pub refuse_raw: bool,
+}
+
+impl ModelOptions {
+    fn file(&self, file: OpenFile) -> Result<ModelFile, Error> {
+        if self.refuse_raw {
+            file.refuse_raw()?;
+        }
+        ModelFile::new(file)
+    }
 }
 
 /// How a model is loaded onto a device.
@@ -107,7 +119,7 @@ impl HostModel {
         for path in paths {
             let set = ModelSet::find(path.as_ref())?;
             for file in &set.files {
-                files.push(ModelFile::new(OpenFile::of(file)?)?);
+                files.push(options.file(OpenFile::of(file)?)?);
             }
             left_out.extend(set.left_out);
         }
@@ -119,11 +131,12 @@ impl HostModel {
     /// # Errors
     /// As of [`HostModel::open`].
     pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, ModelError> {
-        Self::new(files.into_iter().map(ModelFile::new).collect::<Result<_, _>>()?, options)
+        let files = files.into_iter().map(|file| options.file(file)).collect::<Result<_, _>>()?;
+        Self::new(files, options)
     }
 
     fn new(mut files: Vec<ModelFile>, options: ModelOptions) -> Result<Self, ModelError> {
-        let ModelOptions { mode, memory_limit, manifest, select } = options;
+        let ModelOptions { mode, memory_limit, manifest, select, .. } = options;
         let all: Vec<_> = files.iter().map(|file| (file.path(), file.listed(), &**file.contents())).collect();
         set::check(&all)?;
         files.iter_mut().for_each(|file| file.retain(select.clone()));
