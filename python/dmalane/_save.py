@@ -20,8 +20,8 @@ def save_file(
 ) -> dict[str, Any]:
     """Writes a safetensors file of arrays, tensors of PyTorch or `Tensor`s, byte for byte as `safetensors` writes it.
 
-    It appears whole or not at all, in place of the file if there is one, unless `overwrite` is False. Blocks go past the
-    page cache where the file system allows. Returns its `bytes`, and whether they went past the cache (`direct`).
+    It appears whole or not at all, in place of the file if there is one, unless `overwrite` is False. Blocks go past
+    the page cache where the file system allows. Returns its `bytes`, and whether they went past the cache (`direct`).
     """
     described = [(name, *describe(name, value), raw_bytes(value)) for name, value in tensors.items()]
     texts = None if metadata is None else dict(metadata)

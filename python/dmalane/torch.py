@@ -43,8 +43,8 @@ def load(data: bytes) -> dict[str, Any]:
 def load_model(
     model: Any, filename: Paths, strict: bool = True, device: str | int | Any = "cpu", *, backend: Backend = "mmap"
 ) -> tuple[list[str], list[str]]:
-    """Loads a file into a `torch.nn.Module`; returns the names that the file lacks, and those that the module lacks. With
-    `strict`, there must be none. Of tensors that share memory, one in the file is enough."""
+    """Loads a file into a `torch.nn.Module`; returns the names that the file lacks, and those that the module lacks.
+    With `strict`, there must be none. Of tensors that share memory, one in the file is enough."""
     state = load_file(filename, device, backend=backend)
     missing, unexpected = model.load_state_dict(state, strict=False)
     for names in _sharing(model.state_dict()):

@@ -1,5 +1,5 @@
-//! Objects that belong to the process that made them. A child of `fork` has a copy of each, but none of the threads that
-//! fill it, maybe a lock that one of them held, and devices that it shares with its parent.
+//! Objects that belong to the process that made them. A child of `fork` has a copy of each, but none of the threads
+//! that fill it, maybe a lock that one of them held, and devices that it shares with its parent.
 
 use std::process;
 
