@@ -109,7 +109,8 @@ class _SafeOpen(safe_open):
     """The one that others get. Frameworks that dmalane does not have are left to safetensors."""
 
     def __new__(cls, filename: Path, framework: str, *args: Any, **options: Any) -> Any:
-        return super().__new__(cls) if framework in get_args(Framework) else _THEIRS(filename, framework, *args, **options)
+        ours = framework in get_args(Framework)
+        return super().__new__(cls) if ours else _THEIRS(filename, framework, *args, **options)
 
     def __init__(
         self, filename: Path, framework: Framework, device: str | int | Any = "cpu", *, backend: Backend = "mmap"

@@ -74,7 +74,8 @@ def check(folder, **options):
         ours = logits(folder, 2, **options)
     assert torch.equal(ours, theirs) and not ours.isnan().any()
     there = {str(path) for path in Path(folder).glob("*.safetensors")}
-    assert set(patch.files) == there, patch
+    # Weights on the disk have files of their own, which accelerate writes.
+    assert {path for path in patch.files if Path(path).parent == Path(folder)} == there, patch
     opened = len(patch.files)
     logits(folder, 3, **options)
     assert len(patch.files) == opened
@@ -93,9 +94,6 @@ def test_device_maps(folder, device_map):
 def test_weights_on_the_disk(folder, tmp_path_factory):
     """Layers that accelerate reads when they are computed."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    config = transformers.AutoConfig.from_pretrained(folder)
-    if config.model_type == "mixtral":
-        pytest.skip("transformers converts the experts of Mixtral, which it cannot offload")
     parts = {"model.layers.2": "disk", **dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "cpu")}
     parts |= {"model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu"}
     check(folder, device_map=parts, offload_folder=str(tmp_path_factory.mktemp("offload")))
@@ -119,8 +117,8 @@ def test_models_of_diffusers(tmp_path):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     torch.manual_seed(1)
     made = diffusers.UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 32), norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 32),
+        norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
     made.save_pretrained(tmp_path)
     made.save_pretrained(tmp_path, variant="fp16")
@@ -136,8 +134,8 @@ def test_models_of_diffusers(tmp_path):
     for options in ({}, {"variant": "fp16"}, {"low_cpu_mem_usage": False}):
         with dmalane.transformers.patch() as patch:
             assert torch.equal(output(2, **options), theirs)
-        name = "diffusion_pytorch_model.fp16.safetensors" if "variant" in options else "diffusion_pytorch_model.safetensors"
-        assert [Path(path).name for path in patch.files] == [name]
+        variant = ".fp16" if "variant" in options else ""
+        assert [Path(path).name for path in patch.files] == [f"diffusion_pytorch_model{variant}.safetensors"]
 
 
 def test_a_checkpoint_of_accelerate(tmp_path):
@@ -149,8 +147,9 @@ def test_a_checkpoint_of_accelerate(tmp_path):
     model = made()
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
     with dmalane.transformers.patch() as patch:
-        other = accelerate.load_checkpoint_and_dispatch(made(), tmp_path / "model.safetensors", device_map={"": "cpu"})
-        accelerate.load_checkpoint_in_model(third := made(), tmp_path)
+        file = str(tmp_path / "model.safetensors")
+        other = accelerate.load_checkpoint_and_dispatch(made(), file, device_map={"": "cpu"})
+        accelerate.load_checkpoint_in_model(third := made(), str(tmp_path))
     assert {Path(path).name for path in patch.files} == {"model.safetensors"} and len(patch.files) >= 4, patch
     for one in (other, third):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), model.parameters(), strict=True))
@@ -169,7 +168,8 @@ from dmalane.transformers import patch
 def state():
     packages = ("safetensors", "transformers", "accelerate", "diffusers")
     modules = [m for n, m in sys.modules.items() if n.partition(".")[0] in packages]
-    return {{(m.__name__, k): v for m in modules for k, v in list(vars(m).items()) if callable(v) and any(v is b for b in before)}}
+    own = [(m.__name__, name, value) for m in modules for name, value in list(vars(m).items()) if callable(value)]
+    return {{(module, name): value for module, name, value in own if any(value is one for one in before)}}
 
 was = state()
 first = patch()
