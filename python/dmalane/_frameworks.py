@@ -112,7 +112,7 @@ def device_name(device: object) -> str:
     return "cuda:0" if device == "cuda" else device
 
 
-def torch_device(device: object) -> Any:
+def torch_device(device: Any) -> Any:
     """PyTorch's device of a name, a number or itself."""
     import torch
 

@@ -88,11 +88,11 @@ def _replace(by: dict[Any, Any]) -> list[str]:
     return sorted(replaced)
 
 
-class PatchedError(FormatError, safetensors.SafetensorError):  # type: ignore[misc]
+class PatchedError(FormatError, safetensors.SafetensorError):
     """A file is not what it should be, as safetensors would say it."""
 
 
-class PatchedUnknownTensorError(UnknownTensorError, safetensors.SafetensorError):  # type: ignore[misc]
+class PatchedUnknownTensorError(UnknownTensorError, safetensors.SafetensorError):
     """No tensor has this name, as safetensors would say it."""
 
 
