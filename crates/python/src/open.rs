@@ -178,7 +178,7 @@ impl Files {
         let (used, limit) = model.memory();
         dict.set_item("memory_used", used)?;
         dict.set_item("memory_limit", limit)?;
-        report::add_left_out(&dict, model)?;
+        report::add_files(&dict, model)?;
         Ok(dict)
     }
 
