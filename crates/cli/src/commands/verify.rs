@@ -21,7 +21,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane verify model.safetensors --manifest model.manifest
   dmalane verify models/minilm --manifest model.manifest --json     all shards of a model
-  dmalane verify org/name                         a model in the cache of Hugging Face's libraries, by its hashes
+  dmalane verify org/name                         files of Hugging Face's cache, by their names
 
 `dmalane manifest` makes the manifest. `dmalane load --manifest` and `dmalane read --manifest` check while they read.
 Files that the manifest has and that are not named are only missing if a directory or an index is named.
