@@ -10,8 +10,8 @@ use std::time::Duration;
 use dmalane::addr::{Address, CardAddr};
 use dmalane::dma::SharedBuf;
 use dmalane::queue::{
-    Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr,
-    Refusal, Refused, Split, Ticket, Work,
+    Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr, Refusal,
+    Refused, Split, Ticket, Work,
 };
 
 use super::{Half, Link, Stream};
