@@ -4,7 +4,7 @@ use std::error::Error;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
 use dmalane_iopt::{Format, Tables};
-use dmalane_vm::{AnyVm, BindRequest, Vm};
+use dmalane_vm::{AnyVm, BindRequest, Plan, Vm};
 
 use crate::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
 
@@ -35,6 +35,17 @@ impl<F: Format, T: Tables<Addr = CardAddr>> PageTableSpace<F, T> {
     }
 }
 
+impl<F: Format, T: Tables<Addr = CardAddr>> PageTableSpace<F, T> {
+    /// The error of a batch. A device that is lost has no memory for tables either, and is the reason then.
+    fn why(&mut self, error: dmalane_vm::Error) -> SpaceError {
+        let tables = matches!(error, dmalane_vm::Error::NoTables { .. });
+        match tables.then(|| (self.invalidate)().err()).flatten() {
+            Some(lost) => SpaceError::Driver(lost),
+            None => SpaceError::Vm(error),
+        }
+    }
+}
+
 impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpace<F, T> {
     fn kind(&self) -> AddressSpaceKind {
         AddressSpaceKind::PageTables { format: F::NAME }
@@ -53,10 +64,11 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
         let committed = match requests {
             // The VM has a shorter way for one.
-            [BindRequest::Bind { va, bo, offset, len, access }] => self.vm.bind(*va, bo, *offset, *len, *access)?,
-            [BindRequest::Unbind(span)] => self.vm.unbind(*span)?,
-            _ => self.vm.plan(requests.iter().cloned()).map_err(|e| SpaceError::Vm(e.error))?.commit(),
+            [BindRequest::Bind { va, bo, offset, len, access }] => self.vm.bind(*va, bo, *offset, *len, *access),
+            [BindRequest::Unbind(span)] => self.vm.unbind(*span),
+            _ => self.vm.plan(requests.iter().cloned()).map(Plan::commit).map_err(|e| e.error),
         };
+        let committed = committed.map_err(|error| self.why(error))?;
         self.observer.see(requests);
         self.stale |= !committed.is_empty();
         if self.stale {

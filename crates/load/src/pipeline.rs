@@ -194,7 +194,8 @@ impl OpenDevice {
                 *left -= len;
                 if *left == 0 {
                     binds.bytes(Stage::Bind, file.layout.places[tensor].bound);
-                    if !whole_files {
+                    // The first failure is the one that is told, whatever ends after it.
+                    if !whole_files && failed.is_none() {
                         failed = binds.time(Stage::Bind, || file.bind(tensor, space)).err();
                     }
                 }
