@@ -12,10 +12,9 @@ use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
 use crate::queue::CudaQueue;
-use crate::space::MapSpace;
 use crate::sys::{Attribute, BackToBack, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
-use crate::{Binds, Error, GpuName, Which};
+use crate::{Error, GpuName, Which};
 
 /// A GPU, as far as the driver describes it without using it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -32,7 +31,7 @@ pub struct Gpu {
     pub memory: u64,
     /// The newest CUDA that the driver knows, major and minor.
     pub driver: (u32, u32),
-    /// Memory can be mapped anywhere (`cuMemMap`).
+    /// Memory can be mapped anywhere (`cuMemMap`), which is needed to open it.
     pub virtual_memory: bool,
     /// Its memory can be given to other devices as a dma-buf.
     pub dma_buf: bool,
@@ -63,7 +62,7 @@ fn gpu(driver: &Driver, number: u32) -> Result<(Gpu, i32), Error> {
         pci: p.pci,
         memory: p.memory,
         driver: (version / 1000, version % 1000 / 10),
-        virtual_memory: driver.has_virtual_memory() && has(Attribute::VirtualMemory),
+        virtual_memory: has(Attribute::VirtualMemory),
         dma_buf: driver.has_dma_buf() && has(Attribute::DmaBuf),
         host_register: has(Attribute::HostRegister),
         copy_engines: u32::try_from(driver.attribute(p.device, Attribute::CopyEngines)).unwrap_or(0),
@@ -76,46 +75,31 @@ fn gpu(driver: &Driver, number: u32) -> Result<(Gpu, i32), Error> {
 pub struct CudaDevice {
     // In the order in which they must go: queues wait, memory is unmapped, the context is released.
     queue: Option<CudaQueue>,
-    space: Box<dyn AddressSpace>,
+    space: FlatSpace,
     registrar: NoIommu,
     window: Arc<Window>,
     context: Arc<Context>,
     gpu: Gpu,
     region: [Region; 1],
-    /// See [`Vram`]; `None` without virtual memory.
-    chunks: Option<Option<u64>>,
     notes: Vec<String>,
 }
-
-/// Pages of the host.
-const PAGE: u64 = 4096;
 
 impl CudaDevice {
     /// Opens a GPU.
     ///
     /// # Errors
-    /// [`Error`]: no driver, no such GPU, [`Binds::CuMemMap`] on one without virtual memory, a call that failed.
+    /// [`Error`]: no driver, no such GPU, one without virtual memory, a call that failed.
     pub fn open(name: &GpuName) -> Result<Self, Error> {
         let driver = Driver::open(name.library.as_deref())?;
         let (gpu, device) = find(driver, &name.which)?;
+        if !gpu.virtual_memory {
+            return Err(Error::Unsupported("virtual memory (cuMemMap), as of some vGPUs; vulkan:N does without"));
+        }
         let context = Context::new(driver, device)?;
         let (free, _) = context.memory()?;
-        let (window, granule) = if gpu.virtual_memory {
-            let granule = context.granularity()?;
-            (Window::reserve(&context, free / granule.max(1) * granule)?, granule)
-        } else {
-            (half_of(&context, free)?, PAGE)
-        };
+        let granule = context.granularity()?;
+        let window = Window::reserve(&context, free / granule.max(1) * granule)?;
         let granule = PageSize::new(granule).ok_or(Error::Unsupported("pages of a power of two bytes"))?;
-        let chunks = gpu.virtual_memory.then_some(match name.binds {
-            Binds::Flat => None,
-            Binds::CuMemMap => Some(granule.bytes()),
-        });
-        let space: Box<dyn AddressSpace> = match name.binds {
-            Binds::Flat => Box::new(FlatSpace::new()),
-            Binds::CuMemMap if gpu.virtual_memory => Box::new(MapSpace::new(context.clone(), granule)),
-            Binds::CuMemMap => return Err(Error::Unsupported("virtual memory (cuMemMap)")),
-        };
         let span = Span::new(CardAddr::new(window.at()), window.len());
         let span = span.ok_or(Error::NoMemory)?;
         let region = Region { granule, ..Region::new("vram", span) };
@@ -125,24 +109,14 @@ impl CudaDevice {
         };
         let registrar = registrar(&context, refused.is_none());
         let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
-        let notes = notes(&gpu, name.binds, granule, driver.has_batches(), refused.as_deref());
+        let notes = notes(&gpu, granule, driver.has_batches(), refused.as_deref());
         let window = Arc::new(window);
-        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], chunks, notes })
+        Ok(Self { queue, space: FlatSpace::new(), registrar, window, context, gpu, region: [region], notes })
     }
 
     /// Name, memory and capabilities of the GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
-    }
-
-    /// As many addresses as memory, which a device that binds by [`Binds::CuMemMap`] has allocated; both are whole
-    /// pages of its own. For benches.
-    ///
-    /// # Errors
-    /// [`Error::Call`].
-    #[cfg(feature = "by-hand")]
-    pub fn plain_binds(&self, memory: Span<CardAddr>, page: PageSize) -> Result<crate::PlainBinds, Error> {
-        crate::PlainBinds::new(&self.context, memory, page)
     }
 
     /// Another queue to the same memory, on streams of its own. The device has one because a second moves nothing
@@ -187,24 +161,12 @@ fn find(driver: &Driver, which: &Which) -> Result<(Gpu, i32), Error> {
     Err(Error::NoGpu { wanted: which.to_string(), have: have.join(", ") })
 }
 
-/// Half of the free memory in one allocation, or less while that is refused: without virtual memory, what is allocated
-/// now is all that there will be.
-fn half_of(context: &Arc<Context>, free: u64) -> Result<Window, Error> {
-    let mut len = free / 2 / PAGE * PAGE;
-    loop {
-        match Window::allocate(context, len) {
-            Err(e) if e.code() == 2 && len > PAGE << 8 => len = len / 2 / PAGE * PAGE,
-            result => return result,
-        }
-    }
-}
-
 /// Why the driver does not register host memory here, although the GPU could: containers and virtual machines may lack
 /// what it needs.
 fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error> {
     const NOT_PERMITTED: u32 = 800;
     const NOT_SUPPORTED: u32 = 801;
-    let Ok(page) = AnonHeap::starting_at(PageKind::Base).allocate(PAGE as usize) else { return Ok(None) };
+    let Ok(page) = AnonHeap::starting_at(PageKind::Base).allocate(1) else { return Ok(None) };
     let page = page.share();
     match Registered::new(context, &page.reference(), 0..page.len()) {
         Ok(_) => Ok(None),
@@ -233,18 +195,11 @@ fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
     }
 }
 
-fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {
+fn notes(gpu: &Gpu, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {
     let (major, minor) = gpu.driver;
     let host = match refused {
         None => "host memory is pinned by cuMemHostRegister".to_owned(),
         Some(why) => format!("host memory is pinned by cuMemHostAlloc; the driver copies other memory: {why}"),
-    };
-    let memory = match (gpu.virtual_memory, binds) {
-        (false, _) => "memory: one allocation of cuMemAlloc, since the GPU has no virtual memory; flat".to_owned(),
-        (true, Binds::Flat) => {
-            format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers")
-        }
-        (true, Binds::CuMemMap) => format!("memory: allocated and bound by cuMemMap in pages of {granule}"),
     };
     let copies = match batches {
         true => "copies of up to 1 MiB in batches (cuMemcpyBatchAsync)",
@@ -253,7 +208,7 @@ fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Opt
     vec![
         format!("{}, PCI {}, CUDA {major}.{minor}, {} copy engines", gpu.uuid, gpu.pci, gpu.copy_engines),
         host,
-        memory,
+        format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers"),
         format!("a stream for each direction; {copies}"),
     ]
 }
@@ -268,17 +223,9 @@ impl Device for CudaDevice {
     }
 
     fn memory(&self) -> DeviceMemory {
-        let memory = DeviceMemory::new(&self.region);
-        match self.chunks {
-            Some(chunk) => memory.driven_by(Vram {
-                context: self.context.clone(),
-                window: self.window.clone(),
-                chunk,
-                live: Vec::new(),
-                stuck: Vec::new(),
-            }),
-            None => memory,
-        }
+        let (context, window) = (self.context.clone(), self.window.clone());
+        let vram = Vram { context, window, live: Vec::new(), stuck: Vec::new() };
+        DeviceMemory::new(&self.region).driven_by(vram)
     }
 
     fn registrar(&self) -> Arc<dyn Registrar> {
@@ -290,7 +237,7 @@ impl Device for CudaDevice {
     }
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {
-        &mut *self.space
+        &mut self.space
     }
 
     fn dlpack(&self) -> Option<DlpackDevice> {

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use dmalane_addr::{DeviceVa, PageSize, Span};
 use dmalane_queue::StopReason;
 use thiserror::Error;
 
@@ -66,11 +65,8 @@ pub enum Error {
     /// Device memory where some is already.
     #[error("memory at {0:#x} is allocated already")]
     Allocated(u64),
-    /// A bind where something is bound.
-    #[error("something is mapped at {0:#x} already")]
-    Mapped(u64),
-    /// Device memory that is not allocated, or not as whole chunks.
-    #[error("no memory, or no whole chunk of it, was allocated at {0:#x}")]
+    /// Device memory that is not allocated.
+    #[error("no memory was allocated at {0:#x}")]
     NotAllocated(u64),
     /// An address that the device does not have.
     #[error("{0:#x} is not an address of this device")]
@@ -93,26 +89,6 @@ pub enum Error {
         len: usize,
         /// Its address.
         at: usize,
-    },
-    /// A bind of memory that is not whole pages.
-    #[error("cannot bind {len} bytes from {offset} of a buffer at {va}: each must be a multiple of {page}")]
-    NotPages {
-        /// Where it would be bound.
-        va: DeviceVa,
-        /// Bytes.
-        len: u64,
-        /// Their offset in the buffer.
-        offset: u64,
-        /// The size of a page.
-        page: PageSize,
-    },
-    /// An unbind of a range that is not whole pages.
-    #[error("cannot unbind {span}: it is not whole pages of {page}")]
-    Unaligned {
-        /// The range.
-        span: Span<DeviceVa>,
-        /// The size of a page.
-        page: PageSize,
     },
 }
 

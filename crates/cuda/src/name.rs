@@ -1,17 +1,15 @@
-//! How a GPU is named, and how it is used.
+//! How a GPU is named.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::Error;
 
-/// A GPU, and how it is used.
+/// A GPU, and the library that drives it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct GpuName {
     /// Which GPU.
     pub which: Which,
-    /// The kind of its address space.
-    pub binds: Binds,
     /// The library of the driver; `None` for that of [`LIBRARY_VARIABLE`](crate::LIBRARY_VARIABLE), else
     /// [`LIBRARY`](crate::LIBRARY).
     pub library: Option<String>,
@@ -26,21 +24,10 @@ pub enum Which {
     Uuid(String),
 }
 
-/// How buffers are bound in the device's address space.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Binds {
-    /// Buffers are seen where their memory lies.
-    #[default]
-    Flat,
-    /// Buffers are bound by `cuMemMap`, in pages of 2 MiB: read-only where that was asked for, scattered memory
-    /// contiguous. Memory is allocated in pages, too.
-    CuMemMap,
-}
-
 impl GpuName {
-    /// A GPU by number, flat.
+    /// A GPU by number.
     pub const fn number(number: u32) -> Self {
-        Self { which: Which::Number(number), binds: Binds::Flat, library: None }
+        Self { which: Which::Number(number), library: None }
     }
 }
 
@@ -76,7 +63,7 @@ mod tests {
     fn names_are_read() {
         assert_eq!("3".parse(), Ok(Which::Number(3)));
         assert_eq!("GPU-2918FC3F-fcbc".parse(), Ok(Which::Uuid("GPU-2918fc3f-fcbc".into())));
-        for bad in ["", "x", "-1", "0,", "0,vmm", "GPU-", "GPU-12", "GPU-xyzw", "4294967296"] {
+        for bad in ["", "x", "-1", "0,", "0,flat", "GPU-", "GPU-12", "GPU-xyzw", "4294967296"] {
             assert_eq!(bad.parse::<Which>(), Err(Error::Name(bad.to_owned())), "{bad}");
         }
     }

@@ -59,7 +59,6 @@ struct AllocationProp {
 #[repr(C)]
 struct AccessDesc {
     location: Location,
-    /// 1: read, 3: read and write.
     flags: c_int,
 }
 
@@ -150,8 +149,6 @@ calls! {
         pop = "cuCtxPopCurrent_v2" (*mut Handle);
         synchronize = "cuCtxSynchronize" ();
         memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
-        alloc = "cuMemAlloc_v2" (*mut Pointer, usize);
-        free = "cuMemFree_v2" (Pointer);
         host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
         host_unregister = "cuMemHostUnregister" (*mut c_void);
         host_alloc = "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
@@ -164,6 +161,14 @@ calls! {
         set_32 = "cuMemsetD32Async" (Pointer, c_uint, usize, Handle);
         set_2d_8 = "cuMemsetD2D8Async" (Pointer, usize, c_uchar, usize, usize, Handle);
         set_2d_32 = "cuMemsetD2D32Async" (Pointer, usize, c_uint, usize, usize, Handle);
+        granularity = "cuMemGetAllocationGranularity" (*mut usize, *const AllocationProp, c_int);
+        address_reserve = "cuMemAddressReserve" (*mut Pointer, usize, usize, Pointer, u64);
+        address_free = "cuMemAddressFree" (Pointer, usize);
+        create = "cuMemCreate" (*mut u64, usize, *const AllocationProp, u64);
+        release_memory = "cuMemRelease" (u64);
+        map = "cuMemMap" (Pointer, usize, usize, u64, u64);
+        unmap = "cuMemUnmap" (Pointer, usize);
+        set_access = "cuMemSetAccess" (Pointer, usize, *const AccessDesc, usize);
         stream_create = "cuStreamCreate" (*mut Handle, c_uint);
         stream_destroy = "cuStreamDestroy_v2" (Handle);
         stream_synchronize = "cuStreamSynchronize" (Handle);
@@ -175,14 +180,6 @@ calls! {
         event_query = "cuEventQuery" (Handle);
     }
     optional {
-        granularity = "cuMemGetAllocationGranularity" (*mut usize, *const AllocationProp, c_int);
-        address_reserve = "cuMemAddressReserve" (*mut Pointer, usize, usize, Pointer, u64);
-        address_free = "cuMemAddressFree" (Pointer, usize);
-        create = "cuMemCreate" (*mut u64, usize, *const AllocationProp, u64);
-        release_memory = "cuMemRelease" (u64);
-        map = "cuMemMap" (Pointer, usize, usize, u64, u64);
-        unmap = "cuMemUnmap" (Pointer, usize);
-        set_access = "cuMemSetAccess" (Pointer, usize, *const AccessDesc, usize);
         range_handle = "cuMemGetHandleForAddressRange" (*mut c_void, Pointer, usize, c_int, u64);
         batch = "cuMemcpyBatchAsync_v2"
             (*const Pointer, *const Pointer, *const usize, usize, *const CopyAttributes, *const usize, usize, Handle);
@@ -213,8 +210,6 @@ macro_rules! may_call {
 }
 
 mod back_to_back;
-#[cfg(feature = "by-hand")]
-mod by_hand;
 mod context;
 mod host;
 mod ranges;
@@ -222,8 +217,6 @@ mod stream;
 mod window;
 
 pub(crate) use back_to_back::BackToBack;
-#[cfg(feature = "by-hand")]
-pub use by_hand::PlainBinds;
 pub(crate) use context::Context;
 pub(crate) use host::{PinnedMemory, Registered};
 pub(crate) use stream::Stream;
@@ -343,14 +336,6 @@ impl Driver {
     pub(crate) fn attribute(&self, device: c_int, attribute: Attribute) -> i32 {
         let mut value = 0;
         call!(self.device_attribute(&raw mut value, attribute as c_int, device)).map_or(0, |()| value)
-    }
-
-    /// True when the driver has the functions of virtual memory.
-    pub(crate) fn has_virtual_memory(&self) -> bool {
-        let c = &self.calls;
-        let all = [c.granularity.is_some(), c.address_reserve.is_some(), c.address_free.is_some(), c.create.is_some()];
-        let more = [c.release_memory.is_some(), c.map.is_some(), c.unmap.is_some(), c.set_access.is_some()];
-        all.into_iter().chain(more).all(|has| has)
     }
 
     /// True when the driver has the function that exports memory.

@@ -277,18 +277,19 @@ impl OnCuda<'_> {
         // A pointer of the GPU: nothing on the host follows it.
         let data = std::ptr::without_provenance_mut(tensor.address().unwrap_or(0) as usize);
         // SAFETY: a `DeviceTensor` has the address of its tensor in the files of its owner, and those are unloaded when
-        // the owner is dropped, after the work of the GPU. The flags are those of the bind.
+        // the owner is dropped, after the work of the GPU. Nothing is bound
+        // read-only.
         unsafe { tensor.described().managed(tensor.owner().clone(), data, self.device(), self.flags()) }
     }
 }
 
 impl DlpackExporter for OnCuda<'_> {
     fn device(&self) -> DLDevice {
-        self.pointers.device
+        self.device
     }
 
     fn flags(&self) -> DlpackFlags {
-        if self.pointers.read_only { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
+        DlpackFlags::empty()
     }
 
     /// Nothing is to be done: a load returns when the driver has said that its copies have ended, so work on any stream

@@ -5,10 +5,10 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
+use dmalane_queue::{Completion, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
 
 use super::context::Context;
-use super::ranges::{Mapped, RangeKind, check_use, kind};
+use super::ranges::{Mapped, check_use, pointer};
 use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side};
 use crate::Error;
 use crate::error::NOT_READY;
@@ -23,7 +23,6 @@ struct Batch {
 
 /// A copy in a batch.
 struct TransferRange {
-    kind: RangeKind,
     at: Pointer,
     here: Pointer,
     len: u64,
@@ -162,9 +161,8 @@ impl Stream {
 
     fn step(&mut self, mapped: &Mapped, operation: &Operation, step: &Step) -> Result<(), OpError> {
         self.works()?;
-        for (at, len, write) in step.device().into_iter().flatten() {
-            let (kind, first) = kind(at);
-            check_use(mapped, first, len, kind, write)?;
+        for (at, len, _) in step.device().into_iter().flatten() {
+            check_use(mapped, pointer(at)?, len)?;
         }
         // The address of host memory that the operation owns.
         let host = |index: usize, offset: u64, len: u64| {
@@ -178,7 +176,7 @@ impl Stream {
             && len <= BATCHED
         {
             let here = host(index, offset, len)? as Pointer;
-            return self.add_to_batch(mapped, direction, here, at, len);
+            return self.add_to_batch(mapped, direction, TransferRange { at: pointer(at)?, here, len });
         }
         self.send_batch(mapped)?;
         let (driver, stream) = (self.context.driver, self.raw.0);
@@ -225,27 +223,17 @@ impl Stream {
         done.map_err(|e| self.failed(e))
     }
 
-    fn add_to_batch(
-        &mut self,
-        mapped: &Mapped,
-        direction: Direction,
-        here: Pointer,
-        at: DeviceAddr,
-        len: u64,
-    ) -> Result<(), OpError> {
-        let (kind, at) = kind(at);
-        // Each slice of host memory is one operation's alone, but device memory may be written twice: where addresses
-        // overlap, or where one of them is bound, behind which any memory may lie.
+    fn add_to_batch(&mut self, mapped: &Mapped, direction: Direction, new: TransferRange) -> Result<(), OpError> {
+        // Each slice of host memory is one operation's alone, but device memory may be written twice.
         let twice = |range: &TransferRange| {
-            let bound = [kind, range.kind].contains(&RangeKind::Bound);
-            direction == Direction::FromHost && (bound || (range.at < at + len && at < range.at + range.len))
+            direction == Direction::FromHost && range.at < new.at + new.len && new.at < range.at + range.len
         };
         let batch = &self.batch;
         if batch.direction != direction || batch.ranges.len() >= BATCH || batch.ranges.iter().any(twice) {
             self.send_batch(mapped)?;
         }
         self.batch.direction = direction;
-        self.batch.ranges.push(TransferRange { kind, at, here, len });
+        self.batch.ranges.push(new);
         Ok(())
     }
 
@@ -275,7 +263,7 @@ impl Stream {
         let to_device = direction == Direction::FromHost;
         for range in ranges {
             // Again, since it may have been unmapped while it waited.
-            check_use(mapped, range.at, range.len, range.kind, to_device)?;
+            check_use(mapped, range.at, range.len)?;
         }
         self.open_calls += count;
         let done = if let [TransferRange { at, here, len, .. }] = *ranges {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, SgTable, Span};
-use dmalane_cuda::{Binds, CudaDevice, GpuName};
+use dmalane_cuda::{CudaDevice, GpuName};
 use dmalane_device::{Device, DeviceMemory, Placement};
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_fake_cuda::Fake;
@@ -13,14 +13,14 @@ use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, r
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// The name of the fake driver's first GPU.
-pub fn named(fake: &Fake, binds: Binds) -> GpuName {
-    GpuName { binds, library: Some(fake.path().to_owned()), ..GpuName::number(0) }
+pub fn named(fake: &Fake) -> GpuName {
+    GpuName { library: Some(fake.path().to_owned()), ..GpuName::number(0) }
 }
 
 /// The GPU of this machine, if the tests are to use it: `DMALANE_TEST_CUDA=0` runs them on GPU 0 of the real driver.
-pub fn real(binds: Binds) -> Option<GpuName> {
+pub fn real() -> Option<GpuName> {
     let number = std::env::var("DMALANE_TEST_CUDA").ok()?;
-    Some(GpuName { which: number.parse().unwrap(), binds, library: None })
+    Some(GpuName::number(number.parse().unwrap()))
 }
 
 /// A device and what belongs to it, in the order in which it is dropped.

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use dmalane_cuda::{Binds, CudaDevice, Gpu, GpuName};
+use dmalane_cuda::{CudaDevice, Gpu, GpuName};
 
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::SpecOption;
@@ -13,7 +13,7 @@ use crate::size::binary;
 /// A GPU, `cuda:NUMBER` or `cuda:UUID`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct CudaSpec {
-    /// Which one, and how it binds.
+    /// Which one.
     pub gpu: GpuName,
 }
 
@@ -24,7 +24,7 @@ impl Spec for CudaSpec {
     const ABILITIES: &'static [Ability] = &[Ability::NeedsDriver];
 
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        Ok(Self { gpu: GpuName { which: what.parse()?, binds: Binds::Flat, library: None } })
+        Ok(Self { gpu: GpuName { which: what.parse()?, library: None } })
     }
 
     fn what(&self) -> String {
@@ -33,15 +33,6 @@ impl Spec for CudaSpec {
 
     fn options() -> Vec<SpecOption<Self>> {
         vec![
-            SpecOption::flag(
-                "vmm",
-                "bind buffers by cuMemMap, in pages of 2 MiB",
-                |spec, _| {
-                    spec.gpu.binds = Binds::CuMemMap;
-                    Ok(())
-                },
-                |spec| (spec.gpu.binds == Binds::CuMemMap).then(String::new),
-            ),
             SpecOption::valued(
                 "lib",
                 "PATH",
@@ -68,7 +59,7 @@ impl Spec for CudaSpec {
         let can = |can: bool| Some(if can { "yes" } else { "no" }.to_owned());
         let listed = |gpu: Gpu| Listed {
             name: format!("cuda:{}", gpu.number),
-            supported: true,
+            supported: gpu.virtual_memory,
             about: format!("{}, CUDA {}.{}", gpu.name, gpu.driver.0, gpu.driver.1),
             memories: Vec::new(),
             channels: None,
@@ -77,7 +68,6 @@ impl Spec for CudaSpec {
                 ("pci", Some(gpu.pci)),
                 ("memory", Some(binary(gpu.memory))),
                 ("host_register", can(gpu.host_register)),
-                ("virtual_memory", can(gpu.virtual_memory)),
                 ("dma_buf", can(gpu.dma_buf)),
                 ("copy_engines", Some(gpu.copy_engines.to_string())),
             ],
