@@ -149,6 +149,14 @@ pub enum Error {
         /// Number that there may be.
         limit: u64,
     },
+    /// A bind or unbind that is not whole pages.
+    #[error("{span} cannot be changed: addresses, memory and lengths must be multiples of {page}")]
+    NotPages {
+        /// The addresses.
+        span: dmalane_addr::Span<dmalane_addr::DeviceVa>,
+        /// The size of a page.
+        page: dmalane_addr::PageSize,
+    },
     /// A request that sparse buffers have no equivalent of.
     #[error("sparse buffers bind memory of buffers, once each: no null pages, and none that repeat")]
     NoSuchBind,
