@@ -116,6 +116,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/vulkan/src/channel.rs",
     "crates/vulkan/src/gpu.rs",
     "crates/vulkan/src/library.rs",
+    "crates/vulkan/src/tests/layers.rs",
     "fuzz/src/targets/c_interface.rs",
 ];
 

@@ -13,8 +13,8 @@ use dmalane_queue::DeviceQueue;
 use crate::driver_copies::BackToBack;
 use crate::error::Error;
 use crate::fault::Faults;
-use crate::gpu::{Gpu, Live, Wanted};
-use crate::library::{GpuInfo, Library, Messages};
+use crate::gpu::{Gpu, Live};
+use crate::library::{GpuInfo, Library};
 use crate::memory::{Allocator, GpuMemory};
 use crate::queue::{GpuQueue, Parts};
 use crate::registrar::Importer;
@@ -39,7 +39,8 @@ pub struct VulkanOptions {
     /// Bytes of one buffer and of one allocation at most, below the driver's own limits; `None` for these.
     pub largest: Option<u64>,
     /// Have the validation layers, where they are installed, check every call, and collect their messages here.
-    pub validation: Option<Messages>,
+    #[cfg(test)]
+    pub(crate) validation: Option<crate::tests::layers::Messages>,
 }
 
 /// Longest copy in bytes that costs less than a submission. Of longer ones the GPU relieves the processor.
@@ -54,6 +55,7 @@ impl Default for VulkanOptions {
             direct: DIRECT,
             channels: None,
             largest: None,
+            #[cfg(test)]
             validation: None,
         }
     }
@@ -87,7 +89,7 @@ impl VulkanDevice {
         faults: Arc<Faults>,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let library = Library::load(options.validation.clone(), faults)?;
+        let library = Library::load(options, faults)?;
         let (handle, mut info) = find(library.gpus()?, name)?;
         if let Some(largest) = options.largest {
             (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
@@ -114,9 +116,8 @@ impl VulkanDevice {
         options: &VulkanOptions,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let VulkanOptions { host_import, sparse, exportable, direct, .. } = *options;
-        let wanted = Wanted { host_import, sparse, exportable, direct: direct > 0 };
-        let gpu = Gpu::open(library, handle, info, wanted, live)?;
+        let direct = options.direct;
+        let gpu = Gpu::open(library, handle, info, options, live)?;
         let mut notes = vec![about(gpu.info())];
         let sparse = match () {
             () if !options.sparse => Err("it was not asked for".to_owned()),
@@ -152,9 +153,6 @@ impl VulkanDevice {
                 () if direct == 0 => format!("all copies are the GPU's, as was asked for: {why}"),
                 () => format!("all copies are the GPU's: {why}, but its memory is not coherent with the host"),
             });
-        }
-        if gpu.is_validated() {
-            notes.push("the validation layers check every call, which makes it slow".to_owned());
         }
         let space: Box<dyn AddressSpace> = match &sparse {
             Ok(map) => Box::new(SparseSpace::new(map, &memory)),
@@ -325,6 +323,6 @@ fn find<T>(gpus: Vec<(T, GpuInfo)>, wanted: &str) -> Result<(T, GpuInfo), Error>
 /// # Errors
 /// [`Error::NoLoader`], [`Error::NoDriver`], [`Error::Call`].
 pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
-    let library = Library::load(None, Arc::default())?;
+    let library = Library::load(&VulkanOptions::default(), Arc::default())?;
     Ok(library.gpus()?.into_iter().map(|(_, info)| info).collect())
 }

@@ -26,4 +26,4 @@ mod tests;
 
 pub use device::{VulkanDevice, VulkanOptions, gpus};
 pub use error::{CallError, Error};
-pub use library::{GpuInfo, MemoryHeap, Messages};
+pub use library::{GpuInfo, MemoryHeap};

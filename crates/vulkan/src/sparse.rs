@@ -201,7 +201,11 @@ impl SparseMap {
         // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
         let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
         if whole > self.longest() {
-            return Err(refused(Error::LongRange { len, most: self.longest() }));
+            return Err(refused(Error::Limit(format!(
+                "a range of {len} bytes is longer than the driver's longest sparse buffer (room for {}): open the GPU \
+                 as vulkan:NAME,flat, where a tensor may lie in several",
+                self.longest()
+            ))));
         }
         let mut state = self.lock();
         let free = self.free(&state);
@@ -387,7 +391,13 @@ impl AddressSpace for SparseSpace {
         let more = count_after(&state.bound, &changes, &spans).saturating_sub(before);
         if let Some(held) = self.map.held.as_ref().filter(|_| more > 0) {
             let counted = held.add(more as u64);
-            counted.map_err(|wanted| refused(Error::TooManyBinds { wanted, limit: held.limit }))?;
+            counted.map_err(|wanted| {
+                refused(Error::Limit(format!(
+                    "the driver holds {} sparse bindings at most, and there would be {wanted} (unbinding the middle of \
+                     a range leaves two)",
+                    held.limit
+                )))
+            })?;
         }
         let made = make(&self.map, &mut state, changes, &spans);
         if let Some(held) = &self.map.held {
