@@ -35,8 +35,8 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     let mut report = Report::new("cuda");
     let spec: DeviceSpec = format!("cuda:{}", options.gpu).parse()?;
-    let gpu = &spec.get::<CudaSpec>().ok_or("no GPU")?.gpu;
-    let mut device = match CudaDevice::open(gpu) {
+    let spec = spec.get::<CudaSpec>().ok_or("no GPU")?;
+    let mut device = match CudaDevice::open(&spec.gpu, spec.library.as_deref()) {
         Ok(device) => device,
         Err(e) => {
             report.say(format!("SKIPPED: {e}"));

@@ -11,10 +11,10 @@ use dmalane_device::{
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
+use crate::Error;
 use crate::queue::CudaQueue;
-use crate::sys::{Attribute, BackToBack, Context, Driver, PinnedMemory, Registered, Window};
+use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
-use crate::{Error, GpuName, Which};
 
 /// A GPU, as far as the driver describes it without using it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -47,28 +47,7 @@ pub struct Gpu {
 /// [`Error::Library`] where there is no driver, [`Error::Call`] where it does not work.
 pub fn gpus(library: Option<&str>) -> Result<Vec<Gpu>, Error> {
     let driver = Driver::open(library)?;
-    (0..driver.count()?).map(|number| gpu(driver, number).map(|(gpu, _)| gpu)).collect()
-}
-
-fn gpu(driver: &Driver, number: u32) -> Result<(Gpu, i32), Error> {
-    let p = driver.properties(number)?;
-    let has = |attribute| driver.attribute(p.device, attribute) > 0;
-    let version = u32::try_from(p.driver_version).unwrap_or(0);
-    let hex: String = p.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
-    let gpu = Gpu {
-        number,
-        uuid: format!("GPU-{uuid}"),
-        pci: p.pci,
-        memory: p.memory,
-        driver: (version / 1000, version % 1000 / 10),
-        virtual_memory: has(Attribute::VirtualMemory),
-        dma_buf: driver.has_dma_buf() && has(Attribute::DmaBuf),
-        host_register: has(Attribute::HostRegister),
-        copy_engines: u32::try_from(driver.attribute(p.device, Attribute::CopyEngines)).unwrap_or(0),
-        name: p.name,
-    };
-    Ok((gpu, p.device))
+    (0..driver.count()?).map(|number| driver.gpu(number).map(|(gpu, _)| gpu)).collect()
 }
 
 /// A GPU as a device.
@@ -85,13 +64,15 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// Opens a GPU.
+    /// Opens a GPU by its number in the driver's order or its UUID, as `nvidia-smi -L` prints it, or the first digits of
+    /// that. The driver is `library`; `None` for that of [`LIBRARY_VARIABLE`](crate::LIBRARY_VARIABLE), else
+    /// [`LIBRARY`](crate::LIBRARY).
     ///
     /// # Errors
     /// [`Error`]: no driver, no such GPU, one without virtual memory, a call that failed.
-    pub fn open(name: &GpuName) -> Result<Self, Error> {
-        let driver = Driver::open(name.library.as_deref())?;
-        let (gpu, device) = find(driver, &name.which)?;
+    pub fn open(gpu: &str, library: Option<&str>) -> Result<Self, Error> {
+        let driver = Driver::open(library)?;
+        let (gpu, device) = find(driver, gpu)?;
         if !gpu.virtual_memory {
             return Err(Error::Unsupported("virtual memory (cuMemMap), as of some vGPUs; vulkan:N does without"));
         }
@@ -142,23 +123,22 @@ impl CudaDevice {
     }
 }
 
-/// The GPU that is meant.
-fn find(driver: &Driver, which: &Which) -> Result<(Gpu, i32), Error> {
-    let count = driver.count()?;
-    let all = (0..count).map(|number| gpu(driver, number));
+/// The GPU of a number or UUID.
+fn find(driver: &Driver, wanted: &str) -> Result<(Gpu, i32), Error> {
     let mut have = Vec::new();
-    for found in all {
-        let found = found?;
-        let is = match which {
-            Which::Number(number) => found.0.number == *number,
-            Which::Uuid(uuid) => found.0.uuid.starts_with(uuid),
+    for number in 0..driver.count()? {
+        let found = driver.gpu(number)?;
+        let is = match wanted.parse::<u32>() {
+            Ok(wanted) => wanted == number,
+            // At least four digits behind "GPU-".
+            Err(_) => wanted.len() >= 8 && found.0.uuid.to_lowercase().starts_with(&wanted.to_lowercase()),
         };
         if is {
             return Ok(found);
         }
-        have.push(format!("{} ({})", found.0.number, found.0.uuid));
+        have.push(format!("{number} ({})", found.0.uuid));
     }
-    Err(Error::NoGpu { wanted: which.to_string(), have: have.join(", ") })
+    Err(Error::NoGpu { wanted: wanted.to_owned(), have: have.join(", ") })
 }
 
 /// Why the driver does not register host memory here, although the GPU could: containers and virtual machines may lack

@@ -45,9 +45,6 @@ pub enum Error {
         /// The GPUs that are there, with commas between them.
         have: String,
     },
-    /// A text that names no GPU.
-    #[error("{0:?} is neither the number of a GPU nor its UUID (GPU-...)")]
-    Name(String),
     /// The GPU does not support what was asked for.
     #[error("the GPU does not support {0}")]
     Unsupported(&'static str),
@@ -81,14 +78,6 @@ pub enum Error {
         range: Range<usize>,
         /// Bytes of the buffer.
         len: usize,
-    },
-    /// Host memory of the driver that cannot be used.
-    #[error("the driver's host memory of {len} bytes at {at:#x} is not whole pages")]
-    HostMemory {
-        /// Its bytes.
-        len: usize,
-        /// Its address.
-        at: usize,
     },
 }
 

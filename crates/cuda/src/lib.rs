@@ -27,7 +27,6 @@
 
 mod device;
 mod error;
-mod name;
 mod plan;
 mod queue;
 mod sys;
@@ -35,5 +34,4 @@ mod vram;
 
 pub use device::{CudaDevice, Gpu, gpus};
 pub use error::Error;
-pub use name::{GpuName, Which};
 pub use sys::{LIBRARY, LIBRARY_VARIABLE};

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use libloading::Library;
 
-use crate::Error;
+use crate::{Error, Gpu};
 
 /// The library of the driver.
 pub const LIBRARY: &str = "libcuda.so.1";
@@ -238,16 +238,6 @@ struct Registration {
     context: Arc<Context>,
 }
 
-/// Properties of a GPU that the driver reports without a context on it.
-pub(crate) struct Properties {
-    pub(crate) device: c_int,
-    pub(crate) name: String,
-    pub(crate) uuid: [u8; 16],
-    pub(crate) pci: String,
-    pub(crate) memory: u64,
-    pub(crate) driver_version: i32,
-}
-
 /// Attributes of a GPU (`CUdevice_attribute`).
 #[derive(Clone, Copy)]
 pub(crate) enum Attribute {
@@ -317,8 +307,8 @@ impl Driver {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// Reads the properties of a GPU.
-    pub(crate) fn properties(&self, number: u32) -> Result<Properties, Error> {
+    /// Describes a GPU; also its `CUdevice`.
+    pub(crate) fn gpu(&self, number: u32) -> Result<(Gpu, c_int), Error> {
         let (mut device, mut version, mut memory) = (0, 0, 0usize);
         call!(self.device(&raw mut device, c_int::try_from(number).unwrap_or(c_int::MAX)))?;
         call!(self.driver_version(&raw mut version))?;
@@ -329,18 +319,29 @@ impl Driver {
         call!(self.device_name(text.as_mut_ptr(), 256, device))?;
         let name = string(&text);
         call!(self.device_pci(text.as_mut_ptr(), 256, device))?;
-        Ok(Properties { device, name, uuid, pci: string(&text), memory: memory as u64, driver_version: version })
+        let has = |attribute| self.attribute(device, attribute) > 0;
+        let version = u32::try_from(version).unwrap_or(0);
+        let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
+        let gpu = Gpu {
+            number,
+            name,
+            uuid: format!("GPU-{uuid}"),
+            pci: string(&text),
+            memory: memory as u64,
+            driver: (version / 1000, version % 1000 / 10),
+            virtual_memory: has(Attribute::VirtualMemory),
+            dma_buf: self.calls.range_handle.is_some() && has(Attribute::DmaBuf),
+            host_register: has(Attribute::HostRegister),
+            copy_engines: u32::try_from(self.attribute(device, Attribute::CopyEngines)).unwrap_or(0),
+        };
+        Ok((gpu, device))
     }
 
     /// An attribute of a GPU; 0 when the driver does not know it.
     pub(crate) fn attribute(&self, device: c_int, attribute: Attribute) -> i32 {
         let mut value = 0;
         call!(self.device_attribute(&raw mut value, attribute as c_int, device)).map_or(0, |()| value)
-    }
-
-    /// True when the driver has the function that exports memory.
-    pub(crate) fn has_dma_buf(&self) -> bool {
-        self.calls.range_handle.is_some()
     }
 
     /// True when many copies can be given to the driver in one call.

@@ -88,7 +88,7 @@ impl PinnedMemory {
             }
             _ => {
                 let _ = call!(driver.host_free(at));
-                Err(Error::HostMemory { len, at: at.addr() })
+                Err(Error::Unsupported("host memory of whole pages (cuMemHostAlloc)"))
             }
         }
     }

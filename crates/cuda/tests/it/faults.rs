@@ -3,13 +3,13 @@
 use std::sync::LazyLock;
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_cuda::{Error, GpuName, gpus};
+use dmalane_cuda::{Error, gpus};
 use dmalane_device::{Device, DriverCopy, MemoryError, Placement};
 use dmalane_dma::{AnonHeap, Heap};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
 
-use crate::gpu::{Gpu, named};
+use crate::gpu::{Gpu, Name, named};
 
 /// Calls that only tidy up: their failure is no error.
 const TIDY: &[&str] = &[
@@ -43,7 +43,7 @@ const CODES: &[u32] = &[1, 2, 201, 700, 719, 801, 999];
 static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| (0..600_000u32).map(|i| (i * 7 + i / 251) as u8).collect());
 
 /// Everything that the crate does, once.
-fn everything(name: &GpuName) -> Result<(), String> {
+fn everything(name: &Name) -> Result<(), String> {
     let text = |e: &dyn std::fmt::Display| e.to_string();
     gpus(name.library.as_deref()).map_err(|e| text(&e))?;
     let mut gpu = Gpu::open(name).map_err(|e| text(&e))?;

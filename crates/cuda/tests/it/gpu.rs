@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, SgTable, Span};
-use dmalane_cuda::{CudaDevice, GpuName};
+use dmalane_cuda::{CudaDevice, Error};
 use dmalane_device::{Device, DeviceMemory, Placement};
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_fake_cuda::Fake;
@@ -12,15 +12,27 @@ use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, r
 
 pub const LONG: Duration = Duration::from_secs(60);
 
+/// A GPU by name, and the library of its driver.
+#[derive(Clone)]
+pub struct Name {
+    pub gpu: String,
+    pub library: Option<String>,
+}
+
+impl Name {
+    pub fn open(&self) -> Result<CudaDevice, Error> {
+        CudaDevice::open(&self.gpu, self.library.as_deref())
+    }
+}
+
 /// The name of the fake driver's first GPU.
-pub fn named(fake: &Fake) -> GpuName {
-    GpuName { library: Some(fake.path().to_owned()), ..GpuName::number(0) }
+pub fn named(fake: &Fake) -> Name {
+    Name { gpu: "0".to_owned(), library: Some(fake.path().to_owned()) }
 }
 
 /// The GPU of this machine, if the tests are to use it: `DMALANE_TEST_CUDA=0` runs them on GPU 0 of the real driver.
-pub fn real() -> Option<GpuName> {
-    let number = std::env::var("DMALANE_TEST_CUDA").ok()?;
-    Some(GpuName::number(number.parse().unwrap()))
+pub fn real() -> Option<Name> {
+    Some(Name { gpu: std::env::var("DMALANE_TEST_CUDA").ok()?, library: None })
 }
 
 /// A device and what belongs to it, in the order in which it is dropped.
@@ -32,8 +44,8 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    pub fn open(name: &GpuName) -> Result<Self, dmalane_cuda::Error> {
-        let mut device = CudaDevice::open(name)?;
+    pub fn open(name: &Name) -> Result<Self, Error> {
+        let mut device = name.open()?;
         let mut queues = device.take_queues();
         queues.push(device.open_queue()?);
         Ok(Self { queues, memory: device.memory(), registrar: device.registrar(), device })
