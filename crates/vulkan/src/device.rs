@@ -235,10 +235,8 @@ impl VulkanDevice {
     }
 
     /// Another queue over the GPU's first: for tests that look at memory past the queue that they test.
-    ///
-    /// # Errors
-    /// [`Error`].
-    pub fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
+    #[cfg(test)]
+    pub(crate) fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
         Ok(Box::new(GpuQueue::new(self.parts.clone(), 0)?))
     }
 }

@@ -114,15 +114,12 @@ impl Library {
         let (mut sizes, mut more) =
             (vk::PhysicalDeviceMaintenance3Properties::default(), vk::PhysicalDeviceMaintenance4Properties::default());
         let mut host = vk::PhysicalDeviceExternalMemoryHostPropertiesEXT::default();
-        let (has_1_1, has_1_2, has_1_3) =
-            (api >= vk::API_VERSION_1_1, api >= vk::API_VERSION_1_2, api >= vk::API_VERSION_1_3);
+        // An older one is only listed.
+        let (modern, has_1_3) = (api >= vk::API_VERSION_1_2, api >= vk::API_VERSION_1_3);
         let host_import = has(ext::external_memory_host::NAME);
         let mut properties = vk::PhysicalDeviceProperties2::default();
-        if has_1_1 {
-            properties = properties.push_next(&mut id).push_next(&mut sizes);
-        }
-        if has_1_2 {
-            properties = properties.push_next(&mut driver);
+        if modern {
+            properties = properties.push_next(&mut id).push_next(&mut sizes).push_next(&mut driver);
         }
         if has_1_3 {
             properties = properties.push_next(&mut more);
@@ -132,7 +129,7 @@ impl Library {
         }
         let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default();
         let mut features = vk::PhysicalDeviceFeatures2::default();
-        if has_1_2 {
+        if modern {
             features = features.push_next(&mut vulkan12);
         }
         // SAFETY: the physical device is one of this instance, whose version has both calls; every structure of the
@@ -153,7 +150,7 @@ impl Library {
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
         let sparse = binds_sparse(&features);
         let device_address = vulkan12.buffer_device_address == vk::TRUE;
-        let dma_bufs = has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
+        let dma_bufs = modern && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
         // The driver's support for dma-bufs of such buffers.
         let shares = |usage, flags| {
             let mut shared = vk::ExternalBufferProperties::default();
@@ -177,7 +174,7 @@ impl Library {
             name: text(properties.device_name_as_c_str()),
             kind: kind(properties.device_type),
             device_type: properties.device_type,
-            uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
+            uuid: if modern { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
             dma_buf_import: imports.contains(External::IMPORTABLE),
@@ -186,11 +183,11 @@ impl Library {
             foreign_queues: dma_bufs && has(ext::queue_family_foreign::NAME),
             sparse_export: sparse && shares_with_sparse(exports, shares(of_device, SPARSE)),
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
-            memory_budget: has_1_1 && has(ext::memory_budget::NAME),
+            memory_budget: modern && has(ext::memory_budget::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
             device_address,
             sparse: sparse.then_some(limits.sparse_address_space_size),
-            max_allocation: if has_1_1 { sizes.max_memory_allocation_size } else { 1 << 30 },
+            max_allocation: if modern { sizes.max_memory_allocation_size } else { 1 << 30 },
             max_allocations: limits.max_memory_allocation_count,
             max_buffer: if has_1_3 { more.max_buffer_size } else { u64::MAX },
             heaps: memory.memory_heaps_as_slice().iter().map(heap).collect(),
