@@ -191,6 +191,7 @@ pub(crate) fn number_of_model(error: &ModelError) -> Number {
         ModelError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
         ModelError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
         ModelError::Load(LoadingError::Memory(error)) => number_of_host(error),
+        ModelError::Load(LoadingError::Fill(FillError::NoRoom { .. })) => Errno::NoMem.into(),
         ModelError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
         ModelError::Open(error) => number_of_file(error),
         ModelError::Read(error) => number_of_read(error),

@@ -43,12 +43,10 @@ impl ReadMode {
     /// Opens the files of models: a directory or an index stands for its files. Adds what had to be copied first.
     pub fn open(self, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
         let mut inputs = Inputs::default();
-        for path in paths {
-            let found = files(std::slice::from_ref(path))?;
-            inputs.whole |= found[..] != [path.clone()];
-            for path in found {
-                inputs.files.push(open(&path, copied)?.into_input(self.options()).map_err(cannot_open)?);
-            }
+        let found = files(paths)?;
+        inputs.whole = found != paths;
+        for path in found {
+            inputs.files.push(open(&path, copied)?.into_input(self.options()).map_err(cannot_open)?);
         }
         Ok(inputs)
     }
@@ -56,13 +54,10 @@ impl ReadMode {
 
 /// The files of models: a directory and an index stand for those of theirs.
 pub fn set(paths: &[PathBuf]) -> Result<ModelSet, Failure> {
-    let mut all = ModelSet::default();
-    for path in paths {
-        let ModelSet { files, left_out } = ModelSet::find(path).map_err(|e| cannot_read(path, &e))?;
-        all.files.extend(files);
-        all.left_out.extend(left_out);
-    }
-    Ok(all)
+    ModelSet::of(paths).map_err(|error| match &error {
+        Error::File { path, .. } | Error::Format { path, .. } => cannot_read(path, &error),
+        _ => error.into(),
+    })
 }
 
 /// The same, where all bytes of the files count.

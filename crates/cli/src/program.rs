@@ -12,9 +12,11 @@ use clap_complete::Shell;
 use crate::failure::{Failure, USAGE};
 use crate::layout::{shell_words, wrap_message};
 use crate::output;
+use crate::progress;
 
 /// Parses a command line, the program's name first, as `P` and runs it; reports what fails.
 pub fn start<P: Parser>(words: Vec<OsString>, run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
+    progress::begin();
     let mut command = command::<P>();
     let parsed = command.try_get_matches_from_mut(words).and_then(|matches| P::from_arg_matches(&matches));
     let result = match parsed {

@@ -4,6 +4,7 @@ use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
 use dmalane::devices::soft;
 use dmalane::file::FileQueue;
+use dmalane::load::fill::FillError;
 use dmalane::load::{Error, Input, Layout};
 use dmalane::{DeviceSpec, OpenDevice, Placement};
 
@@ -14,6 +15,13 @@ use crate::size::{Size, binary};
 /// Bytes, at most, of the gaps between the tensors of a sample: some 33 KiB for each of its up to 64 layers.
 fn sample_gaps(size: u64) -> u64 {
     (128 << 10) + (size / 64).min(4 << 20)
+}
+
+/// The failure where the machine has too little memory; `None` for another error.
+pub fn no_room(error: &FillError) -> Option<Failure> {
+    let FillError::NoRoom { what, wanted, left, limited_by } = error else { return None };
+    let message = format!("{what} need {}, and {limited_by} has {} left", binary(*wanted), binary(*left));
+    Some(Failure::new(message))
 }
 
 /// The memory that a load can use.
@@ -82,11 +90,14 @@ impl<'a> LoadRoom<'a> {
 
     /// The error of a load, with what helps where the device is too small.
     pub fn load_failure(&self, error: &Error, inputs: &[Input<FileQueue>]) -> Failure {
-        let failure = match error {
+        let refused = match error {
+            Error::Fill(fill) => no_room(fill),
             // Before anything was begun.
-            Error::Format { .. } => Failure::because("nothing was loaded", error),
-            _ => Failure::because("the load failed, and nothing of it stays on the device", error),
+            Error::Format { .. } => Some(Failure::because("nothing was loaded", error)),
+            _ => None,
         };
+        let failed = || Failure::because("the load failed, and nothing of it stays on the device", error);
+        let failure = refused.unwrap_or_else(failed);
         match error {
             Error::DeviceMemory { source: dmalane::device::MemoryError::Full { .. }, .. } => {
                 let layouts = inputs.iter().map(|i| Layout::new(i.source.model().ok()?, u64::MAX).map(|l| l.bo_len));
@@ -96,7 +107,7 @@ impl<'a> LoadRoom<'a> {
                 }
             }
             Error::DeviceMemory { source, .. } => device::with_overwrite_hint(failure, source),
-            e if Failure::is_out_of_memory(e) => failure.hint(
+            e if Failure::is_out_of_memory(e) || matches!(e, Error::Fill(FillError::NoRoom { .. })) => failure.hint(
                 "the card's memory is this machine's: load less at a time; under ulimit -v a smaller card leaves more \
                  (-d soft,ddr=SIZE,hbm=SIZE)",
             ),

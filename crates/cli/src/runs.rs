@@ -16,6 +16,7 @@ use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
 use crate::model::ReadMode;
 use crate::number::within;
 use crate::output::{OutputFormat, Outputs, Replace};
+use crate::progress;
 use crate::report::{Page, RateBar, Section};
 use crate::size::{Size, between, binary, duration, per_second, rate};
 use crate::source::Copied;
@@ -23,7 +24,17 @@ use crate::timeline::{self, TimelineOptions};
 
 /// The meaning of the stages' columns.
 const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which a worker only \
-                       worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved.";
+                       worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved. \
+                       disturbed: the reference was exceeded by more than 20 %, so the machine was busy when it was \
+                       measured.";
+
+/// A reference that is exceeded by as much was measured while the machine did something else.
+const DISTURBED: f64 = 1.2;
+
+/// How much of a reference was reached, for people.
+pub fn reached(got: f64, best: f64) -> String {
+    if got > best * DISTURBED { "disturbed".to_owned() } else { format!("{:.0} %", got / best * 100.0) }
+}
 
 /// A rate over fewer bytes measures start-up time.
 pub const LEAST: u64 = 1 << 20;
@@ -249,15 +260,20 @@ impl MeasuredRuns {
                 binary(s.report.bytes),
                 s.rate().map_or_else(none, per_second),
                 of_reference.map_or(String::new(), |(_, best)| per_second(best)),
-                of_reference.map_or(String::new(), |(got, best)| format!("{:.0} %", got / best * 100.0)),
+                of_reference.map_or(String::new(), |(got, best)| reached(got, best)),
             ]);
         }
         table
     }
 
-    /// The meaning of the stages' columns, for `--verbose`.
+    /// Whether a stage was so much faster than its reference that the reference was [disturbed](reached).
+    pub fn exceeds_references(&self) -> bool {
+        self.stages.iter().filter_map(|s| s.rate().zip(s.reference)).any(|(got, best)| got > best * DISTURBED)
+    }
+
+    /// The meaning of the stages' columns, and where the time of the whole command went, for `--verbose`.
     pub fn meaning(&self) -> String {
-        format!("\n{}", wrap(MEANING, 0))
+        format!("\n{}{}", wrap(MEANING, 0), progress::whole_time())
     }
 
     /// Writes the timeline and the page, if they were asked for.

@@ -15,7 +15,11 @@ fn file() -> tempfile::NamedTempFile {
 }
 
 fn run(before: &str, args: &str, file: &Path) -> Output {
-    let line = format!("{before} exec {} read {} {args}", env!("CARGO_BIN_EXE_dmalane"), file.display());
+    command("read", before, args, file)
+}
+
+fn command(command: &str, before: &str, args: &str, file: &Path) -> Output {
+    let line = format!("{before} exec {} {command} {} {args}", env!("CARGO_BIN_EXE_dmalane"), file.display());
     // Messages with each cause in a line.
     Command::new("sh").args(["-c", &line]).env("COLUMNS", "10000").output().unwrap()
 }
@@ -71,8 +75,17 @@ fn a_memory_cgroup() {
             return println!("SKIPPED: cannot enter {}", cgroup.0.display());
         }
         let text = refused(&output);
-        assert!(text.contains("the files need 192 MiB, and the memory cgroup /"), "{text}");
+        assert!(text.contains("the buffers need 192 MiB, and the memory cgroup /"), "{text}");
         assert!(text.contains("\nhint: read less at a time with --range\n"), "{text}");
+    }
+    // The memory of a device in software is this machine's.
+    for (name, device) in
+        [("load", "soft"), ("load", "ram:256MiB"), ("read", "soft"), ("read", "ram:256MiB --range 0..40MiB")]
+    {
+        let text = refused(&command(name, &join, &format!("-d {device}"), file.path()));
+        let says = "the device, whose memory is this machine's, and the buffers need";
+        assert!(text.contains(says) && text.contains("the memory cgroup /"), "{name} {device}: {text}");
+        assert!(text.contains("\nhint: "), "{text}");
     }
     // A range that fits is read, though the whole file would not fit.
     let output = run(&join, "--range 16MiB..48MiB --buffered", file.path());

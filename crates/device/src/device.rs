@@ -117,7 +117,8 @@ pub struct BackingFiles {
 pub struct Counters {
     /// The IOMMU between host memory and the device.
     pub iommu: Option<IommuCounters>,
-    /// Bytes of the device's memory that were ever used.
+    /// Bytes of the device's memory that were ever used, where it is memory of this machine that is there from its
+    /// first use on.
     pub touched: Option<u64>,
 }
 

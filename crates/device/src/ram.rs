@@ -1,17 +1,18 @@
 //! `ram:SIZE`: plain memory as a device.
 
-use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_dma::{CopyHint, Error, Registrar, SharedBuf, VolatileSlice};
 use dmalane_queue::{CacheHint, Capabilities, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Work};
 
-use crate::{AddressSpace, Device, DeviceInfo, FlatSpace, NoIommu, PolledQueue, Region};
+use crate::{AddressSpace, Counters, Device, DeviceInfo, FlatSpace, NoIommu, PolledQueue, Region};
 
 /// Plain memory: one region, no MMU, one queue that copies on the caller's thread.
 pub struct RamDevice {
     region: [Region; 1],
+    ram: Arc<Ram>,
     registrar: NoIommu,
     queue: Option<Box<DeviceQueue>>,
     space: FlatSpace,
@@ -21,7 +22,7 @@ pub struct RamDevice {
 struct Ram {
     buf: SharedBuf,
     /// Which blocks are present.
-    present: Vec<Cell<bool>>,
+    present: Vec<AtomicBool>,
 }
 
 /// Bytes that become present at a time.
@@ -36,12 +37,16 @@ impl RamDevice {
         let len = PageSize::SIZE_4K.round_up(bytes).unwrap_or(u64::MAX);
         let buf = SharedBuf::sparse("dmalane-ram", usize::try_from(len).unwrap_or(usize::MAX))?;
         let span = Span::new(CardAddr::new(0), len).ok_or(Error::BadLength(0))?;
-        let ram = Ram { present: vec![Cell::new(false); buf.len().div_ceil(BLOCK)], buf };
+        let present = (0..buf.len().div_ceil(BLOCK)).map(|_| AtomicBool::new(false)).collect();
+        let ram = Arc::new(Ram { present, buf });
         let limits = Limits { capacity: 64, max_len: 1 << 30 };
         let capabilities = Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::WITHIN;
-        let queue = PolledQueue::new(capabilities, limits, move |operation| ram.execute(operation));
+        let queue = PolledQueue::new(capabilities, limits, {
+            let ram = ram.clone();
+            move |operation| ram.execute(operation)
+        });
         let (registrar, space) = (NoIommu::new(), FlatSpace::new());
-        Ok(Self { region: [Region::new("ram", span)], registrar, queue: Some(Box::new(queue)), space })
+        Ok(Self { region: [Region::new("ram", span)], ram, registrar, queue: Some(Box::new(queue)), space })
     }
 }
 
@@ -64,6 +69,11 @@ impl Device for RamDevice {
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {
         &mut self.space
+    }
+
+    fn counters(&self) -> Counters {
+        let blocks = self.ram.present.iter().filter(|present| present.load(Ordering::Relaxed)).count();
+        Counters { touched: Some((blocks * BLOCK).min(self.ram.buf.len()) as u64), ..Counters::default() }
     }
 }
 
@@ -98,10 +108,11 @@ impl Ram {
         let view = self.buf.as_volatile_slice().sub(first, len).ok_or(OpError::NoCardMemory(card))?;
         for block in first / BLOCK..(first + len).div_ceil(BLOCK) {
             let present = &self.present[block];
-            if !present.get() {
+            // Only the queue sets it, on the thread that polls.
+            if !present.load(Ordering::Relaxed) {
                 let bytes = BLOCK.min(self.buf.len() - block * BLOCK);
                 self.buf.populate(block * BLOCK, bytes).map_err(|_| OpError::NoCardMemory(card))?;
-                present.set(true);
+                present.store(true, Ordering::Relaxed);
             }
         }
         Ok(view)

@@ -18,7 +18,7 @@ use dmalane_vm::{BindRequest, Bo};
 use crate::channels::Channels;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::fill::{FillOptions, Staging};
+use crate::fill::{self, FillError, FillOptions, Staging};
 use crate::layout::{ALIGN, Layout, PAGE, VaRange};
 use crate::report::Report;
 use crate::timeline::Track;
@@ -326,6 +326,20 @@ impl OpenDevice {
     /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
     pub fn queue_mut(&mut self) -> &mut JoinedQueue {
         &mut self.queue
+    }
+
+    /// Checks that this machine has memory for all that is allocated of a device whose memory is of this machine and
+    /// there from its first use on, and for `more` bytes beside it.
+    ///
+    /// # Errors
+    /// [`FillError::NoRoom`]. Memory that cannot be counted on may still be there for a while, so it is asked for
+    /// before it is used: a full cgroup kills its processes instead of returning an error.
+    pub fn check_room(&self, more: u64) -> Result<(), FillError> {
+        let Some(touched) = self.device.counters().touched else { return Ok(()) };
+        // What was freed is allocated again first.
+        let all = self.memory.regions().fold(0, |sum: u64, region| sum.saturating_add(region.span.len()));
+        let to_come = all.saturating_sub(self.memory.free_bytes()).saturating_sub(touched);
+        fill::ask(to_come.saturating_add(more), "the device, whose memory is this machine's, and the buffers")
     }
 
     /// Counters of the device, where it has any.

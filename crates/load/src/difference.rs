@@ -90,6 +90,13 @@ pub enum Difference {
         /// Bytes of the file that was not downloaded, as the pointer says.
         size: u64,
     },
+    /// A file is named by another SHA-256 than its bytes have.
+    Name {
+        /// The file.
+        file: String,
+        /// The SHA-256 of its bytes.
+        found: [u8; 32],
+    },
     /// The manifest has a file that is not there.
     Missing {
         /// The file.
@@ -109,6 +116,7 @@ impl Difference {
         | Self::Short { file, .. }
         | Self::Long { file, .. }
         | Self::LfsPointer { file, .. }
+        | Self::Name { file, .. }
         | Self::Missing { file }
         | Self::Unlisted { file }) = self;
         file
@@ -128,6 +136,10 @@ impl fmt::Display for Difference {
             Self::LfsPointer { file, size } => {
                 write!(f, "{file}: {}", FormatError::lfs_pointer(*size))
             }
+            Self::Name { file, found } => {
+                let hash: String = found.iter().map(|byte| format!("{byte:02x}")).collect();
+                write!(f, "{file}: its bytes have SHA-256 {hash}, not the one by which the file is named")
+            }
             Self::Missing { file } => write!(f, "{file}: is missing"),
             Self::Unlisted { file } => write!(f, "{file}: is not in the manifest"),
         }
@@ -142,6 +154,7 @@ impl Serialize for Difference {
             Self::Short { expected, found, part, .. } => ("short", Some(part), None, Some((expected, found))),
             Self::Long { expected, found, .. } => ("long", None, None, Some((expected, found))),
             Self::LfsPointer { .. } => ("lfs_pointer", None, None, None),
+            Self::Name { .. } => ("name", None, None, None),
             Self::Missing { .. } => ("missing", None, None, None),
             Self::Unlisted { .. } => ("unlisted", None, None, None),
         };

@@ -11,6 +11,7 @@
 //! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
 mod again;
+mod blob;
 mod channels;
 mod choose;
 mod clock;
@@ -41,6 +42,7 @@ mod stage;
 mod targets;
 mod timeline;
 
+pub use blob::{hash_in_name, verify_names};
 pub use container::{CONTAINERS, Container, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use difference::{Difference, RegionKind};

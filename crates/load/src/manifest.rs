@@ -11,19 +11,16 @@ use std::io::Read;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_device::NoIommu;
-use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
 use serde::{Deserialize, Serialize};
 
+use crate::blob::{digest, name, verify_names};
 use crate::container::{FormatError, Model, Tensor, lfs_pointer, short};
 use crate::difference::{Difference, RegionKind};
-use crate::engine::{describe, workers};
 use crate::error::Error;
-use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
+use crate::fill::{Digest, HashRegions};
 use crate::input::Input;
 
 /// The version of the format.
@@ -32,10 +29,6 @@ const SCHEMA: u64 = 1;
 const COMMAND: &str = "manifest";
 /// The longest manifest that is read, in bytes: more than one of a million tensors has.
 const MAX_MANIFEST: u64 = 256 << 20;
-/// Bytes of a staging buffer.
-const CHUNK: u64 = 16 << 20;
-/// Time to wait for reads in flight after a failure.
-const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A region of a file, with its hashes.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -133,17 +126,25 @@ impl ManifestFile {
 }
 
 impl Manifest {
-    /// Hashes files. `progress` is called with the number of bytes that have been read since the last call, and may end
-    /// the work; it must not panic. Memory: 48 MiB of buffers, and what the tensors' names take.
+    /// Hashes files. With `sha256`, those that are named by theirs are [compared with it](verify_names) first: a
+    /// manifest of damaged files would call them right. `progress` is called with the number of bytes that have been
+    /// read since the last call, and may end the work; it must not panic. Memory: 48 MiB of buffers, and what the
+    /// tensors' names take.
     ///
     /// # Errors
     /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name;
-    /// work that `progress` has ended.
+    /// [`Error::Differs`] for a name that is another hash; work that `progress` has ended.
     pub fn of<S: Queue<Addr = FileOffset>>(
         inputs: &mut [Input<S>],
         sha256: bool,
         progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
     ) -> Result<Self, Error> {
+        if sha256 {
+            let differences = verify_names(inputs, &mut |_| progress(0))?;
+            if !differences.is_empty() {
+                return Err(Error::Differs { differences });
+            }
+        }
         let mut files = Vec::new();
         for input in inputs.iter() {
             let name = name(&input.source.path);
@@ -321,7 +322,14 @@ impl Manifest {
             text.push_str("\n      ]\n    }");
         }
         text.push_str("\n  ]\n}\n");
-        text
+        // What JSON leaves as it is and a terminal obeys.
+        let obeyed = |c: char| c != '\n' && (c.is_control() || is_invisible(c));
+        match text.contains(obeyed) {
+            true => {
+                text.chars().map(|c| if obeyed(c) { format!("\\u{:04x}", u32::from(c)) } else { c.into() }).collect()
+            }
+            false => text,
+        }
     }
 }
 
@@ -352,44 +360,6 @@ impl Expected<'_> {
         let differences: Vec<_> = pairs.flat_map(|(file, digests)| file.changed(file.bytes, digests)).collect();
         if differences.is_empty() { Ok(()) } else { Err(Error::Differs { differences }) }
     }
-}
-
-/// Reads the first `lens` bytes of files through a few buffers, and hashes their regions.
-fn digest<S: Queue<Addr = FileOffset>>(
-    inputs: &mut [Input<S>],
-    lens: &[u64],
-    regions: HashRegions,
-    progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
-) -> Result<Vec<Vec<Digest>>, Error> {
-    if inputs.is_empty() {
-        return Ok(Vec::new());
-    }
-    let registrar = NoIommu::new();
-    let mut staging = Staging::new(registrar.heap(None), Arc::new(registrar), CHUNK);
-    staging.prepare(lens.iter().copied().max().unwrap_or(0));
-    let hash_regions = Some(Arc::new(regions));
-    let options = FillOptions { block: u64::MAX, hash_regions, timeout: TIMEOUT, ..FillOptions::default() };
-    let mut watch = |event| match event {
-        Event::Arrived { len, .. } => progress(len),
-        _ => ControlFlow::Continue(()),
-    };
-    let job = Job::whole(lens);
-    let result = fill::run(
-        Instant::now(),
-        Memory::Staging(&mut staging),
-        Sink::Memory,
-        &job,
-        &mut workers(inputs),
-        &options,
-        &mut watch,
-    );
-    let done = result.map_err(|error| describe(error, |file| (inputs[file].source.path.clone(), None)))?;
-    Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
-}
-
-/// The name of a file, without a directory.
-fn name(path: &Path) -> String {
-    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
 /// Refuses names that lead out of the directory of a model, and those that a reader could take for others.

@@ -62,7 +62,9 @@ impl OpenDevice {
             }
         };
         let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
-        let result = self.stream(start, inputs, &mut files, &expected, progress);
+        let largest = files.iter().map(|file| file.model.len).max().unwrap_or(0);
+        let room = self.check_room(self.staging.to_come(largest)).map_err(Error::Fill);
+        let result = room.and_then(|()| self.stream(start, inputs, &mut files, &expected, progress));
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
         let (clocks, transfers, bytes) = match result {
@@ -118,6 +120,7 @@ impl OpenDevice {
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
+        self.check_room(job.buffers.iter().fold(0, |sum: u64, len| sum.saturating_add(*len)))?;
         let registrar = self.registrar().clone();
         // A moment before the job begins: less than a timeline shows.
         options.epoch(Instant::now()).into_iter().for_each(|epoch| self.record_channels(epoch));

@@ -104,7 +104,7 @@ impl Device {
         // Of a load that was interrupted nothing is kept.
         let loaded = loaded?.map_err(Failure::from)?;
         let report = report::of_load(py, &loaded.report)?;
-        report::add_left_out(&report, &model)?;
+        report::add_files(&report, &model)?;
         let places: Vec<(usize, usize)> = loaded
             .files
             .iter()

@@ -171,6 +171,7 @@ impl From<LoadError> for Failure {
                 let failure = failure.number("offset", *start);
                 part.tensor().into_iter().fold(failure, |failure, tensor| failure.text("tensor", &*tensor.name))
             }
+            LoadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(wanted, left, message),
             LoadError::DeviceMemory { path, .. } => Self::new("OutOfMemoryError", message).path(&path),
             LoadError::Memory(_) => Self::new("OutOfMemoryError", message),
             _ => Self::new("DeviceError", message),

@@ -157,7 +157,7 @@ impl Files {
         let (used, limit) = self.model.memory();
         dict.set_item("memory_used", used)?;
         dict.set_item("memory_limit", limit)?;
-        report::add_left_out(&dict, &self.model)?;
+        report::add_files(&dict, &self.model)?;
         Ok(dict)
     }
 

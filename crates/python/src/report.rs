@@ -49,10 +49,11 @@ pub(crate) fn of_load<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     Ok(dict)
 }
 
-/// Adds the files beside those of the model, each with why it is no part of it.
-pub(crate) fn add_left_out(report: &Bound<'_, PyDict>, model: &HostModel) -> PyResult<()> {
+/// Adds the files beside those of the model, each with why it is no part of it, and what is odd about its own.
+pub(crate) fn add_files(report: &Bound<'_, PyDict>, model: &HostModel) -> PyResult<()> {
     let left_out = model.left_out().iter().map(|(path, why)| (path.display().to_string(), why.as_str()));
-    report.set_item("left_out", left_out.collect::<Vec<_>>())
+    report.set_item("left_out", left_out.collect::<Vec<_>>())?;
+    report.set_item("notes", model.notes())
 }
 
 fn stages<'py>(py: Python<'py>, stages: &[StageReport]) -> PyResult<Bound<'py, PyList>> {

@@ -24,6 +24,8 @@ const DOWN: usize = 1;
 const ROUNDS: usize = 16;
 /// The difference between the round of a figure and that of the pass after it.
 const LAST: u64 = 1 << 16;
+/// A reference that is exceeded by as much was measured while the machine did something else: it is measured again.
+const DISTURBED: f64 = 1.2;
 
 /// New bytes to write, and none of those to be read in the buffers.
 fn refill(workers: &mut [Worker], round: u64) {
@@ -311,9 +313,15 @@ impl Case<'_> {
             if target.cancelled.load(Ordering::Relaxed) {
                 return Err(ValidateError::Interrupted);
             }
-            let reference = target.reference(workers, directions, buffer, settings.stop)?;
-            let reference = Some(reference).filter(|c| c.is_finite());
-            report.figures.push(Figure { phase, buffer, pages, kind, directions, read, write, reference });
+            let measured = || target.reference(workers, directions, buffer, settings.stop);
+            let mut figure = Figure { phase, buffer, pages, kind, directions, read, write, reference: None };
+            let mut reference = measured()?;
+            // A machine that was busy meanwhile gave less than it can.
+            if figure.total() > reference * DISTURBED {
+                reference = reference.max(measured()?);
+            }
+            figure.reference = Some(reference).filter(|c| c.is_finite());
+            report.figures.push(figure);
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillError, FillOptions, FilledBuf, Job};
+use dmalane::load::fill::{Event, Extent, FillOptions, FilledBuf, Job};
 use dmalane::load::{DriveOptions, Expected, Manifest};
 use dmalane::{DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
 
@@ -25,8 +25,8 @@ use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::range::Range;
+use crate::room;
 use crate::runs::{self, MeasuredRuns, MeasuredStage, RunOptions};
-use crate::size::binary;
 use crate::source::{self, Copied};
 use device::ReadTarget;
 use report::{Outcome, ReadFile, Run};
@@ -349,10 +349,10 @@ fn failure(error: ReadError) -> Failure {
         ReadError::File(dmalane::file::Error::NoDirect { .. }) => {
             Failure::from(error).hint("without --direct it is read through the page cache")
         }
-        ReadError::Fill(FillError::NoRoom { wanted, left, limited_by }) => {
-            let message = format!("the files need {}, and {limited_by} has {} left", binary(*wanted), binary(*left));
-            Failure::new(message).hint("read less at a time with --range")
-        }
+        ReadError::Fill(fill) => match room::no_room(fill) {
+            Some(failure) => failure.hint("read less at a time with --range"),
+            None => Failure::from(error),
+        },
         _ => Failure::from(error),
     }
 }

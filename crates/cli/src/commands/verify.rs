@@ -6,10 +6,11 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
+use dmalane::load::{hash_in_name, verify_names};
 use serde_json::json;
 
 use crate::failure::Failure;
-use crate::layout::{count, good};
+use crate::layout::{count, good, plain};
 use crate::model::{self, ReadMode};
 use crate::output;
 use crate::progress::Progress;
@@ -20,13 +21,14 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane verify model.safetensors --manifest model.manifest
   dmalane verify models/minilm --manifest model.manifest --json     all shards of a model
+  dmalane verify org/name                         files of Hugging Face's cache, by their names
 
 `dmalane manifest` makes the manifest. `dmalane load --manifest` and `dmalane read --manifest` check while they read.
 Files that the manifest has and that are not named are only missing if a directory or an index is named.
 
 Exit status: 0 no difference, 1 a difference or an error, 2 usage error.";
 
-/// Compare files with their manifest, and name the tensors that differ.
+/// Compare files with their manifest, or with the hashes by which they are named.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Verify {
@@ -34,9 +36,12 @@ pub(crate) struct Verify {
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
-    /// The manifest, as `dmalane manifest` writes it
+    /// The manifest, as `dmalane manifest` writes it [default: names that are hashes]
+    ///
+    /// Without it, files are compared with the SHA-256 by which they are named, as in the cache of Hugging Face's
+    /// libraries.
     #[arg(long, value_name = "FILE")]
-    manifest: PathBuf,
+    manifest: Option<PathBuf>,
 
     #[command(flatten)]
     mode: ReadMode,
@@ -53,19 +58,33 @@ pub(crate) struct Verify {
 impl Verify {
     /// Compares the files.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        source::check(self.files.iter().chain([&self.manifest]))?;
-        let manifest = model::manifest(Some(&self.manifest))?;
+        source::check(self.files.iter().chain(&self.manifest))?;
+        let manifest = model::manifest(self.manifest.as_deref())?;
         let mut copied = Copied::default();
         let mut inputs = self.mode.open(&self.files, &mut copied)?;
         let whole = inputs.whole;
+        if self.manifest.is_none() {
+            let unnamed = inputs.files.iter().find(|input| hash_in_name(&input.source.path).is_none());
+            if let Some(input) = unnamed {
+                let message = format!("nothing to compare {} with", plain(&input.source.path.to_string_lossy()));
+                return Err(Failure::usage(message).hint(
+                    "--manifest names a manifest; without one, files are compared with their names in the cache of \
+                     Hugging Face's libraries",
+                ));
+            }
+        }
         let bar = Progress::new("verify", !(self.quiet || self.json));
         let bytes = inputs.bytes();
         bar.set_length(bytes);
         let start = Instant::now();
-        let found = manifest.verify(&mut inputs.files, whole, &mut |n| {
+        let mut progress = |n| {
             bar.advance(n);
             ControlFlow::Continue(())
-        });
+        };
+        let found = match self.manifest {
+            Some(_) => manifest.verify(&mut inputs.files, whole, &mut progress),
+            None => verify_names(&mut inputs.files, &mut progress),
+        };
         let differences = found.map_err(|e| Failure::because("the verification failed", &e))?;
         bar.finish();
         let (files, wall) = (inputs.files.len(), start.elapsed());
@@ -86,7 +105,8 @@ impl Verify {
             return Ok(ExitCode::from(u8::from(!differences.is_empty())));
         }
         if !differences.is_empty() {
-            let failure = format!("{} from the manifest", count(differences.len(), "difference"));
+            let from = if self.manifest.is_some() { "the manifest" } else { "the names" };
+            let failure = format!("{} from {from}", count(differences.len(), "difference"));
             return Err(differences.iter().map(ToString::to_string).fold(Failure::new(failure), Failure::cause));
         }
         let (files, took, rate) = (count(files, "file"), duration(wall), rate(bytes, wall));

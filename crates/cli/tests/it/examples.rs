@@ -80,6 +80,7 @@ fn shell(line: &str, folder: &Path) -> std::process::Output {
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     crate::sample(folder.path().join("model.safetensors"), 4 << 20, 1);
+    crate::hub::cached(&folder.path().join(".cache/huggingface/hub"));
     for (name, letter) in [("shard-1.safetensors", 'a'), ("shard-2.safetensors", 'b')] {
         crate::shard(folder.path().join(name), 4 << 20, letter);
     }

@@ -8,6 +8,7 @@ mod examples;
 mod export;
 mod gpu;
 mod help;
+mod hub;
 mod iopt;
 mod layers;
 mod lists;

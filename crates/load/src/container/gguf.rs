@@ -29,6 +29,9 @@ const MAX_UNKNOWN: u64 = 64;
 /// Values of which a text longer than this is left out of [`Model::metadata`].
 const MAX_TEXT: u64 = 4096;
 
+/// Arrays within arrays, at most.
+const MAX_DEPTH: u32 = 64;
+
 /// The types of elements: number, name, elements of a block, bytes of a block.
 const TYPES: &[(u32, &str, u64, u64)] = &[
     (0, "F32", 1, 4),
@@ -170,9 +173,12 @@ impl<R: BufRead> Header<R> {
             let kind = self.u32()?;
             let value = self.value(kind, 0)?;
             if key == "general.alignment" {
-                alignment = value.as_deref().and_then(|v| v.parse().ok()).unwrap_or(0);
+                const U32: u32 = 4;
+                let text = format_args!("general.alignment is of type {kind}, not of type {U32} (a 32-bit number)");
+                let known = value.as_deref().filter(|_| kind == U32).and_then(|v| v.parse().ok());
+                alignment = known.ok_or_else(|| HeaderError::Format(in_header(FormatError::new(text))))?;
             }
-            metadata.extend(value.map(|value| (key, value)));
+            metadata.push((key, value));
         }
         if alignment == 0 || alignment % 8 != 0 {
             let text = format!("general.alignment is {alignment}, which is not a multiple of 8");
@@ -187,7 +193,10 @@ impl<R: BufRead> Header<R> {
         let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad(FormatError::overflow()) };
         let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
         metadata.sort_unstable();
-        let metadata = Some(metadata);
+        if let Some(twice) = metadata.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return bad(FormatError::twice("key", &twice[0].0));
+        }
+        let metadata = Some(metadata.into_iter().filter_map(|(key, value)| Some((key, value?))).collect());
         Ok(Model { len: self.file, tensors, metadata, by_columns: false, container: &CONTAINER })
     }
 
@@ -225,7 +234,8 @@ impl<R: BufRead> Header<R> {
                 if len > MAX_TEXT {
                     return self.skip(len).map(|()| None);
                 }
-                self.text_of(len)?
+                // Of a name every byte counts; a value is for people.
+                String::from_utf8_lossy(&self.bytes_of(len)?).into_owned()
             }
             9 => return self.skip_array(depth).map(|()| None),
             10 => self.u64()?.to_string(),
@@ -248,7 +258,9 @@ impl<R: BufRead> Header<R> {
             2 | 3 => 2,
             4..=6 => 4,
             10..=12 => 8,
-            8 | 9 if depth < 4 => 0,
+            8 => 0,
+            9 if depth < MAX_DEPTH => 0,
+            9 => return bad(FormatError::new(format_args!("arrays lie more than {MAX_DEPTH} deep in each other"))),
             _ => return self.unknown("an array", kind),
         };
         // Texts and arrays start with their length.
@@ -287,12 +299,16 @@ impl<R: BufRead> Header<R> {
 
     fn text_of(&mut self, len: u64) -> Result<String, HeaderError> {
         let at = self.at;
+        String::from_utf8(self.bytes_of(len)?)
+            .map_err(|e| HeaderError::Format(FormatError::not_utf8(at + e.utf8_error().valid_up_to() as u64)))
+    }
+
+    fn bytes_of(&mut self, len: u64) -> Result<Vec<u8>, HeaderError> {
         self.has(len)?;
         let mut bytes = vec![0; len as usize];
         self.input.read_exact(&mut bytes).map_err(HeaderError::Io)?;
         self.at += len;
-        String::from_utf8(bytes)
-            .map_err(|e| HeaderError::Format(FormatError::not_utf8(at + e.utf8_error().valid_up_to() as u64)))
+        Ok(bytes)
     }
 
     fn skip(&mut self, len: u64) -> Result<(), HeaderError> {
@@ -535,6 +551,24 @@ mod tests {
         }
     }
 
+    /// A value of arrays in arrays.
+    fn deep(depth: u32) -> Writer {
+        let w = Writer::new(3, 0, 1).text("a").u32(9);
+        let w = (1..depth).fold(w, |w, _| w.u32(9).u64(1));
+        w.u32(4).u64(1).u32(7)
+    }
+
+    #[test]
+    fn values_that_other_readers_take_are_no_defect() {
+        let mut w = Writer::new(3, 0, 1).text("k").u32(8).u64(3);
+        w.0.extend([b'a', 0xff, b'b']);
+        let model = parsed(&w.file(32, 0)).unwrap();
+        assert_eq!(model.metadata.as_deref(), Some(&[("k".to_owned(), "a\u{fffd}b".to_owned())][..]));
+        for depth in [1, 7, MAX_DEPTH] {
+            parsed(&deep(depth).file(32, 0)).unwrap();
+        }
+    }
+
     #[test]
     fn what_is_wrong_is_said() {
         let one = |w: Writer| parsed(&w.file(32, 4096)).unwrap_err();
@@ -547,6 +581,13 @@ mod tests {
             (one(Writer::new(3, 0, 1).text("a").u32(8).u64(1 << 50)), "beyond the end"),
             (one(Writer::new(3, 0, 1).text("a").u32(9).u32(0).u64(1 << 62)), "more than the file can hold"),
             (one(Writer::new(3, 0, 1).text("general.alignment").u32(4).u32(12)), "not a multiple of 8"),
+            (
+                one(Writer::new(3, 0, 1).text("general.alignment").u32(5).u32(-32i32 as u32)),
+                "is of type 5, not of type 4",
+            ),
+            (one(Writer::new(3, 0, 1).text("general.alignment").u32(8).text("32")), "is of type 8, not of type 4"),
+            (one(Writer::new(3, 0, 2).text("k").u32(4).u32(1).text("k").u32(8).text("v")), "key \"k\""),
+            (one(deep(MAX_DEPTH + 2)), "arrays lie more than 64 deep in each other"),
             (one(Writer::new(3, 1, 0).tensor("t", &[1; 9], 0, 0)), "9 dimensions"),
             (one(Writer::new(3, 1, 0).tensor("t", &[u64::MAX, 2], 0, 0)), "does not fit 64 bits"),
             (one(Writer::new(3, 1, 0).tensor("t", &[33], 2, 0)), "whole blocks of 32"),

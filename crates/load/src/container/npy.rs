@@ -88,8 +88,9 @@ pub fn parse_header(head: &[u8], len: u64, name: &str) -> Result<Model, FormatEr
     if end < len {
         return Err(FormatError::trailing(end, len));
     }
-    // An array of one dimension has no order. By columns, the bytes are those of the transposed array by rows.
-    let by_columns = by_columns && shape.len() > 1;
+    // With elements along one dimension at most there is no order. By columns, the bytes are those of the transposed
+    // array by rows.
+    let by_columns = by_columns && shape.iter().filter(|dim| **dim != 1).count() > 1 && !shape.contains(&0);
     if by_columns {
         shape.reverse();
     }
@@ -171,7 +172,7 @@ mod tests {
             let tensor = &model.tensors[0];
             assert_eq!((&*tensor.name, &*tensor.dtype, &*tensor.shape), ("weights", dtype, &*dims), "{dictionary}");
             assert_eq!((tensor.at.bits() + tensor.len, tensor.len), (bytes_of_file.len() as u64, bytes as u64));
-            let by_columns = order == "True" && dims.len() > 1;
+            let by_columns = order == "True" && dims.iter().filter(|dim| **dim != 1).count() > 1 && !dims.contains(&0);
             assert_eq!((model.metadata.is_some(), model.by_columns), (by_columns, by_columns));
             assert_eq!(detect(Path::new("x"), &bytes_of_file[..16]), &CONTAINER);
             // Every prefix, and every changed byte of the header, has an answer.

@@ -32,9 +32,11 @@ pub enum FillError {
         /// The registrar's answer.
         source: dmalane_dma::Error,
     },
-    /// There is less memory than the buffers need. Nothing was taken.
-    #[error("the buffers need {wanted} bytes, and {limited_by} has {left} left")]
+    /// There is less memory than is needed. Nothing was taken.
+    #[error("{what} need {wanted} bytes, and {limited_by} has {left} left")]
     NoRoom {
+        /// What needs it ("the buffers").
+        what: &'static str,
         /// Bytes of the buffers.
         wanted: u64,
         /// Bytes that can be had.

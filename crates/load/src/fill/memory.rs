@@ -103,6 +103,11 @@ impl Staging {
         self.len.min(SLOT)
     }
 
+    /// Bytes of the buffers that files of which the largest has `largest` bytes may still need.
+    pub(crate) fn to_come(&self, largest: u64) -> u64 {
+        largest.min(self.limit).saturating_mul((BUFFERS - self.buffers) as u64)
+    }
+
     /// Gives all buffers up. Operations in flight keep theirs.
     pub(crate) fn clear(&mut self) {
         self.slots.clear();

@@ -85,7 +85,7 @@ pub(super) enum ChunkMemory {
 const MAPPINGS: u64 = 1 << 14;
 
 /// Less than this is not worth asking the kernel about.
-const WORTH_ASKING: usize = 32 << 20;
+const WORTH_ASKING: u64 = 32 << 20;
 
 impl<'a> Supply<'a> {
     /// Reserves buffers, or uses staging memory. `plan` has the extents of each buffer.
@@ -248,13 +248,17 @@ fn to_come(reserved: &[Reserved]) -> usize {
 /// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
 /// promises nothing, and a cgroup that runs full has somebody killed.
 fn enough(reserved: &[Reserved], more: usize) -> Result<(), FillError> {
-    let wanted = to_come(reserved).saturating_add(more);
+    ask(to_come(reserved).saturating_add(more) as u64, "the buffers")
+}
+
+/// Makes sure that there are so many bytes of memory for `what`.
+pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {
     if wanted < WORTH_ASKING {
         return Ok(());
     }
     match dmalane_dma::room() {
-        Some(room) if room.bytes < wanted as u64 => {
-            Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
+        Some(room) if room.bytes < wanted => {
+            Err(FillError::NoRoom { what, wanted, left: room.bytes, limited_by: room.limited_by })
         }
         _ => Ok(()),
     }

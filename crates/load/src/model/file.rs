@@ -2,9 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use rustix::fs::SeekFrom;
 
 use super::error::ModelError;
 use crate::container::{FormatError, Model};
@@ -34,6 +37,25 @@ pub(super) struct Expected {
     pub regions: Vec<usize>,
 }
 
+/// Bytes of these ranges, which lie in order, that are in holes of a file. Where the file system does not tell, none.
+fn holes(file: &File, ranges: impl Iterator<Item = Range<u64>>) -> u64 {
+    let next = |from: SeekFrom| rustix::fs::seek(file, from).ok();
+    let (mut bytes, mut hole) = (0, 0..0);
+    for range in ranges {
+        let mut at = range.start;
+        while at < range.end {
+            if hole.end <= at {
+                // The next hole, and where data begins again: behind the last data is nothing more.
+                let Some(start) = next(SeekFrom::Hole(at)) else { return bytes };
+                hole = start..next(SeekFrom::Data(start)).unwrap_or(u64::MAX);
+            }
+            bytes += hole.end.min(range.end).saturating_sub(hole.start.max(at));
+            at = hole.end;
+        }
+    }
+    bytes
+}
+
 fn identity(meta: &Metadata) -> (u64, u64, u64, i64, i64) {
     (meta.dev(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec())
 }
@@ -46,6 +68,17 @@ impl ModelFile {
         let OpenFile { path, file, listed, by_name, .. } = file;
         let kept = (!by_name).then_some(file);
         Ok(Self { path, contents, identity: identity(&meta), kept, listed, select: None, expected: None })
+    }
+
+    /// Bytes of its tensors that the file system has no blocks for, or none that were written.
+    pub(super) fn hole(&self) -> u64 {
+        let file = match &self.kept {
+            Some(file) => file.try_clone(),
+            None => File::open(&self.path),
+        };
+        let Ok(file) = file else { return 0 };
+        let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
+        holes(&file, tensors)
     }
 
     /// Leaves out the tensors that an index does not list for it, and those that are not selected.

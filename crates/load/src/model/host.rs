@@ -103,14 +103,9 @@ impl HostModel {
     /// [`ModelError::Load`] for files that cannot be read or are no models, [`ModelError::Twice`] where two have a
     /// tensor of one name, and what the manifest finds in headers.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, ModelError> {
-        let (mut files, mut left_out) = (Vec::new(), Vec::new());
-        for path in paths {
-            let set = ModelSet::find(path.as_ref())?;
-            for file in &set.files {
-                files.push(ModelFile::new(OpenFile::of(file)?)?);
-            }
-            left_out.extend(set.left_out);
-        }
+        let ModelSet { files, left_out } = ModelSet::of(paths)?;
+        let open = |file| ModelFile::new(OpenFile::of(file)?);
+        let files = files.iter().map(open).collect::<Result<_, _>>()?;
         Ok(Self { left_out: Arc::new(left_out), ..Self::new(files, options)? })
     }
 
@@ -170,6 +165,17 @@ impl HostModel {
     /// Files beside these that are no part of the model, each with why.
     pub fn left_out(&self) -> &[(PathBuf, String)] {
         &self.left_out
+    }
+
+    /// What is odd about the files, a sentence each: bytes of tensors that are holes, as in a download that never
+    /// finished.
+    pub fn notes(&self) -> Vec<String> {
+        let hole = |file: &ModelFile| {
+            let bytes = file.hole();
+            let what = "of its tensors are a hole, which reads as zeroes: a download that did not finish?";
+            (bytes > 0).then(|| format!("{}: {bytes} bytes {what}", file.path().display()))
+        };
+        self.reader.files.iter().filter_map(hole).collect()
     }
 
     /// The tensors, in the order of the files and of the bytes in them.

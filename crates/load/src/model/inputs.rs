@@ -1,6 +1,6 @@
 //! Files by name that are read as they are, models or not.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dmalane_file::{FileOptions, FileQueue};
 
@@ -23,15 +23,11 @@ impl Inputs {
     /// # Errors
     /// [`ModelError::Load`], [`ModelError::Open`].
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: FileOptions) -> Result<Self, ModelError> {
-        let mut inputs = Self::default();
-        for path in paths {
-            let found = ModelSet::find(path.as_ref())?.files;
-            inputs.whole |= found.iter().any(|file| file.path != path.as_ref());
-            for file in found {
-                inputs.files.push(open_file(file.path, options)?);
-            }
-        }
-        Ok(inputs)
+        let named: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
+        let found: Vec<PathBuf> = ModelSet::of(&named)?.files.into_iter().map(|file| file.path).collect();
+        let whole = found != named;
+        let files = found.into_iter().map(|path| open_file(path, options)).collect::<Result<_, _>>()?;
+        Ok(Self { files, whole })
     }
 
     /// Bytes of all files.

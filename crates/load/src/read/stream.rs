@@ -64,7 +64,7 @@ pub(super) fn to_end(
         }
         if let Some(room) = dmalane_dma::room().filter(|room| room.bytes < CHUNK as u64 * 2) {
             let (wanted, left, limited_by) = (len as u64, room.bytes, room.limited_by);
-            return Err(ReadError::Fill(FillError::NoRoom { wanted, left, limited_by }));
+            return Err(ReadError::Fill(FillError::NoRoom { what: "the buffers", wanted, left, limited_by }));
         }
         if ended {
             break;

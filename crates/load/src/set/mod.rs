@@ -1,5 +1,6 @@
 //! The files of one model: which of a folder's files they are, which of their tensors count, and whether all are there.
 
+mod hub;
 mod index;
 mod names;
 
@@ -8,6 +9,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use self::names::{Chosen, LISTED, Name, choose, listed, whole_set};
 use crate::container::{CONTAINERS, Model, gguf, short};
@@ -43,9 +46,27 @@ pub fn is_index(path: &Path) -> bool {
 }
 
 impl ModelSet {
+    /// The files of models, named by several paths. Where there are more of them than the process may have descriptors
+    /// for, its soft limit (`RLIMIT_NOFILE`) is raised to the hard one.
+    ///
+    /// # Errors
+    /// As of [`ModelSet::find`].
+    pub fn of<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Self, Error> {
+        let mut all = Self::default();
+        for path in paths {
+            let Self { files, left_out } = Self::find(path.as_ref())?;
+            all.files.extend(files);
+            all.left_out.extend(left_out);
+        }
+        allow_descriptors(all.files.len() as u64);
+        Ok(all)
+    }
+
     /// The files of a model: those that an index lists; for a directory, those of its index, or else the model among
     /// the files of the first kind in [`CONTAINERS`] that it has and that a directory may stand for; for the first part
-    /// of a split GGUF all parts; and for anything else the path itself.
+    /// of a split GGUF all parts; and for anything else the path itself. Where there is no file of that path, and it is
+    /// the name of a model, `org/name` or `org/name@revision`, those of the model in the local cache of Hugging Face's
+    /// libraries (`HF_HUB_CACHE`, `HF_HOME`).
     ///
     /// # Errors
     /// [`Error::File`] for a directory or an index that cannot be read, and where the files of one model cannot be told
@@ -56,6 +77,11 @@ impl ModelSet {
         }
         if path.is_dir() {
             return Self::of_folder(path);
+        }
+        if !path.exists() {
+            if let Some(folder) = in_cache(path)? {
+                return Self::of_folder(&folder);
+            }
         }
         let files = match Name::of(path).shard.filter(|_| gguf::CONTAINER.is_name(path)) {
             Some(shard) if shard.number == 1 => {
@@ -122,6 +148,34 @@ impl ModelSet {
         let what = if missing.len() == 1 { "a file that is" } else { "files that are" };
         let why = format!("it lists {what} not there: {}; is the download complete?", listed(&missing));
         Err(unknown(path, io::ErrorKind::NotFound, why))
+    }
+}
+
+/// The folder of a model that a path names, where no file is of that path.
+fn in_cache(path: &Path) -> Result<Option<PathBuf>, Error> {
+    if path.to_str().is_some_and(|text| text.contains("://")) {
+        let why = "it is a URL: download the file first (hf download ORG/NAME)".to_owned();
+        return Err(unknown(path, io::ErrorKind::Unsupported, why));
+    }
+    let Some((name, cache)) = hub::Name::of(path).zip(hub::cache()) else { return Ok(None) };
+    let folder = name.folder_in(&cache).map_err(|why| unknown(path, io::ErrorKind::NotFound, why))?;
+    if folder.is_none() && path.parent().is_none_or(|parent| !parent.is_dir()) {
+        let name = path.display();
+        let why = format!("there is no such file, and {} has no such model: hf download {name}", cache.display());
+        return Err(unknown(path, io::ErrorKind::NotFound, why));
+    }
+    Ok(folder)
+}
+
+/// Descriptors that an open file of a model takes, at most: its own, and one and a ring for each worker.
+const DESCRIPTORS: u64 = 9;
+
+/// Raises the soft limit of descriptors where these files could need more. Where that is not enough, opening them says
+/// so.
+fn allow_descriptors(files: u64) {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current.is_some_and(|current| current < files.saturating_mul(DESCRIPTORS).saturating_add(64)) {
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }
 

@@ -21,6 +21,8 @@ pub(super) struct Outcome {
     pub(super) inputs: Vec<Input<FileQueue>>,
     /// Files that are no part of the model, each with why.
     pub(super) left_out: Vec<(PathBuf, String)>,
+    /// What is odd about the files.
+    pub(super) odd: Vec<String>,
     /// The run with the median time.
     pub(super) run: Run,
     pub(super) runs: MeasuredRuns,
@@ -55,8 +57,14 @@ fn tensors(loaded: &Loaded) -> usize {
 
 impl Outcome {
     /// Sets the references of the stages. Only those that move bytes through memory or from the disk have one. A
-    /// transfer copies its bytes, and populates the card's memory where the load touches it first.
+    /// transfer copies its bytes, and populates the card's memory where the load touches it first. Of rates that were
+    /// measured before, the higher ones count.
     pub(super) fn refer_to(&mut self, rates: ReferenceRates) {
+        let rates = self.references.map_or(rates, |before| ReferenceRates {
+            read: rates.read.max(before.read),
+            copy: rates.copy.max(before.copy),
+            first_touch: rates.first_touch.max(before.first_touch),
+        });
         let touched = self.run.touched.unwrap_or(0) as f64;
         for s in self.runs.stages.iter_mut().filter(|s| s.report.bytes >= LEAST) {
             let bytes = s.report.bytes as f64;
@@ -150,6 +158,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "device": o.device.to_string(),
         "device_notes": o.run.notes,
         "left_out": left_out,
+        "notes": o.odd,
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
@@ -283,6 +292,7 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
     }
+    o.odd.iter().for_each(|note| out += &format!("Note: {}\n", plain(note)));
     out += &o.runs.written();
     if list {
         out += &listings(&o.run.loaded);

@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 
 use super::outcome::ValidateOutcome;
 use crate::layout::{Table, bad, count, good, plain, wrap};
+use crate::progress;
+use crate::runs::reached;
 use crate::size::{binary, giga, per_second};
 
 pub fn direction(directions: Directions) -> &'static str {
@@ -141,6 +143,9 @@ pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: b
     for note in outcome.notes.iter().filter(|_| verbose) {
         out += &format!("  {}", wrap(&plain(note), 4));
     }
+    if verbose {
+        out += &format!("  {}", progress::whole_time());
+    }
     out.push('\n');
     out += &integrity(outcome).text();
     if !report.figures.is_empty() {
@@ -191,7 +196,10 @@ fn fastest(outcome: &ValidateOutcome) -> String {
     let rates = rates.into_iter().filter_map(|(directions, name)| {
         let these = figures.iter().filter(|f| f.directions == directions);
         let f = these.max_by(|a, b| a.total().total_cmp(&b.total()))?;
-        let share = f.reference.map_or(String::new(), |r| format!(" ({:.0} % of reference)", f.total() / r * 100.0));
+        let share = f.reference.map_or(String::new(), |r| match reached(f.total(), r) {
+            share if share.ends_with('%') => format!(" ({share} of reference)"),
+            disturbed => format!(" (reference {disturbed})"),
+        });
         Some(format!("{name} up to {}{share}", per_second(f.total())))
     });
     rates.collect::<Vec<_>>().join(", ")
@@ -249,7 +257,7 @@ pub fn figures(outcome: &ValidateOutcome) -> Table {
             rate_of(figure.total()),
             spread.map_or(String::new(), |s| format!("{}..{}", rate_of(s.least), rate_of(s.greatest))),
             figure.reference.map_or_else(none, rate_of),
-            figure.reference.map_or(String::new(), |r| format!("{:.0} %", figure.total() / r * 100.0)),
+            figure.reference.map_or(String::new(), |r| reached(figure.total(), r)),
             worst(|r| r.p50),
             worst(|r| r.p99),
             match (with_pages(outcome, figure, Pages::Huge), figure.pages) {

@@ -1,0 +1,100 @@
+//! Hashes of files; and files that are named by theirs, as in the local cache of Hugging Face's libraries.
+//!
+//! Layout: <https://huggingface.co/docs/huggingface_hub/guides/manage-cache>.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dmalane_addr::FileOffset;
+use dmalane_device::NoIommu;
+use dmalane_dma::Registrar;
+use dmalane_queue::Queue;
+
+use crate::difference::Difference;
+use crate::engine::{describe, workers};
+use crate::error::Error;
+use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
+use crate::input::Input;
+
+/// Bytes of a staging buffer.
+const CHUNK: u64 = 16 << 20;
+/// Time to wait for reads in flight after a failure.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The SHA-256 that the bytes of a file must have by its name: it is, or links to, `blobs/` and 64 hexadecimal digits.
+pub fn hash_in_name(path: &Path) -> Option<[u8; 32]> {
+    let blob = path.canonicalize().ok()?;
+    let name = blob.file_name()?.to_str()?;
+    let is_blob = blob.parent()?.file_name()? == "blobs" && name.len() == 64 && name.is_ascii();
+    let mut hash = [0; 32];
+    for (i, byte) in hash.iter_mut().enumerate().filter(|_| is_blob) {
+        *byte = u8::from_str_radix(name.get(2 * i..2 * i + 2)?, 16).ok()?;
+    }
+    is_blob.then_some(hash)
+}
+
+/// Hashes files whose names are hashes, and returns those whose bytes have another one. Other files are not read.
+///
+/// # Errors
+/// [`Error::File`], [`Error::Read`] for files that cannot be read; work that `progress` has ended.
+pub fn verify_names<S: Queue<Addr = FileOffset>>(
+    inputs: &mut [Input<S>],
+    progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
+) -> Result<Vec<Difference>, Error> {
+    let expected: Vec<Option<[u8; 32]>> = inputs.iter().map(|input| hash_in_name(&input.source.path)).collect();
+    let mut lens = Vec::new();
+    for (input, expected) in inputs.iter().zip(&expected) {
+        lens.push(if expected.is_some() { input.source.size()? } else { 0 });
+    }
+    if expected.iter().all(Option::is_none) {
+        return Ok(Vec::new());
+    }
+    let regions = HashRegions { ends: lens.iter().map(|len| vec![*len]).collect(), sha256: true };
+    let digests = digest(inputs, &lens, regions, progress)?;
+    let other = |((input, expected), digests): ((&Input<S>, &Option<[u8; 32]>), &Vec<_>)| {
+        let found = *digests.first().and_then(|digest: &Digest| digest.sha256.clone())?;
+        let file = name(&input.source.path);
+        expected.filter(|expected| *expected != found).map(|_| Difference::Name { file, found })
+    };
+    Ok(inputs.iter().zip(&expected).zip(&digests).filter_map(other).collect())
+}
+
+/// Reads the first `lens` bytes of files through a few buffers, and hashes their regions.
+pub(crate) fn digest<S: Queue<Addr = FileOffset>>(
+    inputs: &mut [Input<S>],
+    lens: &[u64],
+    regions: HashRegions,
+    progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
+) -> Result<Vec<Vec<Digest>>, Error> {
+    if inputs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let registrar = NoIommu::new();
+    let mut staging = Staging::new(registrar.heap(None), Arc::new(registrar), CHUNK);
+    staging.prepare(lens.iter().copied().max().unwrap_or(0));
+    let hash_regions = Some(Arc::new(regions));
+    let options = FillOptions { block: u64::MAX, hash_regions, timeout: TIMEOUT, ..FillOptions::default() };
+    let mut watch = |event| match event {
+        Event::Arrived { len, .. } => progress(len),
+        _ => ControlFlow::Continue(()),
+    };
+    let job = Job::whole(lens);
+    let result = fill::run(
+        Instant::now(),
+        Memory::Staging(&mut staging),
+        Sink::Memory,
+        &job,
+        &mut workers(inputs),
+        &options,
+        &mut watch,
+    );
+    let done = result.map_err(|error| describe(error, |file| (inputs[file].source.path.clone(), None)))?;
+    Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
+}
+
+/// The name of a file, without a directory.
+pub(crate) fn name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
