@@ -1,21 +1,25 @@
-//! A GPU through CUDA: copies by a queue beside the same copies by calls of the driver alone.
+//! A GPU through CUDA: copies by a queue and binds by an address space, beside the same work by calls of the driver
+//! alone.
 //!
-//! Both take turns. The driver's copies go back to back on a stream, one call for each. The bytes that arrive are
-//! compared.
+//! Both take turns. The driver's copies go back to back on a stream, one call for each; its binds are a `cuMemMap` for
+//! each page and a `cuMemSetAccess` for each batch. The bytes that arrive are compared, and each page is known by its
+//! number.
 
 use std::error::Error;
+use std::sync::Arc;
 use std::time::Instant;
 
 use dmalane::DeviceSpec;
-use dmalane::addr::{Access, CardAddr};
-use dmalane::cuda::CudaDevice;
-use dmalane::device::{Device, DriverCopy, Placement};
+use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex, Span};
+use dmalane::cuda::{Binds, CudaDevice};
+use dmalane::device::{Bounce, Device, DriverCopy, Placement};
 use dmalane::devices::cuda::CudaSpec;
 use dmalane::dma::{BufferSlice, Heap};
-use dmalane::queue::{Direction, Registered};
+use dmalane::queue::{DeviceAddr, DeviceQueue, Direction, Registered};
+use dmalane::vm::{BindRequest, Bo};
 
 use crate::report::{Details, Report};
-use crate::vulkan::{by_queue, byte, scattered};
+use crate::vulkan::{LONG, by_queue, byte, scattered};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -30,13 +34,18 @@ pub struct Options {
     /// Bytes of a case of copies, or 1000 copies where that is less
     #[arg(long, default_value_t = 256 << 20)]
     size: u64,
+
+    /// Pages that are bound
+    #[arg(long, default_value_t = 512)]
+    pages: u64,
 }
 
 pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     let mut report = Report::new("cuda");
     let spec: DeviceSpec = format!("cuda:{}", options.gpu).parse()?;
     let spec = spec.get::<CudaSpec>().ok_or("no GPU")?;
-    let mut device = match CudaDevice::open(&spec.gpu, spec.library.as_deref()) {
+    let open = |binds| CudaDevice::open(&spec.gpu, spec.library.as_deref(), binds);
+    let mut device = match open(Binds::Flat) {
         Ok(device) => device,
         Err(e) => {
             report.say(format!("SKIPPED: {e}"));
@@ -45,6 +54,8 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     };
     report.say(format!("{}: {}", device.info().name, device.info().notes.join("; ")));
     copies(&mut device, options, &mut report)?;
+    drop(device);
+    binds(&mut open(Binds::CuMemMap)?, options, &mut report)?;
     Ok(report)
 }
 
@@ -132,6 +143,90 @@ fn compare(slices: &[BufferSlice], side: u8, round: usize) -> Result<(), Box<dyn
     Ok(())
 }
 
+fn binds(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Result<(), Box<dyn Error>> {
+    let (pages, page) = (options.pages, device.address_space().page());
+    let (len, mut memory, mut queues) = (page.bytes(), device.memory(), device.take_queues());
+    let registrar = device.registrar();
+    let mut bounce = Bounce::new(&*registrar, &*registrar.heap(None), 4096, LONG)?;
+    let table = memory.allocate(pages * len, &Placement::Default)?;
+    let first = table.segments().next().ok_or("no memory")?.addr;
+    let span = Span::new(first, pages * len).ok_or("no pages")?;
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table)?));
+    for place in 0..pages {
+        let at = DeviceAddr::Card(CardAddr::new(first.bits() + place * len));
+        bounce.write(&mut *queues[0], at, &place.to_le_bytes())?;
+    }
+    let mut alone = device.plain_binds(span, page)?;
+    let places: Vec<u64> = scattered(pages).collect();
+    let details = Details { items: Some(pages), ..Details::default() };
+    for batch in [1, 16, pages].into_iter().filter(|batch| *batch <= pages) {
+        let mut samples: [Vec<f64>; 4] = Default::default();
+        for round in 0..=options.rounds {
+            let mut took = [0.0; 4];
+            let begun = Instant::now();
+            for (k, part) in places.chunks(batch as usize).enumerate() {
+                alone.bind(k as u64 * batch, part)?;
+            }
+            took[0] = begun.elapsed().as_secs_f64();
+            alone.shown(|at| look(&mut bounce, &mut *queues[0], at, len, &places))??;
+            let begun = Instant::now();
+            alone.unbind(0, pages)?;
+            took[1] = begun.elapsed().as_secs_f64();
+
+            let space = device.address_space();
+            let range = space.reserve(&table, pages * len)?;
+            let bind = |(place, i): (&u64, u64)| {
+                let (bo, va) = (bo.clone(), DeviceVa::new(range.first().bits() + i * len));
+                BindRequest::Bind { va, bo, offset: place * len, len, access: Access::RW }
+            };
+            let whole: Vec<_> = places.iter().zip(0..).map(bind).collect();
+            let begun = Instant::now();
+            whole.chunks(batch as usize).try_for_each(|part| space.apply(part))?;
+            space.settle()?;
+            took[2] = begun.elapsed().as_secs_f64();
+            look(&mut bounce, &mut *queues[0], range.first(), len, &places)?;
+            let begun = Instant::now();
+            device.address_space().release(range)?;
+            took[3] = begun.elapsed().as_secs_f64();
+            if round > 0 {
+                samples.iter_mut().zip(took).for_each(|(samples, took)| samples.push(took));
+            }
+        }
+        let case = format!("{pages} x {page}, batches of {batch}");
+        let rows = [
+            "the driver alone: bind",
+            "the driver alone: unbind all at once",
+            "ours: bind by an address space",
+            "ours: unbind all at once",
+        ];
+        let mut row = |i: usize| report.detailed_row(&case, rows[i], pages * len, &samples[i], details);
+        let [driver, driver_unbinds, ours, our_unbinds] = [0, 1, 2, 3].map(&mut row);
+        report.note(&case, "time of binds beside the driver alone", ours / driver);
+        report.note(&case, "time of unbinds beside the driver alone", our_unbinds / driver_unbinds);
+    }
+    drop(alone);
+    memory.free(table.segments())?;
+    Ok(())
+}
+
+/// Reads the number of each page through its bound address.
+fn look(
+    bounce: &mut Bounce,
+    queue: &mut DeviceQueue,
+    at: DeviceVa,
+    len: u64,
+    places: &[u64],
+) -> Result<(), Box<dyn Error>> {
+    let mut number = [0; 8];
+    for (i, place) in places.iter().enumerate() {
+        bounce.read(queue, DeviceAddr::Va(DeviceVa::new(at.bits() + i as u64 * len)), &mut number)?;
+        if u64::from_le_bytes(number) != *place {
+            return Err(format!("page {i} is not page {place} of the memory").into());
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use dmalane_fake_cuda::Fake;
@@ -142,9 +237,11 @@ mod tests {
     fn answers_are_right_and_a_lost_copy_is_found() {
         let fake = Fake::turn();
         let gpu = format!("0,lib={}", fake.path());
-        let options = Options { gpu, rounds: 1, size: 1 << 20 };
+        let options = Options { gpu, rounds: 1, size: 1 << 20, pages: 16 };
         let text = run(&options).unwrap().text();
-        assert!(text.contains("16 x 64 KiB, to the host"), "{text}");
+        for row in ["16 x 64 KiB, to the host", "16 x 2 MiB, batches of 16", "the driver alone: bind"] {
+            assert!(text.contains(row), "{row}: {text}");
+        }
         fake.assert_clean("after a run");
         // One of the first copies of 4 KiB, by the queue; and one by the driver, behind 256 up and 256 down.
         for (nth, who) in [(3, "a queue"), (512 + 3, "the driver alone")] {

@@ -6,15 +6,17 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{
-    AddressSpace, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu, Region,
+    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu,
+    Region,
 };
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
-use crate::Error;
 use crate::queue::CudaQueue;
+use crate::space::MapSpace;
 use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
+use crate::{Binds, Error};
 
 /// A GPU, as far as the driver describes it without using it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,7 +56,7 @@ pub fn gpus(library: Option<&str>) -> Result<Vec<Gpu>, Error> {
 pub struct CudaDevice {
     // In the order in which they must go: queues wait, memory is unmapped, the context is released.
     queue: Option<CudaQueue>,
-    space: FlatSpace,
+    space: Box<dyn AddressSpace>,
     registrar: NoIommu,
     window: Arc<Window>,
     context: Arc<Context>,
@@ -70,7 +72,7 @@ impl CudaDevice {
     ///
     /// # Errors
     /// [`Error`]: no driver, no such GPU, one without virtual memory, a call that failed.
-    pub fn open(gpu: &str, library: Option<&str>) -> Result<Self, Error> {
+    pub fn open(gpu: &str, library: Option<&str>, binds: Binds) -> Result<Self, Error> {
         let driver = Driver::open(library)?;
         let (gpu, device) = find(driver, gpu)?;
         if !gpu.virtual_memory {
@@ -83,6 +85,10 @@ impl CudaDevice {
         let granule = PageSize::new(granule).ok_or(Error::Unsupported("pages of a power of two bytes"))?;
         let span = Span::new(CardAddr::new(window.at()), window.len());
         let span = span.ok_or(Error::NoMemory)?;
+        let space: Box<dyn AddressSpace> = match binds {
+            Binds::Flat => Box::new(FlatSpace::new()),
+            Binds::CuMemMap => Box::new(MapSpace::new(context.clone(), granule)),
+        };
         let region = Region { granule, ..Region::new("vram", span) };
         let refused = match gpu.host_register {
             true => registration_refused(&context)?,
@@ -90,14 +96,24 @@ impl CudaDevice {
         };
         let registrar = registrar(&context, refused.is_none());
         let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
-        let notes = notes(&gpu, granule, driver.has_batches(), refused.as_deref());
+        let notes = notes(&gpu, binds, granule, driver.has_batches(), refused.as_deref());
         let window = Arc::new(window);
-        Ok(Self { queue, space: FlatSpace::new(), registrar, window, context, gpu, region: [region], notes })
+        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], notes })
     }
 
     /// Name, memory and capabilities of the GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// As many addresses as memory, which a device that binds by [`Binds::CuMemMap`] has allocated; both are whole
+    /// pages of its own. For benches.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    #[cfg(feature = "by-hand")]
+    pub fn plain_binds(&self, memory: Span<CardAddr>, page: PageSize) -> Result<crate::PlainBinds, Error> {
+        crate::PlainBinds::new(&self.context, memory, page)
     }
 
     /// Another queue to the same memory, on streams of its own. The device has one because a second moves nothing
@@ -175,11 +191,15 @@ fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
     }
 }
 
-fn notes(gpu: &Gpu, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {
+fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {
     let (major, minor) = gpu.driver;
     let host = match refused {
         None => "host memory is pinned by cuMemHostRegister".to_owned(),
         Some(why) => format!("host memory is pinned by cuMemHostAlloc; the driver copies other memory: {why}"),
+    };
+    let memory = match binds {
+        Binds::Flat => format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers"),
+        Binds::CuMemMap => format!("memory: allocated and bound by cuMemMap in pages of {granule}"),
     };
     let copies = match batches {
         true => "copies of up to 1 MiB in batches (cuMemcpyBatchAsync)",
@@ -188,7 +208,7 @@ fn notes(gpu: &Gpu, granule: PageSize, batches: bool, refused: Option<&str>) -> 
     vec![
         format!("{}, PCI {}, CUDA {major}.{minor}, {} copy engines", gpu.uuid, gpu.pci, gpu.copy_engines),
         host,
-        format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers"),
+        memory,
         format!("a stream for each direction; {copies}"),
     ]
 }
@@ -204,7 +224,9 @@ impl Device for CudaDevice {
 
     fn memory(&self) -> DeviceMemory {
         let (context, window) = (self.context.clone(), self.window.clone());
-        let vram = Vram { context, window, live: Vec::new(), stuck: Vec::new() };
+        // What is bound in pages has to be allocated in pages.
+        let page = (self.space.kind() != AddressSpaceKind::Flat).then(|| self.space.page().bytes());
+        let vram = Vram { context, window, page, live: Vec::new(), stuck: Vec::new() };
         DeviceMemory::new(&self.region).driven_by(vram)
     }
 
@@ -217,7 +239,7 @@ impl Device for CudaDevice {
     }
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {
-        &mut self.space
+        &mut *self.space
     }
 
     fn dlpack(&self) -> Option<DlpackDevice> {

@@ -59,11 +59,11 @@ pub enum Error {
     /// A call after which no other on the GPU's context succeeds.
     #[error("{0}; the GPU's context is lost: open the GPU again, if need be in a new process")]
     Lost(Box<Error>),
-    /// Device memory where some is already.
-    #[error("memory at {0:#x} is allocated already")]
-    Allocated(u64),
-    /// Device memory that is not allocated.
-    #[error("no memory was allocated at {0:#x}")]
+    /// Device memory, or a bind, where something is already.
+    #[error("something is mapped at {0:#x} already")]
+    Mapped(u64),
+    /// Device memory that is not allocated, or not as whole pages.
+    #[error("no memory, or no whole page of it, was allocated at {0:#x}")]
     NotAllocated(u64),
     /// An address that the device does not have.
     #[error("{0:#x} is not an address of this device")]

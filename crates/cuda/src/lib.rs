@@ -9,14 +9,14 @@
 //! | host memory | pinned by `cuMemHostRegister`, for all GPUs of the process; else the driver copies it |
 //! | device memory | one region `vram` of what is free when the GPU is opened; addresses are those of CUDA |
 //! | queue | one, on a stream for each direction; short copies go in batches (`cuMemcpyBatchAsync`) |
-//! | address space | flat: a virtual address is an address of memory |
+//! | address space | flat, or bound by `cuMemMap` ([`Binds::CuMemMap`]) |
 //!
 //! **An address of device memory is a `CUdeviceptr`.** A window of addresses as long as the memory is reserved when
 //! the GPU is opened, and each allocation is mapped in it where [`DeviceMemory`](dmalane_device::DeviceMemory) says.
 //! So a kernel can use loaded data, and a framework wrap them, without asking. The context is the primary one, which
 //! the runtime API and frameworks use, too.
 //!
-//! **Nothing is bound in pages** because binding costs more than copying. The driver maps whole allocations only
+//! **Flat is the default** because binding costs more than copying. The driver maps whole allocations only
 //! (`CUDA_ERROR_NOT_SUPPORTED` for parts of one), so memory that is to be bound in pages must be allocated in pages.
 //! An H100 with driver 580 takes 23 us to allocate 2 MiB and 33 us to map them; it copies them in 38. A flat GiB is
 //! allocated and mapped in 0.2 ms.
@@ -29,9 +29,13 @@ mod device;
 mod error;
 mod plan;
 mod queue;
+mod space;
 mod sys;
 mod vram;
 
 pub use device::{CudaDevice, Gpu, gpus};
 pub use error::Error;
+pub use space::Binds;
+#[cfg(feature = "by-hand")]
+pub use sys::PlainBinds;
 pub use sys::{LIBRARY, LIBRARY_VARIABLE};

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_device::NoIommu;
 use dmalane_queue::{
-    Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
-    QueueState, Refused, StopReason, Ticket, Waiting, Work, wait_with,
+    Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueState, Refused,
+    StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::Error;
@@ -65,7 +65,7 @@ impl Uses {
     fn of(steps: &[Step]) -> Self {
         let mut uses = Self::default();
         for (at, len, writes) in steps.iter().flat_map(Step::device).flatten() {
-            let (first, last) = (at.bits(), at.bits().saturating_add(len - 1));
+            let (first, last) = plan::memory(at, len);
             let range = if writes { &mut uses.written } else { &mut uses.read };
             let (low, high) = range.unwrap_or((first, last));
             *range = Some((low.min(first), high.max(last)));

@@ -59,6 +59,7 @@ struct AllocationProp {
 #[repr(C)]
 struct AccessDesc {
     location: Location,
+    /// 1: read, 3: read and write.
     flags: c_int,
 }
 
@@ -210,6 +211,8 @@ macro_rules! may_call {
 }
 
 mod back_to_back;
+#[cfg(feature = "by-hand")]
+mod by_hand;
 mod context;
 mod host;
 mod ranges;
@@ -217,6 +220,8 @@ mod stream;
 mod window;
 
 pub(crate) use back_to_back::BackToBack;
+#[cfg(feature = "by-hand")]
+pub use by_hand::PlainBinds;
 pub(crate) use context::Context;
 pub(crate) use host::{PinnedMemory, Registered};
 pub(crate) use stream::Stream;

@@ -8,7 +8,7 @@ pub struct OpenOptions {
     /// How it is driven.
     pub drive: DriveOptions,
     /// No page tables and no sparse binding, as with `,flat` in the name: addresses are card addresses, and all memory
-    /// is for buffers. Other devices are so anyway.
+    /// is for buffers. Other devices are so anyway, unless their name says otherwise (`cuda:0,vmm`).
     pub flat: bool,
     /// The only group of regions ("ddr") that memory is allocated in, for a kind that has to ask for each: it asks for
     /// little of the others.

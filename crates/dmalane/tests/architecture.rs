@@ -61,7 +61,7 @@ const CRATES: &[Crate] = &[
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card", "sim"]),
     Crate::std("vulkan", &["addr", "vm", "dma", "queue", "device"]),
     Crate::std("fake-cuda", &[]),
-    Crate::std("cuda", &["addr", "dma", "queue", "device"]).tests_use(&["fake-cuda"]),
+    Crate::std("cuda", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["fake-cuda"]),
     Crate::std("slash", &["addr", "dma", "queue", "device"]),
     Crate::std("load", &["addr", "vm", "dma", "queue", "device", "file"]).tests_use(&["card", "sim"]),
     Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card", "sim"]),

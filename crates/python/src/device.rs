@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa};
-use dmalane::device::DlpackDevice;
+use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
 use dmalane::load::{Block, Loaded, OpenDevice, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement};
@@ -111,11 +111,15 @@ impl Device {
             .enumerate()
             .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
             .collect();
-        let dlpack = py.detach(|| lock(&self.device).dlpack());
+        let (dlpack, read_only) = py.detach(|| {
+            let mut device = lock(&self.device);
+            (device.dlpack(), device.address_space().kind() != AddressSpaceKind::Flat)
+        });
         let number = |DlpackDevice { kind, number }| DLDevice { device_type: DLDeviceType(kind), device_id: number };
         let on = Arc::new(OnDevice {
             device: self.device.clone(),
             cuda: dlpack.map(number),
+            read_only,
             loaded: Mutex::new(Some(loaded)),
         });
         let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index)).collect();
@@ -242,6 +246,8 @@ pub(crate) struct OnDevice {
     device: Shared,
     /// The GPU whose pointers the addresses are; `None` where they are no pointers of CUDA.
     cuda: Option<DLDevice>,
+    /// The device refuses writes through the addresses: loads bind for reading; a flat space binds nothing.
+    pub(crate) read_only: bool,
     loaded: Mutex<Option<Loaded>>,
 }
 

@@ -277,8 +277,7 @@ impl OnCuda<'_> {
         // A pointer of the GPU: nothing on the host follows it.
         let data = std::ptr::without_provenance_mut(tensor.address().unwrap_or(0) as usize);
         // SAFETY: a `DeviceTensor` has the address of its tensor in the files of its owner, and those are unloaded when
-        // the owner is dropped, after the work of the GPU. Nothing is bound
-        // read-only.
+        // the owner is dropped, after the work of the GPU. The flags are those of the bind.
         unsafe { tensor.described().managed(tensor.owner().clone(), data, self.device(), self.flags()) }
     }
 }
@@ -289,7 +288,7 @@ impl DlpackExporter for OnCuda<'_> {
     }
 
     fn flags(&self) -> DlpackFlags {
-        DlpackFlags::empty()
+        if self.tensor.owner().read_only { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
     }
 
     /// Nothing is to be done: a load returns when the driver has said that its copies have ended, so work on any stream

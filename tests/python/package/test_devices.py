@@ -15,7 +15,7 @@ import pytest
 from package.models import DTYPES
 
 CPU, CUDA = 1, 2
-COPIED = 2
+READ_ONLY, COPIED = 1, 2
 INTEGER, UNSIGNED, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 CODES = {
     "BOOL": BOOL, "U8": UNSIGNED, "U16": UNSIGNED, "U32": UNSIGNED, "U64": UNSIGNED, "I8": INTEGER, "I16": INTEGER,
@@ -143,14 +143,15 @@ def driver():
     assert driver.report() == ["", ""], "nothing is left, and nothing was done wrong"
 
 
-def on_fake(driver, path):
-    device = dmalane.open(f"cuda:0,lib={driver.path}")
+def on_fake(driver, path, kind="0"):
+    device = dmalane.open(f"cuda:{kind},lib={driver.path}")
     return device, dmalane.load_file(path, device=device)
 
 
-def test_cuda_tensors_are_lent_as_they_lie(driver, model):
+@pytest.mark.parametrize(("kind", "flags"), [("0", 0), ("0,vmm", READ_ONLY)])
+def test_cuda_tensors_are_lent_as_they_lie(driver, model, kind, flags):
     path, tensors = model
-    _, ours = on_fake(driver, path)
+    _, ours = on_fake(driver, path, kind)
     for name, (dtype, shape, data) in tensors.items():
         tensor = ours[name]
         assert tensor.__dlpack_device__() == (CUDA, 0)
@@ -159,7 +160,7 @@ def test_cuda_tensors_are_lent_as_they_lie(driver, model):
                 tensor.__dlpack__(max_version=(1, 0))
             continue
         capsule = Capsule(tensor.__dlpack__(max_version=(1, 1), stream=1))
-        assert (capsule.name, capsule.managed.flags, capsule.managed.version[0]) == (b"dltensor_versioned", 0, 1)
+        assert (capsule.name, capsule.managed.flags, capsule.managed.version[0]) == (b"dltensor_versioned", flags, 1)
         lent = capsule.tensor
         assert (list(lent.device), lent.ndim, lent.byte_offset) == ([CUDA, 0], len(shape), 0)
         assert (lent.code, lent.bits, lent.lanes) == (CODES[dtype], DTYPES[dtype], 1), dtype
@@ -168,7 +169,11 @@ def test_cuda_tensors_are_lent_as_they_lie(driver, model):
         assert (lent.data or 0) == (tensor.address or 0)
         # Without waiting for anything: what was loaded is there.
         assert not data or driver.read(lent.data, len(data)) == data, name
-    assert Capsule(ours["F32.matrix"].__dlpack__()).name == b"dltensor"
+    if flags:
+        with pytest.raises(BufferError, match="legacy"):
+            ours["F32.matrix"].__dlpack__()
+    else:
+        assert Capsule(ours["F32.matrix"].__dlpack__()).name == b"dltensor"
 
 
 def test_a_capsule_keeps_the_load_and_frees_it_once(driver, model):

@@ -95,5 +95,7 @@ fn only_a_machine_without_vulkan_skips_tests() {
 #[test]
 fn cuda_in_every_command() {
     let library = dmalane_fake_cuda::library();
-    in_every_command(None, &format!("cuda:0,lib={}", library.display())).unwrap();
+    for binds in ["", ",vmm"] {
+        in_every_command(None, &format!("cuda:0{binds},lib={}", library.display())).unwrap();
+    }
 }

@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use dmalane_device::{DriverCopies, DriverCopy, NoIommu};
-use dmalane_queue::{Direction, Refusal, Registered};
+use dmalane_queue::{DeviceAddr, Direction, Refusal, Registered};
 
 use super::RawHandle;
 use super::context::Context;
@@ -42,7 +42,7 @@ impl BackToBack {
             copy.check(&self.registrar)?;
             let here = copy.address().ok_or(Refusal::NotRegistered)?;
             let (at, len) = (copy.at.bits(), copy.len as usize);
-            check_use(&mapped, at, copy.len)?;
+            check_use(&mapped, DeviceAddr::Card(copy.at), copy.len, copy.direction == Direction::FromHost)?;
             let [up, down] = self.streams[..] else { continue };
             match copy.direction {
                 Direction::FromHost => call!(driver.to_device(at, here as *const c_void, len, up.0)),

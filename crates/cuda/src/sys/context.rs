@@ -5,7 +5,10 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use super::ranges::{Mapped, Range, check, overlaps};
+use dmalane_addr::CardAddr;
+use dmalane_queue::DeviceAddr;
+
+use super::ranges::{Mapped, check, page_at};
 use super::{AccessDesc, AllocationProp, Attribute, Driver, Location, ON_DEVICE, RawHandle};
 use crate::Error;
 
@@ -71,7 +74,7 @@ impl Context {
         Ok((free as u64, total as u64))
     }
 
-    fn property(&self) -> AllocationProp {
+    pub(super) fn property(&self) -> AllocationProp {
         AllocationProp {
             kind: 1,
             handle_types: 0,
@@ -94,70 +97,30 @@ impl Context {
         Ok(bytes as u64)
     }
 
-    /// Allocates memory and maps it at an address of a [`Window`](super::Window) of this context; `len` is a multiple of
-    /// the granularity.
-    pub(super) fn map_new(&self, at: u64, len: u64) -> Result<(), Error> {
-        let mut mapped = self.mapped_mut();
-        if overlaps(&mapped, at, len) {
-            return Err(Error::Allocated(at));
-        }
-        let (driver, _current) = (self.driver, self.current()?);
-        let (mut handle, property, bytes) = (0, self.property(), len as usize);
-        call!(driver.create(&raw mut handle, bytes, &raw const property, 0))?;
-        let mapping = call!(driver.map(at, bytes, 0, handle, 0)).and_then(|()| {
-            // 3: read and write.
-            let access = AccessDesc { location: property.location, flags: 3 };
-            call!(driver.set_access(at, bytes, &raw const access, 1)).inspect_err(|_| {
-                let _ = call!(driver.unmap(at, bytes));
-            })
-        });
-        if let Err(e) = mapping {
-            // Steps that cannot be undone after an error stay with the driver.
-            let _ = call!(driver.release_memory(handle));
-            return Err(e);
-        }
-        mapped.insert(at, Range { len, handle, closed: false });
-        Ok(())
-    }
-
-    /// Unmaps all ranges within these addresses, and frees what they own, once all work of the context has ended.
-    /// The calls that undo something also report errors of earlier work, so they count as done.
-    ///
-    /// # Errors
-    /// When the driver does not say that the work has ended: then the memory stays mapped, though nothing new begins to
-    /// use it.
-    pub(super) fn unmap(&self, at: u64, len: u64) -> Result<(), Error> {
-        let end = at.saturating_add(len);
-        let mut mapped = self.mapped_mut();
-        if mapped.range(at..end).next().is_none() {
-            return Ok(());
-        }
-        let (driver, _current) = (self.driver, self.current_to_undo()?);
-        // From here on nothing begins to use it; what has begun ends.
-        mapped.range_mut(at..end).for_each(|(_, range)| range.closed = true);
-        drop(mapped);
-        self.settle()?;
-        let mut mapped = self.mapped_mut();
-        let inside: Vec<u64> = mapped.range(at..end).map(|(first, _)| *first).collect();
-        let mut result = Ok(());
-        for (first, range) in inside.iter().filter_map(|first| mapped.remove_entry(first)) {
-            result = result.and(call!(driver.unmap(first, range.len as usize)));
-            result = result.and(call!(driver.release_memory(range.handle)));
-        }
-        result
+    /// Sets the rights of the GPU to what is mapped; the context is current.
+    pub(super) fn set_access(&self, at: u64, len: u64, writable: bool) -> Result<(), Error> {
+        let driver = self.driver;
+        let location = Location { kind: ON_DEVICE, id: self.device };
+        let access = AccessDesc { location, flags: if writable { 3 } else { 1 } };
+        call!(driver.set_access(at, len as usize, &raw const access, 1))
     }
 
     /// Waits until all work of the context has ended: also that of kernels and other libraries, which were given
     /// pointers to memory that is about to go. Asked twice, in case that only the call failed.
-    fn settle(&self) -> Result<(), Error> {
+    pub(super) fn settle(&self) -> Result<(), Error> {
         let (driver, _current) = (self.driver, self.current_to_undo()?);
         let wait = || call!(driver.synchronize());
         wait().or_else(|_| wait())
     }
 
+    /// An error where no memory was allocated as one page.
+    pub(crate) fn has_page(&self, at: u64, page: u64) -> Result<(), Error> {
+        page_at(&self.mapped(), at, page).map(drop)
+    }
+
     /// A dma-buf of device memory, whole pages of the host.
     pub(crate) fn dma_buf(&self, at: u64, len: u64) -> Result<OwnedFd, Error> {
-        check(&self.mapped(), at, len).map_err(Error::NotAllocated)?;
+        check(&self.mapped(), DeviceAddr::Card(CardAddr::new(at)), len, false).map_err(Error::NotAllocated)?;
         let (driver, _current) = (self.driver, self.current()?);
         let mut fd: c_int = -1;
         // 1: CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.

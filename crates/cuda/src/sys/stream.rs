@@ -5,14 +5,14 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use dmalane_queue::{Completion, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
+use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
 
 use super::context::Context;
-use super::ranges::{Mapped, check_use, pointer};
+use super::ranges::{Mapped, check_use};
 use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side};
 use crate::Error;
 use crate::error::NOT_READY;
-use crate::plan::Step;
+use crate::plan::{Step, memory};
 
 /// Copies of one direction that go to the driver in one call. Their order is left to the driver, so no two of them
 /// write the same memory.
@@ -23,7 +23,7 @@ struct Batch {
 
 /// A copy in a batch.
 struct TransferRange {
-    at: Pointer,
+    at: DeviceAddr,
     here: Pointer,
     len: u64,
 }
@@ -161,8 +161,8 @@ impl Stream {
 
     fn step(&mut self, mapped: &Mapped, operation: &Operation, step: &Step) -> Result<(), OpError> {
         self.works()?;
-        for (at, len, _) in step.device().into_iter().flatten() {
-            check_use(mapped, pointer(at)?, len)?;
+        for (at, len, write) in step.device().into_iter().flatten() {
+            check_use(mapped, at, len, write)?;
         }
         // The address of host memory that the operation owns.
         let host = |index: usize, offset: u64, len: u64| {
@@ -176,7 +176,7 @@ impl Stream {
             && len <= BATCHED
         {
             let here = host(index, offset, len)? as Pointer;
-            return self.add_to_batch(mapped, direction, TransferRange { at: pointer(at)?, here, len });
+            return self.add_to_batch(mapped, direction, TransferRange { at, here, len });
         }
         self.send_batch(mapped)?;
         let (driver, stream) = (self.context.driver, self.raw.0);
@@ -225,8 +225,10 @@ impl Stream {
 
     fn add_to_batch(&mut self, mapped: &Mapped, direction: Direction, new: TransferRange) -> Result<(), OpError> {
         // Each slice of host memory is one operation's alone, but device memory may be written twice.
+        let (first, last) = memory(new.at, new.len);
         let twice = |range: &TransferRange| {
-            direction == Direction::FromHost && range.at < new.at + new.len && new.at < range.at + range.len
+            let (low, high) = memory(range.at, range.len);
+            direction == Direction::FromHost && first <= high && low <= last
         };
         let batch = &self.batch;
         if batch.direction != direction || batch.ranges.len() >= BATCH || batch.ranges.iter().any(twice) {
@@ -263,16 +265,16 @@ impl Stream {
         let to_device = direction == Direction::FromHost;
         for range in ranges {
             // Again, since it may have been unmapped while it waited.
-            check_use(mapped, range.at, range.len)?;
+            check_use(mapped, range.at, range.len, to_device)?;
         }
         self.open_calls += count;
         let done = if let [TransferRange { at, here, len, .. }] = *ranges {
             match to_device {
-                true => call!(driver.to_device(at, here as *const c_void, len as usize, stream)),
-                false => call!(driver.to_host(here as *mut c_void, at, len as usize, stream)),
+                true => call!(driver.to_device(at.bits(), here as *const c_void, len as usize, stream)),
+                false => call!(driver.to_host(here as *mut c_void, at.bits(), len as usize, stream)),
             }
         } else {
-            let device: Vec<Pointer> = ranges.iter().map(|range| range.at).collect();
+            let device: Vec<Pointer> = ranges.iter().map(|range| range.at.bits()).collect();
             let host: Vec<Pointer> = ranges.iter().map(|range| range.here).collect();
             let lens: Vec<usize> = ranges.iter().map(|range| range.len as usize).collect();
             let (to, from) = if to_device { (&device, &host) } else { (&host, &device) };

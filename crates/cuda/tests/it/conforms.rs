@@ -1,12 +1,14 @@
 //! The suites of devices and queues.
 
-use dmalane_addr::Span;
-use dmalane_cuda::{Error, gpus};
+use dmalane_addr::{Access, SgIndex, Span};
+use dmalane_cuda::{Binds, Error, gpus};
 use dmalane_device::conformance::suite;
 use dmalane_device::{AddressSpaceKind, Device};
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, OpError, Operation, QueueAddr, drain};
+use dmalane_vm::{BindRequest, Bo};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::gpu::{Gpu, LONG, Name, named, real};
@@ -18,22 +20,26 @@ fn conforms(name: &Name) {
 #[test]
 fn the_fake_gpu_takes_the_suite_of_devices() {
     let fake = Fake::turn();
-    conforms(&named(&fake));
-    fake.assert_clean("as it is");
+    for binds in [Binds::Flat, Binds::CuMemMap] {
+        conforms(&named(&fake, binds));
+        fake.assert_clean(&format!("{binds:?}"));
+    }
     fake.set("host-register", 0);
-    conforms(&named(&fake));
+    conforms(&named(&fake, Binds::Flat));
     fake.assert_clean("without registration");
     fake.set("virtual-memory", 0);
-    let refused = named(&fake).open().err().unwrap();
+    let refused = named(&fake, Binds::Flat).open().err().unwrap();
     assert!(refused.to_string().starts_with("the GPU does not support virtual memory (cuMemMap)"), "{refused}");
     fake.assert_clean("without virtual memory");
 }
 
 #[test]
 fn a_real_gpu_takes_the_suite_of_devices() {
-    match real() {
-        Some(name) => conforms(&name),
-        None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+    for binds in [Binds::Flat, Binds::CuMemMap] {
+        match real(binds) {
+            Some(name) => conforms(&name),
+            None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+        }
     }
 }
 
@@ -65,9 +71,19 @@ impl Fixture for Queues {
     fn queue(&mut self) -> Box<DeviceQueue> {
         self.now = None;
         let mut gpu = Gpu::open(&self.name).unwrap();
-        let (_, span) = gpu.allocate(TARGET).unwrap();
+        let (table, span) = gpu.allocate(TARGET).unwrap();
+        let mut at = DeviceAddr::Card(span.first());
+        if self.name.binds == Binds::CuMemMap {
+            let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+            let space = gpu.device.address_space();
+            let va = space.reserve(&table, TARGET).unwrap().first();
+            space
+                .apply(&[BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: TARGET, access: Access::RW }])
+                .unwrap();
+            at = space.at(va);
+        }
         let queue = gpu.queues.remove(1);
-        self.now = Some((gpu, DeviceAddr::Card(span.first())));
+        self.now = Some((gpu, at));
         queue
     }
 
@@ -102,16 +118,20 @@ impl Fixture for Queues {
 #[test]
 fn the_fake_gpu_takes_the_suite_of_queues() {
     let fake = Fake::turn();
-    conformance::suite(&mut Queues::new(named(&fake), 40));
-    fake.assert_clean("the suite of queues");
+    for (binds, rounds) in [(Binds::Flat, 40), (Binds::CuMemMap, 10)] {
+        conformance::suite(&mut Queues::new(named(&fake, binds), rounds));
+        fake.assert_clean("the suite of queues");
+    }
     assert!(fake.calls("cuMemcpyBatchAsync_v2") > 0, "small copies go in batches");
 }
 
 #[test]
 fn a_real_gpu_takes_the_suite_of_queues() {
-    match real() {
-        Some(name) => conformance::suite(&mut Queues::new(name, 60)),
-        None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+    for binds in [Binds::Flat, Binds::CuMemMap] {
+        match real(binds) {
+            Some(name) => conformance::suite(&mut Queues::new(name, 60)),
+            None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+        }
     }
 }
 
@@ -125,17 +145,17 @@ fn gpus_are_listed_and_found_by_number_and_uuid() {
     assert_eq!((all[0].memory, all[0].driver, all[0].copy_engines), (256 << 20, (13, 0), 2));
     assert!(all[0].virtual_memory && all[0].dma_buf && all[0].host_register);
     for which in ["1", uuid, "GPU-A1A1", "gpu-a1a1"] {
-        let name = Name { gpu: which.to_owned(), ..named(&fake) };
+        let name = Name { gpu: which.to_owned(), ..named(&fake, Binds::Flat) };
         assert_eq!(name.open().unwrap().gpu().number, 1);
     }
-    let missing = Name { gpu: "2".to_owned(), ..named(&fake) };
+    let missing = Name { gpu: "2".to_owned(), ..named(&fake, Binds::Flat) };
     let error = missing.open().err().unwrap();
     assert!(
         error.to_string().contains("no GPU 2; the driver has 0 (GPU-a0a0a0a0-") && error.fix().is_some(),
         "{error}"
     );
     for short in ["GPU-", "GPU-a1", "x"] {
-        let name = Name { gpu: short.to_owned(), ..named(&fake) };
+        let name = Name { gpu: short.to_owned(), ..named(&fake, Binds::Flat) };
         assert!(matches!(name.open().err(), Some(Error::NoGpu { .. })), "{short}");
     }
     fake.set("gpus", 0);
@@ -152,7 +172,7 @@ fn gpus_are_listed_and_found_by_number_and_uuid() {
 #[test]
 fn memory_is_exported_and_is_that_of_the_driver() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     assert_eq!(gpu.device.address_space().kind(), AddressSpaceKind::Flat);
     let (table, span) = gpu.allocate(3 << 20).unwrap();
     assert_eq!(span.len(), 4 << 20, "pages of 2 MiB");
@@ -176,7 +196,7 @@ fn memory_is_exported_and_is_that_of_the_driver() {
 fn two_devices_share_registrations_and_partly_registered_memory_is_refused() {
     let fake = Fake::turn();
     fake.set("gpus", 2);
-    let open = |n: u32| Gpu::open(&Name { gpu: n.to_string(), ..named(&fake) }).unwrap();
+    let open = |n: u32| Gpu::open(&Name { gpu: n.to_string(), ..named(&fake, Binds::Flat) }).unwrap();
     let (mut a, mut b) = (open(0), open(1));
     let buf = dmalane_dma::Heap::allocate(&dmalane_dma::AnonHeap::new(), 64 << 10).unwrap().share();
     let via = |gpu: &Gpu, range| {
@@ -208,7 +228,7 @@ fn two_devices_share_registrations_and_partly_registered_memory_is_refused() {
 #[test]
 fn operations_that_the_driver_has_not_got_are_taken_back() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (_, span) = gpu.allocate(4096).unwrap();
     let at = DeviceAddr::Card(span.first());
     fake.hold(true);
@@ -233,9 +253,46 @@ fn operations_that_the_driver_has_not_got_are_taken_back() {
 }
 
 #[test]
+fn writes_to_the_same_memory_by_two_addresses_keep_their_order() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, Binds::CuMemMap)).unwrap();
+    let (table, span) = gpu.allocate(2 << 20).unwrap();
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+    let space = gpu.device.address_space();
+    let ranges = [(); 2].map(|()| space.reserve(&table, 2 << 20).unwrap());
+    for range in &ranges {
+        space
+            .apply(&[BindRequest::Bind {
+                va: range.first(),
+                bo: bo.clone(),
+                offset: 0,
+                len: 2 << 20,
+                access: Access::RW,
+            }])
+            .unwrap();
+    }
+    let card = DeviceAddr::Card(span.first());
+    let [a, b] = ranges.each_ref().map(|range| space.at(range.first()));
+    for (i, (first, second)) in [(a, b), (b, a), (card, a), (a, card)].into_iter().enumerate() {
+        let bytes = [format!("first {i}"), format!("later {i}")];
+        let hosts = bytes.each_ref().map(|bytes| gpu.host(bytes.as_bytes()).unwrap());
+        for (host, at) in hosts.into_iter().zip([first, second]) {
+            let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+        }
+        assert!(drain(&mut *gpu.queues[0], LONG).iter().all(|end| end.result.is_ok()));
+        assert_eq!(gpu.read(0, card, 7).unwrap(), bytes[1].as_bytes(), "{first:?}, {second:?}");
+    }
+    for range in ranges {
+        gpu.device.address_space().release(range).unwrap();
+    }
+    drop(gpu);
+    fake.assert_clean("two addresses");
+}
+
+#[test]
 fn a_small_copy_whose_memory_is_freed_before_the_doorbell_is_refused() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (table, span) = gpu.allocate(2 << 20).unwrap();
     let host = gpu.host(b"small").unwrap();
     let _ticket = gpu.queues[0].submit(Operation::write(host, DeviceAddr::Card(span.first()))).unwrap();
@@ -248,9 +305,31 @@ fn a_small_copy_whose_memory_is_freed_before_the_doorbell_is_refused() {
 }
 
 #[test]
+fn a_small_copy_whose_address_is_unbound_before_the_doorbell_is_an_mmu_fault() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, Binds::CuMemMap)).unwrap();
+    let (table, _) = gpu.allocate(2 << 20).unwrap();
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 2 << 20).unwrap();
+    space
+        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 2 << 20, access: Access::RW }])
+        .unwrap();
+    let at = space.at(range.first());
+    let host = gpu.host(b"small").unwrap();
+    let _ticket = gpu.queues[0].submit(Operation::write(host, at)).unwrap();
+    gpu.device.address_space().release(range).unwrap();
+    gpu.queues[0].flush();
+    let ended = drain(&mut *gpu.queues[0], LONG);
+    assert_eq!(ended[0].result, Err(OpError::MmuFault(range.first())));
+    drop((ended, gpu));
+    fake.assert_clean("unbound before the doorbell");
+}
+
+#[test]
 fn a_queue_that_is_dropped_while_memory_is_freed_is_not_waited_for_any_more() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (_, busy) = gpu.allocate(2 << 20).unwrap();
     let (table, _) = gpu.allocate(2 << 20).unwrap();
     let idle = gpu.queues.pop().unwrap();

@@ -1,20 +1,20 @@
 //! Every call of the driver fails once: the error is clear, nothing is leaked, and no memory is freed that is in use.
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
-use dmalane_addr::{Access, CardAddr};
-use dmalane_cuda::{Error, gpus};
-use dmalane_device::{Device, DriverCopy, MemoryError, Placement};
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_cuda::{Binds, Error, gpus};
+use dmalane_device::{AddressSpaceKind, Device, DriverCopy, MemoryError, Placement, SpaceError};
 use dmalane_dma::{AnonHeap, Heap};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::gpu::{Gpu, Name, named};
 
 /// Calls that only tidy up: their failure is no error.
 const TIDY: &[&str] = &[
     "cuCtxPopCurrent_v2",
-    "cuCtxSynchronize",
     "cuDevicePrimaryCtxRelease_v2",
     "cuEventDestroy_v2",
     "cuMemAddressFree",
@@ -28,6 +28,7 @@ const TIDY: &[&str] = &[
 /// Calls with a fallback: an attribute is missing, an event cannot be had, a wait is repeated.
 const FORGIVEN: &[&str] = &[
     "cuCtxPushCurrent_v2",
+    "cuCtxSynchronize",
     "cuDeviceGetAttribute",
     "cuEventCreate",
     "cuEventQuery",
@@ -107,9 +108,56 @@ fn everything(name: &Name) -> Result<(), String> {
     if gpu.read(1, at(0), 5000)? != bytes[..5000] {
         return Err("other bytes of the heap".to_owned());
     }
+    if name.binds != Binds::Flat {
+        bound(&mut gpu, &table)?;
+    }
     let exported = gpu.device.gpu().dma_buf;
     drop(exported.then(|| gpu.device.export_dma_buf(span).map_err(|e| text(&e))).transpose()?);
     gpu.memory.free(table.segments()).map_err(|e| text(&e))
+}
+
+/// Binds, reads through the binding, unbinds.
+fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(table).unwrap()));
+    let space = gpu.device.address_space();
+    assert!(matches!(space.kind(), AddressSpaceKind::Driver { name: "cuMemMap" }) && space.page().bytes() == 2 << 20);
+    let range = space.reserve(table, 4 << 20).map_err(|e| e.to_string())?;
+    let bind = BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::READ };
+    space.apply(&[bind]).map_err(|e| e.to_string())?;
+    let at = space.at(range.first());
+    gpu.read(0, at, 5000)?;
+    // The pages change places, then the second is taken away.
+    let space = gpu.device.address_space();
+    let page = |i: u64| Span::new(DeviceVa::new(range.first().bits() + (i << 21)), 2 << 20).unwrap();
+    let swap = |i: u64| {
+        let (va, offset) = (page(i).first(), (1 - i) << 21);
+        BindRequest::Bind { va, bo: bo.clone(), offset, len: 2 << 20, access: Access::RW }
+    };
+    let batch = [swap(0), swap(1), BindRequest::Prefetch(page(0)), BindRequest::Unbind(page(1))];
+    space.apply(&batch).map_err(|e| e.to_string())?;
+    let third = Span::new(DeviceVa::new(range.first().bits() + (4 << 20)), 2 << 20).unwrap();
+    let odd = Span::new(DeviceVa::new(range.first().bits() + 4096), 4096).unwrap();
+    let mut gone = SgTable::new();
+    gone.push(CardAddr::new(1 << 46), 2 << 20).unwrap();
+    let gone = Arc::new(Bo::new(2, SgIndex::from_table(&gone).unwrap()));
+    for refused in [
+        BindRequest::Unbind(third),
+        BindRequest::Unbind(odd),
+        BindRequest::Null { va: range.first(), len: 1 },
+        BindRequest::Bind { va: range.first(), bo: gone, offset: 0, len: 2 << 20, access: Access::READ },
+    ] {
+        let refused = space.apply(&[swap(1), refused]).unwrap_err();
+        assert!(matches!(refused, SpaceError::NotReserved(_) | SpaceError::Refused(_)), "{refused:?}");
+    }
+    gpu.read(0, at, 5000)?;
+    let second = gpu.device.address_space().at(page(1).first());
+    match gpu.read(0, second, 5000) {
+        Ok(_) => panic!("nothing is bound there, nor was it by a batch that is refused"),
+        Err(e) if e.contains("MMU") => {}
+        Err(e) => return Err(e),
+    }
+    let unbound = gpu.device.address_space().release(range);
+    unbound.map_err(|e| e.to_string())
 }
 
 #[test]
@@ -117,9 +165,9 @@ fn every_call_fails_once() {
     let fake = Fake::turn();
     // The name of the function is in the error, unless its failure only means that something is not there.
     let (mut clear, mut missed) = (0, 0);
-    for register in [1, 0] {
+    for (binds, register) in [(Binds::Flat, 1), (Binds::CuMemMap, 1), (Binds::Flat, 0)] {
         fake.set("host-register", register);
-        let name = named(&fake);
+        let name = named(&fake, binds);
         everything(&name).unwrap();
         let Seen { leaks, violations, calls } = fake.seen();
         assert!(leaks.is_empty() && violations.is_empty(), "{leaks:?} {violations:?}");
@@ -143,7 +191,8 @@ fn every_call_fails_once() {
                     if (&**call, *code) == ("cuMemHostRegister_v2", 801) {
                         continue;
                     }
-                    let when = format!("{call}, call {nth} of {made}, fails with {code}, host-register {register}");
+                    let when =
+                        format!("{call}, call {nth} of {made}, fails with {code}, {binds:?}, host-register {register}");
                     fake.fail(call, nth, *code);
                     let result = everything(&name);
                     let failed = fake.has_failed();
@@ -176,7 +225,7 @@ fn every_call_fails_once() {
 fn every_call_that_breaks_the_context_is_named() {
     let calls = {
         let fake = Fake::turn();
-        everything(&named(&fake)).unwrap();
+        everything(&named(&fake, Binds::CuMemMap)).unwrap();
         fake.seen().calls
     };
     let mut clear = 0;
@@ -184,7 +233,7 @@ fn every_call_that_breaks_the_context_is_named() {
         let fake = Fake::turn();
         // An illegal address: all later calls answer the same.
         fake.fail_for_good(call, 1, 700);
-        let result = everything(&named(&fake));
+        let result = everything(&named(&fake, Binds::CuMemMap));
         let Seen { violations, .. } = fake.seen();
         // A broken context takes no calls that would unregister memory.
         let clean = violations.is_empty() || violations == "a context was released with host memory registered";
@@ -206,7 +255,7 @@ fn every_call_that_breaks_the_context_is_named() {
 fn where_registration_is_refused_the_driver_allocates_host_memory() {
     let fake = Fake::turn();
     fake.fail("cuMemHostRegister_v2", 1, 801);
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let notes = gpu.device.info().notes.join("; ");
     assert!(notes.contains("pinned by cuMemHostAlloc") && notes.contains("cuMemHostRegister"), "{notes}");
     let heap = gpu.registrar.heap(None);
@@ -235,7 +284,7 @@ fn where_registration_is_refused_the_driver_allocates_host_memory() {
 fn memory_of_a_broken_gpu_is_never_freed() {
     for call in ["cuEventQuery", "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
         let fake = Fake::turn();
-        let mut gpu = Gpu::open(&named(&fake)).unwrap();
+        let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
         let (_, span) = gpu.allocate(2 << 20).unwrap();
         let at = DeviceAddr::Card(span.first());
         let hosts = [gpu.host(&[1; 500_000]).unwrap(), gpu.host(&[2; 500_000]).unwrap()];
@@ -268,8 +317,14 @@ fn whatever_meets_a_lost_context_says_so() {
     // Also a client that MPS has ended, and an external device that failed.
     for (code, lost) in [700, 709, 214, 999, 810, 911].map(|code| (code, true)).into_iter().chain([(205, false)]) {
         let fake = Fake::turn();
-        let mut gpu = Gpu::open(&named(&fake)).unwrap();
-        let (_, span) = gpu.allocate(4 << 20).unwrap();
+        let mut gpu = Gpu::open(&named(&fake, Binds::CuMemMap)).unwrap();
+        let (table, span) = gpu.allocate(4 << 20).unwrap();
+        let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+        let space = gpu.device.address_space();
+        let bound = space.reserve(&table, 4 << 20).unwrap();
+        let bind = |va| [BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::RW }];
+        space.apply(&bind(bound.first())).unwrap();
+        let free = space.reserve(&table, 4 << 20).unwrap();
         let host = gpu.host(&[1; 4096]).unwrap();
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         fake.fail_for_good("cuCtxPushCurrent_v2", 1, code);
@@ -280,7 +335,11 @@ fn whatever_meets_a_lost_context_says_so() {
         };
         let registered = Registered::new(&*gpu.registrar, &buf, Access::RW).map(drop).unwrap_err();
         let dmalane_dma::Error::Backend(registered) = registered else { panic!("{code}: {registered:?}") };
-        for error in [memory, registered] {
+        let space = gpu.device.address_space();
+        let SpaceError::Driver(reserved) = space.reserve(&table, 4 << 20).unwrap_err() else { panic!("{code}: range") };
+        let SpaceError::Driver(bind) = space.apply(&bind(free.first())).unwrap_err() else { panic!("{code}: bind") };
+        let SpaceError::Invalidate(unbound) = space.release(bound).unwrap_err() else { panic!("{code}: unbind") };
+        for error in [memory, registered, reserved, bind, unbound] {
             let says = error.to_string().contains("the GPU's context is lost");
             assert!(matches!(error.downcast_ref(), Some(Error::Lost(_))) == lost && says == lost, "{code}: {error}");
         }
@@ -297,7 +356,7 @@ fn whatever_meets_a_lost_context_says_so() {
 #[test]
 fn a_queue_that_halted_by_an_error_of_one_call_ends_its_operations() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (_, span) = gpu.allocate(2 << 20).unwrap();
     fake.fail("cuEventQuery", 1, 999);
     let host = gpu.host(&[1; 500_000]).unwrap();
@@ -319,7 +378,7 @@ fn a_queue_that_halted_by_an_error_of_one_call_ends_its_operations() {
 #[test]
 fn memory_is_freed_behind_a_stream_that_did_not_confirm_its_end() {
     let fake = Fake::turn();
-    let mut gpu = Gpu::open(&named(&fake)).unwrap();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
     let (table, span) = gpu.allocate(2 << 20).unwrap();
     let host = gpu.host(&[1; 500_000]).unwrap();
     fake.hold(true);

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use dmalane_cuda::{CudaDevice, Gpu};
+use dmalane_cuda::{Binds, CudaDevice, Gpu};
 
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::SpecOption;
@@ -17,6 +17,8 @@ pub struct CudaSpec {
     pub gpu: String,
     /// The library of the driver, if it is not the usual one.
     pub library: Option<String>,
+    /// How it binds.
+    pub binds: Binds,
 }
 
 impl Spec for CudaSpec {
@@ -30,7 +32,7 @@ impl Spec for CudaSpec {
         if what.parse::<u32>().is_err() && !what.strip_prefix("GPU-").is_some_and(digits) {
             return Err(format!("{what:?} is neither the number of a GPU nor its UUID (GPU-...)").into());
         }
-        Ok(Self { gpu: what.to_owned(), library: None })
+        Ok(Self { gpu: what.to_owned(), library: None, binds: Binds::Flat })
     }
 
     fn what(&self) -> String {
@@ -39,6 +41,15 @@ impl Spec for CudaSpec {
 
     fn options() -> Vec<SpecOption<Self>> {
         vec![
+            SpecOption::flag(
+                "vmm",
+                "bind buffers by cuMemMap, in pages of 2 MiB",
+                |spec, _| {
+                    spec.binds = Binds::CuMemMap;
+                    Ok(())
+                },
+                |spec| (spec.binds == Binds::CuMemMap).then(String::new),
+            ),
             SpecOption::valued(
                 "lib",
                 "PATH",
@@ -54,7 +65,7 @@ impl Spec for CudaSpec {
     }
 
     fn open(&self, _: &OpenOptions) -> OpenResult {
-        Ok(Box::new(CudaDevice::open(&self.gpu, self.library.as_deref())?))
+        Ok(Box::new(CudaDevice::open(&self.gpu, self.library.as_deref(), self.binds)?))
     }
 
     fn list(root: &Path) -> Vec<Listed> {
@@ -74,6 +85,7 @@ impl Spec for CudaSpec {
                 ("pci", Some(gpu.pci)),
                 ("memory", Some(binary(gpu.memory))),
                 ("host_register", can(gpu.host_register)),
+                ("virtual_memory", can(gpu.virtual_memory)),
                 ("dma_buf", can(gpu.dma_buf)),
                 ("copy_engines", Some(gpu.copy_engines.to_string())),
             ],

@@ -53,8 +53,10 @@ fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
     }
 
     let fake = Fake::turn();
-    test(&format!("cuda:0,lib={}", fake.path()).parse().unwrap(), &default);
-    fake.assert_clean("cuda");
+    for binds in ["", ",vmm"] {
+        test(&format!("cuda:0{binds},lib={}", fake.path()).parse().unwrap(), &default);
+        fake.assert_clean(binds);
+    }
 }
 
 /// Runs `test` with the first GPU, if there is one.
