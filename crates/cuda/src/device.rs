@@ -66,8 +66,8 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// Opens a GPU by its number in the driver's order or its UUID, as `nvidia-smi -L` prints it, or the first digits of
-    /// that. The driver is `library`; `None` for that of [`LIBRARY_VARIABLE`](crate::LIBRARY_VARIABLE), else
+    /// Opens a GPU by its number in the driver's order or its UUID, as `nvidia-smi -L` prints it, or the first digits
+    /// of that. The driver is `library`; `None` for that of [`LIBRARY_VARIABLE`](crate::LIBRARY_VARIABLE), else
     /// [`LIBRARY`](crate::LIBRARY).
     ///
     /// # Errors
@@ -95,7 +95,7 @@ impl CudaDevice {
             false => Some("the GPU does not support cuMemHostRegister".to_owned()),
         };
         let registrar = registrar(&context, refused.is_none());
-        let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
+        let queue = Some(CudaQueue::new(&context, registrar.clone(), span.len())?);
         let notes = notes(&gpu, binds, granule, driver.has_batches(), refused.as_deref());
         let window = Arc::new(window);
         Ok(Self { queue, space, registrar, window, context, gpu, region: [region], notes })
@@ -122,8 +122,7 @@ impl CudaDevice {
     /// # Errors
     /// [`Error::Call`].
     pub fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
-        let (device, len) = (self.context.device(), self.window.len());
-        Ok(Box::new(CudaQueue::new(&self.context, device, self.registrar.clone(), len)?))
+        Ok(Box::new(CudaQueue::new(&self.context, self.registrar.clone(), self.window.len())?))
     }
 
     /// Gives allocated memory, whole 4 KiB pages, to other devices: a dma-buf, which holds the memory until it is
@@ -176,18 +175,10 @@ fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error>
 fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
     let context = context.clone();
     match pins {
-        true => NoIommu::calling(move |buffer, range| match Registered::new(&context, buffer, range) {
-            Ok(registered) => Ok(Box::new(registered)),
-            Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
-        }),
-        false => {
-            NoIommu::preferring(Arc::new(DriverHeap::new("cuMemHostAlloc", move |len| {
-                match PinnedMemory::allocate(&context, len) {
-                    Ok(memory) => Ok(Box::new(memory)),
-                    Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
-                }
-            })))
-        }
+        true => NoIommu::calling(move |buffer, range| Ok(Box::new(Registered::new(&context, buffer, range)?))),
+        false => NoIommu::preferring(Arc::new(DriverHeap::new("cuMemHostAlloc", move |len| {
+            Ok(Box::new(PinnedMemory::allocate(&context, len)?))
+        }))),
     }
 }
 

@@ -1,7 +1,5 @@
 //! Errors of the CUDA driver, with what helps against them.
 
-use std::ops::Range;
-
 use dmalane_queue::StopReason;
 use thiserror::Error;
 
@@ -71,14 +69,6 @@ pub enum Error {
     /// All memory of the GPU is taken.
     #[error("the GPU has no free memory")]
     NoMemory,
-    /// A range that the buffer does not have.
-    #[error("{range:?} are not bytes of a buffer of {len}")]
-    Range {
-        /// The range.
-        range: Range<usize>,
-        /// Bytes of the buffer.
-        len: usize,
-    },
 }
 
 /// `CUDA_ERROR_NO_DEVICE`.
@@ -138,6 +128,12 @@ impl Error {
             Self::Lost(call) => call.code(),
             _ => u32::MAX,
         }
+    }
+}
+
+impl From<Error> for dmalane_dma::Error {
+    fn from(error: Error) -> Self {
+        Self::Backend(Box::new(error))
     }
 }
 

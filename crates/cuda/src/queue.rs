@@ -84,8 +84,8 @@ impl Uses {
 
 impl CudaQueue {
     /// A queue on streams of its own. Host memory is registered by `registrar`; no operation is longer than `max_len`.
-    pub(crate) fn new(context: &Arc<Context>, device: i32, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
-        let longest = context.driver().attribute(device, Attribute::MaxPitch);
+    pub(crate) fn new(context: &Arc<Context>, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
+        let longest = context.attribute(Attribute::MaxPitch);
         Ok(Self {
             streams: [Stream::new(context)?, Stream::new(context)?],
             begun: VecDeque::new(),

@@ -1,7 +1,6 @@
 //! An address space made of mappings of the driver.
 
 use std::collections::BTreeMap;
-use std::error::Error as StdError;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
@@ -45,7 +44,8 @@ impl MapSpace {
     }
 
     fn not_pages(&self, va: DeviceVa, len: u64) -> SpaceError {
-        refused(format!("cannot bind or unbind {len} bytes at {va}: not whole pages of {}", self.page))
+        let page = self.page;
+        SpaceError::Refused(format!("cannot bind or unbind {len} bytes at {va}: not whole pages of {page}").into())
     }
 
     /// The reserved range in which these pages lie.
@@ -69,7 +69,7 @@ impl MapSpace {
                     let memory = end.and_then(|end| bo.sg().pages(*offset..end, self.page));
                     let memory = memory.ok_or_else(|| self.not_pages(*va, *len))?;
                     for (at, memory) in each(*va, *len).zip(memory) {
-                        self.context.has_page(memory.bits(), page).map_err(refused)?;
+                        self.context.has_page(memory.bits(), page).map_err(|e| SpaceError::Refused(e.into()))?;
                         let memory = Some((memory.bits(), access.contains(Access::WRITE)));
                         pages.insert(at, Page { window, at, memory });
                     }
@@ -80,15 +80,11 @@ impl MapSpace {
                     pages.extend(each(span.first(), span.len()).map(gone));
                 }
                 BindRequest::Prefetch(_) => {}
-                _ => return Err(refused(Error::Unsupported("null pages, or pages that repeat"))),
+                _ => return Err(SpaceError::Refused(Error::Unsupported("null pages, or pages that repeat").into())),
             }
         }
         Ok(pages.into_values().collect())
     }
-}
-
-fn refused(error: impl Into<Box<dyn StdError + Send + Sync>>) -> SpaceError {
-    SpaceError::Refused(error.into())
 }
 
 impl AddressSpace for MapSpace {

@@ -39,12 +39,9 @@ impl Context {
         Ok(Arc::new(Self { driver, device, raw: RawHandle(raw), mapped: RwLock::default() }))
     }
 
-    pub(crate) fn driver(&self) -> &'static Driver {
-        self.driver
-    }
-
-    pub(crate) fn device(&self) -> c_int {
-        self.device
+    /// An attribute of the GPU; 0 when the driver does not know it.
+    pub(crate) fn attribute(&self, attribute: Attribute) -> i32 {
+        self.driver.attribute(self.device, attribute)
     }
 
     pub(super) fn current(&self) -> Result<Current<'_>, Error> {
@@ -82,7 +79,7 @@ impl Context {
             win32: ptr::null_mut(),
             compression: 0,
             // Without it network cards cannot reach the memory.
-            rdma: u8::from(self.driver.attribute(self.device, Attribute::RdmaWithVirtualMemory) == 1),
+            rdma: u8::from(self.attribute(Attribute::RdmaWithVirtualMemory) == 1),
             usage: 0,
             reserved: [0; 4],
         }

@@ -14,24 +14,11 @@ use crate::Error;
 use crate::error::NOT_READY;
 use crate::plan::{Step, memory};
 
-/// Copies of one direction that go to the driver in one call. Their order is left to the driver, so no two of them
-/// write the same memory.
-struct Batch {
-    direction: Direction,
-    ranges: Vec<TransferRange>,
-}
-
 /// A copy in a batch.
 struct TransferRange {
     at: DeviceAddr,
     here: Pointer,
     len: u64,
-}
-
-impl Default for Batch {
-    fn default() -> Self {
-        Self { direction: Direction::FromHost, ranges: Vec::new() }
-    }
 }
 
 /// Copies in a batch, at most.
@@ -52,7 +39,11 @@ pub(crate) struct Stream {
     /// Begun since then.
     open: Vec<Completion>,
     open_bytes: u64,
-    batch: Batch,
+    /// Copies that go to the driver in one call. Their order is left to the driver, so no two of them write the same
+    /// memory.
+    batch: Vec<TransferRange>,
+    /// That of all copies in the batch.
+    direction: Direction,
     batches: bool,
     /// Calls that were made and are not known to have ended.
     calls: VecDeque<usize>,
@@ -74,7 +65,8 @@ impl Stream {
             groups: VecDeque::new(),
             open: Vec::new(),
             open_bytes: 0,
-            batch: Batch::default(),
+            batch: Vec::new(),
+            direction: Direction::FromHost,
             batches: driver.has_batches(),
             calls: VecDeque::new(),
             open_calls: 0,
@@ -230,19 +222,18 @@ impl Stream {
             let (low, high) = memory(range.at, range.len);
             direction == Direction::FromHost && first <= high && low <= last
         };
-        let batch = &self.batch;
-        if batch.direction != direction || batch.ranges.len() >= BATCH || batch.ranges.iter().any(twice) {
+        if self.direction != direction || self.batch.len() >= BATCH || self.batch.iter().any(twice) {
             self.send_batch(mapped)?;
         }
-        self.batch.direction = direction;
-        self.batch.ranges.push(new);
+        self.direction = direction;
+        self.batch.push(new);
         Ok(())
     }
 
     /// Gives the driver the copies that wait for it. When it refuses, all operations since the last event have failed:
     /// which of them were part of the batch is not known.
     fn send_batch(&mut self, mapped: &Mapped) -> Result<(), OpError> {
-        let Batch { direction, ranges } = std::mem::take(&mut self.batch);
+        let (direction, ranges) = (self.direction, std::mem::take(&mut self.batch));
         if ranges.is_empty() {
             return Ok(());
         }
@@ -304,7 +295,7 @@ impl Stream {
             Err(e) => {
                 // Operations that wait in the batch were not begun.
                 let error = self.failed(e);
-                self.batch = Batch::default();
+                self.batch.clear();
                 self.fail_open(&error);
                 None
             }
