@@ -27,11 +27,13 @@
 
 mod device;
 mod error;
+mod gpu;
 mod plan;
 mod queue;
 mod sys;
 mod vram;
 
-pub use device::{CudaDevice, Gpu, gpus};
+pub use device::{CudaDevice, gpus};
 pub use error::Error;
+pub use gpu::Gpu;
 pub use sys::{LIBRARY, LIBRARY_VARIABLE};

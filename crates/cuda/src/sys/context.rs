@@ -94,8 +94,8 @@ impl Context {
         Ok(bytes as u64)
     }
 
-    /// Allocates memory and maps it at an address of a [`Window`](super::Window) of this context; `len` is a multiple of
-    /// the granularity.
+    /// Allocates memory and maps it at an address of a [`Window`](super::Window) of this context; `len` is a multiple
+    /// of the granularity.
     pub(super) fn map_new(&self, at: u64, len: u64) -> Result<(), Error> {
         let mut mapped = self.mapped_mut();
         if overlaps(&mapped, at, len) {
