@@ -52,7 +52,7 @@ pub trait Address:
 }
 
 macro_rules! address {
-    ($(#[doc = $doc:literal])* $name:ident, $space:literal) => {
+    ($(#[doc = $doc:literal])* $name:ident, $space:literal, $shown:literal) => {
         $(#[doc = $doc])*
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(transparent)]
@@ -90,7 +90,7 @@ macro_rules! address {
 
         impl Display for $name {
             fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                write!(f, "{} {:#x}", $space, self.0)
+                write!(f, $shown, $space, self.0)
             }
         }
 
@@ -104,23 +104,23 @@ macro_rules! address {
 
 address! {
     /// An address of host memory as the memory controller sees it.
-    PhysAddr, "physical address"
+    PhysAddr, "physical address", "{} {:#x}"
 }
 address! {
     /// An IO virtual address: what a device puts on the bus, translated by the IOMMU.
-    Iova, "IOVA"
+    Iova, "IOVA", "{} {:#x}"
 }
 address! {
     /// A device virtual address: what a program on the device uses, translated by the device's own MMU.
-    DeviceVa, "device VA"
+    DeviceVa, "device VA", "{} {:#x}"
 }
 address! {
     /// An address of the card's own memory (DDR or HBM).
-    CardAddr, "card address"
+    CardAddr, "card address", "{} {:#x}"
 }
 address! {
     /// A byte position in a file.
-    FileOffset, "file offset"
+    FileOffset, "file offset", "{} {}"
 }
 
 #[cfg(test)]

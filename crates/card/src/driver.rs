@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_dma::{Heap, Mmio};
-use dmalane_queue::{Area, Capabilities};
+use dmalane_queue::Area;
 
 use crate::layout::regions;
 use crate::registers::Registers;
@@ -19,7 +19,6 @@ pub struct Card<B: Mmio> {
     bus: Arc<B>,
     layout: CardLayout,
     max_len: u64,
-    capabilities: Capabilities,
     mmu_format: Option<&'static str>,
     rings: Arc<Shelf>,
 }
@@ -61,10 +60,7 @@ impl<B: Mmio> Card<B> {
         registers.until("reset", || Ok(registers.read(regs::CONTROL)? & 1 == 0))?;
         let rings = (0..channels).map(|_| Rings::new(&*bus, heap, entries).map(Some)).collect::<Result<_, _>>()?;
         let rings = Arc::new(Shelf::new(rings));
-        // A card of version 1.0 copies and does nothing else.
-        let copies = Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::STOP | Capabilities::ORDERED;
-        let capabilities = if version & 0xffff == 0 { copies } else { Capabilities::all() };
-        Ok(Self { bus, layout, max_len: max_len.into(), capabilities, mmu_format, rings })
+        Ok(Self { bus, layout, max_len: max_len.into(), mmu_format, rings })
     }
 
     /// The bus that the card is on.
@@ -100,7 +96,7 @@ impl<B: Mmio> Card<B> {
             Some(slot) => slot.take(),
         };
         let rings = taken.ok_or(Error::ChannelTaken(index))?;
-        CardQueue::start(self.bus.clone(), self.rings.clone(), rings, index, self.max_len, self.capabilities)
+        CardQueue::start(self.bus.clone(), self.rings.clone(), rings, index, self.max_len)
     }
 
     /// Table memory for the card's MMU in part of the card's memory, which must be used for nothing else.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
-    CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation,
-    Queue, QueueAddr, QueueState, Refusal, Refused, StopReason, Ticket, Work,
+    Cancelled, Capabilities, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation, Queue,
+    QueueAddr, QueueState, Refusal, Refused, StopReason, Ticket, Work,
 };
 
 use crate::in_flight::InFlight;
@@ -41,7 +41,6 @@ pub struct CardQueue<B: Mmio> {
     rings: Option<Rings>,
     index: usize,
     max_len: u64,
-    capabilities: Capabilities,
     /// Descriptors collected since the start; modulo 2^32 the card's number for the next.
     head: u64,
     /// Descriptors written since the start.
@@ -74,7 +73,6 @@ impl<B: Mmio> CardQueue<B> {
         rings: Rings,
         index: usize,
         max_len: u64,
-        capabilities: Capabilities,
     ) -> Result<Self, Error> {
         let mut this = Self {
             flying: InFlight::new(),
@@ -84,7 +82,6 @@ impl<B: Mmio> CardQueue<B> {
             rings: Some(rings),
             index,
             max_len,
-            capabilities,
             head: 0,
             tail: 0,
             submitted: 0,
@@ -119,11 +116,6 @@ impl<B: Mmio> CardQueue<B> {
         self.released = false;
         self.state.restart();
         Ok(())
-    }
-
-    /// Which of the card's channels this is.
-    pub fn index(&self) -> usize {
-        self.index
     }
 
     /// Places in the ring that are free: a plain operation takes one, a shape one more, a gather list one for each of
@@ -171,8 +163,6 @@ impl<B: Mmio> CardQueue<B> {
         let len = host.slice.len() as u64;
         let mapping = host.via.as_ref()?.mapping();
         let span = mapping.iova_of(&host.slice)?; // of no bytes there is none
-        // A card of version 1.0 refuses the hint.
-        let cache = if self.capabilities.contains(Capabilities::CANCEL) { *cache } else { CacheHint::Auto };
         let good = self.state.is_running()
             && len <= self.max_len
             && at.advance(len - 1).is_some()
@@ -180,13 +170,13 @@ impl<B: Mmio> CardQueue<B> {
             && self.bus.owns(mapping)
             && self.tail - self.head < self.capacity() as u64;
         let task = Task::Copy { direction: *direction, host: span.first(), card: *at, len: len as u32 };
-        good.then_some((Descriptor { task, chained: false, cache, cookie: self.tail as u32 }, len))
+        good.then_some((Descriptor { task, chained: false, cache: *cache, cookie: self.tail as u32 }, len))
     }
 
     /// Checks whether an operation can be accepted; gives the number of its descriptors.
     fn check(&self, operation: &Operation) -> Result<u32, Refusal> {
         self.state.check_running()?;
-        operation.admit(self.capabilities, self.limits())?;
+        operation.admit(Capabilities::all(), self.limits())?;
         operation.check_registered(&*self.bus)?;
         let slots = match (&operation.shape, &operation.work) {
             (Some(_), _) => 2,
@@ -505,7 +495,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.capabilities
+        Capabilities::all()
     }
 
     fn in_flight(&self) -> usize {
@@ -594,9 +584,6 @@ impl<B: Mmio> Queue for CardQueue<B> {
             return Cancelled::Unknown;
         }
         let descriptors = self.descriptors_of(number);
-        if !self.capabilities.contains(Capabilities::CANCEL) {
-            return Cancelled::TooLate;
-        }
         if descriptors.start >= self.submitted
             && let Some(operation) = self.flying.take(number)
         {

@@ -10,7 +10,7 @@ pub const BAR_MEMORY: u8 = 2;
 /// The value of [`ID`] ("DMLC").
 pub const ID_VALUE: u32 = 0x434c_4d44;
 /// The value of [`VERSION`]: major in the upper half, minor in the lower. A driver accepts any minor of its major.
-pub const VERSION_VALUE: u32 = 0x0001_0001;
+pub const VERSION_VALUE: u32 = 0x0001_0000;
 /// Channels, at most.
 pub const MAX_CHANNELS: u32 = 16;
 /// Logarithm of the longest ring, in entries.
@@ -85,7 +85,7 @@ pub const CH_BYTES_C2H: u64 = 0x40;
 pub const CH_OK: u64 = 0x48;
 /// Per channel, read-only, 64 bits: descriptors that completed with an error.
 pub const CH_FAILED: u64 = 0x50;
-/// Per channel, 64 bits, since 1.1: a number of a descriptor, and 1 in the upper half. When the operation that begins
+/// Per channel, 64 bits: a number of a descriptor, and 1 in the upper half. When the operation that begins
 /// with that descriptor has not ended, the card ends it as soon as it comes to it. Cleared by the card, and by a stop.
 pub const CH_CANCEL: u64 = 0x58;
 

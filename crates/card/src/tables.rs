@@ -66,12 +66,7 @@ impl<B: Mmio> CardTables<B> {
     fn write(&mut self, slot: usize, range: Range<usize>) -> bool {
         let at = self.addr(slot).bits() + 8 * range.start as u64;
         let entries = &self.copy[slot][range];
-        let written = if cfg!(target_endian = "little") {
-            self.bus.write_bytes(BAR_MEMORY, at, entries.as_bytes())
-        } else {
-            let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-            self.bus.write_bytes(BAR_MEMORY, at, &bytes)
-        };
+        let written = self.bus.write_bytes(BAR_MEMORY, at, entries.as_bytes());
         self.noted(written)
     }
 

@@ -12,36 +12,12 @@ use dmalane_device::{
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
+use crate::error::Error;
+use crate::gpu::Gpu;
 use crate::queue::CudaQueue;
-use crate::space::MapSpace;
+use crate::space::{Binds, MapSpace};
 use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
-use crate::{Binds, Error};
-
-/// A GPU, as far as the driver describes it without using it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Gpu {
-    /// Its number, in the driver's order.
-    pub number: u32,
-    /// Its name ("NVIDIA H100 80GB HBM3").
-    pub name: String,
-    /// Its UUID ("GPU-2918fc3f-...").
-    pub uuid: String,
-    /// Its PCI address ("0000:00:06.0").
-    pub pci: String,
-    /// Its memory, in bytes.
-    pub memory: u64,
-    /// The newest CUDA that the driver knows, major and minor.
-    pub driver: (u32, u32),
-    /// Memory can be mapped anywhere (`cuMemMap`), which is needed to open it.
-    pub virtual_memory: bool,
-    /// Its memory can be given to other devices as a dma-buf.
-    pub dma_buf: bool,
-    /// Host memory can be pinned for it (`cuMemHostRegister`).
-    pub host_register: bool,
-    /// Copies that run at the same time.
-    pub copy_engines: u32,
-}
 
 /// The GPUs of this machine, by the driver's library as [`CudaDevice::open`] finds it. No context is created.
 ///

@@ -27,14 +27,16 @@
 
 mod device;
 mod error;
+mod gpu;
 mod plan;
 mod queue;
 mod space;
 mod sys;
 mod vram;
 
-pub use device::{CudaDevice, Gpu, gpus};
+pub use device::{CudaDevice, gpus};
 pub use error::Error;
+pub use gpu::Gpu;
 pub use space::Binds;
 #[cfg(feature = "by-hand")]
 pub use sys::PlainBinds;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_sim::{CardConfig, CardMemory, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
+use dmalane_sim::{CardMemory, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
@@ -64,7 +64,6 @@ impl Function {
         let card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
         let charge = take(&accounts.memory, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
-        let config = CardConfig { ddr, hbm, channels: queues, workers: Workers::Inline };
         let page = Page::new().map_err(|e| failed(&e))?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pairs = (0..queues).map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None));
@@ -81,7 +80,7 @@ impl Function {
             e => failed(&e),
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
-        let card = SoftCard::with_memory(memory, config, || host.port(), |_| {}).map_err(refused)?;
+        let card = SoftCard::new(memory, (queues, Workers::Inline), || host.port(), |_| {}).map_err(refused)?;
         Ok((Self { card, host, page, kick, calls, ddr, hbm, user, card_memory }, theirs))
     }
 

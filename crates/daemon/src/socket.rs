@@ -1,21 +1,14 @@
 //! Sends and receives messages with descriptors over a SEQPACKET socket.
 
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use dmalane_dma::{receive_with_fds, send_with_fds};
 use nix::libc;
 use nix::sys::socket::SetSockOpt;
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use rustix::net::{RecvFlags, SendFlags};
 
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
-
-/// Most descriptors that the kernel passes in one message (SCM_MAX_FD): with room for all, the kernel closes none.
-const KERNEL_FDS: usize = 253;
 
 /// `SO_PASSRIGHTS` of asm-generic/socket.h, since Linux 6.16: whether a socket takes descriptors.
 const SO_PASSRIGHTS: libc::c_int = 83;
@@ -49,44 +42,26 @@ pub(crate) fn receive(
     buffer: &mut [u8; MAX_MESSAGE],
     fds: &mut Vec<OwnedFd>,
 ) -> Result<Received, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let mut take = || recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags);
+    let mut take = || receive_with_fds(&socket, buffer, RecvFlags::DONTWAIT);
     // A peer that leaves messages unread resets the connection. The kernel reports that once, before messages that the
     // peer sent earlier, such as the reason of a refusal.
     let got = match take().or_else(|e| if e == Errno::CONNRESET { take() } else { Err(e) }) {
         Ok(got) => got,
-        Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+        Err(Errno::AGAIN) => return Ok(Received::Nothing),
         Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
         Err(e) => return Err(e),
     };
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            fds.extend(rights);
-        }
-    }
-    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
+    fds.extend(got.fds);
+    if got.is_cut || fds.len() > MAX_FDS {
         return Ok(Received::TooMuch);
     }
-    Ok(if got.bytes == 0 { Received::End } else { Received::Message(got.bytes) })
+    Ok(if got.len == 0 { Received::End } else { Received::Message(got.len) })
 }
 
 /// Sends one message.
 pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> Result<(), Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(Errno::TOOMANYREFS);
-    }
-    let mut flags = SendFlags::NOSIGNAL;
-    flags.set(SendFlags::DONTWAIT, !wait);
-    loop {
-        match sendmsg(&socket, &[IoSlice::new(message)], &mut control, flags) {
-            Err(Errno::INTR) => {}
-            other => return other.map(drop),
-        }
-    }
+    let flags = if wait { SendFlags::empty() } else { SendFlags::DONTWAIT };
+    send_with_fds(socket, message, fds, flags).map(drop)
 }
 
 /// Kicks the daemon. The write fails only when the eventfd's count is full, and then the daemon is awake anyway.

@@ -4,7 +4,6 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
@@ -20,8 +19,6 @@ pub struct NoIommu(Arc<Names>);
 /// The names that are in use.
 struct Names {
     state: Mutex<State>,
-    /// Grows whenever a name is given up.
-    given_up: AtomicU64,
     register: Option<Box<Register>>,
     heap: Option<Arc<dyn Heap>>,
 }
@@ -62,17 +59,7 @@ impl NoIommu {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
         let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
         let state = State { iovas, next: 0, live: BTreeMap::new() };
-        Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0), register, heap }))
-    }
-
-    /// A number that changes whenever a registration was undone.
-    pub fn undone(&self) -> u64 {
-        self.0.given_up.load(Ordering::Acquire)
-    }
-
-    /// True while the registration that begins there exists.
-    pub fn is_live(&self, iova: Iova) -> bool {
-        self.0.lock().live.contains_key(&iova)
+        Self(Arc::new(Names { state: Mutex::new(state), register, heap }))
     }
 
     fn owner(&self) -> Arc<dyn Undo> {
@@ -97,7 +84,6 @@ impl Undo for Names {
         // The driver is called without the lock.
         drop(self.lock().live.remove(&lease.span().first()));
         self.lock().iovas.free(lease);
-        self.given_up.fetch_add(1, Ordering::Release);
         true
     }
 
@@ -165,12 +151,9 @@ mod tests {
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         let mut seen = BTreeSet::new();
         for _ in 0..10 {
-            let before = registrar.undone();
             let registered = Registered::new(&registrar, &buf, Access::RW).unwrap();
             let first = registered.mapping().span().first();
-            assert!(registrar.is_live(first) && registrar.owns(registered.mapping()) && seen.insert(first));
-            drop(registered);
-            assert!(!registrar.is_live(first) && registrar.undone() == before + 1);
+            assert!(registrar.owns(registered.mapping()) && seen.insert(first));
         }
     }
 

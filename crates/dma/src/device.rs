@@ -155,13 +155,28 @@ pub trait HeldMem {
     ///
     /// # Errors
     /// As [`HeldMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
-    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault>;
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        self.write_words(into, &[Some(value)])
+    }
 
-    /// Writes every word that is not `None` as [`HeldMem::write_word`] does; word `i` goes to `into + 8 * i`.
+    /// Writes every word that is not `None` as [`HeldMem::write_word`] does; word `i` goes to `into + 8 * i`. The
+    /// provided method needs stretches that begin and end at words.
     ///
     /// # Errors
     /// As there; words before the fault may have been written or not.
-    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault>;
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
+        if !into.bits().is_multiple_of(8) {
+            return Err(DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 });
+        }
+        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
+            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
+                if let Some(word) = word {
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the stretch");
+                }
+            }
+            true
+        })
+    }
 }
 
 /// An access that the IOMMU refused.

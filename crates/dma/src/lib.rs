@@ -49,6 +49,7 @@ mod processor;
 mod registrar;
 mod room;
 mod slice;
+mod socket;
 mod sys;
 mod volatile;
 
@@ -71,5 +72,6 @@ pub use processor::CopyHint;
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, memory_limit, room, room_at};
 pub use slice::BufferSlice;
+pub use socket::{ReceivedBytes, receive_with_fds, send_with_fds};
 pub use sys::{DriverMemory, FileMapping};
 pub use volatile::{VolatileSlice, stream_fence};

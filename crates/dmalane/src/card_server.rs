@@ -245,7 +245,8 @@ impl CardModel {
         memory.set_bus_master(false);
         // Compact, since HBM at its usual address would need a BAR of 512 GiB.
         let compact = CardMemory::compact(config.ddr, config.hbm)?;
-        let card = Arc::new(SoftCard::with_memory(compact, config, || memory.port(), interrupt)?);
+        let threads = (config.channels, config.workers);
+        let card = Arc::new(SoftCard::new(compact, threads, || memory.port(), interrupt)?);
         let end = card.memory().hbm().last().bits().max(card.memory().ddr().last().bits());
         // The length of a BAR is a power of two.
         let memory_len = (end + 1).next_power_of_two();

@@ -10,7 +10,7 @@ use dmalane::addr::{Access, Address, CardAddr, FileOffset};
 use dmalane::device::Device as _;
 use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::{
-    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
+    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, quarantined_bytes,
 };
 use dmalane::queue::{
     Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, StallWatch,
@@ -287,7 +287,7 @@ fn what_a_driver_can_do_to_a_node() {
     let before = fs.fresh();
     let probed = fs.open(FileDeviceOptions { probe_at: Some(1 << 20), ..small }).unwrap();
     assert!(fs.device.memory.lock().unwrap().0 == before);
-    assert!(!probed.how().probed && probed.how().backend == IoBackend::Workers, "{}", probed.how());
+    assert!(!probed.how().uring, "{}", probed.how());
     assert!(probed.how().to_string().contains("on FUSE, Linux can report a short"), "{}", probed.how());
     drop((queue, probed, end));
     assert_eq!((heap.stats().live, quarantined_bytes()), (0, 0));

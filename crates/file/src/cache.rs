@@ -11,15 +11,12 @@ use crate::{Residency, ring};
 
 /// The kernel counts in these; larger folios are counted as several.
 pub(crate) const PAGE: u64 = 4096;
-/// Where a mapping may begin, whatever pages the machine has.
-const PAGES: u64 = 64 << 10;
 
 /// Asks what of `len` bytes from `offset` on is cached.
 ///
 /// By `cachestat`; where that is not known (before Linux 6.5) or forbidden (by a seccomp profile, or to anybody but the
-/// file's owner), by `mincore`, which does not report dirty pages and takes longer for large files, and answers only a
-/// process that owns the file or may write it. For others, by reading a byte of up to 64 evenly spaced pages with
-/// `RWF_NOWAIT`: an estimate, for which the kernel may read the pages that were missing.
+/// file's owner), by reading a byte of up to 64 evenly spaced pages with `RWF_NOWAIT`: an estimate without dirty pages,
+/// for which the kernel may read the pages that were missing.
 ///
 /// # Errors
 /// The kernel's: `EOPNOTSUPP` for hugetlbfs and for file systems where no method works, `EBADF` or `ENODEV` for
@@ -34,26 +31,9 @@ pub fn residency(file: &File, offset: u64, len: u64) -> io::Result<Residency> {
             let dirty = bytes(cached.dirty.saturating_add(cached.writeback));
             Ok(Residency { bytes: len, cached: bytes(cached.pages), dirty })
         }
-        Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::NOSYS | Errno::PERM)) => by_mincore(file, offset, len),
+        Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::NOSYS | Errno::PERM)) => by_probes(file, offset, len),
         Err(e) => Err(e),
     }
-}
-
-fn by_mincore(file: &File, offset: u64, len: u64) -> io::Result<Residency> {
-    let stat = rustix::fs::fstat(file)?;
-    let owned = stat.st_uid == rustix::process::geteuid().as_raw();
-    // To others the kernel says that everything is cached: who reads what is a secret.
-    let name = format!("/proc/self/fd/{}", file.as_raw_fd());
-    if !owned && rustix::fs::access(name, rustix::fs::Access::WRITE_OK).is_err() {
-        return by_probes(file, offset, len, u64::try_from(stat.st_size).unwrap_or(0));
-    }
-    let bytes = len;
-    // Nothing is cached past the end, and nobody needs a mapping of that.
-    let size = u64::try_from(stat.st_size).unwrap_or(0);
-    let end = offset.saturating_add(len).min(size);
-    let first = offset / PAGES * PAGES;
-    let cached = if end > first { ring::mincore(file, first, end - first)? } else { 0 };
-    Ok(Residency { bytes, cached: cached.saturating_mul(PAGE), dirty: 0 })
 }
 
 /// Pages that are probed at most.
@@ -61,7 +41,8 @@ const PROBES: u64 = 64;
 
 /// Estimates from reads that do not wait. The kernel starts to read a page that is missing before it says so: where the
 /// disk answers within the call, the page counts as cached, and the estimate is too high.
-fn by_probes(file: &File, offset: u64, len: u64, size: u64) -> io::Result<Residency> {
+fn by_probes(file: &File, offset: u64, len: u64) -> io::Result<Residency> {
+    let size = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
     // A description of its own, so that the hint below is nobody else's; where it cannot be had, the hint is left out.
     let again = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
     if let Some(again) = &again {
@@ -99,7 +80,7 @@ mod tests {
         std::fs::write(file.path(), vec![1; len as usize]).unwrap();
         file.as_file().sync_all().unwrap();
         let opened = File::open(file.path()).unwrap();
-        let probe = |at, n| match by_probes(&opened, at, n, len) {
+        let probe = |at, n| match by_probes(&opened, at, n) {
             Ok(seen) => Some(seen),
             Err(e) => {
                 println!("SKIPPED: reads that do not wait: {e}");
@@ -158,36 +139,5 @@ mod tests {
         } else {
             println!("SKIPPED: the file system keeps its pages: {seen}");
         }
-    }
-
-    /// Both ways of asking say the same of random ranges of a file that is partly cached.
-    #[test]
-    fn without_cachestat_the_pages_are_counted() {
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        let len = 3_000_000;
-        std::fs::write(file.path(), vec![1; len]).unwrap();
-        file.as_file().sync_all().unwrap();
-        let opened = File::open(file.path()).unwrap();
-        rustix::fs::fadvise(&opened, 0, None, Advice::DontNeed).unwrap();
-        rustix::fs::fadvise(&opened, 0, None, Advice::Random).unwrap();
-        for at in [5, 1_000_000, 1_004_096, 2_999_999] {
-            std::os::unix::fs::FileExt::read_exact_at(&opened, &mut [0], at).unwrap();
-        }
-        let mut x = 1u64;
-        for _ in 0..200 {
-            let mut next = || {
-                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (x >> 33) % (len as u64 + 100_000)
-            };
-            // Where a mapping may begin: the other method does not ask about bytes before the range.
-            let (at, n) = (next() / PAGES * PAGES, next() + 1);
-            let counted = by_mincore(&opened, at, n).unwrap();
-            match ring::cachestat(&opened, at, n) {
-                Ok(cached) => assert_eq!(counted.cached, cached.pages * PAGE, "{at} {n}"),
-                Err(e) => return println!("SKIPPED: cachestat: {e}"),
-            }
-        }
-        assert_eq!(by_mincore(&opened, 1 << 40, 5).unwrap(), Residency { bytes: 5, cached: 0, dirty: 0 });
-        assert_eq!(by_mincore(&opened, 1_010_000, 5).unwrap().bytes, 5);
     }
 }

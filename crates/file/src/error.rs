@@ -53,7 +53,7 @@ pub enum Error {
     },
 }
 
-/// Why a file is not read or written in a faster way: past the page cache, through io_uring, with fixed buffers.
+/// Why a file is not read or written in a faster way: past the page cache, through io_uring.
 ///
 /// Numbers of errors are the kernel's.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
@@ -121,17 +121,12 @@ pub enum Fallback {
     /// The kernel refused to enter a ring that it had made.
     #[error("io_uring failed: {}", os(*.0))]
     RingFailed(i32),
-    /// The kernel has no fixed buffers.
-    #[error("io_uring has no fixed buffers: {}", os(*.0))]
-    NoFixedBuffers(i32),
-    /// The kernel refused to fix a buffer.
-    #[error("a fixed buffer was refused: {}{}", os(*errno), locked(*left))]
-    FixedBuffer {
-        /// The kernel's answer.
-        errno: i32,
-        /// Bytes that this process may still lock, where that is the limit.
-        left: Option<u64>,
-    },
+    /// [`FileDeviceOptions::probe_at`](crate::FileDeviceOptions::probe_at) names no address.
+    #[error("io_uring was not tried: that needs an offset (file:PATH,probe-at=OFFSET, FileDeviceOptions::probe_at)")]
+    NotProbed,
+    /// A probe of io_uring did not find what it should; its observation.
+    #[error("not io_uring: {0}")]
+    Probe(String),
     /// No thread could be started.
     #[error("cannot start a thread: {}", os(*.0))]
     Thread(i32),
@@ -142,10 +137,6 @@ pub enum Fallback {
 
 fn os(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
-}
-
-fn locked(left: Option<u64>) -> String {
-    left.map_or(String::new(), |left| format!("; this process may lock {left} more bytes (raise it with ulimit -l)"))
 }
 
 /// The number of an error of the kernel.

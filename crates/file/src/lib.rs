@@ -43,10 +43,7 @@ mod source;
 mod stream;
 
 pub use cache::residency;
-pub use device::{
-    BackendReason, BadProbeAddress, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
-    FileDeviceQueue, HoldsData, IoBackend, ProbeError,
-};
+pub use device::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, HoldsData};
 pub use error::{Error, Fallback};
 pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use dmalane_dma::BufferSlice;
-use dmalane_queue::{Completion, HostSlice, OpError, Operation, QueueAddr, Refusal, Registered, Ticket, Work};
+use dmalane_queue::{Completion, HostSlice, OpError, Operation, QueueAddr, Refusal, Ticket, Work};
 
 use crate::ring::{Ask, Request};
 
@@ -50,10 +50,6 @@ impl<A: QueueAddr> Op<A> {
 
     pub fn operation(&self) -> &Operation<A> {
         &self.operation
-    }
-
-    pub fn via(&self) -> Option<&Registered> {
-        self.operation.hosts().first()?.via.as_ref()
     }
 
     /// The memory that was not cut off yet, and its place in the file; `None` when there is none, or when the operation

@@ -10,7 +10,6 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -60,17 +59,6 @@ pub(crate) enum Ask {
     ReadCached,
     /// Write it out.
     Write,
-    /// Fill memory that [`Ring::fix`] has put under this number.
-    ReadFixed(u16),
-    /// Write such memory out.
-    WriteFixed(u16),
-}
-
-impl Ask {
-    /// True when memory is written out.
-    pub fn is_write(self) -> bool {
-        matches!(self, Self::Write | Self::WriteFixed(_))
-    }
 }
 
 /// One kernel read or write: `slice` is to be filled or written out from `at` on, and its first `done` bytes are.
@@ -159,45 +147,6 @@ pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Cached
     if done == 0 { Ok(cached) } else { Err(io::Error::last_os_error()) }
 }
 
-fn page_size() -> u64 {
-    // SAFETY: asks for a number, by a name that every kernel knows.
-    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok().filter(|n| n.is_power_of_two()).unwrap_or(4096)
-}
-
-/// Bytes of a file that are mapped at a time for [`mincore`].
-const WINDOW: u64 = 256 << 20;
-
-/// Counts the pages of a range of a file that are cached, `offset` being a whole page: for kernels without `cachestat`.
-/// Checks every page, and reports all pages as cached unless the caller owns or may write the file.
-pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
-    let page = page_size();
-    let (mut at, mut left, mut pages) = (offset, len, 0);
-    let mut seen = vec![0u8; WINDOW.min(len).div_ceil(page) as usize];
-    while left > 0 {
-        let len = left.min(WINDOW) as usize;
-        let offset = libc::off64_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: no address is asked for, so no existing mapping is replaced; nothing is ever read through this one.
-        let map = unsafe {
-            libc::mmap64(std::ptr::null_mut(), len, libc::PROT_NONE, libc::MAP_SHARED, file.as_raw_fd(), offset)
-        };
-        if map == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the range is the mapping that was just made, and `seen` has a byte for each of its pages: it was made
-        // for a window, and `len` is no more than that.
-        let asked = unsafe { libc::mincore(map, len, seen.as_mut_ptr()) };
-        let error = io::Error::last_os_error();
-        // SAFETY: the range is the mapping that was just made, and nothing refers to it.
-        unsafe { libc::munmap(map, len) };
-        if asked != 0 {
-            return Err(error);
-        }
-        pages += seen[..(len as u64).div_ceil(page) as usize].iter().filter(|flags| **flags & 1 != 0).count() as u64;
-        (at, left) = (at + len as u64, left - len as u64);
-    }
-    Ok(pages * (page / 4096))
-}
-
 /// The cause of a refusal to make a ring, as far as it is known.
 fn why_refused(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
@@ -247,40 +196,6 @@ impl Ring {
         })
     }
 
-    /// A ring that also has `count` places for memory that the kernel keeps pinned.
-    pub fn with_fixed(depth: usize, count: u16) -> Result<Self, Fallback> {
-        let this = Self::new(depth)?;
-        let made = this.uring.submitter().register_buffers_sparse(count.into());
-        made.map_err(|e| Fallback::NoFixedBuffers(errno(&e)))?;
-        Ok(this)
-    }
-
-    /// Pins memory under a number, in place of what was there: `range` of the memory that `slice` is a slice of.
-    /// Requests that were pushed before keep what they use.
-    ///
-    /// # Errors
-    /// The kernel's: no such number, no such memory, more than may be locked (RLIMIT_MEMLOCK) or than 1 GiB.
-    pub fn fix(&self, number: u16, slice: &BufferSlice, range: Range<usize>) -> io::Result<()> {
-        if range.start > range.end || range.end > slice.reference().len() {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let view = slice.as_volatile_slice();
-        // The memory begins this far before the slice.
-        let base = view.as_ptr().wrapping_sub(slice.offset()).wrapping_add(range.start);
-        let iovec = libc::iovec { iov_base: base.cast(), iov_len: range.len() };
-        // SAFETY: the kernel looks the pages of the range up and takes a reference to each, which keeps them from being
-        // freed whatever becomes of the mapping; the range lies in the slice's memory (checked above), which `slice`
-        // keeps mapped meanwhile.
-        unsafe { self.uring.submitter().register_buffers_update(number.into(), &[iovec], None) }
-    }
-
-    /// Gives a number's memory up, once no request uses it any more.
-    pub fn unfix(&self, number: u16) -> io::Result<()> {
-        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: an empty range names no memory.
-        unsafe { self.uring.submitter().register_buffers_update(number.into(), &[none], None) }
-    }
-
     /// Asks the kernel to give up what it has not begun, without waiting.
     pub fn cancel_all(&self) {
         // Unknown before Linux 6.0; then the requests run to their end.
@@ -311,15 +226,12 @@ impl Ring {
         let entry = match request.ask {
             Ask::Read | Ask::ReadCached => opcode::Read::new(fd, ptr, len).offset(at).build(),
             Ask::Write => opcode::Write::new(fd, ptr, len).offset(at).build(),
-            Ask::ReadFixed(number) => opcode::ReadFixed::new(fd, ptr, len, number).offset(at).build(),
-            Ask::WriteFixed(number) => opcode::WriteFixed::new(fd, ptr, len, number).offset(at).build(),
         };
         self.slots[slot] = Some(request);
         self.pushed.push_back(slot);
         // SAFETY: the entry names `len` bytes, checked by `VolatileSlice::sub` in `Request::rest`, and a descriptor;
         // both belong to the request that was just put into its slot, where it stays until the kernel is done
-        // (invariant above). Of fixed memory the kernel checks that the bytes lie in what has the number, and uses the
-        // pages that it keeps.
+        // (invariant above).
         let pushed = unsafe { self.uring.submission().push(&entry.user_data(slot as u64)) };
         pushed.expect("the submission queue has an entry for every slot");
         Ok(())

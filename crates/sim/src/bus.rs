@@ -26,11 +26,12 @@ impl<F: Format, M: Format> SoftBus<F, M> {
     /// Puts a new card into `host`.
     ///
     /// # Errors
-    /// Those of [`SoftCard::new`].
+    /// Those of [`CardMemory::new`] and [`SoftCard::new`].
     pub fn new(host: SoftHost<F>, config: CardConfig) -> Result<Self, Error> {
         let interrupts = Arc::<Interrupts>::default();
         let raised = interrupts.clone();
-        let card = SoftCard::new(config, || host.port(), move |_| raised.raise())?;
+        let memory = CardMemory::new(config.ddr, config.hbm)?;
+        let card = SoftCard::new(memory, (config.channels, config.workers), || host.port(), move |_| raised.raise())?;
         Ok(Self { card, host, interrupts })
     }
 

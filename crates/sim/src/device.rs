@@ -9,10 +9,10 @@ use dmalane_addr::CardAddr;
 use dmalane_dma::DeviceMem;
 use dmalane_iopt::{Format, X86_64_4Level};
 
+use crate::Error;
 use crate::memory::CardMemory;
 use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers, STEP_COST, Stepped};
-use crate::{CardSetting, Error};
 use dmalane_card::regs;
 
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
@@ -86,28 +86,15 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// number of a channel for an interrupt, from any thread.
     ///
     /// # Errors
-    /// [`Error::BadConfig`]; [`Error::Memory`] when the memories cannot be had, [`Error::NoThread`].
+    /// [`Error::BadConfig`] unless there are 1 to 16 channels; [`Error::NoThread`].
     pub fn new(
-        config: CardConfig,
-        port: impl FnMut() -> M,
-        interrupt: impl Fn(usize) + Send + Sync + 'static,
-    ) -> Result<Self, Error> {
-        Self::with_memory(CardMemory::new(config.ddr, config.hbm)?, config, port, interrupt)
-    }
-
-    /// The same with memory that there is already; what `config` says of memories counts for nothing.
-    ///
-    /// # Errors
-    /// As [`SoftCard::new`].
-    pub fn with_memory(
         memory: CardMemory,
-        config: CardConfig,
+        (channels, workers): (u32, Workers),
         mut port: impl FnMut() -> M,
         interrupt: impl Fn(usize) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        let CardConfig { channels, workers, .. } = config;
         if !(1..=regs::MAX_CHANNELS).contains(&channels) {
-            return Err(Error::BadConfig { setting: CardSetting::Channels, value: channels.into() });
+            return Err(Error::BadConfig { setting: "channels", value: channels.into(), rule: "must be 1 to 16" });
         }
         let channel =
             |_| Channel { regs: Registers::default(), queue: Mutex::new(Queue::new(port())), worker: OnceLock::new() };
@@ -180,17 +167,12 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         }
     }
 
-    /// Writes a register unless that would wait for a step under way; false if it would, or where there is none.
-    pub fn try_write_register(&self, offset: u64, value: u32) -> bool {
-        self.core.write_register(offset, value, false).is_some()
-    }
-
     /// Writes a register, or 32 bits of card memory; `None` where there is none. Writing a read-only register does
     /// nothing.
     #[must_use = "None says that nothing was written"]
     pub fn write32(&self, bar: u8, offset: u64, value: u32) -> Option<()> {
         match bar {
-            regs::BAR_REGISTERS => self.core.write_register(offset, value, true),
+            regs::BAR_REGISTERS => self.core.write_register(offset, value),
             regs::BAR_MEMORY if offset.is_multiple_of(4) => {
                 self.memory().write(CardAddr::new(offset), &value.to_le_bytes()).ok()
             }
@@ -277,8 +259,8 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         })
     }
 
-    /// `None` where there is no register, or unless it `waits`, if the write would wait for a step under way.
-    fn write_register(&self, offset: u64, value: u32, waits: bool) -> Option<()> {
+    /// `None` where there is no register.
+    fn write_register(&self, offset: u64, value: u32) -> Option<()> {
         if let Some((channel, register)) = self.channel(offset) {
             channel.regs.write(register, value)?;
             if matches!(register, regs::CH_DOORBELL | regs::CH_CONTROL) {
@@ -289,14 +271,14 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         let mmu = &self.inside.mmu;
         match offset {
             regs::CONTROL if value & 1 == 1 => {
-                mmu.control(false, waits)?;
+                mmu.control(false);
                 for channel in &self.channels {
                     channel.regs.control.store(0, Ordering::SeqCst);
                     channel.wake();
                 }
             }
-            regs::MMU_CONTROL => mmu.control(value & 1 == 1, waits)?,
-            regs::MMU_INVALIDATE => mmu.invalidate(waits)?,
+            regs::MMU_CONTROL => mmu.control(value & 1 == 1),
+            regs::MMU_INVALIDATE => mmu.invalidate(),
             _ if offset & !4 == regs::MMU_ROOT => set_half(mmu.root(), offset, value)?,
             _ => return self.read_register(offset).map(drop),
         }

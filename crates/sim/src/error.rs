@@ -11,12 +11,14 @@ pub enum Error {
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
     /// A card that cannot be made.
-    #[error("a card with {setting} of {value}: {}", setting.rule())]
+    #[error("a card with {setting} of {value}: {rule}")]
     BadConfig {
         /// The setting that is invalid.
-        setting: CardSetting,
+        setting: &'static str,
         /// Its value.
         value: u64,
+        /// The values that it can have.
+        rule: &'static str,
     },
     /// Card memory that does not exist.
     #[error("the card has no {len} bytes of memory at {at}")]
@@ -45,38 +47,6 @@ pub enum Error {
         /// The error of the page table.
         source: dmalane_iopt::Error,
     },
-}
-
-/// A setting of [`CardConfig`](crate::CardConfig) that has a rule.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum CardSetting {
-    /// Bytes of DDR.
-    Ddr,
-    /// Bytes of HBM.
-    Hbm,
-    /// DMA channels.
-    Channels,
-}
-
-impl CardSetting {
-    /// The values that it can have, for people.
-    pub fn rule(self) -> &'static str {
-        match self {
-            Self::Ddr => "must be a multiple of 2 MiB, neither zero nor above 256 GiB",
-            Self::Hbm => "must be a multiple of 4 MiB, neither zero nor above 256 GiB",
-            Self::Channels => "must be 1 to 16",
-        }
-    }
-}
-
-impl std::fmt::Display for CardSetting {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Ddr => "DDR",
-            Self::Hbm => "HBM",
-            Self::Channels => "channels",
-        })
-    }
 }
 
 impl From<Error> for dmalane_dma::Error {

@@ -50,7 +50,7 @@ use std::sync::atomic;
 
 pub use bus::SoftBus;
 pub use device::{CardConfig, SoftCard, Workers};
-pub use error::{CardSetting, Error};
+pub use error::Error;
 pub use host::{DevicePort, HeldPort, HostConfig, HostStats, SoftHost};
 pub use memory::{Allowance, CardMemory};
 pub use queue::Stepped;

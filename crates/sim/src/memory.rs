@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dmalane_addr::{Address, CardAddr, Span};
 use dmalane_dma::{SharedBuf, VolatileSlice};
 
+use crate::Error;
 use crate::present::Present;
-use crate::{CardSetting, Error};
 
 /// Memory is made present in blocks of this many bytes.
 pub(crate) const BLOCK: u64 = 2 << 20;
@@ -55,7 +55,10 @@ impl CardMemory {
     }
 
     fn at(ddr: u64, hbm: u64, hbm_base: u64) -> Result<Self, Error> {
-        let spans = [bank(CardSetting::Ddr, 0, ddr, BLOCK)?, bank(CardSetting::Hbm, hbm_base, hbm, 2 * BLOCK)?];
+        let spans = [
+            bank(("DDR", "must be a multiple of 2 MiB, neither zero nor above 256 GiB"), 0, ddr, BLOCK)?,
+            bank(("HBM", "must be a multiple of 4 MiB, neither zero nor above 256 GiB"), hbm_base, hbm, 2 * BLOCK)?,
+        ];
         let ranges = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
         let (buffers, file) = SharedBuf::sparse_ranges("dmalane-card", &ranges)?;
         let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each range") };
@@ -246,10 +249,15 @@ struct Bank {
 }
 
 /// The addresses of a bank.
-fn bank(setting: CardSetting, base: u64, len: u64, multiple: u64) -> Result<Span<CardAddr>, Error> {
+fn bank(
+    (setting, rule): (&'static str, &'static str),
+    base: u64,
+    len: u64,
+    multiple: u64,
+) -> Result<Span<CardAddr>, Error> {
     let fits = len.is_multiple_of(multiple) && len <= HBM_BASE && usize::try_from(len).is_ok();
     let span = Span::new(CardAddr::new(base), len).filter(|_| fits);
-    span.ok_or(Error::BadConfig { setting, value: len })
+    span.ok_or(Error::BadConfig { setting, value: len, rule })
 }
 
 impl Bank {

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa};
 use dmalane_iopt::{Format, Walked, walk};
@@ -45,36 +45,27 @@ impl<F: Format> Mmu<F> {
         &self.root
     }
 
-    /// The state, to be changed: `None` if that would wait for a step under way, unless it `waits`.
-    fn change(&self, waits: bool) -> Option<RwLockWriteGuard<'_, State>> {
-        if waits {
-            return Some(self.state.write().unwrap_or_else(PoisonError::into_inner));
-        }
-        match self.state.try_write() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+    /// The state, to be changed, once the steps under way are done.
+    fn change(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes the control register; `None` if that would wait for a step under way, unless it `waits`.
-    pub(crate) fn control(&self, enable: bool, waits: bool) -> Option<()> {
-        let mut state = self.change(waits)?;
+    /// Writes the control register.
+    pub(crate) fn control(&self, enable: bool) {
+        let mut state = self.change();
         state.root = enable.then(|| self.root.load(Ordering::Relaxed));
         state.epoch = state.epoch.wrapping_add(1);
         self.on.store(enable, Ordering::SeqCst);
-        Some(())
     }
 
     pub(crate) fn is_on(&self) -> bool {
         self.on.load(Ordering::SeqCst)
     }
 
-    /// Forgets all translations; `None` as for [`Mmu::control`].
-    pub(crate) fn invalidate(&self, waits: bool) -> Option<()> {
-        let mut state = self.change(waits)?;
+    /// Forgets all translations.
+    pub(crate) fn invalidate(&self) {
+        let mut state = self.change();
         state.epoch = state.epoch.wrapping_add(1);
-        Some(())
     }
 
     /// Keeps translations valid until the result is dropped.
@@ -187,17 +178,17 @@ mod tests {
         let (says, said) = channel();
         std::thread::scope(|s| {
             let step = mmu.hold();
-            s.spawn(|| mmu.control(true, true));
+            s.spawn(|| mmu.control(true));
             while mmu.state.try_read().is_ok() {
                 std::thread::yield_now();
             }
             s.spawn(|| says.send(mmu.is_on()));
             let read = said.recv_timeout(Duration::from_secs(60));
-            assert_eq!((mmu.control(true, false), mmu.invalidate(false)), (None, None), "these would wait");
             drop(step);
             assert_eq!(read, Ok(false));
         });
-        assert_eq!((mmu.is_on(), mmu.control(false, false), mmu.is_on()), (true, Some(()), false));
-        assert_eq!(mmu.invalidate(false), Some(()));
+        assert!(mmu.is_on());
+        mmu.control(false);
+        assert!(!mmu.is_on());
     }
 }

@@ -45,13 +45,6 @@ pub const RANGE_WORDS: usize = 10;
 /// Parts of a transfer at most, which is also the number of queue pairs behind one file.
 pub const MAX_RANGES: usize = 2;
 
-/// Words of GET_BAR_FD.
-pub const BAR_WORDS: usize = 6;
-/// Flags of DMA_BUF_IOCTL_SYNC (linux/dma-buf.h): a begin, unless it is an end.
-pub const SYNC_READ: u64 = 1;
-pub const SYNC_WRITE: u64 = 2;
-pub const SYNC_END: u64 = 4;
-
 /// An operation on a queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PairOp {

@@ -6,7 +6,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
 use dmalane_dma::{Heap as _, Registrar};
@@ -31,11 +30,6 @@ impl Node {
     /// The driver's node on the machine whose `/` is given.
     pub fn path(self, root: &Path) -> PathBuf {
         root.join(format!("dev/slash_qdma_ctl{}", self.0))
-    }
-
-    /// The node of its BARs on that machine.
-    pub fn control(self, root: &Path) -> PathBuf {
-        root.join(format!("dev/slash_ctl{}", self.0))
     }
 
     /// The PCI address of the card's DMA function, as the driver names it in `/sys/class/slash`.
@@ -81,16 +75,12 @@ pub struct SlashOptions {
     /// The size of the descriptor rings, as a number from 0 to 15 of the driver's table (0: 2049 descriptors, 15:
     /// 16385).
     pub ring: u32,
-    /// How long the threads of queues, and those that wait for queues, poll before they sleep. Whatever comes meanwhile
-    /// reaches the driver without waking a thread, which takes microseconds; but each of them takes a processor.
-    /// `None`: 50 us, and those that wait do not poll. A process that may use one processor only never polls.
-    pub polls: Option<Duration>,
 }
 
 impl Default for SlashOptions {
     /// The largest rings, which SLASH's daemon uses too.
     fn default() -> Self {
-        Self { ring: abi::RING_SIZES - 1, polls: None }
+        Self { ring: abi::RING_SIZES - 1 }
     }
 }
 
@@ -203,7 +193,7 @@ impl SlashDevice {
                 1 => "a thread each waits in TRANSFER".to_owned(),
                 more => format!("each with {more} io_uring commands in flight"),
             };
-            let queue = SlashQueue::new(number, pair, calls, plans, pages, registrar.clone(), options.polls)?;
+            let queue = SlashQueue::new(number, pair, calls, plans, pages, registrar.clone())?;
             queues.push(Box::new(queue));
         }
         let mut notes = vec![

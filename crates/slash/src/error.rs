@@ -100,14 +100,6 @@ pub enum Error {
     /// Host memory that is not the driver's.
     #[error("the card reaches only buffers that its driver allocates: take memory of the device's own heap")]
     Foreign,
-    /// A register that does not exist.
-    #[error("BAR {bar} has no 32-bit register at {offset:#x}")]
-    NoRegister {
-        /// The number of the BAR.
-        bar: u8,
-        /// The offset in bytes.
-        offset: u64,
-    },
     /// A ring size that does not exist.
     #[error("ring size {0} does not exist: they have the numbers 0 to 15")]
     Ring(u32),

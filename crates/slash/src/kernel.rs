@@ -23,14 +23,12 @@ pub enum Request {
     BufferCreate,
     /// Moves bytes, and returns how many.
     Transfer,
-    /// Returns a file for a BAR, on the control node.
-    BarFile,
 }
 
 impl Request {
     /// True when it returns a file.
     pub(crate) const fn opens(self) -> bool {
-        matches!(self, Self::PairFile | Self::BufferCreate | Self::BarFile)
+        matches!(self, Self::PairFile | Self::BufferCreate)
     }
 
     /// The driver's name of it.
@@ -42,7 +40,6 @@ impl Request {
             Self::PairFile => "QPAIR_GET_FD",
             Self::BufferCreate => "BUF_CREATE",
             Self::Transfer => "TRANSFER",
-            Self::BarFile => "GET_BAR_FD",
         }
     }
 
@@ -55,7 +52,6 @@ impl Request {
             Self::PairFile => (0x53, abi::FD_WORDS as u32 * 4),
             Self::BufferCreate => (0x54, abi::BUF_WORDS as u32 * 4),
             Self::Transfer => (0x56, abi::TRANSFER_WORDS as u32 * 4),
-            Self::BarFile => (0x31, abi::BAR_WORDS as u32 * 4),
         }
     }
 
@@ -131,12 +127,6 @@ pub trait Kernel: Send + Sync {
         None
     }
 
-    /// Begins or ends an access to a BAR (DMA_BUF_IOCTL_SYNC).
-    ///
-    /// # Errors
-    /// The kernel's.
-    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()>;
-
     /// Takes a file that another process opened and sent.
     fn adopt(&self, file: OwnedFd) -> Handle {
         Handle::new(file)
@@ -182,7 +172,6 @@ mod tests {
             (Request::PairFile, 0xc018_7653),
             (Request::BufferCreate, 0xc018_7654),
             (Request::Transfer, 0xc058_7656),
-            (Request::BarFile, 0xc018_7631),
         ];
         for (request, number) in numbers {
             assert_eq!(request.number(), number, "{}", request.name());

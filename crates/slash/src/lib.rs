@@ -21,7 +21,6 @@
 //! unknown version is refused ([`Error::Version`]).
 
 mod abi;
-mod bar;
 mod buffers;
 mod card;
 mod device;
@@ -36,7 +35,6 @@ mod sys;
 mod vrtd;
 mod worker;
 
-pub use bar::Bar;
 pub use buffers::quarantined_bytes;
 pub use card::Info;
 pub use device::{Node, SlashDevice, SlashOptions, nodes};

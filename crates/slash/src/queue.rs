@@ -53,9 +53,8 @@ impl SlashQueue {
         plans: Planner,
         pages: Vec<Vec<dmalane_dma::BufferSlice>>,
         registrar: Arc<OwnBuffers>,
-        polls: Option<Duration>,
     ) -> Result<Self, Error> {
-        let (shared, pair) = (Arc::new(Shared::polling(polls)), Arc::new(pair));
+        let (shared, pair) = (Arc::new(Shared::new()), Arc::new(pair));
         let blocks = calls.depth() == 1;
         let worker = Worker::new(shared.clone(), pair.clone(), plans, calls, pages);
         let named = thread::Builder::new().name(format!("dmalane-slash-{number}"));

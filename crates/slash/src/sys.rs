@@ -54,14 +54,6 @@ impl Kernel for Linux {
     fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
         Commands::new(file.clone()).ok().map(|commands| Box::new(commands) as _)
     }
-
-    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
-        /// `_IOW('b', 0, struct dma_buf_sync)`.
-        const SYNC: u32 = 1 << 30 | 8 << 16 | (b'b' as u32) << 8;
-        // SAFETY: the kernel reads 8 bytes, which the number says.
-        let result = unsafe { libc::ioctl(bar.as_fd().as_raw_fd(), SYNC as _, &raw const flags) };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-    }
 }
 
 /// Transfers in flight of a queue pair whose driver takes io_uring commands.
@@ -163,62 +155,6 @@ impl Drop for Commands {
     fn drop(&mut self) {
         // The kernel may still read the arguments of commands that have not ended.
         std::mem::take(&mut self.arguments).into_values().for_each(|argument| _ = Box::leak(argument));
-    }
-}
-
-/// A BAR, mapped whole.
-///
-/// Invariant: `address..address + len` is one shared mapping of the BAR's file, readable and writable, that this value
-/// owns. Established by [`BarMemory::map`].
-pub(crate) struct BarMemory {
-    address: NonNull<u8>,
-    len: NonZeroUsize,
-}
-
-// SAFETY: the mapping is owned by this value (see the invariant), not tied to a thread.
-unsafe impl Send for BarMemory {}
-// SAFETY: accesses through `&BarMemory` are volatile ones of one word, as registers have them; nothing is referenced.
-unsafe impl Sync for BarMemory {}
-
-impl BarMemory {
-    /// Maps `len` bytes of a file.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub(crate) fn map(file: &Handle, len: NonZeroUsize) -> io::Result<Self> {
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base = unsafe { mm::mmap(ptr::null_mut(), len.get(), access, MapFlags::SHARED, file, 0) }?;
-        Ok(Self { address: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len.get()
-    }
-
-    /// The register at an offset, if one is there.
-    fn register(&self, offset: u64) -> Option<NonNull<u32>> {
-        let offset = usize::try_from(offset).ok().filter(|at| at.is_multiple_of(4))?;
-        (offset.checked_add(4)? <= self.len.get()).then_some(())?;
-        // SAFETY: within the mapping, as was just checked.
-        Some(unsafe { self.address.add(offset) }.cast())
-    }
-
-    pub(crate) fn read32(&self, offset: u64) -> Option<u32> {
-        // SAFETY: four mapped bytes (`register`), aligned because the mapping begins at a page.
-        self.register(offset).map(|register| u32::from_le(unsafe { register.read_volatile() }))
-    }
-
-    pub(crate) fn write32(&self, offset: u64, value: u32) -> Option<()> {
-        // SAFETY: as in `read32`.
-        self.register(offset).map(|register| unsafe { register.write_volatile(value.to_le()) })
-    }
-}
-
-impl Drop for BarMemory {
-    fn drop(&mut self) {
-        // SAFETY: the range is this value's own mapping (invariant), and nothing refers to it.
-        let _ = unsafe { mm::munmap(self.address.as_ptr().cast(), self.len.get()) };
     }
 }
 

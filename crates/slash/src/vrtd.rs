@@ -9,8 +9,7 @@
 
 use std::error::Error as AnyError;
 use std::fmt;
-use std::io::{self, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -19,12 +18,10 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{End, MemoryGrants, Region};
-use dmalane_dma::{check_peer, trusted_users};
+use dmalane_dma::{check_peer, receive_with_fds, send_with_fds, trusted_users};
+use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, connect, recvmsg, send, socket_with,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::Error;
 use crate::abi::{self, halves};
@@ -112,7 +109,6 @@ fn printable(bytes: &[u8]) -> String {
 pub(crate) enum Ask {
     Devices = 0,
     Device = 1,
-    BarFile = 3,
     Info = 4,
     PairAdd = 5,
     PairOp = 6,
@@ -126,7 +122,6 @@ impl Ask {
     const fn permission(self) -> &'static str {
         match self {
             Self::Devices | Self::Device | Self::Info => "query-devices = yes",
-            Self::BarFile => "bar-access = full",
             Self::PairAdd | Self::PairOp | Self::PairFile => "qdma = yes",
             Self::BufferOpen | Self::BufferClose => "buffer = yes",
         }
@@ -134,7 +129,7 @@ impl Ask {
 
     /// True when a file comes with the answer.
     const fn has_file(self) -> bool {
-        matches!(self, Self::BarFile | Self::PairFile | Self::BufferOpen)
+        matches!(self, Self::PairFile | Self::BufferOpen)
     }
 }
 
@@ -200,7 +195,7 @@ impl Daemon {
             connect(&socket, &SocketAddrUnix::new(&*name.socket)?)?;
             Ok(socket)
         };
-        let of = |e: rustix::io::Errno| Error::Vrtd { socket: name.socket.clone(), source: e.into() };
+        let of = |e: Errno| Error::Vrtd { socket: name.socket.clone(), source: e.into() };
         let socket = open().map_err(of)?;
         // With socket activation the listener is of systemd, which is root's.
         check_peer(&socket, &trusted_users())
@@ -244,58 +239,34 @@ impl Daemon {
         message.extend((ask as u16).to_ne_bytes());
         message.extend(number.to_ne_bytes());
         message.extend(body);
-        retry(|| send(&*self.socket, &message, SendFlags::NOSIGNAL))?;
-        let (mut bytes, mut files) = ([0; MAX_MESSAGE], Vec::new());
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [IoSliceMut::new(&mut bytes)];
-        let got = retry(|| recvmsg(&*self.socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC))?;
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(sent) = message {
-                files.extend(sent);
-            }
-        }
+        let late = |e| match e {
+            Errno::AGAIN => io::Error::other("vrtd does not answer"),
+            other => other.into(),
+        };
+        send_with_fds(&*self.socket, &message, &[], SendFlags::empty()).map_err(late)?;
+        let mut bytes = [0; MAX_MESSAGE];
+        let mut got = receive_with_fds(&*self.socket, &mut bytes, RecvFlags::empty()).map_err(late)?;
         let bad = |what: String| Err(io::Error::new(io::ErrorKind::InvalidData, what));
-        if got.bytes == 0 {
+        if got.len == 0 {
             return bad("vrtd has closed the connection".into());
         }
         let header = |at: usize| u16::from_ne_bytes([bytes[at], bytes[at + 1]]);
         let (len, ret) = (usize::from(header(0)), header(2));
-        if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || got.bytes != 8 + len {
-            return bad(format!("vrtd sent a message of {} bytes whose header says {len}", got.bytes));
+        if got.is_cut || got.len != 8 + len {
+            return bad(format!("vrtd sent a message of {} bytes whose header says {len}", got.len));
         }
         if word(&bytes, 1) != number {
             return bad(format!("vrtd answered request {} instead of {number}", word(&bytes, 1)));
         }
-        if files.len() != usize::from(ret == 0 && ask.has_file()) {
-            return bad(format!("vrtd sent {} files with answer {ret} to request {}", files.len(), ask as u16));
+        if got.fds.len() != usize::from(ret == 0 && ask.has_file()) {
+            return bad(format!("vrtd sent {} files with answer {ret} to request {}", got.fds.len(), ask as u16));
         }
-        Ok(Reply { ret, body: bytes[8..8 + len].to_vec(), file: files.pop() })
+        Ok(Reply { ret, body: bytes[8..8 + len].to_vec(), file: got.fds.pop() })
     }
 
     /// A body that begins with the card's number.
     fn body(&self, words: &[u32]) -> Vec<u8> {
         [self.card].iter().chain(words).flat_map(|word| word.to_ne_bytes()).collect()
-    }
-
-    /// The file of a BAR, and its length in bytes.
-    pub(crate) fn bar(&self, bar: u8) -> io::Result<(Handle, u64)> {
-        let mut body = self.body(&[]);
-        body.push(bar);
-        let reply = self.ask(Ask::BarFile, &body, 8)?;
-        let file = reply.file.ok_or(io::ErrorKind::InvalidData)?;
-        Ok((self.files.adopt(file), wide(&reply.body, 0)))
-    }
-}
-
-/// Repeats what a signal has interrupted.
-fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) => return Err(io::Error::other("vrtd does not answer")),
-            other => return other.map_err(Into::into),
-        }
     }
 }
 
@@ -328,9 +299,7 @@ impl Kernel for Daemon {
             }
             Request::PairOp => drop(self.ask(Ask::PairOp, &self.body(&argument[1..]), 1)?),
             Request::Transfer => return self.files.call(on, request, argument),
-            Request::PairFile | Request::BufferCreate | Request::BarFile => {
-                return Err(io::ErrorKind::InvalidInput.into());
-            }
+            Request::PairFile | Request::BufferCreate => return Err(io::ErrorKind::InvalidInput.into()),
         }
         Ok(0)
     }
@@ -347,10 +316,6 @@ impl Kernel for Daemon {
 
     fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
         self.files.calls(file)
-    }
-
-    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
-        self.files.sync(bar, flags)
     }
 
     fn adopt(&self, file: OwnedFd) -> Handle {

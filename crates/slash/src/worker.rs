@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
@@ -31,7 +31,7 @@ pub(crate) const MAX_LEN: u64 = 1 << 29;
 /// Time for the driver to end calls of a queue pair that was stopped.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the thread polls for work after its last, unless it is said.
+/// How long the thread polls for work after its last.
 const POLLS: Duration = Duration::from_micros(50);
 
 /// The state that a queue shares with its thread.
@@ -44,12 +44,8 @@ pub(crate) struct Shared {
     work: Condvar,
     /// Something has ended.
     ended: Condvar,
-    /// The same for one that polls; set after the end was stored.
-    ends: AtomicBool,
     /// How long the thread polls for news before it sleeps.
-    work_polls: Duration,
-    /// How long one that waits for an end does.
-    end_polls: Duration,
+    polls: Duration,
 }
 
 #[derive(Default)]
@@ -70,25 +66,14 @@ pub(crate) struct State {
 }
 
 impl Shared {
-    /// With threads that poll for this time before they sleep.
-    pub(crate) fn polling(polls: Option<Duration>) -> Self {
+    pub(crate) fn new() -> Self {
         // One processor is needed by the thread that is waited for.
         let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
-        let polls = if alone { Some(Duration::ZERO) } else { polls };
-        Self { work_polls: polls.unwrap_or(POLLS), end_polls: polls.unwrap_or_default(), ..Self::default() }
+        Self { polls: if alone { Duration::ZERO } else { POLLS }, ..Self::default() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// `None` while another thread has the lock.
-    fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
-        match self.state.try_lock() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
     }
 
     /// Tells the thread that the state has changed.
@@ -104,7 +89,7 @@ impl Shared {
     /// Waits for news: polls at first, and then sleeps.
     fn await_news(&self) {
         let begun = Instant::now();
-        while begun.elapsed() < self.work_polls {
+        while begun.elapsed() < self.polls {
             if self.news.swap(false, Ordering::Acquire) {
                 return;
             }
@@ -122,19 +107,7 @@ impl Shared {
     pub(crate) fn wait(&self, timeout: Duration) {
         let works = |s: &State| s.busy > 0 && !s.stuck || s.halted.is_none() && !s.todo.is_empty();
         let goes_on = |s: &mut State| s.ended.is_empty() && works(s);
-        let (begun, mut poll) = (Instant::now(), true);
-        while begun.elapsed() < self.end_polls.min(timeout) {
-            // Not at each turn, and never asleep: the lock would be missing where ends come from, and is soon free.
-            if poll && let Some(mut state) = self.try_lock() {
-                if !goes_on(&mut state) {
-                    return;
-                }
-                poll = false;
-            }
-            std::hint::spin_loop();
-            poll |= self.ends.swap(false, Ordering::Acquire);
-        }
-        drop(self.wait_while(self.lock(), timeout.saturating_sub(begun.elapsed()), goes_on));
+        drop(self.wait_while(self.lock(), timeout, goes_on));
     }
 
     fn wait_while<'a>(
@@ -152,13 +125,8 @@ impl Shared {
 
     /// Wakes the one who waits if something has ended, once the lock is free.
     fn tell_end(&self, state: MutexGuard<'_, State>) {
-        let ends = !state.ended.is_empty();
-        let waits = state.waits && ends;
+        let waits = state.waits && !state.ended.is_empty();
         drop(state);
-        // With the lock held, one that polls would sleep for it.
-        if ends {
-            self.ends.store(true, Ordering::Release);
-        }
         if waits {
             self.ended.notify_all();
         }
@@ -374,7 +342,6 @@ impl Worker {
                     state.busy -= call.operations.len();
                     give_back(&mut state, call, &result);
                 }
-                shared.ends.store(true, Ordering::Release);
                 shared.ended.notify_all();
                 Some(self)
             }
@@ -389,7 +356,6 @@ impl Worker {
                     quarantine(page, bytes);
                 });
                 quarantine(self.calls, 0);
-                shared.ends.store(true, Ordering::Release);
                 shared.ended.notify_all();
                 None
             }
@@ -506,38 +472,4 @@ fn give_back(state: &mut State, call: Call, result: &Result<(), OpError>) {
 fn keep_operation(operation: Operation) {
     let bytes = operation.bytes();
     quarantine(operation, bytes);
-}
-
-#[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use super::*;
-
-    #[test]
-    fn those_that_wait_poll_as_long_as_the_options_say() {
-        if thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
-            println!("SKIPPED: nothing polls on one processor");
-            return;
-        }
-        for polls in [Duration::ZERO, TIMEOUT] {
-            let shared = Shared::polling(Some(polls));
-            shared.lock().busy = 1;
-            thread::scope(|scope| {
-                let waiter = scope.spawn(|| shared.wait(TIMEOUT));
-                let begun = Instant::now();
-                // One that sleeps says so with the lock held.
-                while !shared.lock().waits && (polls.is_zero() || begun.elapsed() < Duration::from_millis(50)) {
-                    thread::sleep(Duration::from_millis(1));
-                }
-                let mut state = shared.lock();
-                assert_eq!(state.waits, polls.is_zero());
-                state.busy = 0;
-                drop(state);
-                shared.ends.store(true, Ordering::Release);
-                shared.ended.notify_all();
-                waiter.join().unwrap();
-            });
-        }
-    }
 }

@@ -190,13 +190,8 @@ impl Inner {
 
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
         let fd = pinned.reference().export().map_err(|_| Error::NotMemfd)?;
-        let mut flags = 0;
-        if access.contains(Access::READ) {
-            flags |= abi::VFIO_DMA_MAP_FLAG_READ;
-        }
-        if access.contains(Access::WRITE) {
-            flags |= abi::VFIO_DMA_MAP_FLAG_WRITE;
-        }
+        // 1: the device may read; 2: it may write.
+        let flags = (access & Access::RW).bits().into();
         let body = Body::default().u32(32).u32(flags).u64(pinned.range().start as u64);
         let body = body.u64(span.first().bits()).u64(span.len());
         self.ask(Command::DmaMap, body, &[fd]).map(drop)

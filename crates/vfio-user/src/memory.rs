@@ -210,25 +210,6 @@ impl HeldMem for HeldClient<'_> {
         }
         Ok(())
     }
-
-    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
-        self.write_words(into, &[Some(value)])
-    }
-
-    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
-        if !into.bits().is_multiple_of(8) {
-            return Err(DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 });
-        }
-        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
-            // Mappings begin and end at pages, so they are whole words.
-            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
-                if let Some(word) = word {
-                    bytes.store_u64(8 * i, *word).expect("an aligned word of the mapping");
-                }
-            }
-            true
-        })
-    }
 }
 
 #[cfg(test)]

@@ -1,15 +1,12 @@
 //! Encoding, sending and receiving of vfio-user messages.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use dmalane_dma::{receive_with_fds, send_with_fds};
+use rustix::net::{RecvFlags, SendFlags};
 
 /// A request of the protocol, with its number in the specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -139,26 +136,12 @@ pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
     let mut fds = Vec::new();
     let mut received = 0;
     while received < HEADER {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let into = &mut [IoSliceMut::new(&mut header[received..])];
-        let n = match recvmsg(&*stream, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
-                return Err(malformed("too many descriptors for a message or for this process"));
-            }
-            Ok(message) => message.bytes,
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(e) => return Err(e.into()),
-        };
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = message {
-                fds.extend(rights);
-            }
+        let part = receive_with_fds(&*stream, &mut header[received..], RecvFlags::empty())?;
+        fds.extend(part.fds);
+        if part.is_cut || fds.len() > MAX_FDS {
+            return Err(malformed("too many descriptors for a message or for this process"));
         }
-        if fds.len() > MAX_FDS {
-            return Err(malformed("too many descriptors"));
-        }
-        match n {
+        match part.len {
             0 if received == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             n if received + n == HEADER => break,
@@ -209,18 +192,8 @@ pub(crate) fn send(
     bytes.extend(command.to_le_bytes());
     bytes.extend([len, flags, error].iter().flat_map(|word| word.to_le_bytes()));
     bytes.extend(body);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(malformed("too many descriptors to send"));
-    }
     // The descriptors go with the first bytes; the rest may need further calls.
-    let sent = loop {
-        match sendmsg(&*stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
-            Err(rustix::io::Errno::INTR) => {}
-            other => break other?,
-        }
-    };
+    let sent = send_with_fds(&*stream, &bytes, fds, SendFlags::empty())?;
     stream.write_all(&bytes[sent..])
 }
 

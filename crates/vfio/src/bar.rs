@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use dmalane_addr::{PageSize, PageSizes};
 use rustix::io::Errno;
 
-use crate::error::{RegionError, VfioOperation};
+use crate::error::RegionError;
 use crate::{Error, PciDevice, page_sizes, sys};
 
 /// The alignment of a mapped BAR's address.
@@ -86,7 +86,7 @@ impl BarMap {
             return Err(device.region_error(region, RegionError::AlignmentBelowPage));
         }
         let memory = sys::BarMemory::map(device.fd(), file_offset + range.start, size, align);
-        let memory = memory.map_err(Error::kernel(VfioOperation::MapRegion(device.bdf(), region)))?;
+        let memory = memory.map_err(Error::kernel(format_args!("map region {region} of {}", device.bdf())))?;
         Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })
     }
 
@@ -108,7 +108,7 @@ impl BarMap {
         let made = made.map_err(|source| match Errno::from_io_error(&source) {
             // Not supported by this kernel, by this VFIO driver, or without peer-to-peer DMA in the kernel.
             Some(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Error::NoDmaBuf { bdf, source },
-            _ => Error::Kernel { operation: VfioOperation::ExportRegion(bdf, self.region), source },
+            _ => Error::kernel(format_args!("export region {} of {bdf} as a dma-buf", self.region))(source),
         })?;
         // If another thread was faster, this one is closed.
         Ok(self.dma_buf.get_or_init(|| made).as_fd())
@@ -402,7 +402,7 @@ mod tests {
         // The offset in the file is not a multiple of a page.
         for alignment in [BarAlignment::Any, BarAlignment::LargestPage] {
             let error = device(100).map_bar(0, None, alignment).unwrap_err();
-            assert!(matches!(error, Error::Kernel { operation: VfioOperation::MapRegion(_, 0), .. }), "{error}");
+            assert!(error.to_string().starts_with("cannot map region 0 of 0000:01:00.0: "), "{error}");
         }
         // A file is no device, so it exports no dma-buf.
         let whole = aligned.map_bar(0, None, BarAlignment::Any).unwrap();

@@ -8,7 +8,7 @@ use dmalane_addr::Access;
 use dmalane_dma::{self as dma, BufferRef, InterruptEvents, Mapping, Mmio, Pinned, Registrar};
 use vfio_bindings::bindings::vfio as abi;
 
-use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, RegionError, VfioOperation};
+use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, RegionError};
 
 /// The number of BARs of a PCI function.
 const BARS: u32 = 6;
@@ -43,8 +43,7 @@ impl VfioBus {
         if count == 0 {
             return Err(Error::NoInterrupts(device.bdf()));
         }
-        let interrupts =
-            InterruptEvents::new(count.min(VECTORS)).map_err(Error::kernel(VfioOperation::CreateEventFd))?;
+        let interrupts = InterruptEvents::new(count.min(VECTORS)).map_err(Error::kernel("create an eventfd"))?;
         device.set_interrupts(kind, interrupts.events())?;
         let this = Self { device, bars: Default::default(), kind, interrupts };
         this.device.set_bus_master(true)?;
@@ -110,8 +109,7 @@ impl VfioBus {
 impl Registrar for VfioBus {
     /// Only records the buffer: the kernel pins memory when it is mapped.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
-        let page = self.device.container().page_sizes().smallest().map_or(4096, |page| page.bytes() as usize);
-        buffer.check_pages(&range, page)?;
+        buffer.check_pages(&range, self.device.container().page_size().bytes() as usize)?;
         Ok(Pinned::new(buffer.clone(), range, None, self.device.container().0.clone()))
     }
 

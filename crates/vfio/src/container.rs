@@ -8,13 +8,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, SgTable, Span};
+use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, SgTable, Span};
 use dmalane_dma::{self as dma, BufferRef, Mapping, Pinned, Undo};
 use rustix::io::Errno;
 
 use crate::backend::{Backend, more_specific};
 use crate::device;
-use crate::error::VfioOperation;
 use crate::iommufd::Iommufd;
 use crate::iova::{Iovas, start_of_longest};
 use crate::node::open;
@@ -97,11 +96,14 @@ impl VfioContainer {
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`], [`Error::NoProtection`],
-    /// [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`], [`Error::Kernel`]; with
-    /// type 1 [`Error::NoType1`], [`Error::Attach`]; with iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
+    /// [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`], [`Error::Attach`],
+    /// [`Error::Kernel`]; with type 1 [`Error::NoType1`]; with iommufd [`Error::NoDeviceFile`].
     pub fn open(&self, bdf: &Bdf) -> Result<PciDevice, Error> {
         let group = self.0.sysfs.group(*bdf)?;
         let mut state = self.0.lock();
+        if let Some(open) = state.devices.get(bdf).and_then(Weak::upgrade) {
+            return Ok(PciDevice::from_open(open));
+        }
         let selected = self.0.kernel.get().map(Kernel::backend).or(self.0.only);
         match selected {
             Some(Backend::Iommufd) => self.open_with_iommufd(&mut state, *bdf, group)?,
@@ -119,13 +121,9 @@ impl VfioContainer {
     }
 
     fn open_with_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<PciDevice, Error> {
-        if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
-            return Ok(PciDevice::from_open(open));
-        }
         self.0.attach_group(state, group)?;
         let fd = state.groups.get(&group).ok_or(Error::NoIommu(bdf))?;
-        let device =
-            sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(VfioOperation::OpenDevice(bdf)))?;
+        let device = sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(format_args!("open {bdf}")))?;
         let device = PciDevice::new(device, bdf, self.clone())?;
         state.devices.insert(bdf, device.weak());
         Ok(device)
@@ -134,9 +132,6 @@ impl VfioContainer {
     /// The outer error: iommufd cannot open the device, type 1 may. The inner error: the device is unusable with any
     /// backend.
     fn open_with_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<PciDevice, Error>, Error> {
-        if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
-            return Ok(Ok(PciDevice::from_open(open)));
-        }
         let path = self.0.sysfs.device_file(bdf)?;
         let mut new = None;
         let space = match self.0.kernel.get() {
@@ -149,7 +144,7 @@ impl VfioContainer {
                 others if others.is_empty() => Error::Busy { path },
                 others => Error::NotViable { group, others },
             },
-            _ => Error::AttachDevice { bdf, source },
+            _ => Error::Attach { what: format!("to attach {bdf} to iommufd"), module: "iommufd", source },
         })?;
         // Before the container changes, so that it stays unchanged on an error.
         let device = match PciDevice::new(file, bdf, self.clone()) {
@@ -186,10 +181,9 @@ impl VfioContainer {
         self.0.lock().iovas.ranges()
     }
 
-    /// The page sizes of the IOMMU, as its driver reports them; some report every multiple of 4 KiB and use the largest
-    /// that fits.
-    pub fn page_sizes(&self) -> PageSizes {
-        self.0.lock().iovas.page_sizes()
+    /// The smallest page of the IOMMU, as its driver reports it; 4 KiB before the first device.
+    pub fn page_size(&self) -> PageSize {
+        self.0.lock().iovas.page()
     }
 
     /// Number of further mappings that the kernel accepts; `None` if it does not report it, or has no limit (iommufd).
@@ -198,7 +192,7 @@ impl VfioContainer {
     /// [`Error::Kernel`].
     pub fn mappings_left(&self) -> Result<Option<u32>, Error> {
         let Some(Kernel::Type1(fd)) = self.0.kernel.get() else { return Ok(None) };
-        Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryContainer))?.left)
+        Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel("query the container"))?.left)
     }
 
     /// Bytes that are currently mapped, without BARs whose mapping the kernel has removed
@@ -218,16 +212,23 @@ impl VfioContainer {
     /// # Errors
     /// [`Error`] by cause, such as [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`] and [`Error::Iova`];
     /// nothing stays mapped.
-    pub fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
-        self.0.map_list(list, access, None)
-    }
-
-    /// Maps a pinned buffer at a given IOVA, for a device that requires certain addresses.
-    ///
-    /// # Errors
-    /// As [`VfioContainer::map_list`]; [`Error::OutsideIova`], [`Error::Overlap`], [`Error::Unaligned`].
-    pub fn map_at(&self, pinned: Pinned, access: Access, at: Iova) -> Result<Mapping, dma::Error> {
-        self.0.map_list(vec![pinned], access, Some(at))
+    pub fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
+        let inner = &self.0;
+        let len = Pinned::admit_all(&mut list, inner, access)?;
+        let mut state = inner.lock();
+        let place = start_of_longest(list.iter().map(|p| (address(p) as u64, p.range().len() as u64)));
+        let lease = state.iovas.allocate(place, len)?;
+        if let Err((e, done)) = inner.map_contiguous(&list, lease.span(), access) {
+            // Neither IOVAs nor memory that may still be mapped are used again.
+            match done.is_none_or(|done| inner.unmap_span(done)) {
+                true => state.iovas.free(lease),
+                false => list.iter_mut().for_each(Pinned::leak),
+            }
+            return Err(e.into());
+        }
+        drop(state);
+        inner.mapped.fetch_add(len, Ordering::Relaxed);
+        Ok(Mapping::new(list, lease, access))
     }
 
     /// Unmaps whole mappings now, while their owners still hold them, and returns their bytes: 0 if nothing is mapped.
@@ -252,7 +253,7 @@ impl Kernel {
         match self {
             Self::Type1(fd) => sys::dma_unmap(fd.as_fd(), span).map_err(|source| match Errno::from_io_error(&source) {
                 Some(Errno::INVAL) => Error::PartialUnmap(span),
-                _ => Error::Kernel { operation: VfioOperation::Unmap(span), source },
+                _ => Error::kernel(format_args!("unmap {span}"))(source),
             }),
             Self::Iommufd(space) => space.unmap(span),
         }
@@ -278,16 +279,18 @@ impl Inner {
         };
         let container = container.as_fd();
         let file = open(&path, "vfio-pci")?;
-        let asked = Error::kernel(VfioOperation::QueryGroup(group));
-        if !sys::is_viable(file.as_fd()).map_err(asked)? {
+        if !sys::is_viable(file.as_fd()).map_err(Error::kernel(format_args!("query IOMMU group {group}")))? {
             return Err(Error::NotViable { group, others: self.sysfs.others(group) });
         }
-        let refused = |source| Error::Attach { group, source };
+        let refused = |source| {
+            let what = format!("the IOMMU of group {group}");
+            Error::Attach { what, module: "vfio_iommu_type1", source }
+        };
         sys::set_container(file.as_fd(), container).map_err(refused)?;
         if state.iovas.is_unknown() {
             sys::set_type1(container).map_err(refused)?;
         }
-        let info = sys::iommu_info(container).map_err(Error::kernel(VfioOperation::QueryContainer))?;
+        let info = sys::iommu_info(container).map_err(Error::kernel("query the container"))?;
         state.iovas.update(info);
         state.groups.insert(group, file);
         if let Some(container) = new {
@@ -296,85 +299,28 @@ impl Inner {
         Ok(())
     }
 
-    fn map_list(
-        self: &Arc<Self>,
-        mut list: Vec<Pinned>,
-        access: Access,
-        at: Option<Iova>,
-    ) -> Result<Mapping, dma::Error> {
-        let len = Pinned::admit_all(&mut list, self, access)?;
-        let mut state = self.lock();
-        let mut taken = None;
-        let first = match at {
-            Some(at) => at,
-            None => {
-                let place = start_of_longest(list.iter().map(|p| (address(p) as u64, p.range().len() as u64)));
-                taken.insert(state.iovas.allocate(place, len)?).span().first()
-            }
-        };
-        let mapped = self.map_contiguous(&state, &list, first, access);
-        let span = match mapped {
-            Ok(span) => span,
-            Err((e, done)) => {
-                // Neither IOVAs nor memory that may still be mapped are used again.
-                match done.is_none_or(|done| self.unmap_span(done)) {
-                    true => taken.into_iter().for_each(|lease| state.iovas.free(lease)),
-                    false => list.iter_mut().for_each(Pinned::leak),
-                }
-                return Err(e.into());
-            }
-        };
-        let lease = match taken {
-            Some(lease) => lease,
-            // These IOVAs are free, or the kernel would have refused the mapping.
-            None => state.iovas.reserve(span).inspect_err(|_| {
-                if !self.unmap_span(span) {
-                    list.iter_mut().for_each(Pinned::leak);
-                }
-            })?,
-        };
-        drop(state);
-        self.mapped.fetch_add(len, Ordering::Relaxed);
-        Ok(Mapping::new(list, lease, access))
-    }
-
-    /// Maps the list at contiguous IOVAs. An error comes with the span that is still mapped.
+    /// Maps the list at contiguous IOVAs, which it fills. An error comes with the span that is still mapped.
     fn map_contiguous(
         &self,
-        state: &State,
         list: &[Pinned],
-        first: Iova,
+        all: Span<Iova>,
         access: Access,
-    ) -> Result<Span<Iova>, (Error, Option<Span<Iova>>)> {
-        let mut done: Option<Span<Iova>> = None;
+    ) -> Result<(), (Error, Option<Span<Iova>>)> {
+        let by_file = !self.by_address.load(Ordering::Relaxed);
+        let mut done = 0;
         for pinned in list {
             let len = pinned.range().len() as u64;
-            let at = done.map_or(Some(first), |done| done.last().checked_add(1));
-            let span = at.and_then(|at| Span::new(at, len));
-            let mapped = match span {
-                Some(span) => {
-                    let by_file = !self.by_address.load(Ordering::Relaxed);
-                    let file = by_file.then(|| (pinned.reference(), pinned.range().start as u64));
-                    self.map_span(state, address(pinned), file, span, access).map(|()| span)
-                }
-                // Past the end of 64 bits.
-                None => Err(Error::OutsideIova {
-                    span: Span::inclusive(first, first).expect("one byte"),
-                    ranges: state.iovas.ranges(),
-                }),
-            };
-            match mapped {
-                Ok(span) => done = Span::inclusive(first, span.last()),
-                Err(e) => return Err((e, done)),
-            }
+            let span = all.sub(done, len).expect("the lengths add up to the span's");
+            let file = by_file.then(|| (pinned.reference(), pinned.range().start as u64));
+            self.map_span(address(pinned), file, span, access).map_err(|e| (e, all.sub(0, done)))?;
+            done += len;
         }
-        done.ok_or((Error::TooMany, None)) // the list is not empty
+        Ok(())
     }
 
     /// Makes one mapping in the kernel: of memory at an address of this process, or of its file at an offset.
     pub(crate) fn map_span(
         &self,
-        state: &State,
         va: usize,
         file: Option<(&BufferRef, u64)>,
         span: Span<Iova>,
@@ -384,7 +330,7 @@ impl Inner {
             Kernel::Type1(container) => sys::dma_map(container.as_fd(), va, span.len(), span.first(), access),
             Kernel::Iommufd(space) => space.map(va, file, span, access),
         };
-        mapped.map_err(|source| explain(source, va, span, access, state.iovas.page(), &state.iovas.ranges()))
+        mapped.map_err(|source| explain(source, va, span, access))
     }
 
     /// Unmaps a span; false when the kernel refused, so that any of it may still be mapped.
@@ -423,36 +369,18 @@ fn address(pinned: &Pinned) -> usize {
 /// Opens a new VFIO container, without groups.
 fn open_container() -> Result<OwnedFd, Error> {
     let file = open(Path::new(VFIO), "vfio")?;
-    let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(VFIO.into())))?;
+    let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(format_args!("initialize {VFIO}")))?;
     if has { Ok(file) } else { Err(Error::NoType1) }
 }
 
-/// The error for a mapping that the kernel refused. One error number has several causes, which the arguments of the
-/// mapping tell apart.
-pub(crate) fn explain(
-    source: io::Error,
-    va: usize,
-    span: Span<Iova>,
-    access: Access,
-    page: PageSize,
-    ranges: &[Span<Iova>],
-) -> Error {
+/// The error for a mapping that the kernel refused.
+pub(crate) fn explain(source: io::Error, va: usize, span: Span<Iova>, access: Access) -> Error {
     let (iova, len) = (span.first(), span.len());
-    match Errno::from_io_error(&source) {
-        Some(Errno::INVAL) if (va as u64 | iova.bits() | len) & (page.bytes() - 1) != 0 => {
-            Error::Unaligned { va, len, iova, page }
-        }
-        Some(Errno::INVAL) if !ranges.iter().any(|range| range.covers(&span)) => {
-            Error::OutsideIova { span, ranges: ranges.to_vec() }
-        }
-        Some(Errno::EXIST) => Error::Overlap(span),
-        Some(Errno::FAULT) => Error::NotMemory { va, len, writable: access.contains(Access::WRITE) },
-        Some(Errno::NOSPC) => Error::TooMany,
-        Some(Errno::NOMEM) => match dma::memlock_left() {
-            Some(left) if left < len => Error::Memlock { wanted: len, left },
-            _ => Error::Kernel { operation: VfioOperation::Map { va, span }, source },
-        },
-        _ => Error::Kernel { operation: VfioOperation::Map { va, span }, source },
+    match (Errno::from_io_error(&source), dma::memlock_left()) {
+        (Some(Errno::FAULT), _) => Error::NotMemory { va, len, writable: access.contains(Access::WRITE) },
+        (Some(Errno::NOSPC), _) => Error::TooMany,
+        (Some(Errno::NOMEM), Some(left)) if left < len => Error::Memlock { wanted: len, left },
+        _ => Error::kernel(format_args!("map {len} bytes at {va:#x} to {iova}"))(source),
     }
 }
 
@@ -476,7 +404,7 @@ mod tests {
         let container = VfioContainer::new();
         let file = tempfile::tempfile().unwrap();
         assert!(container.0.kernel.set(Kernel::Type1(file.into())).is_ok());
-        let info = sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None };
+        let info = sys::IommuInfo { page: 4096, ranges: vec![span(0, 1 << 39)], left: None };
         container.0.lock().iovas.update(info);
         let map = |buf: &dma::SharedBuf, access| {
             let pinned = Pinned::new(buf.reference(), 0..buf.len(), None, container.0.clone());
@@ -501,29 +429,20 @@ mod tests {
     }
 
     #[test]
-    fn one_error_number_has_several_causes() {
-        let ranges = [span(0, 0xfedf_ffff), span(0xfef0_0000, 0x7f_ffff_ffff)];
-        let explained = |errno: Errno, va: usize, at: Span<Iova>, access: Access| {
-            explain(io::Error::from(errno), va, at, access, PageSize::SIZE_4K, &ranges)
-        };
+    fn error_numbers_have_causes() {
         let page = span(0x1000, 0x1fff);
-        assert!(matches!(explained(Errno::INVAL, 5, page, Access::RW), Error::Unaligned { va: 5, .. }));
-        assert!(matches!(explained(Errno::INVAL, 0, span(0x1000, 0x1ffe), Access::RW), Error::Unaligned { .. }));
-        let msi = explained(Errno::INVAL, 0x1000, span(0xfee0_0000, 0xfee0_0fff), Access::RW);
-        assert!(matches!(&msi, Error::OutsideIova { ranges, .. } if ranges.len() == 2), "{msi}");
-        assert!(msi.to_string().contains("0xfedfffff"), "{msi}");
-        assert!(matches!(explained(Errno::INVAL, 0x1000, page, Access::RW), Error::Kernel { .. }));
-        assert!(matches!(explained(Errno::EXIST, 0x1000, page, Access::RW), Error::Overlap(s) if s == page));
-        let read_only = explained(Errno::FAULT, 0x1000, page, Access::RW);
+        let explained = |errno: Errno, access: Access| explain(io::Error::from(errno), 0x1000, page, access);
+        let refused = explained(Errno::INVAL, Access::RW).to_string();
+        assert!(refused.starts_with("cannot map 4096 bytes at 0x1000 to IOVA 0x1000: Invalid argument"), "{refused}");
+        let read_only = explained(Errno::FAULT, Access::RW);
         assert!(matches!(read_only, Error::NotMemory { writable: true, .. }));
         assert!(read_only.to_string().contains("read-only"));
-        assert!(!explained(Errno::FAULT, 0x1000, page, Access::READ).to_string().contains("read-only"));
-        assert!(matches!(explained(Errno::NOSPC, 0x1000, page, Access::RW), Error::TooMany));
-        assert!(matches!(explained(Errno::PERM, 0x1000, page, Access::RW), Error::Kernel { .. }));
+        assert!(!explained(Errno::FAULT, Access::READ).to_string().contains("read-only"));
+        assert!(matches!(explained(Errno::NOSPC, Access::RW), Error::TooMany));
+        assert!(matches!(explained(Errno::PERM, Access::RW), Error::Kernel { .. }));
         // Nothing to lock: the kernel itself has no memory left.
-        let none = Span::inclusive(Iova::new(0), Iova::new(0)).unwrap();
-        let starved = explain(Errno::NOMEM.into(), 0, none, Access::READ, PageSize::SIZE_4K, &ranges);
-        assert!(matches!(starved, Error::Kernel { operation: VfioOperation::Map { va: 0, .. }, .. }), "{starved}");
+        let starved = explain(Errno::NOMEM.into(), 0, span(0, 0), Access::READ);
+        assert!(matches!(starved, Error::Kernel { .. }), "{starved}");
     }
 
     #[test]
@@ -531,7 +450,7 @@ mod tests {
         let container = VfioContainer::default();
         container.map_by_address();
         assert!(container.backend().is_none() && container.iommufd_error().is_none());
-        assert!(container.iova_ranges().is_empty() && container.page_sizes().smallest().is_none());
+        assert!(container.iova_ranges().is_empty() && container.page_size() == PageSize::SIZE_4K);
         assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (None, 0));
         assert_eq!(container.revoke(span(0, 0xfff)).unwrap(), 0);
         assert_eq!(format!("{container:?}"), "VfioContainer { mapped: 0, .. }");
@@ -545,7 +464,7 @@ mod tests {
         let missing = folder.path().join("vfio");
         assert!(matches!(open(&missing, "vfio"), Err(Error::NoModule { path, module: "vfio" }) if path == missing));
         let error = open(folder.path(), "vfio").unwrap_err();
-        assert!(matches!(error, Error::Kernel { operation: VfioOperation::Open(_), .. }), "a folder: {error}");
+        assert!(matches!(error, Error::Kernel { .. }), "a folder: {error}");
     }
 
     /// The largest base page of any kernel.
@@ -570,16 +489,14 @@ mod tests {
     fn addresses(container: &VfioContainer, device: &PciDevice, constant: usize) {
         let inner = &container.0;
         let at = span(0x20_0000, 0x20_ffff);
-        let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);
+        let map = |va: usize, span, access| inner.map_span(va, None, span, access);
         let refused = map(constant, at, Access::RW).unwrap_err();
         assert!(matches!(refused, Error::NotMemory { writable: true, .. }), "{refused}");
         map(constant, at, Access::READ).unwrap();
         assert_eq!(container.revoke(at).unwrap(), PAGE as u64);
         // Nothing is mapped in the first page of a process.
         assert!(matches!(map(0, at, Access::READ), Err(Error::NotMemory { writable: false, .. })));
-        assert!(matches!(map(constant + 8, at, Access::READ), Err(Error::Unaligned { .. })));
-        let odd = span(0x20_0000, 0x20_fffe);
-        assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 65535, .. })));
+        assert!(matches!(map(constant + 8, at, Access::READ), Err(Error::Kernel { .. })));
         let Some(Kernel::Iommufd(space)) = inner.kernel.get() else { return };
         let at = span(0x20_0000, 0x20_0fff);
         // The error numbers of iommufd, before they are explained.

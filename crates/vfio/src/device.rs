@@ -2,13 +2,11 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, OnceLock, RwLockReadGuard, Weak};
-use std::time::Duration;
+use std::sync::{Arc, RwLockReadGuard, Weak};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use vfio_bindings::bindings::vfio as abi;
 
-use crate::error::{RegionError, VfioOperation};
+use crate::error::RegionError;
 use crate::gate::{COMMAND, COMMAND_MEMORY, Gate, STANDARD};
 use crate::{Bdf, Error, VfioContainer, sys};
 
@@ -26,8 +24,6 @@ pub(crate) struct Inner {
     flags: u32,
     regions: Vec<PciRegion>,
     gate: Gate,
-    /// Counts the kernel's requests to release the device.
-    release_requests: OnceLock<[OwnedFd; 1]>,
     /// Keeps the address space open, and the group if there is one.
     container: VfioContainer,
 }
@@ -39,10 +35,6 @@ pub struct PciRegion {
     pub index: u32,
     /// Bytes; 0 if the device does not have the region.
     pub len: u64,
-    /// The region can be read.
-    pub readable: bool,
-    /// The region can be written.
-    pub writable: bool,
     /// The ranges that can be mapped, in bytes from the start of the region. The rest is accessed through the kernel.
     pub mappable: Vec<Range<u64>>,
     /// Offset in the device's file.
@@ -51,23 +43,15 @@ pub struct PciRegion {
 
 impl PciDevice {
     pub(crate) fn new(fd: OwnedFd, bdf: Bdf, container: VfioContainer) -> Result<Self, Error> {
-        let (flags, regions, kinds) =
-            sys::device_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryDevice(bdf)))?;
+        let (flags, regions) = sys::device_info(fd.as_fd()).map_err(Error::kernel(format_args!("query {bdf}")))?;
         let regions = (0..regions.min(64)).map(|index| match sys::region_info(fd.as_fd(), index) {
             Ok(info) => Ok(region(index, info)),
             // The VGA region of a device without one.
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(PciRegion::absent(index)),
-            Err(e) => Err(Error::kernel(VfioOperation::QueryRegions(bdf))(e)),
+            Err(e) => Err(Error::kernel(format_args!("query the regions of {bdf}"))(e)),
         });
         let regions: Vec<_> = regions.collect::<Result<_, _>>()?;
-        let this = Self::with_regions(fd, bdf, flags, regions, container)?;
-        if kinds > abi::VFIO_PCI_REQ_IRQ_INDEX && this.interrupt_count(abi::VFIO_PCI_REQ_IRQ_INDEX)? == 1 {
-            let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-            let events = [event.map_err(|e| Error::kernel(VfioOperation::CreateEventFd)(e.into()))?];
-            this.set_interrupts(abi::VFIO_PCI_REQ_IRQ_INDEX, &events)?;
-            let _ = this.0.release_requests.set(events);
-        }
-        Ok(this)
+        Self::with_regions(fd, bdf, flags, regions, container)
     }
 
     fn with_regions(
@@ -82,9 +66,8 @@ impl PciDevice {
         let missing = Error::Region { bdf, region: CONFIG, reason: RegionError::Missing };
         // Bits that a short read leaves 0 count as disabled.
         rustix::io::pread(&fd, &mut space, config.ok_or(missing)?.offset)
-            .map_err(|e| Error::kernel(VfioOperation::ReadRegion(bdf, CONFIG))(e.into()))?;
-        let (gate, release_requests) = (Gate::new(&space), OnceLock::new());
-        Ok(Self(Arc::new(Inner { fd, bdf, flags, regions, gate, release_requests, container })))
+            .map_err(|e| Error::kernel(format_args!("read region {CONFIG} of {bdf}"))(e.into()))?;
+        Ok(Self(Arc::new(Inner { fd, bdf, flags, regions, gate: Gate::new(&space), container })))
     }
 
     /// A file in place of a device: its configuration space, and BAR 0 behind it, of which some areas (offset, length)
@@ -147,7 +130,7 @@ impl PciDevice {
         match rustix::io::pread(&self.0.fd, into, at) {
             Ok(n) if n == whole => Ok(()),
             Ok(_) => Err(self.region_error(region, RegionError::ShortRead)),
-            Err(e) => Err(Error::kernel(VfioOperation::ReadRegion(self.bdf(), region))(e.into())),
+            Err(e) => Err(Error::kernel(format_args!("read region {region} of {}", self.bdf()))(e.into())),
         }
     }
 
@@ -202,7 +185,7 @@ impl PciDevice {
         match rustix::io::pwrite(&self.0.fd, from, at) {
             Ok(n) if n == from.len() => Ok(()),
             Ok(_) => Err(self.region_error(region, RegionError::ShortWrite)),
-            Err(e) => Err(Error::kernel(VfioOperation::WriteRegion(self.bdf(), region))(e.into())),
+            Err(e) => Err(Error::kernel(format_args!("write region {region} of {}", self.bdf()))(e.into())),
         }
     }
 
@@ -242,20 +225,8 @@ impl PciDevice {
         if self.0.flags & abi::VFIO_DEVICE_FLAGS_RESET == 0 {
             return Err(Error::NoReset(self.bdf()));
         }
-        let failed = Error::kernel(VfioOperation::Reset(self.bdf()));
-        self.change(true, || sys::reset(self.0.fd.as_fd()).map_err(failed))
-    }
-
-    /// Waits for at most `timeout` until the kernel requests the release of the device, because it is being unbound or
-    /// removed. The kernel then waits until the device is dropped. True when it was requested.
-    pub fn release_requested(&self, timeout: Duration) -> bool {
-        let Some([event]) = self.0.release_requests.get() else {
-            std::thread::sleep(timeout);
-            return false;
-        };
-        let mut poll = [PollFd::new(event, PollFlags::IN)];
-        let timeout = timeout.try_into().ok();
-        matches!(rustix::event::poll(&mut poll, timeout.as_ref()), Ok(1..))
+        let reset = || sys::reset(self.0.fd.as_fd()).map_err(Error::kernel(format_args!("reset {}", self.bdf())));
+        self.change(true, reset)
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -266,19 +237,19 @@ impl PciDevice {
         match sys::irq_count(self.0.fd.as_fd(), kind) {
             Ok(count) => Ok(count),
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(0),
-            Err(e) => Err(Error::kernel(VfioOperation::QueryInterrupts(self.bdf()))(e)),
+            Err(e) => Err(Error::kernel(format_args!("query the interrupts of {}", self.bdf()))(e)),
         }
     }
 
     pub(crate) fn set_interrupts(&self, kind: u32, events: &[OwnedFd]) -> Result<(), Error> {
         let result = sys::set_irqs(self.0.fd.as_fd(), kind, events);
-        result.map_err(Error::kernel(VfioOperation::SetInterrupts(self.bdf())))
+        result.map_err(Error::kernel(format_args!("set the interrupts of {}", self.bdf())))
     }
 }
 
 impl PciRegion {
     fn absent(index: u32) -> Self {
-        Self { index, len: 0, readable: false, writable: false, mappable: Vec::new(), offset: 0 }
+        Self { index, len: 0, mappable: Vec::new(), offset: 0 }
     }
 }
 
@@ -295,8 +266,6 @@ fn region(index: u32, info: sys::RegionInfo) -> PciRegion {
     PciRegion {
         index,
         len: info.size,
-        readable: info.flags & abi::VFIO_REGION_INFO_FLAG_READ != 0,
-        writable: info.flags & abi::VFIO_REGION_INFO_FLAG_WRITE != 0,
         mappable: if can_map { areas.into_iter().filter_map(within).collect() } else { Vec::new() },
         offset: info.offset,
     }
@@ -341,9 +310,9 @@ mod tests {
         }
     }
 
-    fn operation<T>(result: Result<T, Error>) -> VfioOperation {
+    fn operation<T>(result: Result<T, Error>) -> String {
         match result {
-            Err(Error::Kernel { operation, .. }) => operation,
+            Err(Error::Kernel { what, .. }) => what,
             Err(other) => panic!("{other}"),
             Ok(_) => panic!("no error"),
         }
@@ -407,8 +376,8 @@ mod tests {
         let open = |path: &str| File::options().read(true).write(true).open(path).unwrap();
         // Reads as zeros, and takes nothing.
         let full = device(open("/dev/full"));
-        assert_eq!(operation(full.write_region(CONFIG, 64, &[0])), VfioOperation::WriteRegion(ours, CONFIG));
-        assert_eq!(operation(full.set_bus_master(true)), VfioOperation::WriteRegion(ours, CONFIG));
+        assert_eq!(operation(full.write_region(CONFIG, 64, &[0])), "write region 7 of 0000:01:00.0");
+        assert_eq!(operation(full.set_bus_master(true)), "write region 7 of 0000:01:00.0");
         // Takes everything, and has nothing to read: whether the device responds is not known.
         let null = device(open("/dev/null"));
         null.write_region(CONFIG, COMMAND, &[2, 0]).unwrap();
@@ -416,15 +385,14 @@ mod tests {
         assert_eq!(reason(null.set_bus_master(true)), RegionError::ShortRead);
         // Not for reading, so no device.
         let deaf = File::options().write(true).open("/dev/null").unwrap();
-        assert_eq!(operation(PciDevice::of_file(deaf.into(), BAR, None)), VfioOperation::ReadRegion(ours, CONFIG));
+        assert_eq!(operation(PciDevice::of_file(deaf.into(), BAR, None)), "read region 7 of 0000:01:00.0");
         // Requests of VFIO, to a file of another kind.
         assert!(matches!(null.reset(), Err(Error::NoReset(bdf)) if bdf == ours));
-        assert!(!null.release_requested(Duration::from_millis(1)));
-        assert_eq!(operation(null.set_interrupts(1, &[])), VfioOperation::SetInterrupts(ours));
-        assert_eq!(operation(crate::VfioBus::new(null.clone())), VfioOperation::QueryInterrupts(ours));
+        assert_eq!(operation(null.set_interrupts(1, &[])), "set the interrupts of 0000:01:00.0");
+        assert_eq!(operation(crate::VfioBus::new(null.clone())), "query the interrupts of 0000:01:00.0");
         assert!(format!("{null:?}").starts_with("PciDevice { bdf: 0000:01:00.0, regions: 8"));
         let null = open("/dev/null");
         let device = PciDevice::new(null.into(), ours, VfioContainer::new());
-        assert_eq!(operation(device), VfioOperation::QueryDevice(ours));
+        assert_eq!(operation(device), "query 0000:01:00.0");
     }
 }

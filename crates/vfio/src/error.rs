@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use dmalane_addr::{Iova, PageSize, RangeError, Span};
+use dmalane_addr::{Iova, RangeError, Span};
 use thiserror::Error;
 
 use crate::Bdf;
@@ -91,25 +91,17 @@ pub enum Error {
     /// The kernel's VFIO has no IOMMU of type 1.
     #[error("the kernel's VFIO has no type 1 IOMMU (modprobe vfio_iommu_type1)")]
     NoType1,
-    /// The kernel refuses the IOMMU of a group; without interrupt remapping a device could forge interrupts.
+    /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge
+    /// interrupts.
     #[error(
-        "the kernel refuses the IOMMU of group {group}: {source} (without interrupt remapping it requires \
-         allow_unsafe_interrupts=1 of module vfio_iommu_type1)"
+        "the kernel refuses {what}: {source} (without interrupt remapping it requires allow_unsafe_interrupts=1 of \
+         module {module})"
     )]
     Attach {
-        /// The group.
-        group: u32,
-        /// The kernel's error.
-        source: io::Error,
-    },
-    /// The kernel refuses to attach the device to iommufd.
-    #[error(
-        "the kernel refuses to attach {bdf} to iommufd: {source} (without interrupt remapping it requires \
-         allow_unsafe_interrupts=1 of module iommufd)"
-    )]
-    AttachDevice {
-        /// The device.
-        bdf: Bdf,
+        /// The attempt.
+        what: String,
+        /// The module that has the setting.
+        module: &'static str,
         /// The kernel's error.
         source: io::Error,
     },
@@ -125,29 +117,6 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
-    /// An address or length to map is not a multiple of the IOMMU's page.
-    #[error("cannot map {len} bytes at {va:#x} to {iova}: all three must be multiples of {page}")]
-    Unaligned {
-        /// Address of the memory in this process.
-        va: usize,
-        /// Bytes.
-        len: u64,
-        /// Requested IOVA.
-        iova: Iova,
-        /// The smallest page of the IOMMU.
-        page: PageSize,
-    },
-    /// The IOMMU cannot map all of these addresses: interrupts are among them, or the IOMMU is not wide enough.
-    #[error("{span} is not within the ranges that the IOMMU can map: {}", spans(ranges))]
-    OutsideIova {
-        /// The requested IOVAs.
-        span: Span<Iova>,
-        /// The available ranges.
-        ranges: Vec<Span<Iova>>,
-    },
-    /// Part of the span is already mapped.
-    #[error("part of {0} is already mapped")]
-    Overlap(Span<Iova>),
     /// The kernel cannot pin memory: it is not mapped in this process, it is read-only, or it is of a kind that the
     /// kernel does not pin, such as a mapping of a dma-buf.
     #[error(
@@ -202,10 +171,10 @@ pub enum Error {
     #[error("{0} has neither MSI nor MSI-X")]
     NoInterrupts(Bdf),
     /// The kernel refused an operation for a reason without a variant of its own.
-    #[error("cannot {operation}: {source}")]
+    #[error("cannot {what}: {source}")]
     Kernel {
         /// The operation.
-        operation: VfioOperation,
+        what: String,
         /// The kernel's error.
         source: io::Error,
     },
@@ -242,87 +211,18 @@ pub enum RegionError {
     /// The requested alignment is smaller than the pages of the running kernel.
     #[error("cannot be aligned to less than a page of the running kernel")]
     AlignmentBelowPage,
-    /// The range to export as a dma-buf is not whole pages.
-    #[error("can only be exported as a dma-buf in whole pages")]
+    /// The range to map for devices, or to export as a dma-buf, is not whole pages.
+    #[error("can only be mapped for devices, or exported as a dma-buf, in whole pages")]
     NotWholePages,
     /// The device's memory is disabled in its command register, or the device is in a low-power state.
     #[error("does not respond: the memory of its device is disabled")]
     Disabled,
 }
 
-/// An operation that the kernel may refuse.
-#[derive(Clone, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum VfioOperation {
-    /// Opening a file of VFIO or iommufd.
-    Open(PathBuf),
-    /// Querying a new container, or creating an address space in iommufd.
-    Initialize(PathBuf),
-    /// Opening a device through its group.
-    OpenDevice(Bdf),
-    /// Querying the IOMMU of a container.
-    QueryContainer,
-    /// Querying an IOMMU group.
-    QueryGroup(u32),
-    /// Querying a device.
-    QueryDevice(Bdf),
-    /// Querying the regions of a device.
-    QueryRegions(Bdf),
-    /// Querying the interrupts of a device.
-    QueryInterrupts(Bdf),
-    /// Enabling or disabling the interrupts of a device.
-    SetInterrupts(Bdf),
-    /// Creating an eventfd.
-    CreateEventFd,
-    /// Reading a region of a device.
-    ReadRegion(Bdf, u32),
-    /// Writing a region of a device.
-    WriteRegion(Bdf, u32),
-    /// Mapping a region of a device into this process.
-    MapRegion(Bdf, u32),
-    /// Exporting a region of a device as a dma-buf.
-    ExportRegion(Bdf, u32),
-    /// Resetting a device.
-    Reset(Bdf),
-    /// Mapping memory at an address of this process for the devices of a container.
-    Map {
-        /// Address in this process.
-        va: usize,
-        /// Where the devices would see it.
-        span: Span<Iova>,
-    },
-    /// Unmapping memory.
-    Unmap(Span<Iova>),
-}
-
-impl fmt::Display for VfioOperation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Open(path) => write!(f, "open {}", path.display()),
-            Self::Initialize(path) => write!(f, "initialize {}", path.display()),
-            Self::OpenDevice(bdf) => write!(f, "open {bdf}"),
-            Self::QueryContainer => f.write_str("query the container"),
-            Self::QueryGroup(group) => write!(f, "query IOMMU group {group}"),
-            Self::QueryDevice(bdf) => write!(f, "query {bdf}"),
-            Self::QueryRegions(bdf) => write!(f, "query the regions of {bdf}"),
-            Self::QueryInterrupts(bdf) => write!(f, "query the interrupts of {bdf}"),
-            Self::SetInterrupts(bdf) => write!(f, "set the interrupts of {bdf}"),
-            Self::CreateEventFd => f.write_str("create an eventfd"),
-            Self::ReadRegion(bdf, region) => write!(f, "read region {region} of {bdf}"),
-            Self::WriteRegion(bdf, region) => write!(f, "write region {region} of {bdf}"),
-            Self::MapRegion(bdf, region) => write!(f, "map region {region} of {bdf}"),
-            Self::ExportRegion(bdf, region) => write!(f, "export region {region} of {bdf} as a dma-buf"),
-            Self::Reset(bdf) => write!(f, "reset {bdf}"),
-            Self::Map { va, span } => write!(f, "map {} bytes at {va:#x} to {}", span.len(), span.first()),
-            Self::Unmap(span) => write!(f, "unmap {span}"),
-        }
-    }
-}
-
 impl Error {
     /// Wraps an error of the kernel with the operation that it refused, for `map_err`.
-    pub(crate) fn kernel(operation: VfioOperation) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Kernel { operation, source }
+    pub(crate) fn kernel(operation: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Kernel { what: operation.to_string(), source }
     }
 }
 
@@ -339,40 +239,14 @@ fn list(others: &[(String, String)]) -> String {
     others.iter().map(|(bdf, driver)| format!("{bdf} ({driver})")).collect::<Vec<_>>().join(", ")
 }
 
-fn spans(spans: &[Span<Iova>]) -> String {
-    spans.iter().map(Span::to_string).collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn messages_name_what_they_are_about() {
-        let bdf: Bdf = "0000:01:00.0".parse().unwrap();
-        let span = Span::inclusive(Iova::new(0x1000), Iova::new(0x1fff)).unwrap();
-        for (operation, text) in [
-            (VfioOperation::Open("/dev/vfio/15".into()), "open /dev/vfio/15"),
-            (VfioOperation::Initialize("/dev/iommu".into()), "initialize /dev/iommu"),
-            (VfioOperation::OpenDevice(bdf), "open 0000:01:00.0"),
-            (VfioOperation::QueryContainer, "query the container"),
-            (VfioOperation::QueryGroup(15), "query IOMMU group 15"),
-            (VfioOperation::QueryDevice(bdf), "query 0000:01:00.0"),
-            (VfioOperation::QueryRegions(bdf), "query the regions of 0000:01:00.0"),
-            (VfioOperation::QueryInterrupts(bdf), "query the interrupts of 0000:01:00.0"),
-            (VfioOperation::SetInterrupts(bdf), "set the interrupts of 0000:01:00.0"),
-            (VfioOperation::CreateEventFd, "create an eventfd"),
-            (VfioOperation::ReadRegion(bdf, 7), "read region 7 of 0000:01:00.0"),
-            (VfioOperation::WriteRegion(bdf, 7), "write region 7 of 0000:01:00.0"),
-            (VfioOperation::MapRegion(bdf, 2), "map region 2 of 0000:01:00.0"),
-            (VfioOperation::ExportRegion(bdf, 2), "export region 2 of 0000:01:00.0 as a dma-buf"),
-            (VfioOperation::Reset(bdf), "reset 0000:01:00.0"),
-            (VfioOperation::Map { va: 0x7000, span }, "map 4096 bytes at 0x7000 to IOVA 0x1000"),
-            (VfioOperation::Unmap(span), &format!("unmap {span}")),
-        ] {
-            let error = Error::kernel(operation)(io::Error::other("why"));
-            assert_eq!(error.to_string(), format!("cannot {text}: why"));
-        }
+        let error = Error::kernel(format_args!("open {}", "/dev/vfio/15"))(io::Error::other("why"));
+        assert_eq!(error.to_string(), "cannot open /dev/vfio/15: why");
         let others =
             vec![("0000:00:1f.2".to_owned(), "ahci".to_owned()), ("0000:00:1f.3".to_owned(), "i801".to_owned())];
         let error = Error::NotViable { group: 15, others };

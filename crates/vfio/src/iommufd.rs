@@ -4,17 +4,16 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::{Access, Iova, Span};
 use dmalane_dma::BufferRef;
-use iommufd_bindings::iommufd as abi;
 use rustix::io::Errno;
 
+use crate::Error;
 use crate::node::open;
 use crate::sys::{self, IommuInfo};
-use crate::{Error, VfioOperation};
 
 const IOMMU: &str = "/dev/iommu";
 
@@ -22,8 +21,6 @@ const IOMMU: &str = "/dev/iommu";
 pub(crate) struct Iommufd {
     fd: OwnedFd,
     ioas: u32,
-    /// Bit n: all IOMMUs of the address space can use pages of 2^n bytes.
-    pages: AtomicU64,
     /// The kernel can map files directly, without walking the process's page table.
     files: AtomicBool,
     /// The mappings: first to last address. The kernel has the same error number for no mapping and for half a mapping.
@@ -35,22 +32,16 @@ impl Iommufd {
     /// Creates an empty address space.
     pub(crate) fn new() -> Result<Self, Error> {
         let fd = open(Path::new(IOMMU), "iommufd")?;
-        let ioas = sys::ioas_alloc(fd.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(IOMMU.into())))?;
-        let (pages, files) = (AtomicU64::new(u64::MAX), AtomicBool::new(true));
-        Ok(Self { fd, ioas, pages, files, mapped: Mutex::default() })
+        let ioas = sys::ioas_alloc(fd.as_fd()).map_err(Error::kernel(format_args!("initialize {IOMMU}")))?;
+        Ok(Self { fd, ioas, files: AtomicBool::new(true), mapped: Mutex::default() })
     }
 
     /// Attaches a device, and returns what can be mapped from now on.
     pub(crate) fn attach(&self, device: BorrowedFd<'_>) -> io::Result<IommuInfo> {
-        let number = sys::bind(device, self.fd.as_fd())?;
+        sys::bind(device, self.fd.as_fd())?;
         sys::attach(device, self.ioas)?;
         let (ranges, smallest) = sys::ioas_ranges(self.fd.as_fd(), self.ioas)?;
-        // The first kernels with iommufd do not report this, nor does every driver.
-        let larger = sys::hw_info(self.fd.as_fd(), number).map_or(0, |(kind, data)| page_sizes(kind, &data));
-        let smallest = smallest.max(1).next_power_of_two();
-        let common = self.pages.fetch_and(larger, Ordering::Relaxed) & larger;
-        let pages = common & !(smallest - 1) | smallest;
-        Ok(IommuInfo { pages, ranges, left: None })
+        Ok(IommuInfo { page: smallest.max(1).next_power_of_two(), ranges, left: None })
     }
 
     /// Maps memory of this process at `va`, by its file if it has one.
@@ -94,7 +85,7 @@ impl Iommufd {
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        self.record(span, || sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
+        self.record(span, || sys::ioas_map_file(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
     }
 
     /// Unmaps the mappings within the span, and returns their bytes.
@@ -115,7 +106,7 @@ impl Iommufd {
         let ended = match sys::ioas_unmap(self.fd.as_fd(), self.ioas, span) {
             // Nothing was mapped.
             Err(e) if Errno::from_io_error(&e) == Some(Errno::NOENT) => 0,
-            other => other.map_err(Error::kernel(VfioOperation::Unmap(span)))?,
+            other => other.map_err(Error::kernel(format_args!("unmap {span}")))?,
         };
         while let Some(start) = mapped.range(first..=last).next().map(|(start, _)| *start) {
             mapped.remove(&start);
@@ -142,28 +133,6 @@ impl Iommufd {
     }
 }
 
-/// The page sizes, bit n for 2^n bytes, according to the registers of an IOMMU: Intel's capability register (VT-d
-/// specification, 11.4.2: second-stage large pages, first-stage pages of 1 GiB), Arm's IDR5 (SMMUv3, 6.3.6: granules of
-/// 4, 16 and 64 KiB). 0 for others.
-fn page_sizes(kind: u32, data: &[u32; 16]) -> u64 {
-    let word = |at: usize| u64::from(data[at]) | u64::from(data[at + 1]) << 32;
-    let pages = |found: bool, sizes: &[u32]| if found { sizes.iter().map(|log2| 1 << log2).sum() } else { 0_u64 };
-    match kind {
-        abi::iommu_hw_info_type_IOMMU_HW_INFO_TYPE_INTEL_VTD => {
-            // struct iommu_hw_info_vtd: flags, __reserved, cap_reg.
-            let capabilities = word(2);
-            let has = |bit: u32| capabilities >> bit & 1 == 1;
-            pages(true, &[12]) | pages(has(34), &[21]) | pages(has(35) || has(56), &[30])
-        }
-        abi::iommu_hw_info_type_IOMMU_HW_INFO_TYPE_ARM_SMMUV3 => {
-            // struct iommu_hw_info_arm_smmuv3: flags, __reserved, idr[6].
-            let has = |bit: u32| data[2 + 5] >> bit & 1 == 1;
-            pages(has(4), &[12, 21, 30]) | pages(has(5), &[14, 25]) | pages(has(6), &[16, 29])
-        }
-        _ => 0,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use dmalane_dma::{Heap, MemfdHeap};
@@ -173,9 +142,8 @@ mod tests {
     /// A file in place of an iommufd: it refuses every request as one that it does not know.
     #[test]
     fn requests_that_a_kernel_does_not_know() {
-        let (pages, files) = (AtomicU64::new(u64::MAX), AtomicBool::new(true));
         let fd = tempfile::tempfile().unwrap().into();
-        let space = Iommufd { fd, ioas: 1, pages, files, mapped: Mutex::default() };
+        let space = Iommufd { fd, ioas: 1, files: AtomicBool::new(true), mapped: Mutex::default() };
         let errno = |result: io::Result<()>| Errno::from_io_error(&result.unwrap_err());
         let span = |first: u64, last: u64| Span::inclusive(Iova::new(first), Iova::new(last)).unwrap();
         let memfd = MemfdHeap::new().allocate(8192).unwrap().share().reference();
@@ -194,24 +162,8 @@ mod tests {
         }
         for whole in [two, span(1, u64::MAX)] {
             let refused = space.unmap(whole).unwrap_err();
-            assert!(matches!(refused, Error::Kernel { operation: VfioOperation::Unmap(_), .. }), "{refused}");
+            assert!(refused.to_string().starts_with("cannot unmap "), "{refused}");
         }
         assert_eq!(space.lock().len(), 1);
-    }
-
-    #[test]
-    fn pages_from_registers() {
-        let intel = |capabilities: u64| {
-            let mut data = [0; 16];
-            (data[2], data[3]) = (capabilities as u32, (capabilities >> 32) as u32);
-            page_sizes(1, &data)
-        };
-        assert_eq!(intel(0), 1 << 12);
-        assert_eq!(intel(0b11 << 34), 1 << 12 | 1 << 21 | 1 << 30);
-        assert_eq!(intel(1 << 34 | 1 << 56), 1 << 12 | 1 << 21 | 1 << 30);
-        let mut data = [0; 16];
-        data[7] = 0b101 << 4;
-        assert_eq!(page_sizes(2, &data), 1 << 12 | 1 << 21 | 1 << 30 | 1 << 16 | 1 << 29);
-        assert_eq!(page_sizes(0, &[u32::MAX; 16]), 0);
     }
 }

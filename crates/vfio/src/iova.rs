@@ -11,20 +11,14 @@ pub(crate) struct Iovas(Option<Space>);
 struct Space {
     iovas: RangeCache<Iova>,
     ranges: Vec<Span<Iova>>,
-    pages: PageSizes,
-}
-
-impl Space {
     /// The IOMMU's smallest page.
-    fn page(&self) -> PageSize {
-        self.pages.smallest().unwrap_or(PageSize::SIZE_4K)
-    }
+    page: PageSize,
 }
 
 impl Iovas {
     /// The IOMMU's smallest page.
     pub(crate) fn page(&self) -> PageSize {
-        self.0.as_ref().map_or(PageSize::SIZE_4K, Space::page)
+        self.0.as_ref().map_or(PageSize::SIZE_4K, |space| space.page)
     }
 
     /// The IOVAs to which memory can be mapped, lowest first.
@@ -32,20 +26,14 @@ impl Iovas {
         self.0.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
     }
 
-    /// The page sizes of the IOMMU.
-    pub(crate) fn page_sizes(&self) -> PageSizes {
-        self.0.as_ref().map_or(PageSizes::from_bits(0), |space| space.pages)
-    }
-
     /// True until the first update.
     pub(crate) fn is_unknown(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Updates the IOVAs and page sizes of the IOMMU, which another group may have reduced.
+    /// Updates the IOVAs and the page size of the IOMMU, which another group may have reduced.
     pub(crate) fn update(&mut self, info: sys::IommuInfo) {
-        let pages = PageSizes::from_bits(info.pages);
-        let page = pages.smallest().unwrap_or(PageSize::SIZE_4K);
+        let page = PageSize::new(info.page).unwrap_or(PageSize::SIZE_4K);
         let ranges = match info.ranges.is_empty() {
             // Kernels before 5.4 do not report ranges. Every machine has the first 4 GiB without the window of the
             // interrupts.
@@ -77,14 +65,14 @@ impl Iovas {
                 RangeCache::new(iovas)
             }
         };
-        self.0 = Some(Space { iovas, ranges, pages });
+        self.0 = Some(Space { iovas, ranges, page });
     }
 
     /// Allocates IOVAs for `len` bytes of memory or of a BAR at `place`, congruent with it up to the largest page of
     /// which one fits, so that the IOMMU can use pages as large as those of the memory.
     pub(crate) fn allocate(&mut self, place: u64, len: u64) -> Result<Lease<Iova>, Error> {
         let space = self.0.as_mut().ok_or(Error::NoType1)?;
-        let page = space.page();
+        let page = space.page;
         // IOMMUs have page sizes of their own, so any power of two is one here.
         let align = PageSizes::from_bits(u64::MAX >> 33).largest_within(place, len).map_or(page, |fits| fits.max(page));
         let phase = place & (align.bytes() - 1) & !(page.bytes() - 1);
@@ -92,6 +80,7 @@ impl Iovas {
         Ok(space.iovas.allocate_at(len, align, phase).or_else(|_| space.iovas.allocate(len, page))?)
     }
 
+    #[cfg(test)]
     pub(crate) fn reserve(&mut self, span: Span<Iova>) -> Result<Lease<Iova>, Error> {
         let space = self.0.as_mut().ok_or(Error::NoType1)?;
         Ok(space.iovas.reserve(span)?)
@@ -161,7 +150,7 @@ mod tests {
 
     #[test]
     fn iovas_are_outside_of_holes() {
-        let info = |ranges: &[Span<Iova>]| sys::IommuInfo { pages: !0xfff, ranges: ranges.to_vec(), left: None };
+        let info = |ranges: &[Span<Iova>]| sys::IommuInfo { page: 4096, ranges: ranges.to_vec(), left: None };
         let mut iovas = Iovas::default();
         let ranges = [span(0, 0x7fff), span(0xa000, 0xffff), span(0x10_0800, 0x10_3fff)];
         iovas.update(info(&ranges));
@@ -187,13 +176,12 @@ mod tests {
     fn an_iommu_that_reports_nothing() {
         let mut iovas = Iovas::default();
         assert!(iovas.is_unknown() && iovas.ranges().is_empty() && iovas.page() == PageSize::SIZE_4K);
-        assert_eq!(iovas.page_sizes(), PageSizes::from_bits(0));
         assert!(matches!(iovas.allocate(0, 4096), Err(Error::NoType1)));
         assert!(matches!(iovas.reserve(span(0, 4095)), Err(Error::NoType1)));
         // No ranges: the first 4 GiB without the interrupts.
-        iovas.update(sys::IommuInfo { pages: 1 << 12 | 1 << 21, ranges: Vec::new(), left: None });
+        iovas.update(sys::IommuInfo { page: 4096, ranges: Vec::new(), left: None });
         assert_eq!(iovas.ranges(), [span(0x1000, 0xfedf_ffff), span(0xfef0_0000, 0xffff_ffff)]);
-        assert_eq!((iovas.is_unknown(), iovas.page_sizes().bits()), (false, 1 << 12 | 1 << 21));
+        assert_eq!((iovas.is_unknown(), iovas.page()), (false, PageSize::SIZE_4K));
         assert!(iovas.reserve(span(0xfee0_0000, 0xfee0_0fff)).is_err());
         // Fits, but not where it would be congruent.
         let whole = iovas.allocate(1 << 30, 0xfedf_f000).unwrap();
@@ -205,7 +193,7 @@ mod tests {
     #[test]
     fn iovas_are_congruent_with_what_they_map() {
         let mut iovas = Iovas::default();
-        iovas.update(sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None });
+        iovas.update(sys::IommuInfo { page: 4096, ranges: vec![span(0, 1 << 39)], left: None });
         for (place, len, log2) in [
             (0x20_0000, 2 << 20, 21),
             (0x4000_0000, 1 << 30, 30),

@@ -44,6 +44,6 @@ pub use bdf::{BadBdf, Bdf};
 pub use bus::VfioBus;
 pub use container::VfioContainer;
 pub use device::{PciDevice, PciRegion};
-pub use error::{Error, RegionError, VfioOperation};
+pub use error::{Error, RegionError};
 pub use pages::page_sizes;
-pub use peer::{PeerMapping, PeerMethod};
+pub use peer::PeerMapping;

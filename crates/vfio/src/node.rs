@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::io::Errno;
 
-use crate::{Error, VfioOperation};
+use crate::Error;
 
 /// Opens a node of this kernel module for reading and writing.
 pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
@@ -15,6 +15,6 @@ pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> 
         Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => Error::NoModule { path: path.to_owned(), module },
         Some(Errno::ACCESS | Errno::PERM) => Error::NoPermission { path: path.to_owned() },
         Some(Errno::BUSY) => Error::Busy { path: path.to_owned() },
-        _ => Error::Kernel { operation: VfioOperation::Open(path.to_owned()), source },
+        _ => Error::kernel(format_args!("open {}", path.display()))(source),
     })
 }

@@ -8,29 +8,10 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Iova, Lease, Span};
 use rustix::io::Errno;
 
-use crate::container::{Inner, Kernel, State, explain};
+use crate::container::{Inner, Kernel, explain};
 use crate::error::RegionError;
 use crate::gate::Revocable;
-use crate::{BarMap, Error, VfioContainer};
-
-/// How a BAR was mapped for other devices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum PeerMethod {
-    /// Type 1 walks the process's page table, page by page of the mapping of the BAR.
-    PageTable,
-    /// iommufd maps a dma-buf of the BAR, independent of its mapping in this process.
-    DmaBuf,
-}
-
-impl fmt::Display for PeerMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::PageTable => "type1",
-            Self::DmaBuf => "dma-buf",
-        })
-    }
-}
+use crate::{BarMap, Error, VfioContainer, sys};
 
 /// Part of a BAR that is mapped for the devices of a container. Unmapped on drop; keeps the BAR mapped in this process
 /// until then.
@@ -44,7 +25,7 @@ pub struct PeerMapping {
     container: Arc<Inner>,
     /// Dropped after `PeerMapping::drop` has unmapped.
     bar: Arc<BarMap>,
-    method: PeerMethod,
+    method: &'static str,
     map_time: Duration,
     live: Arc<Revocable>,
 }
@@ -61,34 +42,22 @@ impl VfioContainer {
     /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
     /// respond; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
-        PeerMapping::new(&self.0, bar, range, access)
-    }
-}
-
-impl PeerMapping {
-    /// As [`VfioContainer::map_peer`].
-    pub(crate) fn new(
-        container: &Arc<Inner>,
-        bar: &Arc<BarMap>,
-        range: Range<u64>,
-        access: Access,
-    ) -> Result<Self, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
+        if !(range.start | range.end | bar.range().start).is_multiple_of(sys::base_page()) {
+            return Err(bar.error(RegionError::NotWholePages));
+        }
+        let container = &self.0;
         let mut state = container.lock();
-        let method = match container.kernel.get().ok_or(Error::NoType1)? {
-            Kernel::Type1(_) => PeerMethod::PageTable,
-            Kernel::Iommufd(_) => PeerMethod::DmaBuf,
-        };
-        let congruent = match method {
-            PeerMethod::PageTable => bar.address() as u64 + range.start,
+        let (method, congruent) = match container.kernel.get().ok_or(Error::NoType1)? {
+            Kernel::Type1(_) => ("type1", bar.address() as u64 + range.start),
             // The physical address of a BAR is a multiple of its length.
-            PeerMethod::DmaBuf => bar.range().start + range.start,
+            Kernel::Iommufd(_) => ("dma-buf", bar.range().start + range.start),
         };
         let lease = state.iovas.allocate(congruent, len)?;
         let span = lease.span();
-        match map_bar(container, &state, bar, range.start, span, access) {
-            Ok((live, map_time)) => Ok(Self {
+        match map_bar(container, bar, range.start, span, access) {
+            Ok((live, map_time)) => Ok(PeerMapping {
                 span,
                 access,
                 start: range.start,
@@ -105,7 +74,9 @@ impl PeerMapping {
             }
         }
     }
+}
 
+impl PeerMapping {
     /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for
     /// a while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
     /// IOMMU then. Type 1 keeps its mappings.
@@ -122,12 +93,12 @@ impl PeerMapping {
         if self.is_mapped() {
             return Ok(());
         }
-        let state = self.container.lock();
+        let _state = self.container.lock();
         // iommufd keeps the IOVAs of a mapping that it has emptied.
         if let Some(kernel) = self.container.kernel.get() {
             kernel.unmap(self.span)?;
         }
-        let (live, map_time) = map_bar(&self.container, &state, &self.bar, self.start, self.span, self.access)?;
+        let (live, map_time) = map_bar(&self.container, &self.bar, self.start, self.span, self.access)?;
         (self.live, self.map_time) = (live, map_time);
         Ok(())
     }
@@ -142,8 +113,8 @@ impl PeerMapping {
         &self.bar
     }
 
-    /// How the BAR was mapped.
-    pub fn method(&self) -> PeerMethod {
+    /// How the BAR was mapped: "type1" by the process's page table, "dma-buf" without one, through iommufd.
+    pub fn method(&self) -> &'static str {
         self.method
     }
 
@@ -176,7 +147,6 @@ impl fmt::Debug for PeerMapping {
 /// Maps part of a BAR, and measures the kernel.
 fn map_bar(
     container: &Inner,
-    state: &State,
     bar: &BarMap,
     start: u64,
     span: Span<Iova>,
@@ -188,19 +158,12 @@ fn map_bar(
     let began = Instant::now();
     let kernel = container.kernel.get().ok_or(Error::NoType1)?;
     match kernel {
-        Kernel::Type1(_) => container.map_span(state, va, None, span, access)?,
+        Kernel::Type1(_) => container.map_span(va, None, span, access)?,
         Kernel::Iommufd(space) => {
             let mapped = space.map_dma_buf(bar.dma_buf()?, start, span, access);
             mapped.map_err(|source| match Errno::from_io_error(&source) {
                 Some(Errno::NODEV) => bar.error(RegionError::Disabled),
-                _ => explain(
-                    source,
-                    (bar.range().start + start) as usize,
-                    span,
-                    access,
-                    state.iovas.page(),
-                    &state.iovas.ranges(),
-                ),
+                _ => explain(source, (bar.range().start + start) as usize, span, access),
             })?;
         }
     }
@@ -210,15 +173,4 @@ fn map_bar(
         bar.device().gate().register(&live);
     }
     Ok((live, map_time))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn methods_have_the_names_of_reports() {
-        let names = [PeerMethod::PageTable, PeerMethod::DmaBuf].map(|method| method.to_string());
-        assert_eq!(names, ["type1", "dma-buf"]);
-    }
 }

@@ -40,7 +40,6 @@ enum Request {
     IoasIovaRanges = 0x84,
     IoasMap = 0x85,
     IoasUnmap = 0x86,
-    GetHwInfo = 0x8a,
     IoasMapFile = 0x8f,
 }
 
@@ -75,7 +74,6 @@ fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Resu
             | Request::GroupSetContainer
             | Request::GroupGetDeviceFd
             | Request::IoasIovaRanges
-            | Request::GetHwInfo
     ));
     // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of
     // the slice, and refuses one that is too short for it. The argument has no pointers, but for the address of memory
@@ -147,8 +145,8 @@ fn capabilities(words: &[u32], first: u32) -> Vec<(u16, Vec<u32>)> {
 
 /// The capabilities of a container's IOMMU.
 pub(crate) struct IommuInfo {
-    /// Bit n: pages of 2^n bytes.
-    pub(crate) pages: u64,
+    /// Bytes of its smallest page.
+    pub(crate) page: u64,
     /// The mappable IOVAs; empty if the kernel does not report them.
     pub(crate) ranges: Vec<Span<Iova>>,
     /// Mappings left until the limit.
@@ -163,6 +161,7 @@ pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
     info = vec![0; wanted];
     words(container, Request::IommuGetInfo, &mut info)?;
     let flags = info[1];
+    // Bit n: pages of 2^n bytes.
     let pages = if flags & abi::VFIO_IOMMU_INFO_PGSIZES != 0 { wide(&info, 2) } else { 1 << 12 };
     let (mut ranges, mut left) = (Vec::new(), None);
     let first = if flags & abi::VFIO_IOMMU_INFO_CAPS != 0 { info[4] } else { 0 };
@@ -177,7 +176,7 @@ pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
             _ => {}
         }
     }
-    Ok(IommuInfo { pages, ranges, left })
+    Ok(IommuInfo { page: pages & pages.wrapping_neg(), ranges, left })
 }
 
 /// Maps `len` bytes at address `va` of this process to `iova` for the devices of the container.
@@ -185,16 +184,9 @@ pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
 /// The kernel pins the pages until they are unmapped, so a device never accesses pages with a new owner, even if `va`
 /// is unmapped. The caller must ensure that no slice of them exists while a device writes (`Pinned::admit`).
 pub(crate) fn dma_map(container: BorrowedFd<'_>, va: usize, len: u64, iova: Iova, access: Access) -> io::Result<()> {
-    let mut flags = 0;
-    if access.contains(Access::READ) {
-        flags |= abi::VFIO_DMA_MAP_FLAG_READ;
-    }
-    if access.contains(Access::WRITE) {
-        flags |= abi::VFIO_DMA_MAP_FLAG_WRITE;
-    }
-    // struct vfio_iommu_type1_dma_map: argsz, flags, vaddr, iova, size.
+    // struct vfio_iommu_type1_dma_map: argsz, flags (1: read, 2: write), vaddr, iova, size.
     let mut map = [0; size_of::<abi::vfio_iommu_type1_dma_map>() / 4];
-    map[1] = flags;
+    map[1] = (access & Access::RW).bits().into();
     set_wide(&mut map, 2, va as u64);
     set_wide(&mut map, 4, iova.bits());
     set_wide(&mut map, 6, len);
@@ -282,7 +274,8 @@ pub(crate) fn ioas_map(
     words(iommufd, Request::IoasMap, &mut map).map(drop)
 }
 
-fn map_file(
+/// Like [`ioas_map`], but maps a file from its byte `start`: that of memory ([`ioas_map_buffer`]), or a BAR's dma-buf.
+pub(crate) fn ioas_map_file(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
     file: BorrowedFd<'_>,
@@ -313,19 +306,7 @@ pub(crate) fn ioas_map_buffer(
     // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that
     // anybody could use, and is not kept. Devices write as far as the caller has admitted them, see above.
     let file = unsafe { buffer.lend_file() }?;
-    Some(map_file(iommufd, ioas, file, start, span, access))
-}
-
-/// Like [`ioas_map`], but maps device memory by the dma-buf of its BAR.
-pub(crate) fn ioas_map_dma_buf(
-    iommufd: BorrowedFd<'_>,
-    ioas: u32,
-    dma_buf: BorrowedFd<'_>,
-    start: u64,
-    span: Span<Iova>,
-    access: Access,
-) -> io::Result<()> {
-    map_file(iommufd, ioas, dma_buf, start, span, access)
+    Some(ioas_map_file(iommufd, ioas, file, start, span, access))
 }
 
 /// Like [`dma_unmap`]. On an error the kernel may have unmapped some mappings; `ENOENT` also when nothing was mapped.
@@ -339,27 +320,11 @@ pub(crate) fn ioas_unmap(iommufd: BorrowedFd<'_>, ioas: u32, span: Span<Iova>) -
     Ok(wide(&unmap, 4))
 }
 
-/// The kind (`enum iommu_hw_info_type`) and the registers of the IOMMU of a bound device.
-pub(crate) fn hw_info(iommufd: BorrowedFd<'_>, device: u32) -> io::Result<(u32, [u32; 16])> {
-    let mut data = [0_u32; 16];
-    // struct iommu_hw_info: size, flags, dev_id, data_len, data_uptr, out_data_type, out_max_pasid_log2,
-    // out_capabilities.
-    let mut info = [0; size_of::<ioabi::iommu_hw_info>() / 4];
-    info[0] = size_of_val(&info) as u32;
-    (info[2], info[3]) = (device, size_of_val(&data) as u32);
-    set_wide(&mut info, 4, data.as_mut_ptr().expose_provenance() as u64);
-    // SAFETY: the kernel reads and writes `size` bytes at most, the length of `info`, and writes at most `data_len`
-    // bytes at `data_uptr`: the length of `data`, which lives through the call.
-    checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::GetHwInfo.number(), info.as_mut_ptr()) })?;
-    Ok((info[6], data))
-}
-
-/// Binds a device, opened by its own file, to an iommufd, and returns its id there.
-pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<u32> {
+/// Binds a device, opened by its own file, to an iommufd.
+pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<()> {
     // struct vfio_device_bind_iommufd, as far as every kernel knows it: argsz, flags, iommufd, out_devid.
     let mut bind = [0, 0, iommufd.as_raw_fd() as u32, 0];
-    words(device, Request::DeviceBindIommufd, &mut bind)?;
-    Ok(bind[3])
+    words(device, Request::DeviceBindIommufd, &mut bind).map(drop)
 }
 
 /// Attaches a bound device to an address space.
@@ -383,11 +348,11 @@ pub(crate) fn dma_buf(device: BorrowedFd<'_>, region: u32, start: u64, len: u64)
 
 // ---- device --------------------------------------------------------------------------------------------------------
 
-/// `VFIO_DEVICE_GET_INFO`: flags, regions, kinds of interrupts.
-pub(crate) fn device_info(device: BorrowedFd<'_>) -> io::Result<(u32, u32, u32)> {
+/// `VFIO_DEVICE_GET_INFO`: flags, regions.
+pub(crate) fn device_info(device: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
     let mut info = [0; 6];
     words(device, Request::DeviceGetInfo, &mut info)?;
-    Ok((info[1], info[2], info[3]))
+    Ok((info[1], info[2]))
 }
 
 /// `VFIO_DEVICE_GET_REGION_INFO`.
@@ -646,9 +611,9 @@ mod tests {
         assert!(iommu_info(fd).is_err() && device_info(fd).is_err() && region_info(fd, 0).is_err());
         assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, &[]).is_err() && reset(fd).is_err());
         assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err() && dma_unmap(fd, span).is_err());
-        assert!(ioas_alloc(fd).is_err() && ioas_ranges(fd, 1).is_err() && hw_info(fd, 1).is_err());
+        assert!(ioas_alloc(fd).is_err() && ioas_ranges(fd, 1).is_err());
         assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
-        assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
+        assert!(ioas_map_file(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
         let buffer = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().reference();
         let memfd = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
@@ -665,7 +630,6 @@ mod tests {
         assert_eq!(Request::IoasIovaRanges as u32, ioabi::IOMMUFD_CMD_IOAS_IOVA_RANGES);
         assert_eq!(Request::IoasMap as u32, ioabi::IOMMUFD_CMD_IOAS_MAP);
         assert_eq!(Request::IoasUnmap as u32, ioabi::IOMMUFD_CMD_IOAS_UNMAP);
-        assert_eq!(Request::GetHwInfo as u32, ioabi::IOMMUFD_CMD_GET_HW_INFO);
         assert_eq!(Request::IoasMapFile as u32, ioabi::IOMMUFD_CMD_IOAS_MAP_FILE);
         assert_eq!(ioabi::IOMMUFD_TYPE, abi::VFIO_TYPE);
     }

@@ -15,7 +15,7 @@ use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
 use dmalane_dma::{self as dma, AnonHeap, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
-use dmalane_vfio::{Backend, BarAlignment, Bdf, Error, PeerMethod, RegionError, VfioBus, VfioContainer, backends};
+use dmalane_vfio::{Backend, BarAlignment, Bdf, Error, RegionError, VfioBus, VfioContainer, backends};
 use edu::{Edu, EduQueue, FaultLog};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -161,8 +161,8 @@ fn iova_ranges_exclude_the_interrupts() {
     assert!(container.iova_ranges().is_empty());
     let _edu = edu_in(&container, edus()[0]);
     let ranges = container.iova_ranges();
-    println!("{ranges:?} pages {:?}", container.page_sizes());
-    assert_eq!(container.page_sizes().smallest(), Some(page_size()));
+    println!("{ranges:?}");
+    assert_eq!(container.page_size(), page_size());
     let window = Span::inclusive(Iova::new(INTERRUPTS.0), Iova::new(INTERRUPTS.1)).unwrap();
     assert!(ranges.len() >= 2 && ranges.iter().all(|r| r.intersect(&window).is_none()));
     assert!(ranges.iter().any(|r| r.last().bits() >= (1 << 39) - 1));
@@ -392,8 +392,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let span = peer.span();
     peer.renew().unwrap();
     assert_eq!((peer.span(), container.mapped_bytes()), (span, 1 << 30), "nothing to renew");
-    let expected = if backend() == Backend::Iommufd { PeerMethod::DmaBuf } else { PeerMethod::PageTable };
-    assert_eq!(peer.method(), expected);
+    assert_eq!(peer.method(), if backend() == Backend::Iommufd { "dma-buf" } else { "type1" });
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let host = map(edu.bus(), &buf, Access::RW);
     for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
@@ -441,30 +440,13 @@ fn the_kernels_numbers_become_errors_by_cause() {
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 * page()).unwrap().share();
     let p = page() as u64;
     let before = container.mappings_left().unwrap();
-    let at = |iova: u64| container.map_at(bus.pin(&buf.reference()).unwrap(), Access::RW, Iova::new(iova));
-    let refused = |iova: u64| cause(at(iova).unwrap_err());
     let says = |error: Error, words: &str| assert!(error.to_string().contains(words), "{error}");
-    assert!(matches!(refused(0x1234), Error::Unaligned { page, .. } if page == page_size()));
-    says(refused(0x1234), &format!("must be multiples of {}", page_size()));
-    for (iova, what) in
-        [(INTERRUPTS.0, "in the window"), (INTERRUPTS.0 - p, "into the window"), (1 << 60, "beyond the width")]
-    {
-        match refused(iova) {
-            Error::OutsideIova { span, ranges } => assert_eq!((span.first().bits(), ranges.len()), (iova, 2), "{what}"),
-            other => panic!("{what}: {other}"),
-        }
-    }
-    says(refused(u64::MAX - p + 1), "is not within the ranges that the IOMMU can map");
-    let mapping = at(0x10_0000).unwrap();
-    assert_eq!(mapping.span().first(), Iova::new(0x10_0000));
-    let last = 0x10_0000 + 3 * p;
-    assert!(matches!(refused(last), Error::Overlap(span) if span.first().bits() == last));
     // Only whole mappings can be unmapped; where nothing is mapped, unmapping does nothing.
+    let mapping = map(bus, &buf, Access::RW);
     let half = mapping.span().sub(0, 2 * p).unwrap();
     assert!(matches!(container.revoke(half), Err(Error::PartialUnmap(span)) if span == half));
-    assert_eq!(container.revoke(Span::new(Iova::new(0x4000_0000), p).unwrap()).unwrap(), 0);
-    let both = Span::new(Iova::new(0), 0x20_0000).unwrap();
-    assert_eq!(container.revoke(both).unwrap(), 4 * p, "more than one whole mapping");
+    assert_eq!(container.revoke(mapping.span()).unwrap(), 4 * p);
+    assert_eq!(container.revoke(mapping.span()).unwrap(), 0);
     drop(mapping);
     // The kernel does not pin a mapping of a dma-buf by its address.
     let dma_buf = unpinnable(1 << 20);
@@ -637,7 +619,7 @@ fn reset_in_mid_transfer() {
 }
 
 #[test]
-fn unbinding_an_open_device_requests_its_release() {
+fn unbinding_an_open_device_waits_for_its_release() {
     let bdf = edus()[1];
     let container = container();
     let edu = edu_in(&container, bdf);
@@ -646,14 +628,13 @@ fn unbinding_an_open_device_requests_its_release() {
     let mapping = map(edu.bus(), &buf, Access::RW);
     assert_eq!(container.mappings_left().unwrap(), before.map(|n| n - 1));
     let began = Instant::now();
-    assert!(!edu.bus().device().release_requested(Duration::from_millis(1)));
     let gone = Arc::new(AtomicBool::new(false));
     let unbound = gone.clone();
     let unbinder = std::thread::spawn(move || {
         fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", bdf.to_string()).unwrap();
         unbound.store(true, Ordering::SeqCst);
     });
-    assert!(edu.bus().device().release_requested(LONG));
+    std::thread::sleep(Duration::from_secs(1));
     assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
     edu.copy(Direction::FromHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
     drop(mapping);

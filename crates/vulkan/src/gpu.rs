@@ -15,9 +15,9 @@ use std::time::Duration;
 use ash::{Device, ext, khr, vk};
 use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSlice};
 
-use crate::device::VulkanOptions;
 use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, GpuInfo, Library, SPARSE, copied};
+use crate::options::VulkanOptions;
 use crate::shader;
 
 /// Numbers of live objects.

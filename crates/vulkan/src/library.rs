@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ash::vk::ExternalMemoryFeatureFlags as External;
 use ash::{Entry, Instance, ext, khr, vk};
 
-use crate::device::VulkanOptions;
 use crate::error::{CallError, Error};
 use crate::fault::Faults;
+use crate::options::VulkanOptions;
 
 /// dma-bufs.
 pub(crate) const DMA_BUF: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::DMA_BUF_EXT;

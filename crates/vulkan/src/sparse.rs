@@ -541,8 +541,8 @@ fn make(map: &SparseMap, state: &mut State, changes: Pieces, spans: &[(u64, u64)
         }
         return Ok(());
     };
-    // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is counted
-    // and kept until it is unbound or bound over, which is waited for; and nothing of it is used.
+    // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is
+    // counted and kept until it is unbound or bound over, which is waited for; and nothing of it is used.
     for (at, piece) in unbinds.into_iter().chain(binds).take(sent) {
         let end = at + piece.len;
         if piece.memory.is_some() {

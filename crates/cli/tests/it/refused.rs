@@ -68,36 +68,6 @@ fn another_users_file_is_seen_to_be_cached() {
     assert_eq!(file["direct"], false, "what is cached is not read from the disk again: {file}");
 }
 
-/// Buffers of 16 MiB are more than may be locked: what is reported is what was used, and which limit to raise.
-#[test]
-fn buffers_that_the_kernel_does_not_fix_are_not_said_to_be_fixed() {
-    use std::os::unix::process::CommandExt;
-    if !rustix::process::geteuid().is_root() {
-        return println!("SKIPPED: needs root, to be somebody with a limit");
-    }
-    let folder = tempfile::Builder::new().permissions(PermissionsExt::from_mode(0o755)).tempdir_in("/var/tmp").unwrap();
-    let (device, program) = (folder.path().join("device"), folder.path().join("dmalane"));
-    std::fs::write(&device, vec![0; 64 << 20]).unwrap();
-    std::fs::set_permissions(&device, PermissionsExt::from_mode(0o666)).unwrap();
-    std::fs::copy(env!("CARGO_BIN_EXE_dmalane"), &program).unwrap();
-    let validate = |buffer: &str| {
-        let line = format!(
-            "ulimit -l 8192; exec {} validate -d file:{},probe-at=1MiB --overwrite --buffer-size {buffer} \
-             --iterations 1 -j 1 --pages 4k --direction read --json",
-            program.display(),
-            device.display()
-        );
-        let output = Command::new("sh").args(["-c", &line]).uid(65534).gid(65534).output().unwrap();
-        json(&output)["notes"][0].as_str().unwrap().to_owned()
-    };
-    let (small, large) = (validate("1MiB"), validate("16MiB"));
-    if !small.starts_with("by io_uring with fixed buffers") {
-        return println!("SKIPPED: {small}");
-    }
-    assert!(large.starts_with("by io_uring (a fixed buffer was refused: "), "{large}");
-    assert!(large.contains("may lock 8388608 more bytes (raise it with ulimit -l)"), "{large}");
-}
-
 #[test]
 fn a_seccomp_filter_that_forbids_io_uring() {
     let path = file("forbidden");
@@ -120,7 +90,7 @@ fn a_seccomp_filter_that_forbids_io_uring() {
                     assert!(why.contains("io_uring refused: ") && why.contains(said), "{errno} {mode}: {why}");
                     assert_eq!((mode != "--buffered", free["direct"] == true), (true, true));
                 }
-                // Without cachestat it is mincore that tells what is cached.
+                // Without cachestat, probes tell what is cached.
                 if mode == "auto" {
                     assert!(file["cached_before"].is_number(), "{errno}: {file}");
                 }

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use super::{IoBackend, ProbeError};
 use crate::Fallback;
 
 /// Why a file is not used as a device.
@@ -42,56 +41,30 @@ pub enum FileDeviceError {
         source: Fallback,
     },
     /// [`FileDeviceOptions::probe_at`](crate::FileDeviceOptions::probe_at) is not usable.
-    #[error("cannot probe at {at:#x}: {source}")]
+    #[error("cannot probe at {at:#x}: {why}")]
     ProbeAt {
         /// The address.
         at: u64,
         /// The reason.
-        source: BadProbeAddress,
+        why: String,
     },
     /// A probe did not read back what was written by synchronous calls.
-    #[error("{} does not keep what is written to it: {source}", path.display())]
+    #[error("{} does not keep what is written to it: {why}", path.display())]
     NotMemory {
         /// The file.
         path: PathBuf,
         /// The observation of the probe.
-        source: ProbeError,
+        why: String,
     },
     /// A probe of io_uring has changed the device, and what was there could not be written back.
-    #[error("the probe of io_uring has left {} changed: {source}", path.display())]
+    #[error("the probe of io_uring has left {} changed: {why}", path.display())]
     ProbeDamage {
         /// The file.
         path: PathBuf,
         /// The observation of the probe, with the addresses.
-        source: ProbeError,
-    },
-    /// The backend of [`FileDeviceOptions::trust`](crate::FileDeviceOptions::trust) is not available.
-    #[error("no {backend}: {source}")]
-    NoBackend {
-        /// Which.
-        backend: IoBackend,
-        /// Why not.
-        source: Fallback,
+        why: String,
     },
     /// No queue could be made.
     #[error(transparent)]
     NoQueue(Fallback),
-}
-
-/// An address that a probe cannot use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[non_exhaustive]
-pub enum BadProbeAddress {
-    /// A probe there would overlap address 0.
-    #[error("it must be at least 16 KiB, so that a write that goes to address 0 instead shows")]
-    TooLow,
-    /// It is not at the beginning of a page.
-    #[error("it must be a multiple of 4 KiB")]
-    Misaligned,
-    /// The device ends, at this byte, before the probe does.
-    #[error("the device ends at {0:#x}, and 16 KiB are needed")]
-    PastEnd(u64),
-    /// No file has such an address.
-    #[error("it is past the top of what a file can have")]
-    PastTop,
 }

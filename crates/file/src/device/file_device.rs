@@ -1,10 +1,7 @@
 //! Files as a [`Device`]: one region of memory, no MMU, and a queue.
 
 use std::fmt;
-use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{AddressSpace, BackingFiles, Device, DeviceInfo, DeviceMemory, FlatSpace, Region, contents};
@@ -13,7 +10,11 @@ use dmalane_queue::DeviceQueue;
 
 use super::opened::Opened;
 use super::protected::Protected;
-use super::{FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths, FileDeviceQueue};
+use super::{FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue};
+use crate::How;
+
+/// The calls that are made where io_uring is not used, for people.
+const THREADS: &str = "pread and pwrite on threads";
 
 /// A device that is a file, or two: one region of memory, no MMU, and a queue.
 pub struct FileDevice {
@@ -41,30 +42,15 @@ impl FileDevice {
         Ok(Self { opened, regions, queue, space: FlatSpace::new() })
     }
 
-    /// For a file that is open: it is opened again, so that the position and flags of `file` stay as they are.
-    ///
-    /// # Errors
-    /// As [`FileDevice::open`].
-    pub fn from_file(file: &File, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
-        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        Self::open(FileDevicePaths::same(path), options)
-    }
-
-    /// The files.
-    pub fn paths(&self) -> &FileDevicePaths {
-        &self.opened.paths
-    }
-
     /// Addresses, lengths and host memory are multiples of this: 1 unless [`FileDeviceOptions::direct`].
     pub fn alignment(&self) -> usize {
         self.opened.align.map_or(1, |a| a.memory.max(a.offset))
     }
 
-    /// The I/O backend, and the reasons for it: what was chosen when it was opened, or what its queues use since the
+    /// How it is used, and why not in a faster way: what was chosen when it was opened, or what its queues do since the
     /// kernel has refused that.
-    pub fn how(&self) -> FileDeviceHow {
-        let used = self.opened.used.lock().unwrap_or_else(PoisonError::into_inner);
-        used.as_ref().unwrap_or(&self.opened.how).clone()
+    pub fn how(&self) -> How {
+        self.opened.how().clone()
     }
 
     /// A queue. There can be any number of them; only within one queue do operations wait for others on the same
@@ -84,7 +70,12 @@ impl Device for FileDevice {
             true => format!("file:{}", h2c.display()),
             false => format!("file:{},c2h={}", h2c.display(), c2h.display()),
         };
-        DeviceInfo { name, notes: vec![format!("by {}", self.how())], processors: 1, ..DeviceInfo::default() }
+        DeviceInfo {
+            name,
+            notes: vec![format!("by {}", self.opened.how().text(THREADS))],
+            processors: 1,
+            ..DeviceInfo::default()
+        }
     }
 
     fn regions(&self) -> &[Region] {
@@ -103,7 +94,7 @@ impl Device for FileDevice {
         }
     }
 
-    /// Registers memory for fixed buffers of io_uring; queues also take memory without a registration.
+    /// Gives registrations their names; queues also take memory without a registration.
     fn registrar(&self) -> Arc<dyn Registrar> {
         Arc::new(self.opened.registrar.clone())
     }
@@ -123,6 +114,6 @@ impl Device for FileDevice {
 
 impl fmt::Debug for FileDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FileDevice({}: {})", self.opened.paths.h2c.display(), self.opened.how)
+        write!(f, "FileDevice({}: {})", self.opened.paths.h2c.display(), self.how())
     }
 }

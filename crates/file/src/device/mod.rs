@@ -6,12 +6,11 @@
 //!
 //! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and
 //! `pwrite` on threads unless io_uring was [asked for](FileDeviceOptions::probe_at): a character device is then probed,
-//! regular files and disks are not written. [`FileDevice::how`] gives its I/O backend and the reasons.
+//! regular files and disks are not written. [`FileDevice::how`] says which, and why.
 
 mod backend;
 mod error;
 mod file_device;
-mod how;
 mod opened;
 mod options;
 mod paths;
@@ -20,12 +19,9 @@ mod protected;
 mod queue;
 mod workers;
 
-pub use backend::IoBackend;
-pub use error::{BadProbeAddress, FileDeviceError};
+pub use error::FileDeviceError;
 pub use file_device::FileDevice;
-pub use how::{BackendReason, FileDeviceHow};
 pub use options::FileDeviceOptions;
 pub use paths::FileDevicePaths;
-pub use probe::ProbeError;
 pub use protected::HoldsData;
 pub use queue::FileDeviceQueue;

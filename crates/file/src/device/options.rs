@@ -1,7 +1,5 @@
 //! How a file device is to be used.
 
-use super::IoBackend;
-
 /// How a file device is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileDeviceOptions {
@@ -9,10 +7,6 @@ pub struct FileDeviceOptions {
     /// least 16 KiB. The bytes there, and at 0, are restored. Regular files and disks are not probed, because the
     /// faults that it looks for are those of drivers, and their contents are somebody's. `None`: `pread` and `pwrite`.
     pub probe_at: Option<u64>,
-    /// The best backend that is tried.
-    pub best: IoBackend,
-    /// Use this backend without a probe. For devices that are known to work.
-    pub trust: Option<IoBackend>,
     /// Bypass the page cache. Then addresses, lengths and memory are multiples of
     /// [`FileDevice::alignment`](crate::FileDevice::alignment).
     pub direct: bool,
@@ -32,7 +26,6 @@ pub struct FileDeviceOptions {
 impl Default for FileDeviceOptions {
     /// No probe, through the page cache, 64 operations, four threads, requests of 4 MiB; data are not overwritten.
     fn default() -> Self {
-        let (best, trust) = (IoBackend::Fixed, None);
-        Self { probe_at: None, best, trust, direct: false, depth: 64, threads: 4, block: 4 << 20, overwrite: false }
+        Self { probe_at: None, direct: false, depth: 64, threads: 4, block: 4 << 20, overwrite: false }
     }
 }

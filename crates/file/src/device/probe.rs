@@ -1,4 +1,4 @@
-//! Finding out whether a backend does what it says: writes and reads back at an address that is not 0.
+//! Finding out whether requests do what they say: writes and reads back at an address that is not 0.
 //!
 //! Looks for known faults of drivers: data at the wrong address (a stock XDMA driver's asynchronous
 //! calls use the offset within the memory instead of that within the file, so they go to address 0), completions that
@@ -11,11 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use thiserror::Error;
 
 use super::backend::Mover;
 use crate::Fallback;
-use crate::error::errno;
 use crate::ring::{Ask, Request};
 
 /// Bytes of a block, and of a probe.
@@ -41,11 +39,6 @@ pub(crate) trait Moves {
     fn settle(&mut self) -> bool {
         true
     }
-
-    /// Makes requests of this slice use fixed buffers, where those are probed.
-    fn fix(&mut self, _: &BufferSlice) -> Result<bool, Fallback> {
-        Ok(false)
-    }
 }
 
 impl Moves for Mover {
@@ -55,16 +48,6 @@ impl Moves for Mover {
 
     fn settle(&mut self) -> bool {
         Mover::settle(self, TIMEOUT)
-    }
-
-    fn fix(&mut self, slice: &BufferSlice) -> Result<bool, Fallback> {
-        match self {
-            Self::Ring { ring, fixed: Some(_) } => {
-                let fixed = ring.fix(0, slice, 0..slice.reference().len());
-                fixed.map(|()| true).map_err(|e| Fallback::FixedBuffer { errno: errno(&e), left: None })
-            }
-            _ => Ok(false),
-        }
     }
 }
 
@@ -76,19 +59,33 @@ pub(crate) struct Target<'a> {
     pub at: u64,
 }
 
-/// Probes one backend with the help of one that is trusted (which may be the same kind).
+/// Why what was tried is not to be used, for people.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum ProbeError {
+    /// It does not do what it should.
+    Unfit(String),
+    /// What was there before the probe is lost, or may still be.
+    Damage(String),
+}
+
+/// Probes one mover with the help of one that is trusted (which may be the same kind).
 ///
 /// # Errors
-/// Why the backend is not to be used.
+/// Why the one that was tried is not to be used.
 pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn Moves) -> Result<Count, ProbeError> {
     let mut probe = Probe { target, safe, tried, count: None };
-    let unread = |at| move |e| ProbeError::Unreadable { at, source: Box::new(e) };
+    let unread = |at: u64| move |why| ProbeError::Unfit(format!("what is at {at:#x} cannot be read: {why}"));
     let here = probe.safe_read(target.at).map_err(unread(target.at))?;
     let zero = probe.safe_read(0).map_err(unread(0))?;
     let found = probe.run();
+    let damage = |what: String| {
+        let before = found.as_ref().err().map_or(String::new(), |found| format!("; found: {found}"));
+        Err(ProbeError::Damage(what + &before))
+    };
     // A request that ends late must not overwrite the bytes that are put back.
     if !(probe.tried.settle() & probe.safe.settle()) {
-        return Err(ProbeError::Hangs { at: target.at, found: found.err().map(Box::new) });
+        let at = target.at;
+        return damage(format!("the request still is with the kernel, so what was at {at:#x} and 0 was not put back"));
     }
     // Put back whatever was found, and look.
     for (at, bytes) in [(target.at, &here), (0, &zero)] {
@@ -96,106 +93,12 @@ pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn M
         if now.as_ref() != Ok(bytes) {
             let back = probe.safe_write(at, bytes).and_then(|()| probe.safe_read(at));
             if back.as_ref() != Ok(bytes) {
-                return Err(ProbeError::NotRestored { at, found: found.err().map(Box::new) });
+                return damage(format!("what was at {at:#x} cannot be put back"));
             }
         }
     }
-    found?;
+    found.map_err(ProbeError::Unfit)?;
     Ok(probe.count.unwrap_or(Count::Bytes))
-}
-
-/// The reason why a backend is not to be used, as found by a probe of a file device.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-#[non_exhaustive]
-pub enum ProbeError {
-    /// The backend is not available.
-    #[error(transparent)]
-    Unavailable(#[from] Fallback),
-    /// There is no memory for a probe.
-    #[error("no memory for a probe")]
-    NoMemory,
-    /// The bytes there before the probe cannot be read.
-    #[error("what is at {at:#x} cannot be read: {source}")]
-    Unreadable {
-        /// Where.
-        at: u64,
-        /// How that failed.
-        source: Box<ProbeError>,
-    },
-    /// The kernel did not do a request.
-    #[error("{call} at {at:#x}: {source}")]
-    Undone {
-        /// The call ("a read", "pwrite").
-        call: &'static str,
-        /// Where.
-        at: u64,
-        /// Why not.
-        source: Fallback,
-    },
-    /// A request failed.
-    #[error("{call} of {len} bytes at {at:#x} failed: {}", io::Error::from_raw_os_error(*errno))]
-    Failed {
-        /// The call.
-        call: &'static str,
-        /// Its bytes.
-        len: usize,
-        /// Where.
-        at: u64,
-        /// The kernel's answer.
-        errno: i32,
-    },
-    /// A request was answered with something else than its length.
-    #[error("{call} of {len} bytes at {at:#x} was answered with {answer}")]
-    BadCount {
-        /// The call.
-        call: &'static str,
-        /// Its bytes.
-        len: usize,
-        /// Where.
-        at: u64,
-        /// The answer.
-        answer: i32,
-    },
-    /// Some requests are answered in bytes, others with 1.
-    #[error("{call} of {len} bytes was answered once with its length and once with 1")]
-    MixedCounts {
-        /// The call.
-        call: &'static str,
-        /// Its bytes.
-        len: usize,
-    },
-    /// A write to this address changed what is at address 0.
-    #[error("a write to {0:#x} went to address 0")]
-    WentToZero(u64),
-    /// A write to this address changed nothing there.
-    #[error("a write to {0:#x} did not arrive there")]
-    DidNotArrive(u64),
-    /// A read from this address gave other bytes than those that are there.
-    #[error("a read from {0:#x} did not bring the bytes that are there")]
-    WrongBytes(u64),
-    /// A read from this address gave the bytes at address 0.
-    #[error("a read from {0:#x} did not bring the bytes that are there but those at address 0")]
-    CameFromZero(u64),
-    /// The bytes there before the probe could not be written back.
-    #[error("what was at {at:#x} cannot be put back{}", before(found))]
-    NotRestored {
-        /// Where.
-        at: u64,
-        /// The finding before.
-        found: Option<Box<ProbeError>>,
-    },
-    /// A request is still under way, so that no other backend may be tried.
-    #[error("the request still is with the kernel, so what was at {at:#x} and 0 was not put back{}", before(found))]
-    Hangs {
-        /// Where.
-        at: u64,
-        /// The finding before.
-        found: Option<Box<ProbeError>>,
-    },
-}
-
-fn before(found: &Option<Box<ProbeError>>) -> String {
-    found.as_ref().map_or(String::new(), |found| format!("; found: {found}"))
 }
 
 struct Probe<'a> {
@@ -206,7 +109,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    fn run(&mut self) -> Result<(), ProbeError> {
+    fn run(&mut self) -> Result<(), String> {
         let at = self.target.at;
         let zero = self.safe_read(0)?;
         // In one request of several blocks, and in several at once.
@@ -215,77 +118,67 @@ impl Probe<'_> {
             self.try_all(true, &bytes, fragments)?;
             let (there, at_zero) = (self.safe_read(at)?, self.safe_read(0)?);
             if at_zero != zero {
-                return Err(ProbeError::WentToZero(at));
+                return Err(format!("a write to {at:#x} went to address 0"));
             }
             if there != bytes {
-                return Err(ProbeError::DidNotArrive(at));
+                return Err(format!("a write to {at:#x} did not arrive there"));
             }
             // Other bytes than the request would find if it read what was just written.
             let bytes = pattern(seed + 100);
             self.safe_write(at, &bytes)?;
             let got = self.try_all(false, &bytes, fragments)?;
             if got != bytes {
-                return Err(if got == zero { ProbeError::CameFromZero(at) } else { ProbeError::WrongBytes(at) });
+                let instead = if got == zero { " but those at address 0" } else { "" };
+                return Err(format!("a read from {at:#x} did not bring the bytes that are there{instead}"));
             }
         }
         Ok(())
     }
 
-    /// Moves the bytes by the backend under trial, and gives those that it read.
-    fn try_all(&mut self, write: bool, bytes: &[u8], fragments: usize) -> Result<Vec<u8>, ProbeError> {
+    /// Moves the bytes by what is tried, and gives those that it read.
+    fn try_all(&mut self, write: bool, bytes: &[u8], fragments: usize) -> Result<Vec<u8>, String> {
         let mut slice = fresh()?;
         if write {
-            slice.write(0, bytes).ok_or(ProbeError::NoMemory)?;
+            slice.write(0, bytes).ok_or(NO_MEMORY)?;
         }
-        let fixed = self.tried.fix(&slice)?;
         let (call, at) = (if write { "a write" } else { "a read" }, self.target.at);
-        let requests = self.requests(slice, at, fragments, write, fixed);
-        let mut ended = self.tried.all(requests).map_err(|source| ProbeError::Undone { call, at, source })?;
+        let requests = self.requests(slice, at, fragments, write);
+        let mut ended = self.tried.all(requests).map_err(undone(call, at))?;
         for (request, result) in &ended {
             let count = match result {
                 1 => Count::Requests,
                 _ => answered(call, request, *result)?,
             };
             if *self.count.get_or_insert(count) != count {
-                return Err(ProbeError::MixedCounts { call, len: request.slice.len() });
+                let len = request.slice.len();
+                return Err(format!("{call} of {len} bytes was answered once with its length and once with 1"));
             }
         }
         ended.sort_by_key(|(request, _)| request.index);
         bytes_of(ended)
     }
 
-    fn safe_read(&mut self, at: u64) -> Result<Vec<u8>, ProbeError> {
-        let requests = self.requests(fresh()?, at, 1, false, false);
+    fn safe_read(&mut self, at: u64) -> Result<Vec<u8>, String> {
+        let requests = self.requests(fresh()?, at, 1, false);
         bytes_of(self.safe_all("pread", at, requests)?)
     }
 
-    fn safe_write(&mut self, at: u64, bytes: &[u8]) -> Result<(), ProbeError> {
+    fn safe_write(&mut self, at: u64, bytes: &[u8]) -> Result<(), String> {
         let mut slice = fresh()?;
-        slice.write(0, bytes).ok_or(ProbeError::NoMemory)?;
-        let requests = self.requests(slice, at, 1, true, false);
+        slice.write(0, bytes).ok_or(NO_MEMORY)?;
+        let requests = self.requests(slice, at, 1, true);
         self.safe_all("pwrite", at, requests).map(drop)
     }
 
-    /// Moves requests by the trusted backend, each as a whole.
-    fn safe_all(
-        &mut self,
-        call: &'static str,
-        at: u64,
-        requests: Vec<Request>,
-    ) -> Result<Vec<(Request, i32)>, ProbeError> {
-        let ended = self.safe.all(requests).map_err(|source| ProbeError::Undone { call, at, source })?;
+    /// Moves requests by what is trusted, each as a whole.
+    fn safe_all(&mut self, call: &str, at: u64, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String> {
+        let ended = self.safe.all(requests).map_err(undone(call, at))?;
         ended.iter().try_for_each(|(request, result)| answered(call, request, *result).map(drop))?;
         Ok(ended)
     }
 
-    fn requests(&self, slice: BufferSlice, at: u64, fragments: usize, write: bool, fixed: bool) -> Vec<Request> {
-        let ask = match (write, fixed) {
-            (true, true) => Ask::WriteFixed(0),
-            (true, false) => Ask::Write,
-            (false, true) => Ask::ReadFixed(0),
-            (false, false) => Ask::Read,
-        };
-        let file = if write { self.target.h2c } else { self.target.c2h };
+    fn requests(&self, slice: BufferSlice, at: u64, fragments: usize, write: bool) -> Vec<Request> {
+        let (ask, file) = if write { (Ask::Write, self.target.h2c) } else { (Ask::Read, self.target.c2h) };
         let (step, mut rest) = (slice.len() / fragments, slice);
         let mut cut = || rest.split_off_front(step);
         let cut = (0..fragments).map_while(|_| cut());
@@ -299,26 +192,36 @@ impl Probe<'_> {
 }
 
 /// Exactly a probe's bytes of memory, aligned as direct I/O may want it.
-fn fresh() -> Result<BufferSlice, ProbeError> {
+fn fresh() -> Result<BufferSlice, String> {
     let buf = AnonHeap::new().allocate(LEN).ok();
-    buf.and_then(|buf| buf.share().into_slice().split_off_front(LEN)).ok_or(ProbeError::NoMemory)
+    Ok(buf.and_then(|buf| buf.share().into_slice().split_off_front(LEN)).ok_or(NO_MEMORY)?)
+}
+
+const NO_MEMORY: &str = "no memory for a probe";
+
+/// What is wrong where the kernel did not do a request.
+fn undone(call: &str, at: u64) -> impl Fn(Fallback) -> String {
+    move |source| format!("{call} at {at:#x}: {source}")
 }
 
 /// Checks that a request was answered with its length.
-fn answered(call: &'static str, request: &Request, answer: i32) -> Result<Count, ProbeError> {
+fn answered(call: &str, request: &Request, answer: i32) -> Result<Count, String> {
     let (len, at) = (request.slice.len(), request.at);
     match usize::try_from(answer) {
         Ok(n) if n == len => Ok(Count::Bytes),
-        Ok(_) => Err(ProbeError::BadCount { call, len, at, answer }),
-        Err(_) => Err(ProbeError::Failed { call, len, at, errno: -answer }),
+        Ok(_) => Err(format!("{call} of {len} bytes at {at:#x} was answered with {answer}")),
+        Err(_) => {
+            let error = io::Error::from_raw_os_error(-answer);
+            Err(format!("{call} of {len} bytes at {at:#x} failed: {error}"))
+        }
     }
 }
 
-fn bytes_of(ended: Vec<(Request, i32)>) -> Result<Vec<u8>, ProbeError> {
+fn bytes_of(ended: Vec<(Request, i32)>) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::with_capacity(LEN);
     for (request, _) in ended {
         let mut these = vec![0; request.slice.len()];
-        request.slice.read(0, &mut these).ok_or(ProbeError::NoMemory)?;
+        request.slice.read(0, &mut these).ok_or(NO_MEMORY)?;
         bytes.extend(these);
     }
     Ok(bytes)
@@ -375,7 +278,7 @@ mod tests {
             let mut memory = self.1.borrow_mut();
             let mut ended = Vec::new();
             for mut request in requests {
-                let (len, write) = (request.slice.len(), request.ask.is_write());
+                let (len, write) = (request.slice.len(), request.ask == Ask::Write);
                 let first = request.index * len;
                 let (mut at, mut n, mut result) = (request.at as usize, len, len as i32);
                 match self.0 {
@@ -465,8 +368,8 @@ mod tests {
             match expected {
                 Ok(count) => assert_eq!(found, Ok(count), "{fault:?}"),
                 Err(why) => {
-                    let said = found.unwrap_err();
-                    assert!(said.to_string().contains(why), "{fault:?}: {said}");
+                    let Err(ProbeError::Unfit(said)) = found else { panic!("{fault:?}: {found:?}") };
+                    assert!(said.contains(why), "{fault:?}: {said}");
                 }
             }
             assert!(same, "{fault:?}: what was there is there again");
@@ -476,14 +379,16 @@ mod tests {
     #[test]
     fn what_cannot_be_put_back_is_not_just_a_reason() {
         let (found, same) = probe_of(Fault::None, Fault::NotBack);
-        assert!(!same && matches!(found, Err(ProbeError::NotRestored { at: 0x8000, .. })), "{found:?}");
+        assert_eq!(found, Err(ProbeError::Damage("what was at 0x8000 cannot be put back".to_owned())));
+        assert!(!same);
     }
 
     #[test]
     fn what_never_ends_is_not_raced() {
         let (found, _) = probe_of(Fault::Never, Fault::None);
-        let Err(ProbeError::Hangs { found: Some(found), .. }) = found else { panic!("{found:?}") };
-        assert!(matches!(*found, ProbeError::Undone { source: Fallback::NoAnswer(_), .. }), "{found}");
+        let Err(ProbeError::Damage(said)) = found else { panic!("{found:?}") };
+        assert!(said.contains("still is with the kernel") && said.contains("; found: a write at 0x8000"), "{said}");
+        assert!(said.ends_with("no answer within 5s"), "{said}");
     }
 
     #[test]
@@ -493,8 +398,8 @@ mod tests {
             assert!(found.is_err() && same, "{fault:?}: {found:?}");
         }
         let (found, _) = probe_of(Fault::Wraps, Fault::Wraps);
-        assert_eq!(found, Err(ProbeError::WentToZero(0x8000)));
+        assert_eq!(found, Err(ProbeError::Unfit("a write to 0x8000 went to address 0".to_owned())));
         let (found, _) = probe_of(Fault::Deaf, Fault::Deaf);
-        assert_eq!(found, Err(ProbeError::DidNotArrive(0x8000)));
+        assert_eq!(found, Err(ProbeError::Unfit("a write to 0x8000 did not arrive there".to_owned())));
     }
 }

@@ -2,7 +2,7 @@
 //! and ended in order.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
@@ -12,28 +12,27 @@ use dmalane_queue::{
 };
 use rustix::io::Errno;
 
-use super::backend::{IoBackend, Mover};
+use super::backend::Mover;
 use super::opened::Opened;
 use super::probe::Count;
-use super::{BackendReason, FileDeviceError, FileDeviceHow, FileDeviceOptions};
+use super::{FileDeviceError, FileDeviceOptions};
 use crate::Fallback;
 use crate::op::{self, Op};
 use crate::ring::{Ask, Request};
 
 /// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
-/// It needs no registrations; with one, io_uring can use fixed buffers. `flush` and `poll` make system calls.
-/// Operations may be done at the same time unless they touch the same bytes of the device and one of them writes; they
-/// end in order. [`Queue::cancel`] takes back an operation that the kernel has not got; one that it has runs to its
-/// end. After a timeout the operations that the kernel has not begun end at once, the rest when the kernel releases
-/// them. Memory that it does not release within some seconds after the queue was dropped stays allocated and is counted
-/// by [`quarantined_bytes`](crate::quarantined_bytes).
+/// It needs no registrations. `flush` and `poll` make system calls. Operations may be done at the same time unless they
+/// touch the same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes back an
+/// operation that the kernel has not got; one that it has runs to its end. After a timeout the operations that the
+/// kernel has not begun end at once, the rest when the kernel releases them. Memory that it does not release within
+/// some seconds after the queue was dropped stays allocated and is counted by
+/// [`quarantined_bytes`](crate::quarantined_bytes).
 pub struct FileDeviceQueue {
     device: Arc<Opened>,
     mover: Mover,
     /// Movers that failed, until the kernel has returned their requests.
     retired: Vec<Mover>,
-    how: FileDeviceHow,
     ops: VecDeque<Op<DeviceAddr>>,
     /// Requests to be made again, of operations that have begun.
     again: VecDeque<Request>,
@@ -58,9 +57,10 @@ fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
 impl FileDeviceQueue {
     pub(super) fn open(device: Arc<Opened>) -> Result<Self, FileDeviceError> {
         let FileDeviceOptions { depth, threads, .. } = device.options;
-        let mover = Mover::new(device.how.backend, depth, threads).map_err(FileDeviceError::NoQueue)?;
+        let uring = device.how().uring;
+        let mover = if uring { Mover::ring(depth) } else { Mover::workers(depth, threads) };
+        let mover = mover.map_err(FileDeviceError::NoQueue)?;
         Ok(Self {
-            how: device.how.clone(),
             device,
             mover,
             retired: Vec::new(),
@@ -69,16 +69,6 @@ impl FileDeviceQueue {
             flushed: 0,
             state: QueueState::default(),
         })
-    }
-
-    /// The I/O backend in use and why: the kernel may refuse later what it accepted at first.
-    pub fn how(&self) -> &FileDeviceHow {
-        &self.how
-    }
-
-    /// Tells the device what is used, which is not what was planned.
-    fn tell(&self) {
-        *self.device.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.how.clone());
     }
 
     /// Checks what is special to files: registration, range, alignment.
@@ -106,7 +96,9 @@ impl FileDeviceQueue {
             && !self.mover.is_full()
             && let Some(request) = self.again.pop_front()
         {
-            self.push(request);
+            if let Err(request) = self.mover.push(request) {
+                self.again.push_front(request);
+            }
         }
         for i in 0..self.ops.len() {
             if !running || self.mover.is_full() || self.ops[i].ticket.number() >= self.flushed {
@@ -116,15 +108,6 @@ impl FileDeviceQueue {
         }
         if let Err(why) = self.mover.enter(None) {
             self.fall_back(why);
-        }
-        if let Some((why, backend)) = self.mover.failure() {
-            let reason = BackendReason::from(why.clone());
-            let known = self.how.reasons.contains(&reason);
-            if !known || self.how.backend != backend {
-                self.how.backend = backend;
-                self.how.reasons.extend((!known).then_some(reason));
-                self.tell();
-            }
         }
     }
 
@@ -168,30 +151,21 @@ impl FileDeviceQueue {
             let Some((rest, _)) = op.rest() else { return };
             let len = rest.len().min(options.block);
             let request = op.cut(len, ask, file.clone(), options.direct).expect("no more than there is");
-            let pushed = self.mover.push(request, op.via().map(|via| (via, &device.registrar)));
-            self.again.extend(pushed.err());
-        }
-    }
-
-    fn push(&mut self, request: Request) {
-        let via = op::find(&self.ops, request.op).and_then(|i| self.ops[i].via());
-        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.registrar))) {
-            self.again.push_front(request);
+            self.again.extend(self.mover.push(request).err());
         }
     }
 
     /// Falls back to threads when the kernel refuses to enter its ring.
     fn fall_back(&mut self, why: Fallback) {
         let back = self.mover.cancel_all();
-        self.how.reasons.push(why.into());
+        self.device.how().reasons.push(why);
         if !self.state.is_running() {
             return back.into_iter().for_each(|request| self.give_back(request, None));
         }
         self.again.extend(back);
-        match Mover::new(IoBackend::Workers, self.device.options.depth, self.device.options.threads) {
+        match Mover::workers(self.device.options.depth, self.device.options.threads) {
             Ok(mover) => {
-                self.how.backend = IoBackend::Workers;
-                self.tell();
+                self.device.how().uring = false;
                 self.retired.push(std::mem::replace(&mut self.mover, mover));
                 self.feed();
             }
@@ -202,15 +176,14 @@ impl FileDeviceQueue {
     /// Collects the requests that the kernel has done.
     fn reap(&mut self) {
         while let Some((request, result)) = self.retired.iter_mut().find_map(Mover::reap) {
-            self.settle(request, result, self.device.how.count);
+            self.settle(request, result, self.device.count);
         }
         // Threads count bytes, even where the driver miscounts the requests of a ring.
-        let count = if self.how.backend == IoBackend::Workers { Count::Bytes } else { self.device.how.count };
+        let count = if let Mover::Ring(_) = self.mover { self.device.count } else { Count::Bytes };
         while let Some((request, result)) = self.mover.reap() {
             self.settle(request, result, count);
         }
         self.retired.retain(|mover| mover.busy() > 0);
-        self.mover.release_stale(&self.device.registrar);
     }
 
     /// Interprets a result: the fragment is done, continues, or has failed.
@@ -381,7 +354,7 @@ impl Queue for FileDeviceQueue {
 
 impl std::fmt::Debug for FileDeviceQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileDeviceQueue({}: {}, {} in flight)", self.device.paths.h2c.display(), self.how, self.ops.len())
+        write!(f, "FileDeviceQueue({}, {} in flight)", self.device.paths.h2c.display(), self.ops.len())
     }
 }
 
@@ -392,7 +365,7 @@ mod tests {
     use dmalane_dma::{AnonHeap, Heap};
     use dmalane_queue::run;
 
-    use super::super::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
+    use super::super::{FileDevice, FileDeviceOptions, FileDevicePaths};
     use super::*;
 
     #[test]
@@ -400,23 +373,18 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let paths = FileDevicePaths { h2c: file.path().to_owned(), c2h: file.path().to_owned() };
-        let options = FileDeviceOptions { trust: Some(IoBackend::Uring), ..FileDeviceOptions::default() };
-        let device = match FileDevice::open(paths, options) {
-            Err(e @ FileDeviceError::NoBackend { .. }) => return println!("SKIPPED: {e}"),
-            opened => opened.unwrap(),
-        };
-        let mut queue = device.queue().unwrap();
+        let options = FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() };
+        let device = FileDevice::open(paths, options).unwrap();
         let note = || device.info().notes.remove(0);
-        assert_eq!(note(), "by io_uring (trusted without a probe)");
-        let Mover::Ring { ring, .. } = &mut queue.mover else { panic!("{queue:?}") };
+        if !device.how().uring {
+            return println!("SKIPPED: {}", note());
+        }
+        let mut queue = device.queue().unwrap();
+        assert_eq!(note(), "by buffered I/O, io_uring");
+        let Mover::Ring(ring) = &mut queue.mover else { panic!("{queue:?}") };
         ring.fail_enter = true;
         let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
         run(&mut queue, Operation::write(slice, DeviceAddr::Card(CardAddr::new(0))), Duration::from_secs(30)).unwrap();
-        assert!(
-            note().starts_with("by pread and pwrite on threads (") && note().contains("io_uring failed"),
-            "{}",
-            note()
-        );
-        assert_eq!(queue.how(), &device.how());
+        assert!(note().starts_with("by buffered I/O, pread and pwrite on threads (io_uring failed"), "{}", note());
     }
 }

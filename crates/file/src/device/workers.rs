@@ -1,4 +1,4 @@
-//! Threads that make one `pread` or `pwrite` after the other: the I/O backend that needs least of a driver.
+//! Threads that make one `pread` or `pwrite` after the other: what needs least of a driver.
 
 use std::collections::VecDeque;
 use std::io;
@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::ring::{self, Request};
+use crate::ring::{self, Ask, Request};
 
 /// Time that a drop waits for the threads before it abandons their requests.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
@@ -100,9 +100,9 @@ impl Shared {
             let bytes = request.slice.len() as u64;
             (state.calls, state.bytes) = (state.calls + 1, state.bytes + bytes);
             drop(state);
-            let result = match request.ask.is_write() {
-                true => ring::pwrite_from(&request.file, request.rest(), request.next()),
-                false => ring::pread_into(&request.file, request.rest(), request.next()),
+            let result = match request.ask {
+                Ask::Write => ring::pwrite_from(&request.file, request.rest(), request.next()),
+                Ask::Read | Ask::ReadCached => ring::pread_into(&request.file, request.rest(), request.next()),
             };
             state = self.lock();
             (state.calls, state.bytes) = (state.calls - 1, state.bytes - bytes);
@@ -145,7 +145,6 @@ mod tests {
     use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 
     use super::*;
-    use crate::ring::Ask;
 
     fn slice(heap: &AnonHeap) -> BufferSlice {
         heap.allocate(4096).unwrap().share().into_slice()

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use dmalane_device::Device;
 use dmalane_device::conformance::{suite, suite_aligned};
-use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths, IoBackend};
+use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use tempfile::NamedTempFile;
 
 /// Opens new files of 1 MiB in `folder`, each as a device.
@@ -30,12 +30,12 @@ fn by_threads() {
 
 #[test]
 fn by_io_uring() {
-    let options = FileDeviceOptions { trust: Some(IoBackend::Fixed), ..FileDeviceOptions::default() };
+    let options = FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() };
     let probe = NamedTempFile::new_in(DISK).unwrap();
     let paths = FileDevicePaths { h2c: probe.path().to_owned(), c2h: probe.path().to_owned() };
-    match FileDevice::open(paths, options) {
-        Err(error) => println!("SKIPPED: {error}"),
-        Ok(_) => suite(opener(DISK, options)),
+    match FileDevice::open(paths, options).unwrap().how() {
+        how if how.uring => suite(opener(DISK, options)),
+        how => println!("SKIPPED: {how}"),
     }
 }
 

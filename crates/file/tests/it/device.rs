@@ -1,4 +1,4 @@
-//! Files as devices: the conformance suite over every backend and kind of file, and what goes wrong with them.
+//! Files as devices: the conformance suite by threads and by io_uring over every kind of file, and what goes wrong.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -11,8 +11,7 @@ use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_device::Device as _;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_file::{
-    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, ProbeError,
-    quarantined_bytes,
+    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, quarantined_bytes,
 };
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal,
@@ -35,7 +34,7 @@ struct Fixture {
     file: File,
     len: u64,
     align: usize,
-    /// Buffers are registered, so that they can be fixed buffers.
+    /// Buffers are registered.
     registers: bool,
 }
 
@@ -107,21 +106,28 @@ fn drain(queue: &mut FileDeviceQueue) -> Vec<Completion> {
     ended
 }
 
-fn trusted(backend: IoBackend) -> FileDeviceOptions {
-    FileDeviceOptions { trust: Some(backend), depth: 16, block: 64 << 10, ..FileDeviceOptions::default() }
+/// By threads, and by io_uring, which needs no probe for files.
+const BACKENDS: [Option<u64>; 2] = [None, Some(1 << 16)];
+
+fn by(probe_at: Option<u64>) -> FileDeviceOptions {
+    FileDeviceOptions { probe_at, depth: 16, block: 64 << 10, ..FileDeviceOptions::default() }
 }
 
-/// The suite over a file, by every backend that there is, with registrations and without.
-fn suites(path: &Path, len: u64, options: impl Fn(IoBackend) -> FileDeviceOptions) {
-    for backend in IoBackend::ALL {
-        let mut fixture = match Fixture::new(path, len, options(backend)) {
+/// The suite over a file, by threads and by io_uring, with registrations and without.
+fn suites(path: &Path, len: u64, direct: bool) {
+    for probe_at in BACKENDS {
+        let mut fixture = match Fixture::new(path, len, FileDeviceOptions { direct, ..by(probe_at) }) {
             Ok(fixture) => fixture,
-            Err(e @ (FileDeviceError::NoBackend { .. } | FileDeviceError::NoDirect { .. })) => {
+            Err(e @ FileDeviceError::NoDirect { .. }) => {
                 println!("SKIPPED: {e}");
                 continue;
             }
             Err(e) => panic!("{e}"),
         };
+        if probe_at.is_some() && !fixture.device.how().uring {
+            println!("SKIPPED: {}", fixture.device.how());
+            continue;
+        }
         println!("{}: {}", path.display(), fixture.device.how());
         for registers in [true, false] {
             fixture.registers = registers;
@@ -148,26 +154,26 @@ fn memfd(len: u64) -> (OwnedFd, PathBuf) {
 #[test]
 fn a_file_on_disk_takes_the_suite() {
     let file = file_in(DISK, LEN);
-    suites(file.path(), LEN, trusted);
+    suites(file.path(), LEN, false);
     assert_eq!(file.as_file().metadata().unwrap().len(), LEN, "it did not grow");
 }
 
 #[test]
 fn direct_io_takes_the_suite_in_whole_blocks() {
     let file = file_in(DISK, 1 << 20);
-    suites(file.path(), 1 << 20, |backend| FileDeviceOptions { direct: true, ..trusted(backend) });
+    suites(file.path(), 1 << 20, true);
 }
 
 #[test]
 fn a_memfd_takes_the_suite() {
     let (_fd, path) = memfd(LEN);
-    suites(&path, LEN, trusted);
+    suites(&path, LEN, false);
 }
 
 #[test]
 fn shared_memory_takes_the_suite() {
     match Path::new("/dev/shm").exists() {
-        true => suites(file_in("/dev/shm", LEN).path(), LEN, trusted),
+        true => suites(file_in("/dev/shm", LEN).path(), LEN, false),
         false => println!("SKIPPED: no /dev/shm"),
     }
 }
@@ -199,8 +205,8 @@ fn a_block_device_takes_the_suite_buffered_and_direct() {
         Ok(device) => device,
         Err(e) => return println!("SKIPPED: no loop device: {e}"),
     };
-    suites(&device.0, len, trusted);
-    suites(&device.0, len, |backend| FileDeviceOptions { direct: true, ..trusted(backend) });
+    suites(&device.0, len, false);
+    suites(&device.0, len, true);
     let first = FileDevice::open(paths(&device.0), FileDeviceOptions::default()).unwrap();
     assert_eq!(first.regions()[0].span.len(), len);
     let second = FileDevice::open(paths(&device.0), FileDeviceOptions::default());
@@ -212,23 +218,15 @@ fn a_block_device_takes_the_suite_buffered_and_direct() {
 fn without_a_probe_only_plain_calls_are_trusted() {
     let file = file_in(DISK, LEN);
     let device = FileDevice::open(paths(file.path()), FileDeviceOptions::default()).unwrap();
-    assert_eq!(device.how().backend, IoBackend::Workers);
-    assert!(!device.how().probed && device.how().to_string().contains("was not tried"), "{}", device.how());
+    assert!(!device.how().uring && device.how().to_string().contains("was not tried"), "{}", device.how());
 }
 
 #[test]
-fn a_file_has_the_best_backend_without_a_probe() {
+fn a_file_is_not_written_for_a_probe() {
     let file = file_in(DISK, LEN);
-    for best in IoBackend::ALL {
-        let options = FileDeviceOptions { probe_at: Some(0x10000), best, ..FileDeviceOptions::default() };
-        let device = FileDevice::open(paths(file.path()), options).unwrap();
-        println!("{}", device.how());
-        assert!(!device.how().probed && device.how().backend <= best);
-        match FileDevice::open(paths(file.path()), trusted(best)) {
-            Ok(_) => assert_eq!((device.how().backend, device.how().reasons.len()), (best, 0)),
-            Err(e) => println!("SKIPPED: {e}"),
-        }
-    }
+    let device = FileDevice::open(paths(file.path()), by(Some(0x10000))).unwrap();
+    println!("{}", device.how());
+    assert_eq!(device.how().uring, device.how().reasons.is_empty());
     assert_eq!(file.as_file().metadata().unwrap().blocks(), 0, "nothing was written");
 }
 
@@ -262,7 +260,8 @@ fn what_has_no_addresses_or_cannot_be_written_is_refused() {
     let fd = rustix::fs::memfd_create("sealed", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&fd, LEN).unwrap();
     rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::WRITE).unwrap();
-    let refused = FileDevice::from_file(&File::from(fd), FileDeviceOptions::default());
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+    let refused = FileDevice::open(paths(Path::new(&path)), FileDeviceOptions::default());
     match refused {
         // A kernel that opens it for writing fails the writes.
         Ok(device) => {
@@ -289,7 +288,7 @@ fn two_files_are_a_device_too() {
     let probe = |at| FileDevice::open(zero.clone(), FileDeviceOptions { probe_at: Some(at), ..Default::default() });
     let probed = probe(1 << 16);
     assert!(
-        matches!(&probed, Err(FileDeviceError::NotMemory { source: ProbeError::DidNotArrive(_), .. })),
+        matches!(&probed, Err(FileDeviceError::NotMemory { why, .. }) if why.contains("did not arrive")),
         "{probed:?}"
     );
     let refused = probe(1 << 19).unwrap_err().to_string();
@@ -299,8 +298,8 @@ fn two_files_are_a_device_too() {
 #[test]
 fn operations_on_the_same_bytes_wait_for_each_other() {
     let (_fd, path) = memfd(LEN);
-    for backend in IoBackend::ALL {
-        let Ok(mut fixture) = Fixture::new(&path, LEN, trusted(backend)) else { continue };
+    for probe_at in BACKENDS {
+        let Ok(mut fixture) = Fixture::new(&path, LEN, by(probe_at)) else { continue };
         let mut queue = fixture.device.queue().unwrap();
         for round in 0..50u8 {
             // Written twice, read, written again: each sees what was before it.
@@ -323,7 +322,7 @@ fn operations_on_the_same_bytes_wait_for_each_other() {
 #[test]
 fn what_a_device_cannot_do_is_refused_or_fails() {
     let (_fd, path) = memfd(LEN);
-    let mut fixture = Fixture::new(&path, LEN, trusted(IoBackend::Workers)).unwrap();
+    let mut fixture = Fixture::new(&path, LEN, by(None)).unwrap();
     let mut queue = fixture.device.queue().unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
     for (operation, capability) in [
@@ -334,7 +333,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
         assert_eq!(queue.submit(operation).unwrap_err().reason, Refusal::Unsupported(capability));
     }
     // A registration of another device.
-    let other = Fixture::new(&path, LEN, trusted(IoBackend::Workers)).unwrap().copy(Direction::ToHost, &[0; 9], 0);
+    let other = Fixture::new(&path, LEN, by(None)).unwrap().copy(Direction::ToHost, &[0; 9], 0);
     assert_eq!(queue.submit(other).unwrap_err().reason, Refusal::NotRegistered);
     // Only to be read by the device.
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
@@ -367,7 +366,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
 #[test]
 fn misaligned_direct_io_is_refused() {
     let file = file_in(DISK, 1 << 20);
-    let options = FileDeviceOptions { direct: true, ..trusted(IoBackend::Workers) };
+    let options = FileDeviceOptions { direct: true, ..by(None) };
     let mut fixture = match Fixture::new(file.path(), 1 << 20, options) {
         Ok(fixture) => fixture,
         Err(e) => return println!("SKIPPED: {e}"),
@@ -382,8 +381,8 @@ fn misaligned_direct_io_is_refused() {
 #[test]
 fn what_has_not_begun_is_taken_back() {
     let (_fd, path) = memfd(LEN);
-    for backend in IoBackend::ALL {
-        let Ok(mut fixture) = Fixture::new(&path, LEN, trusted(backend)) else { continue };
+    for probe_at in BACKENDS {
+        let Ok(mut fixture) = Fixture::new(&path, LEN, by(probe_at)) else { continue };
         let mut queue = fixture.device.queue().unwrap();
         let operations = [1u8, 2, 3].map(|n| fixture.copy(Direction::FromHost, &vec![n; 50_000], 0));
         let tickets = operations.map(|operation| queue.submit(operation).unwrap());

@@ -382,7 +382,7 @@ fn place(
         let offset = first.bits();
         *first = FileOffset::new(start.checked_add(offset).ok_or_else(overflow)?);
         if offset % alignment != 0 {
-            return Err(wrong(FormatError::new(format_args!("offset {offset:#x} is not a multiple of {alignment}"))));
+            return Err(wrong(FormatError::new(format_args!("offset {offset} is not a multiple of {alignment}"))));
         }
         (*dtype, *len) = match TYPES.iter().find(|known| known.0 == number) {
             Some((_, name, block, bytes)) => {

@@ -137,11 +137,11 @@ mod tests {
             assert_eq!(check(good), Ok(()), "{good:?}");
         }
         for (bad, says) in [
-            (&[(0, 64), (32, 0)][..], "tensor \"1\" starts at file offset 0x20, within"),
-            (&[(0, 64), (63, 10)], "ends at file offset 0x40"),
+            (&[(0, 64), (32, 0)][..], "tensor \"1\" starts at file offset 32, within"),
+            (&[(0, 64), (63, 10)], "ends at file offset 64"),
             (&[(50, 0), (49, 0)], "\"1\" starts"),
             (&[(8, 93)], "has only 100 bytes"),
-            (&[(0, 100), (101, 0)], "tensor \"1\" ends at file offset 0x65"),
+            (&[(0, 100), (101, 0)], "tensor \"1\" ends at file offset 101"),
             (&[(8, u64::MAX)], "has only"),
             (&[(u64::MAX, u64::MAX), (0, 1)], "has only"),
         ] {

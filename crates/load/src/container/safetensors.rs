@@ -67,7 +67,7 @@ pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
         Some(left) if header > left => return Err(beyond_end(header, left)),
         _ if header > MAX_HEADER => {
             format!(
-                "the header length at file offset 0x0 says {header} bytes, more than the {MAX_HEADER} that are allowed"
+                "the header length at file offset 0 says {header} bytes, more than the {MAX_HEADER} that are allowed"
             )
         }
         _ => return Ok(header),
@@ -77,7 +77,7 @@ pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
 
 fn beyond_end(header: u64, left: u64) -> FormatError {
     let text =
-        format_args!("the header length at file offset 0x0 says {header} bytes, but only {left} follow in the file");
+        format_args!("the header length at file offset 0 says {header} bytes, but only {left} follow in the file");
     FormatError::new(text)
 }
 
@@ -170,7 +170,7 @@ fn entries(text: &str) -> Result<Entries, FormatError> {
     let parsed = json.deserialize_map(Descriptions { text, entries: &mut entries, wrong: &mut wrong });
     match parsed.and_then(|()| json.end()) {
         Ok(()) => Ok(entries),
-        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::from(e).within("bad header (file offset 0x8 on)"))),
+        Err(e) => Err(wrong.unwrap_or_else(|| FormatError::from(e).within("bad header (file offset 8 on)"))),
     }
 }
 
@@ -488,7 +488,7 @@ mod tests {
         assert!(len(MAX_HEADER + 1, u64::MAX).contains("more than the 100000000"));
         assert!(message(text("{", 0)).contains("bad header"));
         assert!(message(text("[1]", 0)).contains("bad header"));
-        assert!(message(parse_header(b"{\"\xff\":1}", 100)).contains("not UTF-8 at file offset 0xa"));
+        assert!(message(parse_header(b"{\"\xff\":1}", 100)).contains("not UTF-8 at file offset 10"));
         let two = |a: &str, b: &str| format!("{{{a},{b}}}");
         let overlap = message(text(&two(&entry("a", 0, 8), &entry("b", 4, 12)), 12));
         assert!(
@@ -497,7 +497,7 @@ mod tests {
         );
         // `{"a":{...},"b":` precedes the description of b.
         let at = 8 + 1 + entry("a", 0, 8).len() + 1 + 4;
-        assert!(overlap.contains(&format!("file offset {at:#x}")), "{overlap}");
+        assert!(overlap.contains(&format!("file offset {at}")), "{overlap}");
         let hole = message(text(&two(&entry("a", 0, 8), &entry("b", 9, 12)), 12));
         assert!(hole.contains("tensor \"b\"") && hole.contains("1 bytes in front"), "{hole}");
         let beyond = message(text(&two(&entry("a", 0, 8), &entry("b", 8, 12)), 10));

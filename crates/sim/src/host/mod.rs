@@ -475,34 +475,6 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
     fn entries_read(&self) -> u64 {
         self.tlb.entries_read()
     }
-
-    #[inline]
-    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
-        if !into.bits().is_multiple_of(8) {
-            let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
-            return Err(self.host.record(fault));
-        }
-        // Aligned, so it lies in one page and one stretch.
-        self.access(into, 8, Access::WRITE, |_, bytes| {
-            bytes.store_u64(0, value).expect("an aligned word of 8 bytes");
-            true
-        })
-    }
-
-    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
-        if !into.bits().is_multiple_of(8) {
-            return self.write_word(into, 0);
-        }
-        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
-            // Stretches end at pages, so they are whole words.
-            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
-                if let Some(word) = word {
-                    bytes.store_u64(8 * i, *word).expect("an aligned word of the stretch");
-                }
-            }
-            true
-        })
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -63,7 +63,7 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         let stats = host.stats();
         assert_eq!((stats.pinned_frames, stats.tables), (0, 1), "nothing leaks");
         assert!(stats.leaves.iter().all(|(_, n)| *n == 0));
-        assert_eq!(stats.faults, 6);
+        assert_eq!(stats.faults, 5, "not the word that is not aligned");
         let (frames, iovas) = (lock(&host.0.frames).free_frames(), lock(&host.0.iovas).free_bytes());
         drop(host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
         assert_eq!((lock(&host.0.frames).free_frames(), lock(&host.0.iovas).free_bytes()), (frames, iovas));

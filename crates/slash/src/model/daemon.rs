@@ -77,7 +77,7 @@ impl Vrtd {
         Ok(Self(Arc::new(Mutex::new(state))))
     }
 
-    /// The clients' role lacks this permission from now on: `query`, `bar`, `qdma` or `buffer`.
+    /// The clients' role lacks this permission from now on: `query`, `qdma` or `buffer`.
     pub fn deny(&self, permission: &'static str) {
         self.lock().denied.insert(permission);
     }
@@ -196,7 +196,6 @@ impl State {
         let (permission, least) = match opcode {
             0 => ("query", 1),
             1 | 4 => ("query", 4),
-            3 => ("bar", 5),
             5 => ("qdma", 40),
             6 | 7 => ("qdma", 12),
             10 => ("buffer", 32),
@@ -220,10 +219,6 @@ impl State {
                 info[..3].copy_from_slice(b"v80");
                 info[128..140].copy_from_slice(b"0000:61:00.0");
                 Ok((info.to_vec(), None))
-            }
-            3 => {
-                let (_, file, len) = self.model.open_bar(body[4]).map_err(|_| NO_SUCH)?;
-                Ok((len.to_ne_bytes().to_vec(), Some(file)))
             }
             4 => {
                 let mut words = [0; 13];

@@ -18,8 +18,6 @@ use crate::regions::{DDR, HBM};
 
 /// Queue pairs that the driver has at most.
 const PAIRS: u32 = 256;
-/// Bytes of the one BAR.
-const BAR_LEN: u64 = 64 << 10;
 /// Bytes of the host's page in the model.
 const PAGE: u64 = 4096;
 
@@ -90,8 +88,6 @@ pub struct Counts {
     pub small: u64,
     /// Buffers that exist, and existed at most.
     pub buffers: (u64, u64),
-    /// Accesses to the BAR that began and ended.
-    pub accesses: u64,
     /// Sizes of the rings, to the card, from it and for completions, of each queue pair that was added.
     pub rings: Vec<[u32; 3]>,
 }
@@ -122,17 +118,8 @@ struct State {
 
 enum Kind {
     Node,
-    Control,
-    /// A BAR, with the flags of the access that has begun, 0 for none.
-    Bar {
-        file: File,
-        begun: u64,
-    },
     Pairs(Vec<u32>),
-    Buffer {
-        file: File,
-        len: u64,
-    },
+    Buffer { file: File, len: u64 },
 }
 
 struct PairState {
@@ -217,72 +204,9 @@ impl DriverModel {
         }
     }
 
-    /// Opens the node of the BARs for this process.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn control(&self) -> io::Result<Handle> {
-        let (id, file) = self.open_control()?;
-        Ok(self.handle(id, file))
-    }
-
-    /// Opens the node of the BARs for another process.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn open_control(&self) -> io::Result<(FileId, OwnedFd)> {
-        self.lock().file("slash-control", |_| Kind::Control)
-    }
-
-    /// Opens a BAR for another process; the card has one, BAR 0.
-    ///
-    /// # Errors
-    /// The error number.
-    pub fn open_bar(&self, bar: u8) -> Result<(FileId, OwnedFd, u64), i32> {
-        let mut state = self.lock();
-        if bar != 0 {
-            return Err(ENODEV);
-        }
-        let found = state.files.iter().find_map(|(id, kind)| match kind {
-            Kind::Bar { file, .. } => Some((*id, file.try_clone())),
-            _ => None,
-        });
-        let (id, file) = match found {
-            Some((id, file)) => (id, OwnedFd::from(file.map_err(errno)?)),
-            None => {
-                let (id, file) = state.file("slash-bar", |file| Kind::Bar { file, begun: 0 }).map_err(errno)?;
-                rustix::fs::ftruncate(&file, BAR_LEN).map_err(|e| e.raw_os_error())?;
-                (id, file)
-            }
-        };
-        Ok((id, file, BAR_LEN))
-    }
-
-    /// Begins or ends an access to the BAR, by the flags of DMA_BUF_IOCTL_SYNC.
-    ///
-    /// # Errors
-    /// The error number.
-    pub fn sync_bar(&self, id: FileId, flags: u64) -> Result<(), i32> {
-        let mut state = self.lock();
-        let Some(Kind::Bar { begun, .. }) = state.files.get_mut(&id) else { return Err(ENOTTY) };
-        let (direction, ends) = (flags & 3, flags & abi::SYNC_END != 0);
-        if direction == 0 || flags & !7 != 0 {
-            return Err(EINVAL);
-        }
-        let expected = if ends { direction } else { 0 };
-        let wrong = (*begun != expected).then(|| format!("a BAR is accessed with {flags:#x} after {begun:#x}"));
-        *begun = if ends { 0 } else { direction };
-        state.counts.accesses += u64::from(ends);
-        state.violations.extend(wrong);
-        Ok(())
-    }
-
     /// Closes a file, as its last owner does.
     pub fn close(&self, id: FileId) {
         let mut state = self.lock();
-        if matches!(state.files.get(&id), Some(Kind::Bar { .. })) {
-            return;
-        }
         if state.going_on.iter().any(|g| g.buffer == id) {
             state.violations.push(format!("buffer {id:?} was closed while the card used it"));
             state.going_on.retain(|g| g.buffer != id);
@@ -381,7 +305,6 @@ impl DriverModel {
             Request::PairOp | Request::PairFile => 12,
             Request::BufferCreate => 16,
             Request::Transfer => 8,
-            Request::BarFile => 12,
         };
         if size < least {
             return Err(EINVAL);
@@ -401,12 +324,6 @@ impl DriverModel {
             Request::PairOp => state.pair_op(&bytes),
             Request::PairFile => state.pair_file(&bytes),
             Request::BufferCreate => state.buffer_create(&mut bytes),
-            Request::BarFile => {
-                drop(state);
-                let (id, file, len) = self.open_bar(bytes.get(4).copied().unwrap_or(u8::MAX))?;
-                bytes[16..24].copy_from_slice(&len.to_ne_bytes());
-                Ok(Answer::File(id, file))
-            }
             Request::Transfer => {
                 let parts = state.parts(on, &bytes, file_of)?;
                 if fault == Some(Fault::Hangs) {
@@ -487,11 +404,6 @@ impl Kernel for DriverModel {
         (depth > 0).then(|| Box::new(Commands { model, file, depth, ends, ended }) as _)
     }
 
-    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
-        let id = id_of(bar.as_fd().as_raw_fd()).ok_or(io::Error::from_raw_os_error(ENOTTY))?;
-        self.sync_bar(id, flags).map_err(io::Error::from_raw_os_error)
-    }
-
     fn adopt(&self, file: OwnedFd) -> Handle {
         match id_of(file.as_raw_fd()) {
             Some(id) => self.handle(id, file),
@@ -565,7 +477,6 @@ impl State {
             Request::PairFile,
             Request::BufferCreate,
             Request::Transfer,
-            Request::BarFile,
         ];
         // QPAIR_ADD's number has the length of the structure of its version.
         let numbered = |r: &Request| match r {
@@ -574,17 +485,12 @@ impl State {
         };
         let request = all.into_iter().find(|r| numbered(r) == number).ok_or(ENOTTY)?;
         let known = match (self.files.get(&on).ok_or(EBADF)?, request) {
-            (Kind::Control, request) => request == Request::BarFile,
             (_, Request::BufferCreate) => self.version.buffers,
-            (Kind::Node, Request::Transfer | Request::BarFile) => false,
+            (Kind::Node, Request::Transfer) => false,
             (Kind::Node, _) | (Kind::Pairs(_), Request::Transfer) => true,
             _ => false,
         };
-        if matches!(self.files.get(&on), Some(Kind::Buffer { .. } | Kind::Bar { .. })) || !known {
-            Err(ENOTTY)
-        } else {
-            Ok(request)
-        }
+        if matches!(self.files.get(&on), Some(Kind::Buffer { .. })) || !known { Err(ENOTTY) } else { Ok(request) }
     }
 
     fn file(&mut self, name: &str, kind: impl FnOnce(File) -> Kind) -> io::Result<(FileId, OwnedFd)> {

@@ -1,6 +1,5 @@
 //! The integration tests of this crate, linked once.
 
-mod bars;
 mod cases;
 mod faults;
 mod overhead;

@@ -89,10 +89,6 @@ impl Kernel for Instantly {
         let commands = || Commands { begun: *begun, called: called.clone(), flying: VecDeque::new() };
         self.commands.then(|| Box::new(commands()) as _)
     }
-
-    fn sync(&self, bar: &Handle, flags: u64) -> io::Result<()> {
-        self.driver.sync(bar, flags)
-    }
 }
 
 impl Instantly {
@@ -116,18 +112,16 @@ fn rounds() -> usize {
 #[test]
 #[ignore = "a measurement: DMALANE_ROUNDS=N, and valgrind --tool=callgrind for instructions"]
 fn from_the_submission_to_the_drivers_call() {
-    let polls = SlashOptions { polls: Some(Duration::from_millis(10)), ..SlashOptions::default() };
-    measure("a call that a thread makes", false, Duration::ZERO, SlashOptions::default());
-    measure("the same 1 ms after the last", false, Duration::from_millis(1), SlashOptions::default());
-    measure("the same 1 ms after the last, polling for 10 ms", false, Duration::from_millis(1), polls);
-    measure("an io_uring command", true, Duration::ZERO, SlashOptions::default());
+    measure("a call that a thread makes", false, Duration::ZERO);
+    measure("the same 1 ms after the last", false, Duration::from_millis(1));
+    measure("an io_uring command", true, Duration::ZERO);
 }
 
 /// Submits one operation at a time, each `after` the last.
-fn measure(what: &str, commands: bool, after: Duration, options: SlashOptions) {
+fn measure(what: &str, commands: bool, after: Duration) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, commands, Duration::ZERO);
-    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
+    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), SlashOptions::default()).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     let buf = registrar.heap(None).allocate(2 << 20).unwrap().share();
     let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
@@ -151,31 +145,24 @@ fn measure(what: &str, commands: bool, after: Duration, options: SlashOptions) {
 #[test]
 #[ignore = "a measurement: DMALANE_ROUNDS=N"]
 fn from_the_end_of_a_call_to_the_next() {
-    let default = SlashOptions::default();
-    between("from the end of a call to the next, while the submitter polls", default, |queue, done| {
+    between("from the end of a call to the next, while the submitter polls", |queue, done| {
         while queue.in_flight() > 0 {
             queue.poll(done);
             std::hint::spin_loop();
         }
     });
-    let polls = SlashOptions { polls: Some(Duration::from_millis(10)), ..default };
-    for (what, options) in [
-        ("the same while it waits, and is woken by each end", default),
-        ("the same while it waits, polling for 10 ms", polls),
-    ] {
-        between(what, options, |queue, done| {
-            while queue.in_flight() > 0 {
-                queue.wait(done, LONG);
-            }
-        });
-    }
+    between("the same while it waits, and is woken by each end", |queue, done| {
+        while queue.in_flight() > 0 {
+            queue.wait(done, LONG);
+        }
+    });
 }
 
 /// Submits operations that take a call each, and collects them as given.
-fn between(what: &str, options: SlashOptions, collect: impl Fn(&mut DeviceQueue, &mut Vec<Completion>)) {
+fn between(what: &str, collect: impl Fn(&mut DeviceQueue, &mut Vec<Completion>)) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, false, Duration::from_micros(20));
-    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
+    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), SlashOptions::default()).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     let mut gaps = Vec::new();
     for _ in 0..rounds() / 128 {
@@ -199,16 +186,9 @@ fn between(what: &str, options: SlashOptions, collect: impl Fn(&mut DeviceQueue,
 
 #[test]
 fn a_thread_without_work_sleeps_and_is_woken() {
-    sleeps_and_is_woken(None);
-    sleeps_and_is_woken(Some(Duration::ZERO));
-    sleeps_and_is_woken(Some(Duration::from_millis(3)));
-}
-
-fn sleeps_and_is_woken(polls: Option<Duration>) {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let kernel = Instantly::new(&model, false, Duration::ZERO);
-    let options = SlashOptions { polls, ..SlashOptions::default() };
-    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
+    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), SlashOptions::default()).unwrap();
     let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
     for _ in 0..3 {
         let buf = registrar.heap(None).allocate(4096).unwrap().share();
@@ -222,27 +202,4 @@ fn sleeps_and_is_woken(polls: Option<Duration>) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-}
-
-#[test]
-fn the_thread_of_a_queue_polls_as_long_as_the_options_say() {
-    if std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
-        println!("SKIPPED: nothing polls on one processor");
-        return;
-    }
-    let model = DriverModel::new(Version::KNOWN).unwrap();
-    let kernel = Instantly::new(&model, false, Duration::from_millis(2));
-    let options = SlashOptions { polls: Some(LONG), ..SlashOptions::default() };
-    let mut device = SlashDevice::with(kernel.clone(), model.node().unwrap(), options).unwrap();
-    let (registrar, mut queue) = (device.registrar(), device.take_queues().remove(0));
-    let buf = registrar.heap(None).allocate(4096).unwrap().share();
-    let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
-    let at = DeviceAddr::Card(CardAddr::new(DDR.0));
-    run(&mut *queue, Operation::write((buf.into_slice(), via), at), LONG).unwrap();
-    let stat = kernel.thread.get().unwrap().join("stat");
-    let runs = |_| {
-        std::thread::sleep(Duration::from_millis(1));
-        std::fs::read_to_string(&stat).unwrap().contains(") R ")
-    };
-    assert!((0..1000).any(runs), "the thread of the queue sleeps");
 }

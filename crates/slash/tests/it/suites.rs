@@ -115,7 +115,7 @@ fn known_versions_are_opened_and_others_refused_with_what_is_known() {
     let ring = SlashDevice::with(
         DriverModel::new(Version::KNOWN).unwrap().kernel(),
         DriverModel::new(Version::KNOWN).unwrap().node().unwrap(),
-        SlashOptions { ring: 16, ..SlashOptions::default() },
+        SlashOptions { ring: 16 },
     );
     assert!(matches!(ring, Err(Error::Ring(16))));
 }
