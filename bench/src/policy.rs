@@ -23,7 +23,7 @@ const SIZES: [u64; 3] = [64 << 20, 256 << 20, 1 << 30];
 type Seconds = Vec<f64>;
 
 /// The time of each batch, and the shortest possible.
-fn batches<P: dmalane::queue::Policy>(
+fn batches<P: dmalane::queue::Policy + 'static>(
     a: &Assumption,
     copies: &[LinkCopy],
     policy: P,

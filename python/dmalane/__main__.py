@@ -19,7 +19,7 @@ PROGRAM = "the full command line is a program in Rust: in a clone of dmalane, `c
 
 def inspect(files: list[str]) -> int:
     """Lists the tensors of files."""
-    model = Files(files)
+    model = Files(files, raw=True)
     described = [(name, model.describe(name)) for name in model.keys()]
     rows = [(plain(name), dtype, str(shape), str(nbytes)) for name, (dtype, shape, nbytes, *_) in described]
     kinds = [f"{path}: {kind}" for path, kind in zip(model.paths(), model.containers(), strict=True)]

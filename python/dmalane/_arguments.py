@@ -6,33 +6,62 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, Literal, get_args, overload
 
 # What functions take.
 Progress = Callable[[int, int], object]
 Manifest = str | os.PathLike[str] | Mapping[str, Any]
-Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+Path = str | os.PathLike[str]
+Paths = Path | Iterable[Path]
+# How safetensors reads.
+Backend = Literal["mmap", "pread"]
 
 
-def paths_of(path: Paths) -> list[str]:
+def path_of(filename: Path) -> str:
+    """The path of a file."""
+    path = os.fspath(filename) if isinstance(filename, (str, os.PathLike)) else filename
+    if not isinstance(path, str):
+        raise TypeError(f"a file name is a str or an os.PathLike, not {filename!r}")
+    return path
+
+
+def paths_of(filename: Paths) -> list[str]:
     """The paths of files: of one, or of several."""
-    several = [path] if isinstance(path, (str, os.PathLike)) else path
-    if isinstance(several, (bytes, Mapping)) or not isinstance(several, Iterable):
-        raise TypeError(f"a path is a str or an os.PathLike, or several of these, not {path!r}")
-    paths = [os.fspath(one) for one in several]
-    if wrong := [one for one in paths if not isinstance(one, str)]:
-        raise TypeError(f"a path is a str or an os.PathLike, not {wrong[0]!r}")
+    if isinstance(filename, (str, os.PathLike)):
+        return [path_of(filename)]
+    if isinstance(filename, (bytes, bytearray, memoryview, Mapping)) or not isinstance(filename, Iterable):
+        raise TypeError(f"a file name is a str or an os.PathLike, or several of these, not {filename!r}")
+    paths = [path_of(one) for one in filename]
+    if not paths:
+        raise ValueError("there are no file names: give one, or a directory")
     return paths
 
 
+def integer(value: object) -> int | None:
+    """The value of an integer of any kind; None for all else, also for a bool."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else None
+
+
+def check_backend(backend: object) -> None:
+    """Checks safetensors' choice of how to read, which changes nothing here: nothing is a mapping of a file."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is none of {', '.join(map(repr, get_args(Backend)))}")
+
+
+@overload
+def parse_size(size: int | str) -> int: ...
+@overload
+def parse_size(size: None) -> None: ...
 def parse_size(size: int | str | None) -> int | None:
     """Bytes of a size such as 4096, "256MiB" or "4GB"."""
     if size is None:
         return None
     if not isinstance(size, str):
-        if (size := operator.index(size)) < 0:
-            raise ValueError(f"{size} is negative")
-        return size
+        if (bytes_ := integer(size)) is None:
+            raise TypeError(f'a size is a number of bytes, or a text such as "256MiB", not {size!r}')
+        if bytes_ < 0:
+            raise ValueError(f"{bytes_} is negative")
+        return bytes_
     text = size.strip().replace(" ", "")
     for suffix, unit in _UNITS:
         if text.lower().endswith(suffix):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ._arguments import integer
 from ._native import Tensor
 
 # A framework, by the names that safetensors has for it too.
 Framework = Literal["numpy", "np", "pt", "torch", "pytorch", "bytes"]
-TORCH = ("pt", "torch", "pytorch")
+Torch = Literal["pt", "torch", "pytorch"]
+TORCH = get_args(Torch)
+_DEVICE = re.compile("(cpu|cuda|soft|ram|vulkan|mps|xpu|npu)(:|$)")
 
 # Types that NumPy has itself, and those that it has from ml_dtypes.
 _NUMPY = {
@@ -88,6 +92,38 @@ def _torch() -> Callable[[Tensor], Any]:
     return convert
 
 
+def on_cpu(device: object) -> bool:
+    """Whether a device is the memory of the host."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(device, torch.device):
+        return bool(device.type == "cpu")
+    return isinstance(device, str) and device in ("cpu", "cpu:0")
+
+
+def device_name(device: object) -> str:
+    """What a device is called here: a name as it is, and CUDA's by name, number or `torch.device`."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(device, torch.device):
+        device = str(device)
+    if (number := integer(device)) is not None:
+        device = f"cuda:{number}"
+    if not isinstance(device, str):
+        raise TypeError(f"a device is a name, a number of CUDA or a torch.device, not {device!r}")
+    return "cuda:0" if device == "cuda" else device
+
+
+def torch_device(device: Any) -> Any:
+    """PyTorch's device of a name, a number or itself."""
+    import torch
+
+    if not isinstance(device, (str, torch.device)) and integer(device) is None:
+        raise TypeError(f"a device is a name, a number or a torch.device, not {device!r}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device of PyTorch, which framework=\"pt\" needs: {error}") from None
+
+
 def converter(framework: Framework) -> Callable[[Tensor], Any]:
     """The function that makes a framework's array of a tensor."""
     if framework == "bytes":
@@ -96,7 +132,10 @@ def converter(framework: Framework) -> Callable[[Tensor], Any]:
         return _numpy()
     if framework in TORCH:
         return _torch()
-    raise ValueError(f'framework {framework!r} is none of "numpy", "pt", "bytes"')
+    if isinstance(framework, str):
+        hint = f"; is it a device? Then: device={framework!r}" if _DEVICE.match(framework) else ""
+        raise ValueError(f'framework {framework!r} is none of "numpy", "pt", "bytes"{hint}')
+    raise TypeError(f'a framework is "numpy", "pt" or "bytes", not {framework!r}')
 
 
 def raw_bytes(value: Any) -> memoryview:

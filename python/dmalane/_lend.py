@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import operator
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self, TypeVar
 
-from ._arguments import Manifest, Paths, manifest_of, parse_size, paths_of
-from ._frameworks import TORCH, Framework, converter
+from ._arguments import Backend, Manifest, Paths, check_backend, integer, manifest_of, parse_size, paths_of
+from ._frameworks import TORCH, Framework, converter, on_cpu, torch_device
 from ._native import Files
 from .errors import UnknownTensorError
 
@@ -48,25 +47,86 @@ class Slice:
             if isinstance(one, slice):
                 start, stop, step = one.indices(dim)
                 if step != 1:
-                    raise IndexError("slices have steps of 1")
+                    raise IndexError(f"a slice has a step of 1, not {step}: take a step of what it gives")
                 stop = max(start, stop)
                 ranges.append((start, stop))
                 shape.append(stop - start)
+            elif (n := integer(one)) is None:
+                raise TypeError(f"an index is an integer, a slice or an ellipsis, not {one!r}: index what it gives")
+            elif not -dim <= n < dim:
+                raise IndexError(f"index {n} is not within a dimension of {dim}")
             else:
-                n = _integer(one)
-                if not -dim <= n < dim:
-                    raise IndexError(f"index {n} is not within a dimension of {dim}")
                 ranges.append((n % dim, n % dim + 1))
         return self._owner._convert(self._owner._files.slice(self._name, ranges, shape))
 
 
-def _integer(index: Any) -> int:
-    try:
-        if not isinstance(index, bool):
-            return operator.index(index)
-    except TypeError:
-        pass
-    raise TypeError(f"an index is an integer, a slice or an ellipsis, not {index!r}")
+class TensorMeta(NamedTuple):
+    """What the header of a file says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    # First byte and end, counted from the first byte after the header.
+    data_offsets: tuple[int, int]
+
+
+class Prefetch:
+    """Tensors that are read ahead, each handed out once: by `take(name)`, or by iterating."""
+
+    def __init__(self, owner: safe_open, plan: Mapping[str, slice | None], move: Callable[[Any], Any]) -> None:
+        rows = {name: owner.get_slice(name) for name in plan}
+        for name, part in plan.items():
+            if part is None:
+                continue
+            if not isinstance(part, slice) or part.step not in (None, 1):
+                raise ValueError(f"{name!r}: a plan has None, or a slice of the first dimension with a step of 1")
+            if not rows[name].get_shape():
+                raise ValueError(f"{name!r} has no dimension to slice")
+        self._names = [name for name in owner.keys() if name in plan]
+        self._left: dict[str, slice | None] = {name: plan[name] for name in self._names}
+        self._rows, self._move = rows, move
+        # Read, and not asked for yet.
+        self._ready: dict[str, Any] = {}
+        self._whole = owner.tensors([name for name, part in plan.items() if part is None])
+
+    def __repr__(self) -> str:
+        return f"<Prefetch of {len(self._names)} tensors, {len(self._left)} not taken>"
+
+    def names(self) -> list[str]:
+        """The names that it hands out, in the order of the bytes."""
+        return list(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def take(self, name: str) -> Any:
+        """A tensor, which is waited for; of one that is planned as a slice, that. Those that are read before it take
+        memory until they are taken."""
+        if name not in self._left:
+            raise KeyError(f"{name!r} was taken, or is not in the plan")
+        part = self._left.pop(name)
+        if part is not None:
+            return self._move(self._rows[name][part])
+        while name not in self._ready:
+            found, tensor = next(self._whole)
+            self._ready[found] = self._move(tensor)
+        return self._ready.pop(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for name in list(self._left):
+            if name in self._left:
+                yield name, self.take(name)
+
+    def close(self) -> None:
+        """Ends the reads, and drops what was not taken."""
+        self._left.clear()
+        self._ready.clear()
+        self._whole.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class safe_open:
@@ -76,6 +136,10 @@ class safe_open:
         for name, tensor in f.tensors():
             ...
 
+    framework: "numpy", "pt" or "bytes".
+    device: of PyTorch, with framework "pt": each tensor is moved there when it has been read.
+    backend: of safetensors; it is checked, and changes nothing, since no tensor is a mapping of a file.
+
     Memory counts until the last array over it dies, or `Tensor.release()`. A loop variable keeps a tensor while the
     next one is read, so the limit holds at least two of the largest tensors. With `verify`, a manifest, headers are
     compared here, and each tensor when it is read; slices are refused.
@@ -83,21 +147,21 @@ class safe_open:
 
     def __init__(
         self,
-        path: Paths,
+        filename: Paths,
         framework: Framework = "numpy",
-        device: str = "cpu",
+        device: str | int | Any = "cpu",
         *,
+        backend: Backend = "mmap",
         memory_limit: int | str | None = None,
         direct: bool | None = None,
         verify: Manifest | None = None,
     ) -> None:
-        if device != "cpu":
-            to_device = _to_device(framework, device)
-        else:
-            to_device = None
-        convert = converter(framework)
-        self._convert = (lambda tensor: to_device(convert(tensor))) if to_device else convert
-        self._files = Files(paths_of(path), parse_size(memory_limit), direct, manifest_of(verify))
+        check_backend(backend)
+        self._framework, self._device = framework, device
+        convert, move = converter(framework), _to_device(framework, device)
+        self._convert = (lambda tensor: move(convert(tensor))) if move else convert
+        self._files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        self._starts: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<safe_open of {', '.join(self._files.paths())}>"
@@ -144,18 +208,43 @@ class safe_open:
         """Reads one tensor."""
         return self._convert(self._of(name, self._files.get))
 
+    def get_tensors(self) -> dict[str, Any]:
+        """Reads all tensors, one after the other."""
+        return dict(self.tensors())
+
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """Type, shape and place of a tensor, as the header has them."""
+        dtype, shape, nbytes, path, at = self._of(name, self._files.describe)
+        if path not in self._starts:
+            places = (self._files.describe(one)[3:] for one in self.keys())
+            self._starts[path] = min(first for file, first in places if file == path)
+        start = at - self._starts[path]
+        return TensorMeta(dtype, list(shape), (start, start + nbytes))
+
+    def prefetch(
+        self, plan: Mapping[str, slice | None] | None = None, *, device: str | int | Any = None, threads: int = 8
+    ) -> Prefetch:
+        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension.
+
+        device: where they go; by default that of this object. threads: at least 1; the engine reads with as many as the
+        files take."""
+        if integer(threads) is None or threads < 1:
+            raise ValueError(f"threads={threads!r} is not 1 or more")
+        move = None if device is None else _to_device(self._framework, device)
+        return Prefetch(self, dict.fromkeys(self.keys()) if plan is None else plan, move or (lambda tensor: tensor))
+
     def get_slice(self, name: str) -> Slice:
         """A tensor to read a part of."""
         return Slice(self, name)
 
-    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+    def tensors(self, names: Iterable[str] | None = None) -> Generator[tuple[str, Any]]:
         """The tensors with their names, in the order in which their bytes arrive, read ahead on a thread; all of them,
         or those of `names`."""
         if isinstance(names, str):
             raise TypeError(f"names are several: tensors([{names!r}])")
         return self._tensors(None if names is None else set(names))
 
-    def _tensors(self, names: set[str] | None) -> Iterator[tuple[str, Any]]:
+    def _tensors(self, names: set[str] | None) -> Generator[tuple[str, Any]]:
         stream = self._files.stream(names)
         while (tensor := next(stream, None)) is not None:
             item = tensor.name, self._convert(tensor)
@@ -176,9 +265,13 @@ class safe_open:
         return report
 
 
-def _to_device(framework: Framework, device: str) -> Callable[[Any], Any]:
+def _to_device(framework: Framework, device: object) -> Callable[[Any], Any] | None:
+    """Moves tensors of PyTorch to a device; None where they stay."""
+    if on_cpu(device):
+        return None
     if framework not in TORCH:
-        raise ValueError('safe_open lends host memory; device= takes a device of PyTorch with framework="pt"')
+        raise ValueError(f'device={device!r}: safe_open lends host memory, or PyTorch\'s tensors with framework="pt"')
     import torch
 
-    return lambda tensor: tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
+    to = torch_device(device)
+    return lambda tensor: tensor.to(to) if isinstance(tensor, torch.Tensor) else tensor

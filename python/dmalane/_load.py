@@ -5,20 +5,54 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
-from ._arguments import Manifest, Paths, Progress, manifest_of, parse_size, paths_of, watched
-from ._frameworks import Framework, converter, describe
+from ._arguments import Manifest, Path, Paths, Progress, manifest_of, parse_size, path_of, paths_of, watched
+from ._frameworks import TORCH, Framework, converter, describe, device_name, on_cpu
 from ._last import remember
-from ._native import Buffer, Device, Files, Tensor
+from ._lend import safe_open
+from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
 from .errors import UnknownTensorError
 
 
+@overload
 def load_file(
-    path: Paths,
-    device: str | Device = "cpu",
+    filename: Paths,
+    framework: Literal["bytes"],
+    device: Literal["cpu"] = "cpu",
+    *,
+    align: int | None = None,
+    memory_limit: int | str | None = None,
+    direct: bool | None = None,
+    verify: Manifest | None = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, Tensor]: ...
+@overload
+def load_file(
+    filename: Paths,
+    framework: Literal["numpy"] = "numpy",
+    *,
+    device: Device,
+    verify: Manifest | None = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, DeviceTensor]: ...
+@overload
+def load_file(
+    filename: Paths,
     framework: Framework = "numpy",
+    device: str | int | Any = "cpu",
+    *,
+    align: int | None = None,
+    memory_limit: int | str | None = None,
+    direct: bool | None = None,
+    verify: Manifest | None = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, Any]: ...
+def load_file(
+    filename: Paths,
+    framework: Framework = "numpy",
+    device: str | int | Any = "cpu",
     *,
     align: int | None = None,
     memory_limit: int | str | None = None,
@@ -28,40 +62,67 @@ def load_file(
 ) -> dict[str, Any]:
     """Loads all tensors of files. Each owns its memory, together with the others of its file.
 
-    path: a file, a directory, a `*.safetensors.index.json`, or several of these.
-    device: "cpu" for host memory, else the name of a device or an open one; then the values are `DeviceTensor`, and
-        framework, align, memory_limit and direct, which are about host memory, are refused.
+    filename: a file, a directory, a `*.safetensors.index.json`, or several of these.
     framework: "numpy", "pt" or "bytes". Types that the framework does not have come as `Tensor`, which is their bytes.
+    device: "cpu" for host memory. With framework "pt" a device of PyTorch, to which each tensor is moved when it has
+        been read. Else the name of a device of dmalane or an open one; then the values are `DeviceTensor`, and align,
+        memory_limit and direct, which are about host memory, are refused.
     align: each tensor starts at a multiple of this power of two, at most 4096, and shares no such unit with another.
-    memory_limit: refuse to allocate more than this (4096, "4GiB").
+    memory_limit: refuse to allocate more host memory than this (4096, "4GiB").
     direct: past the page cache (True) or through it (False); by default what is cached decides.
     verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
         `IntegrityError` names the first tensor that differs.
     progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
     """
     watch = watched(progress)
-    if device != "cpu":
-        host = {"align": align, "memory_limit": memory_limit, "direct": direct}
-        if given := [name for name, value in host.items() if value is not None]:
-            raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
-        if framework != "numpy":
-            raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors (dmalane.torch: tensors)")
-        if device in get_args(Framework):
-            raise ValueError(f"device={device!r} is no device, but a framework: load_file(path, framework={device!r})")
-        on = Device(device) if isinstance(device, str) else device
-        on_device, report = on.load(paths_of(path), manifest=manifest_of(verify), progress=watch)
-        remember(report.copy)
-        return {tensor.name: tensor for tensor in on_device}
     convert = converter(framework)
-    files = Files(paths_of(path), parse_size(memory_limit), direct, manifest_of(verify))
-    tensors = files.load(align, watch)
+    if on_cpu(device):
+        files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        tensors = files.load(align, watch)
+        remember(files.report)
+        return {tensor.name: convert(tensor) for tensor in tensors}
+    host = {"align": align, "memory_limit": memory_limit, "direct": direct}
+    if framework in TORCH and not isinstance(device, Device):
+        if align is not None:
+            raise ValueError(f"align: for host memory only, and device is {device!r}")
+        with safe_open(filename, framework, device, memory_limit=memory_limit, direct=direct, verify=verify) as f:
+            moved, done, total = {}, 0, sum(f._files.describe(name)[2] for name in f)
+            for name, tensor in f.tensors():
+                moved[name] = tensor
+                done += f._files.describe(name)[2]
+                if watch:
+                    watch(done, total)
+            remember(f.report)
+        return moved
+    if given := [name for name, value in host.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
+    if framework not in ("numpy", "np"):
+        raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors, so leave framework out")
+    if device in get_args(Framework):
+        raise ValueError(f"device={device!r} is no device, but a framework: load_file(filename, framework={device!r})")
+    on = device if isinstance(device, Device) else Device(device_name(device))
+    on_device, report = on.load(paths_of(filename), manifest=manifest_of(verify), progress=watch)
+    remember(report.copy)
+    return {tensor.name: tensor for tensor in on_device}
+
+
+def load(data: bytes | bytearray | memoryview, framework: Framework = "numpy") -> dict[str, Any]:
+    """The tensors in the bytes of a file."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"data is the bytes of a file, not {type(data).__name__}: load_file takes names")
+    convert = converter(framework)
+    with open(os.memfd_create("dmalane"), "wb") as file:
+        file.write(data)
+        file.flush()
+        files = Files.opened(f"/proc/self/fd/{file.fileno()}", "data")
+    tensors = files.load()
     remember(files.report)
     return {tensor.name: convert(tensor) for tensor in tensors}
 
 
 def load_into(
     tensors: Mapping[str, Any],
-    path: Paths,
+    filename: Paths,
     *,
     memory_limit: int | str = "128MiB",
     strict: bool = True,
@@ -75,7 +136,7 @@ def load_into(
     written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
     have been when `IntegrityError` is raised.
     """
-    files = Files(paths_of(path), None, direct, manifest_of(verify))
+    files = Files(paths_of(filename), None, direct, manifest_of(verify))
     names = files.keys()
     if strict and (unknown := set(tensors).symmetric_difference(names)):
         name = min(unknown)
@@ -90,7 +151,7 @@ def load_into(
         elif describe(name, target) != (dtype, list(shape)):
             raise ValueError(f"tensor {name!r} is {dtype} {list(shape)} in {file}, not {describe(name, target)}")
     largest = max((files.describe(name)[2] for name in names), default=0)
-    files = files.within(max(parse_size(memory_limit) or 0, 2 * largest + (1 << 20)))
+    files = files.within(max(parse_size(memory_limit), 2 * largest + (1 << 20)))
     stream = files.stream(set(tensors) & set(names))
     while (tensor := next(stream, None)) is not None:
         if tensor.nbytes:
@@ -119,9 +180,9 @@ def _copy(target: Any, tensor: Tensor) -> None:
 
 
 def alloc_and_read(
-    path: str | os.PathLike[str], start: int = 0, stop: int | None = None, *, direct: bool | None = None
+    filename: Path, start: int = 0, stop: int | None = None, *, direct: bool | None = None
 ) -> Buffer:
     """Reads bytes of a file, by default all, into a new buffer while that is still being allocated."""
-    buffer, report = _alloc_and_read(os.fspath(path), start, stop, direct)
+    buffer, report = _alloc_and_read(path_of(filename), start, stop, direct)
     remember(report.copy)
     return buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Self
 
 
@@ -56,6 +57,11 @@ class FileError(Error, OSError):
         """The path, by the name that it has in `OSError`."""
         return self.path
 
+    @property
+    def strerror(self) -> str | None:  # type: ignore[override]
+        """What the `errno` means."""
+        return None if self.errno is None else os.strerror(self.errno)
+
 
 class FileMissingError(FileError, FileNotFoundError):
     """There is no such file."""
@@ -69,11 +75,21 @@ class FileThereError(FileError, FileExistsError):
     """The file exists, and is not to be replaced."""
 
 
+class FileIsFolderError(FileError, IsADirectoryError):
+    """It is a directory, and a file is needed."""
+
+
+class FileNotFolderError(FileError, NotADirectoryError):
+    """A part of its path is no directory."""
+
+
 _BY_ERRNO: dict[object, type[FileError]] = {
     errno.ENOENT: FileMissingError,
     errno.EACCES: FileForbiddenError,
     errno.EPERM: FileForbiddenError,
     errno.EEXIST: FileThereError,
+    errno.EISDIR: FileIsFolderError,
+    errno.ENOTDIR: FileNotFolderError,
 }
 
 
@@ -106,6 +122,10 @@ class DeviceError(Error, RuntimeError):
     """A device cannot be opened or failed."""
 
 
+class ForkedError(Error, RuntimeError):
+    """A child of `fork` used what its parent had opened. The child opens it again, or is started by "spawn"."""
+
+
 class CancelledError(Error):
     """The work was stopped before its end."""
 
@@ -118,8 +138,11 @@ __all__ = [
     "Error",
     "FileError",
     "FileForbiddenError",
+    "FileIsFolderError",
     "FileMissingError",
+    "FileNotFolderError",
     "FileThereError",
+    "ForkedError",
     "FormatError",
     "IntegrityError",
     "MemoryLimitError",

@@ -294,7 +294,7 @@ def _batches(shares: list[_Share], rank: int, world: int) -> Iterator[_Batch]:
 
 
 def tensors(
-    path: Paths,
+    filename: Paths,
     plan: Plan,
     group: Any = None,
     *,
@@ -323,7 +323,7 @@ def tensors(
     shares: list[_Share] = []
     failure: Exception | None = None
     try:
-        files = Files(paths_of(path), None, direct, manifest_of(verify))
+        files = Files(paths_of(filename), None, direct, manifest_of(verify))
         types, shares = _shares(files, plan, world, None if names is None else set(names))
     except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
         failure = error

@@ -1,59 +1,119 @@
-"""`safetensors.torch.load_file` and `save_file`, with the same signatures."""
+"""`safetensors.torch`, with the same signatures."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 from . import _load, _save
-from ._arguments import Manifest
-from ._lend import safe_open
+from ._arguments import Backend, Manifest, Path, Paths, check_backend
+from ._frameworks import torch_device
 
 
 def load_file(
-    filename: str | os.PathLike[str],
+    filename: Paths,
     device: str | int | Any = "cpu",
     *,
+    backend: Backend = "mmap",
     plan: Any = None,
     group: Any = None,
     verify: Manifest | None = None,
 ) -> dict[str, Any]:
     """Loads a file into tensors of PyTorch, which own their memory. On another device than the CPU, each is moved there
-    as soon as it has been read, so that host memory holds a few at a time.
+    as soon as it has been read, so that host memory holds a few at a time. `backend` is checked and changes nothing.
 
     With `plan`, all ranks of `group` (a group of torch.distributed, by default all processes) call it together: each
     gets what the plan says, reads an equal share once, and the group hands round the rest. See `dmalane.plan`.
 
     With `verify`, a manifest, every tensor is compared with it as it arrives."""
-    import torch
-
-    target = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    check_backend(backend)
+    target = torch_device(device)
     if plan is not None:
         from .plan import tensors
 
         return dict(tensors(filename, plan, group, device=target, verify=verify))
-    if target.type == "cpu":
-        return _load.load_file(filename, framework="pt", verify=verify)
-    with safe_open(filename, framework="pt", device=str(target), verify=verify) as f:
-        return dict(f.tensors())
+    return _load.load_file(filename, "pt", target, verify=verify)
+
+
+def load(data: bytes) -> dict[str, Any]:
+    """The tensors in the bytes of a file."""
+    return _load.load(data, "pt")
+
+
+def load_model(
+    model: Any, filename: Paths, strict: bool = True, device: str | int | Any = "cpu", *, backend: Backend = "mmap"
+) -> tuple[list[str], list[str]]:
+    """Loads a file into a `torch.nn.Module`; returns the names that the file lacks, and those that the module lacks.
+    With `strict`, there must be none. Of tensors that share memory, one in the file is enough."""
+    state = load_file(filename, device, backend=backend)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    for names in _sharing(model.state_dict()):
+        if not names <= set(missing):
+            missing = [name for name in missing if name not in names]
+    if strict and (missing or unexpected):
+        parts = [("missing in the file", missing), ("not in the model", unexpected)]
+        said = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in parts if names)
+        raise RuntimeError(f"{type(model).__name__} and {filename} differ: {said}")
+    return list(missing), list(unexpected)
 
 
 def save_file(
-    tensors: dict[str, Any], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
-) -> None:
-    """Writes tensors of PyTorch, as `safetensors.torch.save_file` does, in place of the file if there is one. The file
-    appears whole or not at all."""
-    seen: dict[tuple[int, int], str] = {}
+    tensors: Mapping[str, Any],
+    filename: Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = True,
+) -> dict[str, Any]:
+    """Writes tensors of PyTorch as `dmalane.save_file` does, and as `safetensors.torch.save_file` refuses tensors that
+    share memory and those that are not contiguous."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"tensor {name!r} is not contiguous: call .contiguous() first")
-        if tensor.numel() == 0 or tensor.device.type == "meta":
-            continue
-        key = (tensor.untyped_storage().data_ptr(), tensor.data_ptr())
-        if key in seen:
-            raise RuntimeError(f"tensors {seen[key]!r} and {name!r} share memory, which a file cannot say")
-        seen[key] = name
-    _save.save_file(tensors, filename, metadata, overwrite=True)
+    for names in _sharing(tensors):
+        said = ", ".join(map(repr, sorted(names)))
+        raise RuntimeError(f"tensors {said} share memory, which a file cannot say: clone() them, or use save_model")
+    return _save.save_file(tensors, filename, metadata, overwrite=overwrite)
 
 
-__all__ = ["load_file", "save_file"]
+def save_model(
+    model: Any, filename: Path, metadata: Mapping[str, str] | None = None, force_contiguous: bool = True
+) -> dict[str, Any]:
+    """Writes a `torch.nn.Module` for `load_model`. Of tensors that share memory, one that has all of it is written, and
+    the metadata says for each of the others which."""
+    state, names_of = model.state_dict(), dict(metadata or {})
+    for names in _sharing(state):
+        whole = [name for name in sorted(names) if _has_all(state[name])]
+        if not whole:
+            raise RuntimeError(f"tensors {', '.join(sorted(names))} are parts of the same memory: clone() them first")
+        for name in names - {whole[0]}:
+            names_of.setdefault(name, whole[0])
+            del state[name]
+    if force_contiguous:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    return save_file(state, filename, names_of or metadata)
+
+
+def _sharing(state: Mapping[str, Any]) -> list[set[str]]:
+    """The names of tensors that share memory, in groups of two or more."""
+    places = []
+    for name, tensor in state.items():
+        if tensor.numel() and tensor.device.type != "meta":
+            last = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            places.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
+    groups: list[set[str]] = []
+    until = ("", 0)
+    for device, start, end, name in sorted(places):
+        if (device, start) < until and device == until[0]:
+            groups[-1].add(name)
+        else:
+            groups.append({name})
+        until = max(until, (device, end)) if device == until[0] else (device, end)
+    return [names for names in groups if len(names) > 1]
+
+
+def _has_all(tensor: Any) -> bool:
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
+
+
+__all__ = ["load", "load_file", "load_model", "save_file", "save_model"]

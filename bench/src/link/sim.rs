@@ -10,8 +10,8 @@ use std::time::Duration;
 use dmalane::addr::{Address, CardAddr};
 use dmalane::dma::SharedBuf;
 use dmalane::queue::{
-    Capabilities, Clock, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr,
-    Refusal, Refused, Split, Ticket, Work,
+    Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr, Refusal,
+    Refused, Split, Ticket, Work,
 };
 
 use super::{Half, Link, Stream};
@@ -72,14 +72,13 @@ impl Sim {
         self.lock().advance(until)
     }
 
+    /// The virtual time.
+    pub fn now(&self) -> Duration {
+        self.lock().now
+    }
+
     fn lock(&self) -> MutexGuard<'_, World> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Clock for Sim {
-    fn now(&self) -> Duration {
-        self.lock().now
     }
 }
 
@@ -267,16 +266,17 @@ pub struct RigRun {
 }
 
 /// A policy over a modelled link, batch after batch.
-pub struct Rig<P> {
+pub struct Rig {
     sim: Sim,
-    split: Split<SimQueue, P, Sim>,
+    split: Split<SimQueue>,
 }
 
-impl<P: Policy> Rig<P> {
+impl Rig {
     /// Drives the channels of `link` by `policy`.
-    pub fn new(link: Link, policy: P) -> Self {
+    pub fn new(link: Link, policy: impl Policy + 'static) -> Self {
         let sim = Sim::new(link);
-        Self { split: Split::with_clock(sim.queues(), policy, sim.clone()), sim }
+        let clock = sim.clone();
+        Self { split: Split::with_clock(sim.queues(), Box::new(policy), move || clock.now()), sim }
     }
 
     /// Submits all copies at once, as far as there is room, and waits for all of them.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane::queue::{
-    Capabilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, StopReason, Ticket, Work,
+    Capabilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
     wait_with,
 };
 
@@ -155,9 +155,5 @@ impl<Q: Queue> Queue for Slow<Q> {
 
     fn restart(&mut self) -> bool {
         self.in_flight() == 0 && self.inner.restart()
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        self.inner.stats()
     }
 }

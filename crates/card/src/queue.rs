@@ -303,7 +303,8 @@ impl<B: Mmio> CardQueue<B> {
             ring.load_u64((*number as usize & mask) * Entry::BYTES + 8) == Some(good)
         };
         let n = (*head..*head + plain).take_while(ended).count();
-        flying.pop_into(n, done, |completion| state.ended(completion));
+        flying.pop_into(n, done);
+        (0..n).for_each(|_| state.ended());
         *head += n as u64;
     }
 
@@ -347,7 +348,7 @@ impl<B: Mmio> CardQueue<B> {
         if let Some((error, bytes)) = failed {
             (completion.result, completion.bytes) = (Err(error), bytes);
         }
-        self.state.ended(&completion);
+        self.state.ended();
         completion
     }
 
@@ -514,7 +515,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                     self.write(&operation);
                     (slots, operation.bytes())
                 }
-                Err(reason) => return Err(self.state.refuse(operation, reason)),
+                Err(reason) => return Err(Refused { operation, reason }),
             },
         };
         let ticket = self.state.accept();
@@ -532,9 +533,8 @@ impl<B: Mmio> Queue for CardQueue<B> {
         if self.submitted != self.tail && self.state.is_running() {
             // Before the write: one that fails may have arrived, and what the card may know of is not taken back.
             self.submitted = self.tail;
-            match self.registers().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
-                Ok(()) => self.state.flushed(),
-                Err(e) => self.stop(StopReason::Lost(e.into())),
+            if let Err(e) = self.registers().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
+                self.stop(StopReason::Lost(e.into()));
             }
         }
     }
@@ -592,7 +592,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
             self.taken_back.insert(number);
-            self.state.taken_back();
+            self.state.ended();
             return Cancelled::Removed(operation);
         }
         if let Err(place) = self.cancels.binary_search(&number) {

@@ -139,7 +139,7 @@ impl CudaQueue {
         if let Some(reason) = self.state.stopped() {
             (completion.result, completion.bytes) = (Err(OpError::Stopped(reason.clone())), 0);
         }
-        self.state.ended(&completion);
+        self.state.ended();
         done.push(completion);
     }
 }
@@ -168,7 +168,6 @@ impl Queue for CudaQueue {
         if self.waiting.is_empty() || !self.state.is_running() {
             return;
         }
-        self.state.flushed();
         let room = |stream: &Stream| stream.calls() < CALLS && stream.broken().is_none();
         while self.streams.iter().all(room) {
             let Some((ticket, operation)) = self.waiting.pop_front() else { break };

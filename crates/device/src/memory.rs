@@ -433,24 +433,16 @@ impl DeviceMemory {
         let largest = |(region, area): &(Region, RangeAllocator<CardAddr>)| {
             area.largest_free().max(self.granted.as_ref().map_or(0, |granted| granted.unknown(region)))
         };
-        let group =
-            |name: &str| -> Vec<u64> { self.areas.iter().filter(|(r, _)| r.group == name).map(largest).collect() };
+        let areas: Vec<_> = self.areas_of(placement).into_iter().map(|at| &self.areas[at]).collect();
+        let free = areas.iter().map(|area| largest(area));
         match placement {
-            Placement::Default => self.areas.first().map_or(0, largest),
-            Placement::OneOf(name) => group(name).into_iter().max().unwrap_or(0),
-            Placement::Named(name) => match self.areas.iter().find(|(r, _)| r.name == *name) {
-                Some(area) => largest(area),
-                None if self.granted.is_some() => group(name).into_iter().sum(),
-                None if self.contiguous => {
-                    let areas: Vec<_> = self.areas.iter().filter(|(r, _)| r.group == *name).collect();
-                    let whole = areas.windows(2).filter_map(|two| border(two[0], two[1])).map(|(_, a, b)| a + b);
-                    whole.chain(group(name)).max().unwrap_or(0)
-                }
-                None => {
-                    let free = group(name);
-                    free.iter().min().map_or(0, |least| least * free.len() as u64)
-                }
-            },
+            Placement::Named(_) if self.granted.is_some() => free.sum(),
+            Placement::Named(_) if self.contiguous => {
+                let both = areas.windows(2).filter_map(|two| border(two[0], two[1])).map(|(_, a, b)| a + b);
+                both.chain(free).max().unwrap_or(0)
+            }
+            Placement::Named(_) => free.min().map_or(0, |least| least * areas.len() as u64),
+            Placement::Default | Placement::OneOf(_) => free.max().unwrap_or(0),
         }
     }
 

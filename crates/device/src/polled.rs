@@ -73,7 +73,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
             }
             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
             let completion = Completion { ticket, operation, result, bytes };
-            self.state.ended(&completion);
+            self.state.ended();
             done.push(completion);
             moved += bytes;
         }

@@ -7,8 +7,7 @@ use crate::{CopyHint, VolatileSlice};
 
 /// Host memory as a device model accesses it: by IOVA, as the IOMMU permits.
 ///
-/// A device that makes many accesses holds the translations meanwhile ([`DeviceMem::hold`]); the other methods make one
-/// access each.
+/// Every access is made while the device holds the translations ([`DeviceMem::hold`]).
 pub trait DeviceMem: Send {
     /// A guard that holds the translations.
     type Held<'a>: HeldMem
@@ -22,46 +21,6 @@ pub trait DeviceMem: Send {
     /// As [`DeviceMem::hold`] without waiting: `None` while another thread changes translations.
     fn try_hold(&mut self) -> Option<Self::Held<'_>> {
         Some(self.hold())
-    }
-
-    /// One [`HeldMem::read`].
-    ///
-    /// # Errors
-    /// As there.
-    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
-        self.hold().read(from, into, hint)
-    }
-
-    /// One [`HeldMem::write`].
-    ///
-    /// # Errors
-    /// As there.
-    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
-        self.hold().write(into, from, hint)
-    }
-
-    /// One [`HeldMem::read_bytes`].
-    ///
-    /// # Errors
-    /// As there.
-    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
-        self.hold().read_bytes(from, into)
-    }
-
-    /// One [`HeldMem::write_bytes`].
-    ///
-    /// # Errors
-    /// As there.
-    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
-        self.hold().write_bytes(into, from)
-    }
-
-    /// One [`HeldMem::write_word`].
-    ///
-    /// # Errors
-    /// As there.
-    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
-        self.hold().write_word(into, value)
     }
 }
 

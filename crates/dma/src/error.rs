@@ -3,8 +3,6 @@
 use dmalane_addr::{Access, Iova, RangeError};
 use thiserror::Error;
 
-use crate::Unsuitable;
-
 /// An error of a heap, a registrar or a register access.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -27,7 +25,7 @@ pub enum Error {
     BadLength(usize),
     /// No heap of this machine meets the requirements; each with the reason.
     #[error("no heap meets the requirements: {}", list(.0))]
-    NoHeap(Vec<(&'static str, Unsuitable)>),
+    NoHeap(Vec<(&'static str, String)>),
     /// The physical memory of a software host is full.
     #[error("the host has no {wanted} free frames of 4 KiB ({limit} at most)")]
     OutOfFrames {
@@ -90,6 +88,6 @@ pub enum Error {
     },
 }
 
-fn list(heaps: &[(&'static str, Unsuitable)]) -> String {
+fn list(heaps: &[(&'static str, String)]) -> String {
     heaps.iter().map(|(name, why)| format!("{name}: {why}")).collect::<Vec<_>>().join("; ")
 }

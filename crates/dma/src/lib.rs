@@ -60,7 +60,7 @@ pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
     Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, MemfdHeap, Needs, PageHeap, Picked, Pool, PoolStats,
-    Reserved, Unsuitable, export_dma_buf, export_dma_buf_range, pick,
+    Reserved, export_dma_buf, export_dma_buf_range, pick,
 };
 pub use interrupts::InterruptEvents;
 pub use memory::BufferRef;

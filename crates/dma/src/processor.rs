@@ -10,22 +10,19 @@
 //! memory, or a release fence before one to it (a copy: both). Who borrows the memory as a slice ([`CpuBuf`],
 //! [`BufferSlice::with_bytes`]) takes it from that agent, and nobody else has access meanwhile.
 //!
-//! On processors without an implementation, words are volatile accesses between fences, and copies are `ptr::copy`.
-//! That works in practice, but Rust does not define it where another thread of this process writes.
-//!
 //! [`CpuBuf`]: crate::CpuBuf
 //! [`BufferSlice::with_bytes`]: crate::BufferSlice::with_bytes
 #![allow(unsafe_code)]
 
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
 
 #[cfg(target_arch = "aarch64")]
 pub(crate) use aarch64::*;
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-pub(crate) use other::*;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::*;
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!("memory that a device shares needs instructions of x86-64 or AArch64: add those of this processor here");
 
 /// Whether a copy should leave the bytes in the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -334,88 +331,5 @@ mod aarch64 {
                 options(nostack)
             );
         }
-    }
-}
-
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-mod other {
-    use std::ptr;
-    use std::sync::atomic::{AtomicU32, Ordering, fence};
-
-    use super::CopyHint;
-
-    /// Orders nothing: copies make no streaming stores here.
-    #[inline]
-    pub(crate) fn stream_fence() {}
-
-    /// Reads a word in one access, before what this thread reads or writes next.
-    ///
-    /// # Safety
-    /// `at` is aligned, and its word readable.
-    pub(crate) unsafe fn load_u32(at: *const u32) -> u32 {
-        // SAFETY: the caller vouches for the word.
-        let value = unsafe { at.read_volatile() };
-        fence(Ordering::SeqCst);
-        value
-    }
-
-    /// As [`load_u32`], a word of 64 bits.
-    ///
-    /// # Safety
-    /// As for [`load_u32`].
-    pub(crate) unsafe fn load_u64(at: *const u64) -> u64 {
-        // SAFETY: the caller vouches for the word.
-        let value = unsafe { at.read_volatile() };
-        fence(Ordering::SeqCst);
-        value
-    }
-
-    /// Writes a word in one access, after what this thread read or wrote before.
-    ///
-    /// # Safety
-    /// `at` is aligned, and its word writable.
-    pub(crate) unsafe fn store_u32(at: *mut u32, value: u32) {
-        fence(Ordering::SeqCst);
-        // SAFETY: the caller vouches for the word.
-        unsafe { at.write_volatile(value) }
-    }
-
-    /// As [`store_u32`], a word of 64 bits.
-    ///
-    /// # Safety
-    /// As for [`store_u32`].
-    pub(crate) unsafe fn store_u64(at: *mut u64, value: u64) {
-        fence(Ordering::SeqCst);
-        // SAFETY: the caller vouches for the word.
-        unsafe { at.write_volatile(value) }
-    }
-
-    /// Replaces a word in one access and returns the old one. Nothing moves across it, in either direction.
-    ///
-    /// # Safety
-    /// `at` is aligned, and its word readable and writable.
-    pub(crate) unsafe fn swap_u32(at: *mut u32, value: u32) -> u32 {
-        // SAFETY: the caller vouches for the word. It is the only atomic here, so no two have different sizes.
-        let old = unsafe { AtomicU32::from_ptr(at) }.swap(value, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        old
-    }
-
-    /// Writes a word with what it contains, in one access, so that its page is present.
-    ///
-    /// # Safety
-    /// As for [`swap_u32`].
-    pub(crate) unsafe fn touch_u32(at: *mut u32) {
-        // SAFETY: as in `swap_u32`.
-        unsafe { AtomicU32::from_ptr(at) }.fetch_or(0, Ordering::Relaxed);
-    }
-
-    /// Copies bytes.
-    ///
-    /// # Safety
-    /// `from..from + len` is readable and `to..to + len` writable.
-    pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, len: usize, _hint: CopyHint) {
-        // SAFETY: the caller vouches for both ranges; they may overlap.
-        unsafe { ptr::copy(from, to, len) }
     }
 }

@@ -156,13 +156,7 @@ impl Region {
             PageKind::Hugetlb2M => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
             PageKind::Transparent | PageKind::Base => {}
         }
-        let fd = rustix::fs::memfd_create(name, flags)?;
-        rustix::fs::ftruncate(&fd, len as u64)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
-        // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base =
-            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        let region = Self::whole(base.cast(), len, Some(fd))?;
+        let region = Self::shared(sealed_memfd(name, flags, len as u64)?, len, false)?;
         if pages == PageKind::Transparent {
             // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
             let _ = region.advise(0, len, Advice::LinuxHugepage);
@@ -177,10 +171,8 @@ impl Region {
     /// # Errors
     /// `InvalidInput` for a range that is empty or not aligned to 4 KiB; the kernel's error.
     pub(crate) fn memfd_ranges(name: &str, ranges: &[std::ops::Range<u64>]) -> io::Result<(Vec<Self>, OwnedFd)> {
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
-        rustix::fs::ftruncate(&fd, end)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        let fd = sealed_memfd(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING, end)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let map = |range: &std::ops::Range<u64>| {
             let len = range.end.checked_sub(range.start).and_then(|len| usize::try_from(len).ok()).unwrap_or(0);
@@ -711,6 +703,14 @@ struct UdmabufCreate {
     flags: u32,
     offset: u64,
     size: u64,
+}
+
+/// A memfd of `len` bytes, sealed against shrinking and growing.
+fn sealed_memfd(name: &str, flags: MemfdFlags, len: u64) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(name, flags)?;
+    rustix::fs::ftruncate(&fd, len)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(fd)
 }
 
 /// True for `len` bytes from `start` on that lie within `all` bytes.

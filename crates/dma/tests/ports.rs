@@ -85,9 +85,9 @@ fn accesses_of_a_device_are_made_of_stretches() {
     let (inside, outside) = (buffer(PAGE), buffer(PAGE));
     let expected: Vec<u8> = (30..30 + 350).map(|i: usize| (i % 251) as u8).collect();
     let mut bytes = vec![0; 350];
-    memory.read_bytes(at(30), &mut bytes).unwrap();
+    memory.hold().read_bytes(at(30), &mut bytes).unwrap();
     assert_eq!(bytes, expected);
-    memory.read(at(30), inside.as_volatile_slice().sub(7, 350).unwrap(), CopyHint::default()).unwrap();
+    memory.hold().read(at(30), inside.as_volatile_slice().sub(7, 350).unwrap(), CopyHint::default()).unwrap();
     inside.as_volatile_slice().sub(7, 350).unwrap().read(&mut bytes);
     assert_eq!(bytes, expected);
     assert_eq!(memory.hold().compare(at(30), inside.as_volatile_slice().sub(7, 350).unwrap()).unwrap(), None);
@@ -115,25 +115,25 @@ fn accesses_of_a_device_are_made_of_stretches() {
         all
     };
     let mut model = all(&memory);
-    memory.write_bytes(at(1000), &written).unwrap();
+    memory.hold().write_bytes(at(1000), &written).unwrap();
     model[1000..1350].copy_from_slice(&written);
     assert!(all(&memory) == model);
     outside.as_volatile_slice().write(&written);
-    memory.write(at(2000), outside.as_volatile_slice().sub(0, 350).unwrap(), CopyHint::default()).unwrap();
+    memory.hold().write(at(2000), outside.as_volatile_slice().sub(0, 350).unwrap(), CopyHint::default()).unwrap();
     model[2000..2350].copy_from_slice(&written);
     assert!(all(&memory) == model);
-    memory.write_word(at(3000), 0x0123_4567_89ab_cdef).unwrap();
+    memory.hold().write_word(at(3000), 0x0123_4567_89ab_cdef).unwrap();
     model[3000..3008].copy_from_slice(&0x0123_4567_89ab_cdef_u64.to_le_bytes());
     assert!(all(&memory) == model);
     assert!(memory.try_hold().is_some(), "nobody else holds it");
     assert_eq!(memory.hold().entries_read(), 0, "not counted");
     // The end of what is mapped.
     let end = PAGE as u64 - 150;
-    let fault = memory.write_bytes(at(end), &[9; 350]).unwrap_err();
+    let fault = memory.hold().write_bytes(at(end), &[9; 350]).unwrap_err();
     assert_eq!((fault.at, fault.done, fault.reason), (at(end + 100), 100, FaultReason::NotMapped));
-    let fault = memory.read_bytes(at(end), &mut bytes).unwrap_err();
+    let fault = memory.hold().read_bytes(at(end), &mut bytes).unwrap_err();
     assert_eq!(fault.to_string(), format!("device fault: r-- access to {} is not mapped", at(end + 100)));
-    assert_eq!(memory.write_word(at(3001), 0).unwrap_err().reason, FaultReason::Misaligned);
+    assert_eq!(memory.hold().write_word(at(3001), 0).unwrap_err().reason, FaultReason::Misaligned);
     for (reason, text) in [
         (FaultReason::NotPermitted, "is not permitted by the mapping"),
         (FaultReason::PastTheTop, "runs past the top of the IOVA space"),

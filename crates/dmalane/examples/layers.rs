@@ -3,7 +3,7 @@
 use std::error::Error;
 
 use dmalane::addr::{Access, Iova};
-use dmalane::dma::{AnonHeap, DeviceMem, Heap, Registrar};
+use dmalane::dma::{AnonHeap, DeviceMem, Heap, HeldMem, Registrar};
 use dmalane::sim::{HostConfig, SoftHost};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -19,9 +19,11 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let mut device = host.port();
     let mut bytes = [0; 5];
-    device.read_bytes(mapping.span().first(), &mut bytes)?;
+    device.hold().read_bytes(mapping.span().first(), &mut bytes)?;
     println!("the device reads {:?}", String::from_utf8_lossy(&bytes));
-    for refused in [device.write_bytes(mapping.span().first(), &bytes), device.read_bytes(Iova::new(0), &mut bytes)] {
+    let written = device.hold().write_bytes(mapping.span().first(), &bytes);
+    let read = device.hold().read_bytes(Iova::new(0), &mut bytes);
+    for refused in [written, read] {
         println!("{}", refused.expect_err("neither is mapped for that"));
     }
     Ok(())

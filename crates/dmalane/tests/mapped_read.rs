@@ -4,7 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dmalane::addr::{Access, FileOffset};
-use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Pinned, Registrar};
+use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HeldMem, Mapping, Pinned, Registrar};
 use dmalane::load::Stage;
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::sim::{HostConfig, SoftHost};
@@ -94,7 +94,7 @@ fn the_device_sees_every_chunk() {
             let mut seen = Vec::new();
             for mapping in chunks.iter().map(|chunk| chunk.mapping()) {
                 let mut bytes = vec![0; mapping.span().len() as usize];
-                device.read_bytes(mapping.span().first(), &mut bytes).unwrap();
+                device.hold().read_bytes(mapping.span().first(), &mut bytes).unwrap();
                 seen.extend(bytes);
             }
             assert_eq!(seen.len(), buffer.shared().len(), "all of the buffer, once");

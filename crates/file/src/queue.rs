@@ -302,7 +302,7 @@ impl FileQueue {
             && let Some(op) = self.ops.remove(i)
         {
             let completion = op.into_completion(Ok(()));
-            self.state.ended(&completion);
+            self.state.ended();
             done.push(completion);
         }
     }
@@ -338,7 +338,7 @@ impl Queue for FileQueue {
 
     fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
         if let Err(reason) = self.state.check(&operation, self.capabilities(), self.limits(), op::check_end) {
-            return Err(self.state.refuse(operation, reason));
+            return Err(Refused { operation, reason });
         }
         self.make_ring();
         let ticket = self.state.accept();

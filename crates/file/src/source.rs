@@ -1,8 +1,9 @@
 //! An open file: the descriptor that reads through the page cache, and the one that reads past it.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -47,9 +48,8 @@ impl Source {
             return Self::new(file, path, mode, false, false);
         }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let again = rustix::fs::open(by_descriptor(&file), flags, Permissions::empty());
-        match again {
-            Ok(fd) => Self::new(fd.into(), path, mode, true, false),
+        match open_again(&file, &path, flags) {
+            Ok(again) => Self::new(again, path, mode, true, false),
             Err(_) if given.contains(OFlags::DIRECT) => Err(Error::OnlyDirect { path }),
             Err(_) => Self::new(file, path, mode, false, given.contains(OFlags::NONBLOCK)),
         }
@@ -88,7 +88,7 @@ impl Source {
         if mode == Mode::Buffered {
             return Ok((source, None));
         }
-        match reopen(&source.buffered) {
+        match reopen(&source.buffered, &source.path) {
             Ok((file, align)) => {
                 // Heads and tails alone are read through the cache: reading ahead of them would be wasted.
                 source.advise(Advice::Random);
@@ -120,22 +120,37 @@ impl Source {
     }
 }
 
-/// The name by which the same file is opened again, whatever has its path by now.
-fn by_descriptor(file: &File) -> String {
-    format!("/proc/self/fd/{}", file.as_raw_fd())
+/// Opens the same file again, whatever has its path by now; where no `/proc` is mounted, by its path, if that is still
+/// the file.
+fn open_again(file: &File, path: &Path, flags: OFlags) -> io::Result<File> {
+    let descriptor = format!("/proc/self/fd/{}", file.as_raw_fd());
+    match rustix::fs::open(descriptor, flags, Permissions::empty()) {
+        Err(Errno::NOENT) => {}
+        other => return Ok(File::from(other?)),
+    }
+    let was = file.metadata()?;
+    let same = |is: Metadata| match (is.dev(), is.ino()) == (was.dev(), was.ino()) {
+        true => Ok(()),
+        false => Err(Errno::NOENT),
+    };
+    // Before it is opened, too: another file might be a FIFO.
+    same(std::fs::metadata(path)?)?;
+    let again = File::from(rustix::fs::open(path, flags, Permissions::empty())?);
+    same(again.metadata()?)?;
+    Ok(again)
 }
 
 /// Opens the same file again for direct I/O.
-fn reopen(file: &File) -> Result<(File, Align), Fallback> {
+fn reopen(file: &File, path: &Path) -> Result<(File, Align), Fallback> {
     if let Some(name) = memory_file_system(file) {
         // tmpfs accepts O_DIRECT since Linux 6.6 and then copies from the page cache all the same.
         return Err(Fallback::InMemory(name));
     }
     let align = alignment(file)?;
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
-    let fd = rustix::fs::open(by_descriptor(file), flags, Permissions::empty())
-        .map_err(|e| Fallback::DirectOpen(e.raw_os_error()))?;
-    Ok((fd.into(), align))
+    let again = open_again(file, path, flags);
+    let refused = |e: io::Error| Fallback::DirectOpen(e.raw_os_error().unwrap_or(0));
+    Ok((again.map_err(refused)?, align))
 }
 
 fn memory_file_system(file: &File) -> Option<&'static str> {

@@ -50,7 +50,7 @@ impl StreamQueue {
     fn end(&mut self, key: (u64, u64), result: Result<(), OpError>, done: &mut Vec<Completion<FileOffset>>) {
         if let Some((operation, filled)) = self.ops.remove(&key) {
             let completion = Completion { ticket: Ticket::new(key.1), operation, result, bytes: filled as u64 };
-            self.state.ended(&completion);
+            self.state.ended();
             done.push(completion);
         }
     }
@@ -126,7 +126,7 @@ impl Queue for StreamQueue {
             _ => Err(Refusal::PastTheTop),
         };
         if let Err(reason) = self.state.check(&operation, self.capabilities(), self.limits(), begins) {
-            return Err(self.state.refuse(operation, reason));
+            return Err(Refused { operation, reason });
         }
         let ticket = self.state.accept();
         self.ops.insert((start, ticket.number()), (operation, 0));

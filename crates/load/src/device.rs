@@ -43,7 +43,7 @@ impl Default for DriveOptions {
 }
 
 /// The queues of a device, driven as one.
-pub type JoinedQueue = Split<Box<DeviceQueue>, Box<dyn Policy>>;
+pub type JoinedQueue = Split<Box<DeviceQueue>>;
 
 /// A device that is open: bytes can be written to it and read from it, and files loaded onto it.
 ///

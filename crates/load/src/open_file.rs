@@ -91,6 +91,11 @@ impl OpenFile {
         container::kind(&ContainerFile { path: &self.path, file: &self.file, len: self.size()? })
     }
 
+    /// Refuses a file of no known kind, by what it is.
+    pub(crate) fn refuse_raw(&self) -> Result<(), Error> {
+        container::refuse_raw(&ContainerFile { path: &self.path, file: &self.file, len: self.size()? })
+    }
+
     /// The selected tensors of the file, as its [`Container`] has them.
     ///
     /// # Errors

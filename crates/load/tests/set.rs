@@ -99,3 +99,24 @@ fn a_split_gguf_has_all_its_parts() {
     let twice = named(&[(name(1), part("a", 0, 2, 2)), (name(2), part("b", 0, 2, 2))], ".").unwrap_err();
     assert!(twice.contains("part 1 of 2, and so is another file"), "{twice}");
 }
+
+#[test]
+fn files_of_no_known_kind_are_models_only_where_raw_ones_are_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, bytes, what) in [
+        ("pytorch_model.bin", &b"PK\x03\x04\x14\0\0\0\0\0archive"[..], "this is a ZIP file (a PyTorch checkpoint?)"),
+        ("config.json", b"{\"model_type\": \"llama\"}", "this is a JSON text"),
+        ("weights", b"neither nor", "this is no file of a known kind (safetensors, GGUF, NumPy)"),
+        // What a name does not say, the first bytes do.
+        ("blob", &safetensors(&[("w", 1.0)]), ""),
+    ] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        let open = |refuse_raw| HostModel::open([&path], ModelOptions { refuse_raw, ..ModelOptions::default() });
+        assert!(open(false).is_ok(), "{name}");
+        match open(true) {
+            Ok(model) => assert!(what.is_empty() && model.tensors().count() == 1, "{name}"),
+            Err(error) => assert!(!what.is_empty() && error.to_string().contains(what), "{name}: {error}"),
+        }
+    }
+}

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_dma::{AnonHeap, DeviceMem, Heap, MemfdHeap, PageKind, Pool};
+use dmalane_dma::{AnonHeap, DeviceMem, Heap, HeldMem, MemfdHeap, PageKind, Pool};
 use dmalane_load::Stage;
 use dmalane_load::fill::{BufferMemory, Event, Extent, FillError, FillOptions, Filled, Job, Sink, Watch, fill};
 use dmalane_queue::{
@@ -85,7 +85,7 @@ impl Card {
             result = Err(OpError::Device { status: 7 });
         } else {
             let seen = host.iova().expect("the part lies in its registration");
-            self.port.read_bytes(seen.first(), &mut self.memory[at as usize..(at + len) as usize]).unwrap();
+            self.port.hold().read_bytes(seen.first(), &mut self.memory[at as usize..(at + len) as usize]).unwrap();
         }
         self.ended += 1;
         let bytes = if result.is_ok() { len } else { 0 };

@@ -18,12 +18,13 @@ use crate::failure::Failure;
 use crate::interrupt;
 use crate::manifest::ManifestOf;
 use crate::memory::{Buffer, Described, Tensor};
+use crate::of_process::OfProcess;
 use crate::report;
 
-type Shared = Arc<Mutex<OpenDevice>>;
+type Shared = Arc<OfProcess<Mutex<OpenDevice>>>;
 
-fn lock(device: &Shared) -> MutexGuard<'_, OpenDevice> {
-    device.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(device: &Shared) -> Result<MutexGuard<'_, OpenDevice>, Failure> {
+    Ok(device.get()?.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// An open device.
@@ -40,7 +41,8 @@ impl Device {
         let parsed = spec.parse().map_err(|e| Failure::new("DeviceError", format!("{e}")))?;
         let (opened, interrupted) = interrupt::quietly(py, || OpenOptions::default().open(&parsed));
         interrupted?;
-        Ok(Self { device: Arc::new(Mutex::new(opened.map_err(Failure::from)?)), spec })
+        let device = Mutex::new(opened.map_err(Failure::from)?);
+        Ok(Self { device: Arc::new(OfProcess::new(device)), spec })
     }
 
     #[getter]
@@ -51,9 +53,9 @@ impl Device {
     /// Its name, and its memory: a dictionary for each region.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (info, free, of_device) = py.detach(|| {
-            let device = lock(&self.device);
-            (device.info().clone(), device.memory().free_bytes(), device.regions().to_vec())
-        });
+            let device = lock(&self.device)?;
+            Ok::<_, Failure>((device.info().clone(), device.memory().free_bytes(), device.regions().to_vec()))
+        })?;
         let dict = PyDict::new(py);
         dict.set_item("name", info.name)?;
         dict.set_item("notes", info.notes)?;
@@ -88,21 +90,21 @@ impl Device {
             }
         };
         let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
-        let options = ModelOptions { manifest, ..ModelOptions::default() };
+        let options = ModelOptions { manifest, refuse_raw: true, ..ModelOptions::default() };
         let (model, interrupted) = interrupt::quietly(py, || HostModel::open(&paths, options));
         interrupted?;
         let model = model.map_err(Failure::from)?;
         let total = model.files().iter().map(|file| file.contents().len).sum();
         let options = LoadOptions { placement, verify };
         let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
-            let mut device = lock(&self.device);
+            let mut device = lock(&self.device)?;
             device.stop_when(Some(progress.stop()));
             let loaded = model.load_onto(&mut device, &options, |bytes| progress.add(bytes));
             device.stop_when(None);
-            loaded
+            Ok::<_, Failure>(loaded?)
         });
         // Of a load that was interrupted nothing is kept.
-        let loaded = loaded?.map_err(Failure::from)?;
+        let loaded = loaded??;
         let report = report::of_load(py, &loaded.report)?;
         report::add_files(&report, &model)?;
         let places: Vec<(usize, usize)> = loaded
@@ -112,24 +114,22 @@ impl Device {
             .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
             .collect();
         let (dlpack, read_only) = py.detach(|| {
-            let mut device = lock(&self.device);
-            (device.dlpack(), device.address_space().kind() != AddressSpaceKind::Flat)
-        });
+            let mut device = lock(&self.device)?;
+            Ok::<_, Failure>((device.dlpack(), device.address_space().kind() != AddressSpaceKind::Flat))
+        })?;
         let number = |DlpackDevice { kind, number }| DLDevice { device_type: DLDeviceType(kind), device_id: number };
-        let on = Arc::new(OnDevice {
-            device: self.device.clone(),
-            cuda: dlpack.map(number),
-            read_only,
-            loaded: Mutex::new(Some(loaded)),
-        });
-        let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index)).collect();
-        Ok((tensors, report))
+        let (cuda, loaded) = (dlpack.map(number), OfProcess::new(Mutex::new(Some(loaded))));
+        let on = Arc::new(OnDevice { device: self.device.clone(), cuda, read_only, loaded });
+        let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index));
+        Ok((tensors.collect::<Result<_, _>>()?, report))
     }
 
     /// Takes device memory; returns its address.
     fn alloc(&self, py: Python<'_>, size: u64) -> PyResult<u64> {
-        let span = py.detach(|| lock(&self.device).memory_mut().reserve(size));
-        let span = span.map_err(|e| Failure::new("OutOfMemoryError", e.to_string()).number("wanted", size))?;
+        let span = py.detach(|| {
+            let span = lock(&self.device)?.memory_mut().reserve(size);
+            span.map_err(|e| Failure::new("OutOfMemoryError", e.to_string()).number("wanted", size))
+        })?;
         Ok(span.first().bits())
     }
 
@@ -140,7 +140,7 @@ impl Device {
         let written = interrupt::run(py, host.len() as u64, None, |_| {
             host.each_block(|done, block| {
                 let at = at.checked_add(done as u64).ok_or_else(|| Failure::new("DeviceError", "past the end"))?;
-                lock(&self.device).write(at, block).map_err(Failure::from)
+                lock(&self.device)?.write(at, block).map_err(Failure::from)
             })
         })?;
         Ok(written?)
@@ -153,15 +153,16 @@ impl Device {
         bytes.resize(size, 0);
         let into = &mut bytes;
         let at = CardAddr::new(address);
-        interrupt::run(py, size as u64, None, |_| lock(&self.device).read(at, into))?.map_err(Failure::from)?;
+        let read = |_: &interrupt::Progress| Ok::<_, Failure>(lock(&self.device)?.read(at, into)?);
+        interrupt::run(py, size as u64, None, read)??;
         Ok(PyBytes::new(py, &bytes))
     }
 
     /// Copies bytes within device memory.
     fn copy(&self, py: Python<'_>, source: u64, to: u64, size: u64) -> PyResult<()> {
         let (source, to) = (CardAddr::new(source), CardAddr::new(to));
-        let copied = interrupt::run(py, size, None, |_| lock(&self.device).copy(source, to, size))?;
-        Ok(copied.map_err(Failure::from)?)
+        let copy = |_: &interrupt::Progress| Ok::<_, Failure>(lock(&self.device)?.copy(source, to, size)?);
+        Ok(interrupt::run(py, size, None, copy)??)
     }
 
     /// Makes host memory reachable for the device, for reading or also for writing.
@@ -174,15 +175,14 @@ impl Device {
         let access = if writable { Access::RW } else { Access::READ };
         let end = offset.saturating_add(len).next_multiple_of(4096);
         let range = offset & !4095..end.min(block.reference().len());
-        let mapped = py.detach(|| {
-            let registrar = lock(&self.device).registrar().clone();
+        let (mapping, segments) = py.detach(|| {
+            let registrar = lock(&self.device)?.registrar().clone();
             let pinned = registrar.pin_range(&block.reference(), range.clone())?;
             let segments = pinned.pages().map_or(1, |pages| pages.segments().count());
-            registrar.map(pinned, access).map(|mapping| (mapping, segments))
-        });
-        let (mapping, segments) = mapped.map_err(Failure::from)?;
+            Ok::<_, Failure>((registrar.map(pinned, access)?, segments))
+        })?;
         let iova = mapping.span().first().bits() + (offset - range.start) as u64;
-        Ok(Registration { mapping: Mutex::new(Some(mapping)), iova, len, segments })
+        Ok(Registration { mapping: OfProcess::new(Mutex::new(Some(mapping))), iova, len, segments })
     }
 
     fn __repr__(&self) -> String {
@@ -248,15 +248,15 @@ pub(crate) struct OnDevice {
     cuda: Option<DLDevice>,
     /// The device refuses writes through the addresses: loads bind for reading; a flat space binds nothing.
     pub(crate) read_only: bool,
-    loaded: Mutex<Option<Loaded>>,
+    loaded: OfProcess<Mutex<Option<Loaded>>>,
 }
 
 impl Drop for OnDevice {
     fn drop(&mut self) {
-        let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(loaded) = loaded {
+        let Some(loaded) = self.loaded.take() else { return };
+        if let Some(loaded) = loaded.into_inner().unwrap_or_else(PoisonError::into_inner) {
             // Nobody is left to be told; what could not be unbound stays with the device.
-            without_lock(|| drop(lock(&self.device).unload(loaded)));
+            without_lock(|| drop(lock(&self.device).map(|mut device| device.unload(loaded))));
         }
     }
 }
@@ -293,12 +293,12 @@ pub(crate) struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    fn new(on: &Arc<OnDevice>, file: usize, index: usize) -> Self {
-        let loaded = on.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+    fn new(on: &Arc<OnDevice>, file: usize, index: usize) -> Result<Self, Failure> {
+        let loaded = on.loaded.get()?.lock().unwrap_or_else(PoisonError::into_inner);
         let of = loaded.as_ref().map(|loaded| loaded.files[file].tensor(index).clone());
         drop(loaded);
         let (tensor, va) = of.map(|t| (t.tensor, t.va)).expect("files are taken only when their tensors are gone");
-        Self {
+        Ok(Self {
             on: on.clone(),
             file,
             index,
@@ -307,7 +307,7 @@ impl DeviceTensor {
             shape: tensor.dims(),
             nbytes: tensor.len,
             address: va.map(|va| va.first()),
-        }
+        })
     }
 
     pub(crate) fn owner(&self) -> &Arc<OnDevice> {
@@ -328,9 +328,9 @@ impl DeviceTensor {
 
     /// Hands the bytes to `sink`, block after block, with their offset.
     fn read_back(&self, sink: &mut dyn FnMut(usize, VolatileSlice<'_>)) -> Result<(), Failure> {
-        let loaded = self.on.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let loaded = self.on.loaded.get()?.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(loaded) = &*loaded else { return Err(Failure::closed()) };
-        let read = lock(&self.on.device).read_back(&loaded.files[self.file], self.index, &mut |offset, view| {
+        let read = lock(&self.on.device)?.read_back(&loaded.files[self.file], self.index, &mut |offset, view| {
             sink(offset as usize, view);
             Ok(())
         });
@@ -402,6 +402,10 @@ impl DeviceTensor {
         Ok(self.cuda()?.into())
     }
 
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err("a DeviceTensor lies in a device and is not copied: tobytes() copies it to the host"))
+    }
+
     fn __repr__(&self) -> String {
         format!("DeviceTensor({:?}, {:?}, {:?})", self.name, self.dtype, self.shape)
     }
@@ -410,7 +414,7 @@ impl DeviceTensor {
 /// Host memory that a device reaches, until it is unregistered or this object dies.
 #[pyclass(frozen, weakref, module = "dmalane")]
 pub(crate) struct Registration {
-    mapping: Mutex<Option<Mapping>>,
+    mapping: OfProcess<Mutex<Option<Mapping>>>,
     iova: u64,
     len: usize,
     segments: usize,
@@ -435,9 +439,10 @@ impl Registration {
         self.segments
     }
 
-    fn unregister(&self, py: Python<'_>) {
-        let mapping = self.mapping.lock().unwrap_or_else(PoisonError::into_inner).take();
+    fn unregister(&self, py: Python<'_>) -> PyResult<()> {
+        let mapping = self.mapping.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(mapping));
+        Ok(())
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -445,7 +450,7 @@ impl Registration {
     }
 
     #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
-        self.unregister(py);
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.unregister(py)
     }
 }

@@ -9,6 +9,7 @@ mod interrupt;
 mod machine;
 mod manifest;
 mod memory;
+mod of_process;
 mod open;
 mod report;
 mod save;
@@ -21,6 +22,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<memory::Tensor>()?;
     module.add_class::<memory::Buffer>()?;
+    module.add_function(wrap_pyfunction!(memory::remade_tensor, module)?)?;
     module.add_class::<open::Files>()?;
     module.add_function(wrap_pyfunction!(open::alloc_and_read, module)?)?;
     module.add_function(wrap_pyfunction!(save::save_file, module)?)?;

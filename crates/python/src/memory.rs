@@ -15,7 +15,7 @@ use dlpark::python::{DlpackExporter, ExportAbi, ExportRequest, export_dlpack};
 use dlpark::{DlpackFlags, Managed, ManagedTensorBase, OpaqueContext};
 use dmalane::dma::{AnonHeap, Heap, PageKind, SharedBuf};
 use dmalane::load::container::element_bits;
-use dmalane::load::{Block, HostTensor};
+use dmalane::load::{Block, HostTensor, model_heap};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -175,6 +175,20 @@ impl Tensor {
         // referred to. They are writable, shared and no copy, as the flags, which are none, say.
         unsafe { self.described().managed(block, data, DLDevice::CPU, DlpackFlags::empty()) }
     }
+}
+
+/// Name, type, shape and bytes of a tensor.
+type Parts<'a, 'py> = (&'a str, &'a str, &'a [u64], Bound<'py, PyBytes>);
+
+/// Makes a tensor of a copy of its bytes, as `pickle` and `copy` do.
+#[pyfunction]
+pub(crate) fn remade_tensor(name: String, dtype: String, shape: Vec<u64>, data: &[u8]) -> PyResult<Tensor> {
+    let buf = model_heap().allocate(data.len().max(1)).map_err(Failure::from)?.share();
+    let block = Block::new(buf);
+    if let Some(view) = block.as_volatile_slice().sub(0, data.len()) {
+        view.write(data);
+    }
+    Ok(Tensor { name, dtype, shape, slice: BlockSlice::new(block, 0, data.len()) })
 }
 
 /// A tensor, as far as DLPack describes it apart from its memory.
@@ -362,6 +376,12 @@ host_memory!(Tensor {
     #[getter]
     fn released(&self) -> bool {
         self.slice.lock().is_none()
+    }
+
+    /// How `pickle` and `copy` make another: a copy of the bytes.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Parts<'_, 'py>)> {
+        let make = py.import("dmalane._native")?.getattr("remade_tensor")?;
+        Ok((make, (&self.name, &self.dtype, &self.shape, self.slice.bytes(py)?)))
     }
 
     fn __repr__(&self) -> String {

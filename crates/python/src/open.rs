@@ -17,6 +17,7 @@ use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
 use crate::manifest::ManifestOf;
 use crate::memory::{Buffer, Tensor};
+use crate::of_process::OfProcess;
 use crate::report;
 
 /// How often a thread that waits for a tensor looks for signals.
@@ -25,7 +26,7 @@ const EVERY: Duration = Duration::from_millis(40);
 /// A model that is open: one or more files of tensors.
 #[pyclass(frozen, weakref, module = "dmalane")]
 pub(crate) struct Files {
-    model: HostModel,
+    model: OfProcess<HostModel>,
 }
 
 /// Runs a read of `total` bytes without the interpreter's lock, which Ctrl-C ends.
@@ -42,40 +43,55 @@ fn run<T: Send>(
 #[pymethods]
 impl Files {
     #[new]
-    #[pyo3(signature = (paths, memory_limit=None, direct=None, manifest=None))]
+    #[pyo3(signature = (paths, memory_limit=None, direct=None, manifest=None, raw=false))]
     fn new(
         py: Python<'_>,
         paths: Vec<PathBuf>,
         memory_limit: Option<u64>,
         direct: Option<bool>,
         manifest: Option<ManifestOf>,
+        raw: bool,
     ) -> PyResult<Self> {
         let (opened, interrupted) = interrupt::quietly(py, || -> Result<_, Failure> {
             let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
-            let options = ModelOptions { mode: mode(direct), memory_limit, manifest, ..ModelOptions::default() };
+            let (mode, refuse_raw) = (mode(direct), !raw);
+            let options = ModelOptions { mode, memory_limit, manifest, refuse_raw, ..ModelOptions::default() };
             Ok(HostModel::open(&paths, options)?)
         });
         interrupted?;
-        Ok(Self { model: opened? })
+        Ok(Self { model: OfProcess::new(opened?) })
+    }
+
+    /// A file that this path opens, by another name in messages. It stays open.
+    #[staticmethod]
+    fn opened(py: Python<'_>, path: PathBuf, name: &str) -> PyResult<Self> {
+        let (opened, interrupted) = interrupt::quietly(py, || -> Result<_, Failure> {
+            let file = OpenFile::new(name, OpenFile::open(&path)?.file);
+            Ok(HostModel::of_files([file], ModelOptions { refuse_raw: true, ..ModelOptions::default() })?)
+        });
+        interrupted?;
+        Ok(Self { model: OfProcess::new(opened?) })
     }
 
     /// The same files with another memory limit.
-    fn within(&self, memory_limit: u64) -> Self {
-        Self { model: self.model.within(memory_limit) }
+    fn within(&self, memory_limit: u64) -> PyResult<Self> {
+        Ok(Self { model: OfProcess::new(self.model.get()?.within(memory_limit)) })
     }
 
     /// The names, in the order of the files and of the bytes in them.
     fn keys(&self) -> PyResult<Vec<String>> {
-        self.model.check_open().map_err(Failure::from)?;
-        Ok(self.model.tensors().map(|tensor| tensor.name.clone()).collect())
+        let model = self.model.get()?;
+        model.check_open().map_err(Failure::from)?;
+        Ok(model.tensors().map(|tensor| tensor.name.clone()).collect())
     }
 
     /// The text pairs of all headers, or None where no header has any.
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        self.model.check_open().map_err(Failure::from)?;
+        let model = self.model.get()?;
+        model.check_open().map_err(Failure::from)?;
         let dict = PyDict::new(py);
         let mut any = false;
-        for pairs in self.model.files().iter().filter_map(|file| file.contents().metadata.as_ref()) {
+        for pairs in model.files().iter().filter_map(|file| file.contents().metadata.as_ref()) {
             any = true;
             pairs.iter().try_for_each(|(key, value)| dict.set_item(key, value))?;
         }
@@ -83,18 +99,18 @@ impl Files {
     }
 
     /// The paths of the files.
-    fn paths(&self) -> Vec<String> {
-        self.model.files().iter().map(|file| file.path().display().to_string()).collect()
+    fn paths(&self) -> PyResult<Vec<String>> {
+        Ok(self.model.get()?.files().iter().map(|file| file.path().display().to_string()).collect())
     }
 
     /// The kind of each file.
-    fn containers(&self) -> Vec<&'static str> {
-        self.model.files().iter().map(|file| file.contents().container.name).collect()
+    fn containers(&self) -> PyResult<Vec<&'static str>> {
+        Ok(self.model.get()?.files().iter().map(|file| file.contents().container.name).collect())
     }
 
     /// Type, shape, bytes, path and file offset of a tensor.
     fn describe(&self, name: &str) -> PyResult<(String, Vec<u64>, u64, String, u64)> {
-        let (file, tensor) = self.model.find(name).map_err(Failure::from)?;
+        let (file, tensor) = self.model.get()?.find(name).map_err(Failure::from)?;
         let path = file.path().display().to_string();
         Ok((tensor.dtype.to_string(), tensor.shape.to_vec(), tensor.len, path, tensor.at.bits()))
     }
@@ -102,48 +118,52 @@ impl Files {
     /// Reads all tensors.
     #[pyo3(signature = (align=None, progress=None))]
     fn load(&self, py: Python<'_>, align: Option<u64>, progress: Option<Py<PyAny>>) -> PyResult<Vec<Tensor>> {
-        let total = self.model.tensors().map(|tensor| tensor.len).sum();
-        let tensors = run(py, total, progress.as_ref(), |watch| self.model.read_all(align, watch))?;
+        let model = self.model.get()?;
+        let total = model.tensors().map(|tensor| tensor.len).sum();
+        let tensors = run(py, total, progress.as_ref(), |watch| model.read_all(align, watch))?;
         Ok(tensors.into_iter().map(Tensor::new).collect())
     }
 
     /// Reads one tensor.
     fn get(&self, py: Python<'_>, name: &str) -> PyResult<Tensor> {
-        let (_, tensor) = self.model.find(name).map_err(Failure::from)?;
-        Ok(Tensor::new(run(py, tensor.len, None, |watch| self.model.read(name, watch))?))
+        let model = self.model.get()?;
+        let (_, tensor) = model.find(name).map_err(Failure::from)?;
+        Ok(Tensor::new(run(py, tensor.len, None, |watch| model.read(name, watch))?))
     }
 
     /// Reads a slice of a tensor: a range of each dimension. The result has the shape `shape`, which has as many
     /// elements.
     fn slice(&self, py: Python<'_>, name: &str, ranges: Vec<(u64, u64)>, shape: Vec<u64>) -> PyResult<Tensor> {
-        let (_, tensor) = self.model.find(name).map_err(Failure::from)?;
+        let model = self.model.get()?;
+        let (_, tensor) = model.find(name).map_err(Failure::from)?;
         let ranges: Vec<_> = ranges.into_iter().map(|(start, stop)| start..stop).collect();
-        Ok(Tensor::new(run(py, tensor.len, None, |watch| self.model.slice(name, &ranges, shape, watch))?))
+        Ok(Tensor::new(run(py, tensor.len, None, |watch| model.slice(name, &ranges, shape, watch))?))
     }
 
     /// Reads bytes `start..stop` of tensors to their places in a new buffer of `len` bytes, for each part
     /// `(name, start, stop, place)`. The other bytes are zero. Whole tensors are compared with the manifest.
     fn read(&self, py: Python<'_>, parts: Vec<(String, u64, u64, u64)>, len: u64) -> PyResult<Buffer> {
+        let model = self.model.get()?;
         let part = |(name, start, stop, to)| Part { name, bytes: start..stop, to };
         let parts: Vec<Part> = parts.into_iter().map(part).collect();
         let total =
             parts.iter().fold(0u64, |n, part| n.saturating_add(part.bytes.end.saturating_sub(part.bytes.start)));
-        let buf = run(py, total, None, |watch| self.model.read_parts(&parts, len, watch))?;
+        let buf = run(py, total, None, |watch| model.read_parts(&parts, len, watch))?;
         Ok(Buffer::from_shared(buf, len.max(1) as usize))
     }
 
     /// Begins to read the tensors in the order of their bytes, all or those of these names.
     #[pyo3(signature = (names=None))]
     fn stream(&self, names: Option<HashSet<String>>) -> PyResult<Stream> {
-        Ok(Stream { stream: self.model.stream(names).map_err(Failure::from)? })
+        Ok(Stream { stream: OfProcess::new(self.model.get()?.stream(names).map_err(Failure::from)?) })
     }
 
     /// Measures what the machine reaches at best with these files: bytes per second of reading the first 256 MiB of
     /// them, as they are read now, into memory that is there; and of making such memory. Empty where the limit leaves
     /// no memory for that.
     fn references<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        if let Some(rates) = run(py, u64::MAX, None, |watch| self.model.host_rates(watch))? {
+        let (model, dict) = (self.model.get()?, PyDict::new(py));
+        if let Some(rates) = run(py, u64::MAX, None, |watch| model.host_rates(watch))? {
             dict.set_item("bytes", rates.bytes)?;
             dict.set_item("read", rates.read)?;
             dict.set_item("first_touch", rates.first_touch)?;
@@ -153,24 +173,28 @@ impl Files {
 
     /// Returns a report of the reads so far.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = report::of_reads(py, &self.model.reads())?;
-        let (used, limit) = self.model.memory();
+        let model = self.model.get()?;
+        let dict = report::of_reads(py, &model.reads())?;
+        let (used, limit) = model.memory();
         dict.set_item("memory_used", used)?;
         dict.set_item("memory_limit", limit)?;
-        report::add_files(&dict, &self.model)?;
+        report::add_files(&dict, model)?;
         Ok(dict)
     }
 
-    /// Refuses everything from now on, and ends reads in flight. Tensors keep their memory.
+    /// Refuses everything from now on, and ends reads in flight. Tensors keep their memory. Nothing in a child of
+    /// `fork`, where a `with` ends too.
     fn close(&self) {
-        self.model.close();
+        if let Ok(model) = self.model.get() {
+            model.close();
+        }
     }
 }
 
 /// Tensors in the order of their bytes. A thread reads ahead; it ends with this object.
 #[pyclass(module = "dmalane")]
 pub(crate) struct Stream {
-    stream: TensorStream,
+    stream: OfProcess<TensorStream>,
 }
 
 #[pymethods]
@@ -180,8 +204,9 @@ impl Stream {
     }
 
     fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Tensor>> {
+        let stream = self.stream.get_mut()?;
         loop {
-            let next = py.detach(|| self.stream.next_within(EVERY)).map_err(Failure::from)?;
+            let next = py.detach(|| stream.next_within(EVERY)).map_err(Failure::from)?;
             let stopped = match next {
                 Next::Tensor(tensor) => return Ok(Some(Tensor::new(tensor))),
                 Next::End => return Ok(None),
@@ -190,7 +215,7 @@ impl Stream {
                 Next::Pending => Ok(()),
             };
             if let Err(error) = stopped.and_then(|()| py.check_signals()) {
-                self.stream.cancel();
+                stream.cancel();
                 return Err(error);
             }
         }

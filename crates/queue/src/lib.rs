@@ -12,7 +12,7 @@
 //!
 //! # A queue of your own
 //!
-//! [`QueueState`] checks, counts and names operations, and [`wait_with`] waits by polling. This queue copies into a
+//! [`QueueState`] checks and names operations, and [`wait_with`] waits by polling. This queue copies into a
 //! buffer that stands for a device's memory; `PolledQueue` of `dmalane-device` makes a queue of a function. To test a
 //! queue, call `conformance::suite` (feature `conformance`).
 //!
@@ -58,7 +58,7 @@
 //!             let result = self.copy(&operation);
 //!             let bytes = if result.is_ok() { operation.bytes() } else { 0 };
 //!             let completion = Completion { ticket, operation, result, bytes };
-//!             self.state.ended(&completion);
+//!             self.state.ended();
 //!             done.push(completion);
 //!         }
 //!         done.len() - before
@@ -103,7 +103,6 @@ mod registered;
 mod shared;
 mod split;
 mod state;
-mod stats;
 mod wait;
 
 pub use addr::{DeviceAddr, QueueAddr};
@@ -117,7 +116,6 @@ pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use queue::{DeviceQueue, Queue};
 pub use registered::Registered;
 pub use shared::{SharedHandle, SharedOptions, SharedQueue};
-pub use split::{Clock, Split, WallClock};
+pub use split::Split;
 pub use state::{QueueState, Waiting};
-pub use stats::Stats;
 pub use wait::{HaltWatch, RELEASE_TIMEOUT, RunError, StallWatch, drain, run, wait_with};

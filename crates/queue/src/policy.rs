@@ -45,28 +45,6 @@ pub trait Policy: Send {
     }
 }
 
-impl<P: Policy + ?Sized> Policy for Box<P> {
-    fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
-        (**self).arrive(transfer, direction, at, len, channels);
-    }
-
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
-        (**self).next(channel, now)
-    }
-
-    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
-        (**self).ended(channel, piece, now, moved);
-    }
-
-    fn forget(&mut self, transfer: u64) {
-        (**self).forget(transfer);
-    }
-
-    fn uses(&self, channel: usize, channels: usize) -> bool {
-        (**self).uses(channel, channels)
-    }
-}
-
 /// How transfers to an area of card memory go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Route {
@@ -248,22 +226,6 @@ mod tests {
         assert!(given.enumerate().all(|(c, got)| got == (c < 32).then_some((c as u64 * 4096, 4096))));
         // A channel that does not exist stands for the last.
         assert_eq!(lengths(&mut AddressPolicy::only(7), 0, 8 * MIB), [(1, 8 * MIB)]);
-    }
-
-    #[test]
-    fn a_box_is_the_policy_in_it() {
-        fn check<P: Policy>(mut boxed: P) -> P {
-            assert_eq!([0, 1].map(|channel| boxed.uses(channel, 2)), [false, true]);
-            (1..3).for_each(|n| boxed.arrive(n, Direction::ToHost, None, MIB, 2));
-            boxed.forget(1);
-            let piece = Piece { transfer: 2, offset: 0, len: MIB };
-            let at = Duration::from_secs(1);
-            assert_eq!([0, 1, 1].map(|channel| boxed.next(channel, at)), [None, Some(piece), None]);
-            boxed.ended(1, &piece, 2 * at, true);
-            boxed
-        }
-        let boxed = check(Box::new(crate::BalancePolicy::only(&[1])));
-        assert!(boxed.rate(1, Direction::ToHost).is_some(), "it has learned");
     }
 
     #[test]

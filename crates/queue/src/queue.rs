@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::{
-    Cancelled, Capabilities, Completion, DeviceAddr, Limits, Operation, QueueAddr, QueueState, Refused, Stats,
-    StopReason, Ticket,
+    Cancelled, Capabilities, Completion, DeviceAddr, Limits, Operation, QueueAddr, QueueState, Refused, StopReason,
+    Ticket,
 };
 
 /// Moves bytes between host memory and one address space, asynchronously.
@@ -56,7 +56,7 @@ pub trait Queue: Send {
     /// passed.
     fn wait(&mut self, done: &mut Vec<Completion<Self::Addr>>, timeout: Duration) -> usize;
 
-    /// The [`QueueState`] of an implementation that keeps one. The defaults of [`Queue::halted`] and [`Queue::stats`]
+    /// The [`QueueState`] of an implementation that keeps one. The default of [`Queue::halted`]
     /// read it; wrappers forward these two instead.
     fn state(&self) -> Option<&QueueState> {
         None
@@ -85,11 +85,6 @@ pub trait Queue: Send {
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<Self::Addr> {
         let _ = ticket;
         Cancelled::TooLate
-    }
-
-    /// Counters; `None` where the queue does not count.
-    fn stats(&self) -> Option<Stats> {
-        Some(*self.state()?.stats())
     }
 }
 
@@ -143,10 +138,6 @@ macro_rules! forward {
 
             fn cancel(&mut self, ticket: Ticket) -> Cancelled<Self::Addr> {
                 (**self).cancel(ticket)
-            }
-
-            fn stats(&self) -> Option<Stats> {
-                (**self).stats()
             }
         }
     };

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use crate::{
-    Cancelled, Capabilities, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, Stats,
+    Cancelled, Capabilities, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused,
     StopReason, Ticket,
 };
 
@@ -69,9 +69,6 @@ struct Front<A> {
     free: Vec<usize>,
     next: u64,
     in_flight: usize,
-    /// Refusals because of [`SharedOptions::total`], and operations taken back before the queue had them.
-    full: u64,
-    taken_back: u64,
     halted: Option<StopReason>,
 }
 
@@ -99,7 +96,7 @@ impl<A> Default for Inbox<A> {
 /// A handle of a [`SharedQueue`]: a queue with its own operations and completions.
 ///
 /// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`]
-/// and [`Queue::restart`] are for all handles, [`Queue::stats`] of all. A fence is for the operations of all
+/// and [`Queue::restart`] are for all handles. A fence is for the operations of all
 /// handles.
 ///
 /// A dropped handle waits for its operations, as every queue does,
@@ -132,8 +129,6 @@ impl<Q: Queue> SharedQueue<Q> {
             free: Vec::new(),
             next: 0,
             in_flight: 0,
-            full: 0,
-            taken_back: 0,
             halted: queue.halted(),
         };
         Self(Arc::new(Inner {
@@ -298,10 +293,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         let mut front = self.shared.front();
         let reason = match &front.halted {
             Some(reason) => Refusal::Stopped(reason.clone()),
-            None if front.in_flight >= self.shared.0.limits.capacity => {
-                front.full += 1;
-                Refusal::Full
-            }
+            None if front.in_flight >= self.shared.0.limits.capacity => Refusal::Full,
             None => {
                 let ticket = Ticket::new(front.next);
                 front.next += 1;
@@ -369,10 +361,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         let list = &mut front.waiting;
         let ours = |waiting: &Waiting<Q::Addr>| waiting.ticket == ticket && waiting.handle == self.number;
         let taken = match list.iter().position(ours).and_then(|place| list.remove(place)) {
-            Some(waiting) => {
-                front.taken_back += 1;
-                waiting.operation
-            }
+            Some(waiting) => waiting.operation,
             None => {
                 let Back { queue, owners, .. } = &mut *back;
                 let owner = |(_, ours, handle): &(Ticket, Ticket, usize)| *ours == ticket && *handle == self.number;
@@ -393,15 +382,6 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         front.handles[self.number].in_flight -= 1;
         self.in_flight -= 1;
         Cancelled::Removed(taken)
-    }
-
-    fn stats(&self) -> Option<Stats> {
-        let mut stats = self.shared.back().queue.stats()?;
-        let front = self.shared.front();
-        // These it accepted, and ended without the queue.
-        stats.submitted += front.taken_back;
-        (stats.full, stats.cancelled) = (stats.full + front.full, stats.cancelled + front.taken_back);
-        Some(stats)
     }
 }
 

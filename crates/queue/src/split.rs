@@ -9,29 +9,6 @@ use crate::{
     Queue, QueueAddr, Refusal, Refused, StopReason, Ticket, Work, wait_with,
 };
 
-/// The clock of a [`Split`], for the rates that its policy measures.
-pub trait Clock: Send {
-    /// The time since some fixed moment. Never goes back.
-    fn now(&self) -> Duration;
-}
-
-/// The system's monotonic clock.
-#[derive(Clone, Copy, Debug)]
-pub struct WallClock(Instant);
-
-impl Default for WallClock {
-    /// Counts from now.
-    fn default() -> Self {
-        Self(Instant::now())
-    }
-}
-
-impl Clock for WallClock {
-    fn now(&self) -> Duration {
-        self.0.elapsed()
-    }
-}
-
 /// The longest sleep on one queue while others have operations in flight: the time of the two smallest pieces of a
 /// fast queue (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -42,10 +19,11 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// operations (fills, comparisons, copies within the device, gather lists, anything with a shape) go whole to the queue
 /// that has the fewest in flight, of those that the policy uses. Fences are kept here: what is submitted behind one
 /// waits until everything before it has ended.
-pub struct Split<Q: Queue, P, K = WallClock> {
+pub struct Split<Q: Queue> {
     queues: Vec<Q>,
-    policy: P,
-    clock: K,
+    policy: Box<dyn Policy>,
+    /// The time since some fixed moment, for the rates that the policy measures. Never goes back.
+    now: Box<dyn Fn() -> Duration + Send>,
     copies: BTreeMap<u64, Copy<Q::Addr>>,
     /// Per queue: the operations in flight, oldest first.
     flying: Vec<VecDeque<(Ticket, Assigned)>>,
@@ -149,29 +127,28 @@ fn parts_of<A>(operation: Operation<A>) -> (Direction, HostSlice, A, CacheHint) 
     (direction, host, at, cache)
 }
 
-impl<Q: Queue, P: Policy> Split<Q, P> {
+impl<Q: Queue> Split<Q> {
     /// Drives `queues` as one.
     ///
     /// # Panics
     /// When there are no queues, or one of them has operations in flight.
-    pub fn new(queues: Vec<Q>, policy: P) -> Self {
-        Self::with_clock(queues, policy, WallClock::default())
+    pub fn new(queues: Vec<Q>, policy: Box<dyn Policy>) -> Self {
+        let begun = Instant::now();
+        Self::with_clock(queues, policy, move || begun.elapsed())
     }
-}
 
-impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
-    /// As [`Split::new`], with another clock.
+    /// As [`Split::new`], with another clock: it says the time since some fixed moment, and never goes back.
     ///
     /// # Panics
     /// As [`Split::new`].
-    pub fn with_clock(queues: Vec<Q>, policy: P, clock: K) -> Self {
+    pub fn with_clock(queues: Vec<Q>, policy: Box<dyn Policy>, now: impl Fn() -> Duration + Send + 'static) -> Self {
         assert!(!queues.is_empty(), "a split needs a queue");
         assert!(queues.iter().all(|q| q.in_flight() == 0), "a split needs its queues for itself");
         let n = queues.len();
         Self {
             queues,
             policy,
-            clock,
+            now: Box::new(now),
             copies: BTreeMap::new(),
             flying: (0..n).map(|_| VecDeque::new()).collect(),
             held: (0..n).map(|_| None).collect(),
@@ -189,11 +166,6 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         &self.queues
     }
 
-    /// The policy, with what it has learned.
-    pub fn policy(&self) -> &P {
-        &self.policy
-    }
-
     /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first
     /// piece is refused, nothing of it is in flight, and the reason is returned. When that is accepted, the rest
     /// waits for the next poll: nothing begins before, and by then the policy knows what else was submitted.
@@ -208,7 +180,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
                     // A full queue is not asked for, so that its work stays free for others to take.
                     None if queue.in_flight() >= queue.limits().capacity => continue,
                     None => {
-                        let now = *now.get_or_insert_with(|| self.clock.now());
+                        let now = *now.get_or_insert_with(|| (self.now)());
                         let Some(piece) = self.policy.next(i, now) else { continue };
                         let copy = self.copies.get_mut(&piece.transfer).expect("a copy in flight");
                         (piece, copy.take(&piece))
@@ -253,7 +225,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         operation: Operation<Q::Addr>,
         moved: bool,
     ) -> &mut Copy<Q::Addr> {
-        self.policy.ended(queue, &piece, self.clock.now(), moved);
+        self.policy.ended(queue, &piece, (self.now)(), moved);
         let copy = self.copies.get_mut(&piece.transfer).expect("a copy outlives its pieces");
         copy.parts.push(Part { offset: piece.offset, operation, over: true });
         copy.missing -= piece.len;
@@ -411,7 +383,7 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
     }
 }
 
-impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
+impl<Q: Queue> Queue for Split<Q> {
     type Addr = Q::Addr;
 
     /// The queues' capacities together; the shortest of their longest operations.
@@ -556,17 +528,17 @@ mod tests {
 
     #[test]
     fn a_split_uses_all_of_its_queues() {
-        let split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
-        assert_eq!([0, 1].map(|queue| split.policy().uses(queue, 2)), [true; 2], "unless the policy says otherwise");
+        let split = Split::new(vec![Fake::default(), Fake::default()], Box::<Halves>::default());
+        assert_eq!([0, 1].map(|queue| split.policy.uses(queue, 2)), [true; 2], "unless the policy says otherwise");
         assert_eq!(split.queues().len(), 2);
-        let before = split.clock.now();
+        let before = (split.now)();
         std::thread::sleep(Duration::from_millis(1));
-        assert!(split.clock.now() >= before + Duration::from_millis(1));
+        assert!((split.now)() >= before + Duration::from_millis(1));
     }
 
     #[test]
     fn a_halted_queue_does_not_condemn_one_that_works() {
-        let mut split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
+        let mut split = Split::new(vec![Fake::default(), Fake::default()], Box::<Halves>::default());
         let _only = split.submit(operation()).unwrap();
         split.poll(&mut Vec::new());
         assert_eq!(split.queues.iter().map(Queue::in_flight).collect::<Vec<_>>(), [1, 1]);

@@ -9,7 +9,7 @@ use crate::DevicePort;
 use crate::{HostConfig, SoftHost};
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_dma::fuzzing::FuzzInput;
-use dmalane_dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
+use dmalane_dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HeldMem, Mapping, Mmio, Pinned, Registrar, SharedBuf};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, Shape, Ticket};
 
 use crate::memory::HBM_BASE;
@@ -332,7 +332,7 @@ impl Mmio for HostileBus {
             script.completed += 1;
         }
         // A ring that is not mapped any more is the card's problem.
-        let _ = port.write_word(Iova::new(script.completions + u64::from(slot) * 16 + 8), word);
+        let _ = port.hold().write_word(Iova::new(script.completions + u64::from(slot) * 16 + 8), word);
         b & 0x10 != 0
     }
 

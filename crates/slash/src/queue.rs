@@ -124,7 +124,6 @@ impl Queue for SlashQueue {
 
     fn flush(&mut self) {
         if !self.waiting.is_empty() && self.state.is_running() {
-            self.state.flushed();
             let mut state = self.shared.lock();
             state.todo.append(&mut self.waiting);
             match self.worker {
@@ -158,7 +157,7 @@ impl Queue for SlashQueue {
             self.state.stop(reason);
         }
         for completion in ended {
-            self.state.ended(&completion);
+            self.state.ended();
             done.push(completion);
         }
         done.len() - before

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 
 use dmalane_addr::Iova;
 use dmalane_dma::fuzzing::FuzzInput;
-use dmalane_dma::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
+use dmalane_dma::{DeviceMem, Heap, HeldMem, MemfdHeap, PageKind, SharedBuf};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
 
@@ -82,9 +82,9 @@ impl Device<'_> {
         let mut fields = Fields(&self.registers);
         let (at, len) = (fields.u64().unwrap_or(0), fields.u64().unwrap_or(0).min(64 << 10));
         let mut bytes = vec![0; len as usize];
-        if self.port.read_bytes(Iova::new(at), &mut bytes).is_ok() {
+        if self.port.hold().read_bytes(Iova::new(at), &mut bytes).is_ok() {
             bytes.iter_mut().for_each(|b| *b = !*b);
-            if let Err(fault) = self.port.write_bytes(Iova::new(at), &bytes) {
+            if let Err(fault) = self.port.hold().write_bytes(Iova::new(at), &bytes) {
                 assert!(fault.at.bits() >= at && fault.at.bits() - at < len && fault.done <= len);
             }
         }

@@ -261,16 +261,17 @@ mod tests {
         buf.as_volatile_slice().sub(0x2ffc, 4).unwrap().write(b"abcd");
         buf.as_volatile_slice().sub(0, 4).unwrap().write(b"efgh");
         let mut bytes = [0; 8];
-        port.read_bytes(Iova::new(0x1ffc), &mut bytes).unwrap();
+        port.hold().read_bytes(Iova::new(0x1ffc), &mut bytes).unwrap();
         assert_eq!(&bytes, b"abcdefgh");
-        let fault = port.write_bytes(Iova::new(0x1ffc), &bytes).unwrap_err();
+        let fault = port.hold().write_bytes(Iova::new(0x1ffc), &bytes).unwrap_err();
         assert_eq!((fault.at, fault.reason, fault.done), (Iova::new(0x2000), FaultReason::NotPermitted, 4));
-        let fault = port.read_bytes(Iova::new(0x2ffc), &mut bytes).unwrap_err();
+        let fault = port.hold().read_bytes(Iova::new(0x2ffc), &mut bytes).unwrap_err();
         assert_eq!((fault.at, fault.reason), (Iova::new(0x3000), FaultReason::NotMapped));
-        port.write_word(Iova::new(0x8ff8), 7).unwrap();
+        port.hold().write_word(Iova::new(0x8ff8), 7).unwrap();
         assert_eq!(buf.as_volatile_slice().load_u64(0x1ff8), Some(7));
         assert!(
-            port.write_word(Iova::new(0x8ff4), 7).is_err() && port.read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
+            port.hold().write_word(Iova::new(0x8ff4), 7).is_err()
+                && port.hold().read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
         );
         // Refused mappings.
         let map = |first, len, offset| memory.map(span(first, len), Access::RW, fd(), offset);
@@ -291,19 +292,19 @@ mod tests {
         assert_eq!(memory.unmap(span(0x4000, 0x1000)), Ok(()), "nothing is mapped there");
         assert_eq!(memory.mappings(), 3);
         memory.unmap(span(0x1000, 0x2000)).unwrap();
-        assert!(port.read_bytes(Iova::new(0x1000), &mut bytes).is_err());
+        assert!(port.hold().read_bytes(Iova::new(0x1000), &mut bytes).is_err());
         // Memory without a file occupies its addresses, and an access is a fault.
         memory.map(span(0x1_0000, 0x1000), Access::RW, None, 0).unwrap();
         assert_eq!(map(0x1_0000, 0x1000, 0), Err(Errno::EXIST));
-        let fault = port.read_bytes(Iova::new(0x1_0000), &mut bytes).unwrap_err();
+        let fault = port.hold().read_bytes(Iova::new(0x1_0000), &mut bytes).unwrap_err();
         assert_eq!((fault.at, fault.reason), (Iova::new(0x1_0000), FaultReason::NotMapped));
         memory.unmap(span(0x1_0000, 0x1000)).unwrap();
         memory.set_bus_master(false);
-        let fault = port.read_bytes(Iova::new(0x8000), &mut bytes).unwrap_err();
+        let fault = port.hold().read_bytes(Iova::new(0x8000), &mut bytes).unwrap_err();
         assert_eq!((fault.at, fault.reason), (Iova::new(0x8000), FaultReason::NotMapped));
         memory.set_bus_master(true);
-        port.read_bytes(Iova::new(0x8000), &mut bytes).unwrap();
+        port.hold().read_bytes(Iova::new(0x8000), &mut bytes).unwrap();
         memory.clear();
-        assert_eq!((memory.mappings(), port.read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
+        assert_eq!((memory.mappings(), port.hold().read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
     }
 }

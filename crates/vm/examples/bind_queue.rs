@@ -2,8 +2,8 @@
 //!
 //! The queue is a plain object without a thread: the driver polls it. A batch that took something away is not over
 //! before the device has forgotten it; only then may its memory be used again, so only then are its fences signalled.
-//! A batch that fails when its turn comes has no caller left that could change it, and later ones rely on it. So the VM
-//! is marked as failed, all that still waits fails, and only unbinds are planned from then on.
+//! A batch that fails when its turn comes has no caller left that could change it, and later ones rely on it. So the
+//! queue fails for good, with all that still waits; what is bound can still be unbound in the VM itself.
 //!
 //! `cargo run -p dmalane-vm --example bind_queue` prints what happens.
 
@@ -64,6 +64,7 @@ struct BindQueue {
     waiting: VecDeque<Submission>,
     /// The batch that is applied, and that the device has not forgotten the old translations of.
     running: Option<(Committed<CardAddr>, Signaller)>,
+    failed: bool,
 }
 
 impl BindQueue {
@@ -72,19 +73,16 @@ impl BindQueue {
         while self.running.is_none()
             && let Some(head) = self.waiting.front()
         {
-            if !vm.has_failed() && head.wait.iter().any(|fence| fence.ended().is_none()) {
+            if !self.failed && head.wait.iter().any(|fence| fence.ended().is_none()) {
                 return Ok(());
             }
             let Some(Submission { requests, wait, signal }) = self.waiting.pop_front() else { return Ok(()) };
-            if wait.iter().any(|fence| fence.ended() == Some(false)) {
-                vm.fail();
-            }
-            // A VM that has failed refuses all but unbinds; the queue refuses those too, which wait for what failed.
-            if vm.has_failed() {
+            self.failed |= wait.iter().any(|fence| fence.ended() == Some(false));
+            if self.failed {
                 return Err("a fence, or a batch before this one, has failed".into());
             }
             let committed = vm.plan(requests).map(|plan| plan.commit());
-            self.running = Some((committed.inspect_err(|_| vm.fail())?, signal));
+            self.running = Some((committed.inspect_err(|_| self.failed = true)?, signal));
             if self.to_invalidate().next().is_none() {
                 self.invalidated(vm);
             }
@@ -151,9 +149,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{error}");
     }
     assert_eq!([never.ended(), nor_this.ended()], [Some(false); 2]);
-    assert!(vm.has_failed() && vm.lookup(va).is_some());
+    assert!(queue.failed && vm.lookup(va).is_some());
     let committed = vm.unbind(range)?;
     vm.invalidated(committed);
-    println!("only unbinds are possible now, and nothing is bound");
+    println!("the queue takes nothing any more, and nothing is bound");
     Ok(())
 }

@@ -392,7 +392,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let (va, len, offset) = (DeviceVa::new(operation.addr.get()), operation.range.get(), operation.offset.get());
         if flags & !ArrayOperation::ACCESS == ArrayOperation::BIND
             && flags != ArrayOperation::BIND
-            && !self.has_failed()
             && let Some(bo) = handles.get(operation.handle.get())
         {
             return Ok(self.plan_bind(va, bo, offset, len, 0, operation.access(), batch)?);

@@ -26,7 +26,7 @@ pub enum Errno {
     Overflow = 75,
     /// A request that the page-table format cannot express.
     NotSup = 95,
-    /// The VM has failed.
+    /// It was given up before it was done.
     Canceled = 125,
 }
 
@@ -93,7 +93,6 @@ impl Error {
             Self::Unsupported { .. } => ("unsupported_access", Errno::NotSup),
             Self::NoTables { .. } => ("no_tables", Errno::NoMem),
             Self::NoMemory { .. } => ("no_memory", Errno::NoMem),
-            Self::Failed => ("vm_failed", Errno::Canceled),
             Self::New { .. } => ("bad_vm", Errno::Inval),
         }
     }

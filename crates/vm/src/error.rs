@@ -151,9 +151,6 @@ pub enum Error {
         /// The VM.
         vm: Span<DeviceVa>,
     },
-    /// An asynchronous batch has failed before: only unbinds are planned any more.
-    #[error("the VM has failed, by a batch of a queue; it only unbinds")]
-    Failed,
     /// The VM cannot be made: its range does not fit the format, or there is no memory for the root table.
     #[error("a VM of {vm} cannot be made")]
     New {

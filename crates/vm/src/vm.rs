@@ -34,8 +34,6 @@ pub struct Vm<F, T: Tables> {
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
     /// Those of the format that `F` stands for, if it does.
     facts: &'static Facts,
-    /// Set for good once a batch of a queue has failed.
-    failed: bool,
     /// True from the begin of a plan to its commit, or until it is taken back.
     pub(crate) planning: bool,
     pub(crate) scratch: Scratch<T::Addr>,
@@ -126,7 +124,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
             table,
             facts,
             scratch: Scratch::new(),
-            failed: false,
             planning: false,
         })
     }
@@ -172,12 +169,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         len: u64,
         access: Access,
     ) -> Result<Committed<T::Addr>, Error> {
-        if self.failed | self.planning {
-            if self.failed {
-                return Err(Error::Failed);
-            }
-            self.forget_leaked();
-        }
+        self.forget_leaked();
         if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
             return Ok(Committed::nothing());
         }
@@ -379,9 +371,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Checks one request and makes the nodes of the tree for it.
     #[inline]
     pub(crate) fn plan_request(&mut self, request: &BindRequest, batch: &mut Batch) -> Result<(), Error> {
-        if self.failed && !matches!(request, BindRequest::Unbind(_) | BindRequest::UnbindBo(_)) {
-            return Err(Error::Failed);
-        }
         match *request {
             BindRequest::Bind { va, ref bo, offset, len, access } => {
                 self.plan_bind(va, bo, offset, len, 0, access, batch)
@@ -789,17 +778,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Err(Error::NoTables { tables, vm: self.range });
         }
         Ok(freed)
-    }
-
-    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are
-    /// planned; [`merge`](Self::merge) and [`set_null_page`](Self::set_null_page), which bind nothing, stay possible.
-    pub fn fail(&mut self) {
-        self.failed = true;
-    }
-
-    /// True once the VM has failed.
-    pub fn has_failed(&self) -> bool {
-        self.failed
     }
 
     /// Address range of the VM.

@@ -506,7 +506,6 @@ impl GpuQueue {
         if writer.to_host || self.parts.gpu.maps_memory() {
             self.channel.show_host(&recording);
         }
-        self.state.flushed();
         // Pending binds must be done before the commands use them.
         let after = sparse.as_ref().and_then(|sparse| sparse.pending());
         if let Err((load, e)) = self.channel.submit(recording, after, load) {
@@ -574,7 +573,7 @@ impl GpuQueue {
             if let (Some(reason), Ok(())) = (self.state.stopped(), &end.result) {
                 (end.result, end.bytes) = (Err(OpError::Stopped(reason.clone())), 0);
             }
-            self.state.ended(end);
+            self.state.ended();
         }
         done.len() - before
     }

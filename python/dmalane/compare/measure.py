@@ -121,7 +121,7 @@ class Comparison:
 
     def __init__(
         self,
-        path: Paths,
+        filename: Paths,
         *,
         only: Sequence[str] = (),
         extra: Sequence[Loader] = (),
@@ -137,7 +137,7 @@ class Comparison:
         if unknown := [name for name in only if name not in there]:
             raise ValueError(f"no loader is called {', '.join(unknown)}; there are {', '.join(there)}")
         self.loaders = [loader for loader in loaders if not only or loader.name in only]
-        self.files = Files(paths_of(path)).paths()
+        self.files = Files(paths_of(filename), raw=True).paths()
         self.bytes = sum(os.path.getsize(path) for path in self.files)
         self.rounds, self.timeout, self.finished = rounds, timeout, False
 

@@ -54,19 +54,21 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [2], b"ab")})
     before = path.read_bytes()
     with pytest.raises(dmalane.FileError, match="exists") as error:
-        dmalane.save_file({"b": np.zeros(3)}, path)
+        dmalane.save_file({"b": np.zeros(3)}, path, overwrite=False)
     assert error.value.path == str(path)
     for bad in ({"x": np.zeros(3, "datetime64[s]")}, {"x": object()}, {"x": np.zeros(2, ">i4")}):
         with pytest.raises(TypeError):
-            dmalane.save_file(bad, path, overwrite=True)
+            dmalane.save_file(bad, path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.safetensors"]
     loaded = dmalane.load_file(path)
-    assert dmalane.save_file({"b": np.ones(3)}, path, overwrite=True)["bytes"] == path.stat().st_size
+    assert dmalane.save_file({"b": np.ones(3)}, path)["bytes"] == path.stat().st_size
     assert loaded["a"].tobytes() == b"ab", "what was loaded does not depend on the file"
     assert dmalane.load_file(path)["b"].tolist() == [1, 1, 1]
     link = tmp_path / "missing" / "m.safetensors"
-    with pytest.raises(dmalane.FileError):
+    with pytest.raises(FileNotFoundError):
         dmalane.save_file({"b": np.ones(3)}, link)
+    with pytest.raises(NotADirectoryError):
+        dmalane.save_file({"b": np.ones(3)}, path / "m.safetensors")
 
 
 def test_stubs_name_what_there_is():

@@ -1,18 +1,39 @@
 //! The software card behind a modelled link: real bytes, at the link's rates, shared out by the policy that ships.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dmalane::addr::Access;
+use dmalane::addr::{Access, CardAddr};
 use dmalane::card::Card;
 use dmalane::dma::{AnonHeap, Heap};
-use dmalane::queue::{BalancePolicy, DeviceAddr, Direction, Operation, Queue, Registered, Split, run};
+use dmalane::queue::{BalancePolicy, DeviceAddr, Direction, Operation, Piece, Policy, Queue, Registered, Split, run};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 
 use crate::link::{Half, Limit, Link, Slow, Streams};
 
 const MIB: usize = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A policy that a test can look into.
+struct Seen(Arc<Mutex<BalancePolicy>>);
+
+impl Policy for Seen {
+    fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
+        self.0.lock().unwrap().arrive(transfer, direction, at, len, channels);
+    }
+
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
+        self.0.lock().unwrap().next(channel, now)
+    }
+
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
+        self.0.lock().unwrap().ended(channel, piece, now, moved);
+    }
+
+    fn forget(&mut self, transfer: u64) {
+        self.0.lock().unwrap().forget(transfer);
+    }
+}
 
 #[test]
 fn a_slow_channel_gets_less_and_the_bytes_are_right() {
@@ -26,7 +47,8 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
     // Far below what this machine copies, so that the link is what limits.
     let link = Link::new(2, vec![channel(0, 400e6), channel(1, 100e6)], Duration::ZERO).unwrap();
     let slow = Slow::new(channels, link, Duration::from_millis(1), |_| Half::Ddr0);
-    let mut split = Split::new(slow, BalancePolicy::new(card.areas()));
+    let policy = Arc::new(Mutex::new(BalancePolicy::new(card.areas())));
+    let mut split = Split::new(slow, Box::new(Seen(policy.clone())));
     let len = 16 * MIB;
     let mut bytes: Vec<u8> = (0..len).map(|i| (i / 7 + i / 4096) as u8).collect();
     let buf = heap.allocate(len).unwrap().share();
@@ -60,7 +82,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
             Direction::ToHost => slice.read(0, &mut got).unwrap(),
         }
         assert!(got == bytes, "{direction:?}");
-        let rate = |c| split.policy().rate(c, direction).unwrap();
+        let rate = |c| policy.lock().unwrap().rate(c, direction).unwrap();
         told_apart[round % 2] = rate(0) > 1.5 * rate(1);
     }
     assert_eq!(told_apart, [true; 2], "the channels are as four to one");

@@ -1,4 +1,4 @@
-//! Models as downloads leave them: the cache of Hugging Face's libraries, files with holes, a thousand shards.
+//! Models where users have them: the cache of Hugging Face's libraries, files with holes, many shards, no `/proc`.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -115,4 +115,19 @@ fn many_shards_need_no_higher_limit_of_descriptors() {
     let output =
         dmalane(&format!("bash -c 'ulimit -n 64; exec $DMALANE load {}'", folder.path().display()), folder.path());
     assert!(output.status.code() == Some(1) && text(&output).contains("Too many open files"), "{}", text(&output));
+}
+
+#[test]
+fn files_are_read_directly_where_no_proc_is_mounted() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("m.safetensors");
+    sample(&path, 1 << 20, 1);
+    let direct = |before: &str| dmalane(&format!("{before}$DMALANE read --direct {}", path.display()), folder.path());
+    let without = "unshare -Urm sh -c 'mount -t tmpfs none /proc && exec $0 $@' ";
+    let can = dmalane(&format!("{without}true"), folder.path());
+    if !can.status.success() || !direct("").status.success() {
+        return println!("SKIPPED: no namespace of mounts for this user, or no direct I/O here");
+    }
+    let output = direct(without);
+    assert!(output.status.success(), "{}", text(&output));
 }

@@ -12,7 +12,7 @@ mod reserved;
 pub use dma_heap::{DmaHeap, export_dma_buf, export_dma_buf_range};
 pub use driver::DriverHeap;
 pub use fallback::{AnonHeap, MemfdHeap, PageHeap};
-pub use needs::{HeapCapabilities, Needs, Unsuitable};
+pub use needs::{HeapCapabilities, Needs};
 pub use pick::{Picked, pick};
 pub use pool::{Pool, PoolStats};
 pub use port::Heap;

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use thiserror::Error;
-
 use crate::PageKind;
 
 /// Uses for which the buffers of a heap are suitable.
@@ -58,42 +56,17 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// The first requirement that a heap does not meet; `None` when it meets all.
-    pub(super) fn missing(&self, has: &HeapCapabilities) -> Option<Unsuitable> {
+    /// The first requirement that a heap does not meet, as the reason against it; `None` when it meets all.
+    pub(super) fn missing(&self, has: &HeapCapabilities) -> Option<&'static str> {
+        // What can be shared is a memfd, which udmabuf wraps, or a dma-buf already.
+        let no_dma_buf = if has.shareable { "there is no /dev/udmabuf for it" } else { "cannot become a dma-buf" };
         [
-            (self.shareable, has.shareable, Unsuitable::NotShareable),
-            (self.direct_io, has.direct_io, Unsuitable::NoDirectIo),
-            (self.registrable, has.registrable, Unsuitable::NotRegistrable),
-            (self.dma_buf, has.dma_buf, Unsuitable::NoDmaBuf),
+            (self.shareable, has.shareable, "cannot be shared with another process"),
+            (self.direct_io, has.direct_io, "takes no direct I/O"),
+            (self.registrable, has.registrable, "cannot be registered with io_uring"),
+            (self.dma_buf, has.dma_buf, no_dma_buf),
         ]
         .into_iter()
         .find_map(|(needed, had, why)| (needed && !had).then_some(why))
     }
-}
-
-/// Why a heap does not meet the requirements.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-#[non_exhaustive]
-pub enum Unsuitable {
-    /// [`Needs::shareable`].
-    #[error("cannot be shared with another process")]
-    NotShareable,
-    /// [`Needs::direct_io`].
-    #[error("takes no direct I/O")]
-    NoDirectIo,
-    /// [`Needs::registrable`].
-    #[error("cannot be registered with io_uring")]
-    NotRegistrable,
-    /// [`Needs::dma_buf`].
-    #[error("cannot become a dma-buf")]
-    NoDmaBuf,
-    /// [`Needs::dma_buf`], of a memfd.
-    #[error("there is no /dev/udmabuf for it")]
-    NoUdmabuf,
-    /// [`Needs::node`].
-    #[error("cannot be bound to a NUMA node")]
-    NoNode,
-    /// The kernel does not offer it: the path, and the kernel's words.
-    #[error("{0}")]
-    Kernel(String),
 }

@@ -3,15 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, Unsuitable};
+use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs};
 use crate::{Error, PageKind, memlock_left};
 
 /// The chosen heap, with the reasons against better ones.
 pub struct Picked {
     /// The chosen heap.
     pub heap: Arc<dyn Heap>,
-    /// Each better heap, with the requirement that it does not meet.
-    pub passed_over: Vec<(&'static str, Unsuitable)>,
+    /// Each better heap, with the reason against it.
+    pub passed_over: Vec<(&'static str, String)>,
 }
 
 impl fmt::Display for Picked {
@@ -40,29 +40,25 @@ fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
         return Err(Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
     }
     let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
-    type Open<'a> = &'a dyn Fn() -> Result<Arc<dyn Heap>, Unsuitable>;
-    let dma_heap = || -> Result<Arc<dyn Heap>, Unsuitable> {
-        match needs.node {
-            Some(_) => Err(Unsuitable::NoNode),
-            None => Ok(Arc::new(DmaHeap::open("system").map_err(|e| Unsuitable::Kernel(e.to_string()))?)),
-        }
-    };
-    let heaps: &[(&'static str, Open<'_>)] = &[
+    type Open<'a> = &'a dyn Fn() -> Result<Arc<dyn Heap>, String>;
+    let heaps: [(&'static str, Open<'_>); 3] = [
         ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best).bound_to(needs.node)))),
         ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best).bound_to(needs.node)))),
-        ("dma-heap", &dma_heap),
+        ("dma-heap", &|| match needs.node {
+            Some(_) => Err("cannot be bound to a NUMA node".to_owned()),
+            None => Ok(Arc::new(DmaHeap::open("system").map_err(|e| e.to_string())?)),
+        }),
     ];
+    let suitable = |heap: Arc<dyn Heap>| match needs.missing(&heap.capabilities()) {
+        None => Ok(heap),
+        Some(why) => Err(why.to_owned()),
+    };
     let mut passed_over = Vec::new();
-    for &(name, open) in heaps {
-        let why = match open() {
-            Ok(heap) => match needs.missing(&heap.capabilities()) {
-                None => return Ok(Picked { heap, passed_over }),
-                Some(Unsuitable::NoDmaBuf) if name == "memfd" => Unsuitable::NoUdmabuf,
-                Some(why) => why,
-            },
-            Err(why) => why,
-        };
-        passed_over.push((name, why));
+    for (name, open) in heaps {
+        match open().and_then(suitable) {
+            Ok(heap) => return Ok(Picked { heap, passed_over }),
+            Err(why) => passed_over.push((name, why)),
+        }
     }
     Err(Error::NoHeap(passed_over))
 }
@@ -77,7 +73,7 @@ mod tests {
         assert_eq!((plain.heap.name(), plain.passed_over.len()), ("anonymous", 0));
         let shared = pick(Needs { shareable: true, direct_io: true, ..Needs::default() }).unwrap();
         assert_eq!(shared.heap.name(), "memfd");
-        assert_eq!(shared.passed_over, [("anonymous", Unsuitable::NotShareable)]);
+        assert_eq!(shared.passed_over, [("anonymous", "cannot be shared with another process".to_owned())]);
         assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, direct I/O, "), "{shared}");
         // Either a heap with dma-bufs is chosen, or the error names the reasons.
         match pick(Needs { dma_buf: true, ..Needs::default() }) {

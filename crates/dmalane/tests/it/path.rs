@@ -437,7 +437,7 @@ impl Device for Faulty {
     }
 
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
-        let inner = Split::new(self.inner.take_queues(), AddressPolicy::new(Vec::new()));
+        let inner = Split::new(self.inner.take_queues(), Box::new(AddressPolicy::new(Vec::new())));
         vec![Box::new(FaultyQueue { inner, faults: self.faults.clone() })]
     }
 
@@ -483,7 +483,7 @@ impl AddressSpace for Faulty {
 }
 
 struct FaultyQueue {
-    inner: Split<Box<DeviceQueue>, AddressPolicy>,
+    inner: Split<Box<DeviceQueue>>,
     faults: Arc<Mutex<Faults>>,
 }
 

@@ -250,7 +250,7 @@ impl FileDeviceQueue {
     }
 
     fn end(&mut self, completion: Completion, done: &mut Vec<Completion>) {
-        self.state.ended(&completion);
+        self.state.ended();
         done.push(completion);
     }
 }
@@ -278,7 +278,7 @@ impl Queue for FileDeviceQueue {
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let check = |operation: &Operation| self.check(operation);
         if let Err(reason) = self.state.check(&operation, self.capabilities(), self.limits(), check) {
-            return Err(self.state.refuse(operation, reason));
+            return Err(Refused { operation, reason });
         }
         let ticket = self.state.accept();
         self.ops.push_back(Op::new(ticket, operation));
@@ -286,10 +286,9 @@ impl Queue for FileDeviceQueue {
     }
 
     fn flush(&mut self) {
-        let next = self.state.stats().submitted;
+        let next = self.state.accepted();
         if self.flushed != next && self.state.is_running() {
             self.flushed = next;
-            self.state.flushed();
             self.feed();
         }
     }
@@ -324,7 +323,7 @@ impl Queue for FileDeviceQueue {
         }
         match self.ops.remove(i) {
             Some(op) => {
-                self.state.taken_back();
+                self.state.ended();
                 Cancelled::Removed(op.into_operation())
             }
             None => Cancelled::Unknown,
@@ -346,7 +345,7 @@ impl Queue for FileDeviceQueue {
     fn restart(&mut self) -> bool {
         let restarts = self.state.restart();
         if restarts {
-            self.flushed = self.state.stats().submitted;
+            self.flushed = self.state.accepted();
         }
         restarts
     }

@@ -394,6 +394,5 @@ fn what_has_not_begun_is_taken_back() {
         let ended = drain(&mut queue);
         assert_eq!(ended.iter().map(|e| e.ticket).collect::<Vec<_>>(), [tickets[0], tickets[2]]);
         assert_eq!(fixture.read(0, 50_000), vec![3; 50_000]);
-        assert_eq!((queue.stats().unwrap().cancelled, queue.stats().unwrap().ok), (1, 2));
     }
 }

@@ -51,8 +51,6 @@ fn reads_in_order(from: OwnedFd, to: OwnedFd) {
     let _ticket = channel.submit(to_host(7, 1)).unwrap();
     let done = drain(&mut channel, LONG);
     assert!(matches!(&done[0].result, Err(OpError::Passed { .. })));
-    let stats = channel.stats().unwrap();
-    assert_eq!((stats.submitted, stats.ok, stats.failed, stats.full), (5, 3, 2, 1));
 }
 
 #[test]

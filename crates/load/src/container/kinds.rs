@@ -30,6 +30,19 @@ pub(crate) fn kind(file: &ContainerFile<'_>) -> Result<&'static Container, Error
     Ok(kind)
 }
 
+/// Refuses a file of no known kind, by what it is.
+pub(crate) fn refuse_raw(file: &ContainerFile<'_>) -> Result<(), Error> {
+    let kind = kind(file)?;
+    if *kind != raw::CONTAINER {
+        return Ok(());
+    }
+    let head = file.read(0, file.len.min(HEAD as u64))?;
+    let known: Vec<_> = CONTAINERS.iter().filter(|known| **known != kind).map(|known| known.title).collect();
+    foreign::refuse(kind, &head, CONTAINERS)
+        .and_then(|()| Err(FormatError::new(format_args!("this is no file of a known kind ({})", known.join(", ")))))
+        .map_err(|e| file.bad(e))
+}
+
 /// Detects the kind of a file and parses it.
 pub(crate) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
     let model = (kind(file)?.parse)(file)?;

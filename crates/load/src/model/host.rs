@@ -24,6 +24,7 @@ use super::slice;
 use super::stream::TensorStream;
 use crate::container::Tensor;
 use crate::device::{Loaded, OpenDevice};
+use crate::error::Error;
 use crate::fill::{Extent, Job, Watch};
 use crate::input::Input;
 use crate::manifest::Manifest;
@@ -45,6 +46,17 @@ pub struct ModelOptions {
     pub manifest: Manifest,
     /// Which tensors count, by their names; files without any are left out.
     pub select: Option<Select>,
+    /// Refuse files of no known kind. Else such a file is one tensor without a type: bytes for a device.
+    pub refuse_raw: bool,
+}
+
+impl ModelOptions {
+    fn file(&self, file: OpenFile) -> Result<ModelFile, Error> {
+        if self.refuse_raw {
+            file.refuse_raw()?;
+        }
+        ModelFile::new(file)
+    }
 }
 
 /// How a model is loaded onto a device.
@@ -104,7 +116,7 @@ impl HostModel {
     /// tensor of one name, and what the manifest finds in headers.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, ModelError> {
         let ModelSet { files, left_out } = ModelSet::of(paths)?;
-        let open = |file| ModelFile::new(OpenFile::of(file)?);
+        let open = |file| options.file(OpenFile::of(file)?);
         let files = files.iter().map(open).collect::<Result<_, _>>()?;
         Ok(Self { left_out: Arc::new(left_out), ..Self::new(files, options)? })
     }
@@ -114,11 +126,12 @@ impl HostModel {
     /// # Errors
     /// As of [`HostModel::open`].
     pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, ModelError> {
-        Self::new(files.into_iter().map(ModelFile::new).collect::<Result<_, _>>()?, options)
+        let files = files.into_iter().map(|file| options.file(file)).collect::<Result<_, _>>()?;
+        Self::new(files, options)
     }
 
     fn new(mut files: Vec<ModelFile>, options: ModelOptions) -> Result<Self, ModelError> {
-        let ModelOptions { mode, memory_limit, manifest, select } = options;
+        let ModelOptions { mode, memory_limit, manifest, select, .. } = options;
         let all: Vec<_> = files.iter().map(|file| (file.path(), file.listed(), &**file.contents())).collect();
         set::check(&all)?;
         files.iter_mut().for_each(|file| file.retain(select.clone()));

@@ -78,10 +78,10 @@ impl ModelSet {
         if path.is_dir() {
             return Self::of_folder(path);
         }
-        if !path.exists() {
-            if let Some(folder) = in_cache(path)? {
-                return Self::of_folder(&folder);
-            }
+        if !path.exists()
+            && let Some(folder) = in_cache(path)?
+        {
+            return Self::of_folder(&folder);
         }
         let files = match Name::of(path).shard.filter(|_| gguf::CONTAINER.is_name(path)) {
             Some(shard) if shard.number == 1 => {

@@ -45,11 +45,11 @@ impl Policy for Cut {
     }
 }
 
-type Both = (Split<Device, Cut>, [Arc<Mutex<Orders>>; 2]);
+type Both = (Split<Device>, [Arc<Mutex<Orders>>; 2]);
 
 fn both(capacity: usize, only: Option<usize>) -> Both {
     let ((a, a_orders), (b, b_orders)) = (Device::new(capacity), Device::new(capacity));
-    (Split::new(vec![a, b], Cut { only, ..Cut::default() }), [a_orders, b_orders])
+    (Split::new(vec![a, b], Box::new(Cut { only, ..Cut::default() })), [a_orders, b_orders])
 }
 
 fn read(number: u64, len: usize) -> Operation {
@@ -69,7 +69,7 @@ fn end(orders: &[Arc<Mutex<Orders>>; 2], each: usize) {
     orders.iter().for_each(|orders| orders.lock().unwrap().end = each);
 }
 
-fn results(split: &mut Split<Device, Cut>) -> Vec<(Ticket, Result<(), OpError>, u64)> {
+fn results(split: &mut Split<Device>) -> Vec<(Ticket, Result<(), OpError>, u64)> {
     let mut done = Vec::new();
     split.poll(&mut done);
     done.into_iter().map(|end| (end.ticket, end.result, end.bytes)).collect()
@@ -106,7 +106,7 @@ fn operations_that_are_not_copies_go_whole_to_the_queue_with_the_fewest() {
     assert_eq!(ended, tickets.iter().map(|ticket| (*ticket, Ok(()), 64)).collect::<Vec<_>>());
     assert_eq!(split.in_flight(), 0);
     assert_eq!(both(3, None).0.limits(), Limits { capacity: 6, max_len: 1 << 16 });
-    let splits = Split::new(vec![both(1, None).0, both(1, None).0], Cut::default());
+    let splits = Split::new(vec![both(1, None).0, both(1, None).0], Box::<Cut>::default());
     assert!(splits.capabilities().contains(Capabilities::FENCE), "as those it is made of");
     // A policy that leaves one queue alone is obeyed.
     let (mut split, orders) = both(2, Some(1));
@@ -240,7 +240,7 @@ fn fragments_begin_where_there_is_room() {
     assert_eq!((done[0].ticket, &done[0].result, done[0].operation.bytes()), (copy, &Ok(()), 256));
     // Work for a full queue stays free for another queue.
     let ((a, a_orders), (b, b_orders)) = (Device::new(1), Device::new(1));
-    let mut split = Split::new(vec![a, b], BalancePolicy::new(Vec::new()));
+    let mut split = Split::new(vec![a, b], Box::new(BalancePolicy::new(Vec::new())));
     let _both = [fill(1000), read(0, 64)].map(|operation| split.submit(operation).unwrap());
     (0..2).for_each(|_| split.flush());
     assert_eq!(got(&[a_orders, b_orders]), [[1000], [0]]);

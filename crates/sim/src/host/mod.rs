@@ -99,7 +99,7 @@ pub struct HostStats {
 ///
 /// ```
 /// use dmalane_addr::{Access, Address};
-/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap, Registrar};
+/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap, HeldMem, Registrar};
 /// use dmalane_sim::{HostConfig, SoftHost};
 /// let host: SoftHost = SoftHost::new(HostConfig::default())?;
 /// let buf = AnonHeap::new().allocate(1 << 20)?.share();
@@ -107,10 +107,10 @@ pub struct HostStats {
 /// let mut device = host.port();
 /// let iova = mapping.span().first();
 /// let mut word = [0; 4];
-/// device.read_bytes(iova, &mut word).unwrap();
-/// device.write_bytes(iova, &word).unwrap_err(); // mapped for reading only
+/// device.hold().read_bytes(iova, &mut word).unwrap();
+/// device.hold().write_bytes(iova, &word).unwrap_err(); // mapped for reading only
 /// drop(mapping);
-/// device.read_bytes(iova, &mut word).unwrap_err(); // no longer mapped
+/// device.hold().read_bytes(iova, &mut word).unwrap_err(); // no longer mapped
 /// assert_eq!(host.stats().faults, 2);
 /// # Ok::<(), dmalane_dma::Error>(())
 /// ```

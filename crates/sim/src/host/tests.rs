@@ -25,23 +25,23 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         let readonly = host.map(host.pin(&other.reference()).unwrap(), Access::READ).unwrap();
         let mut port = host.port();
         let mut got = vec![0; buf.len()];
-        port.read_bytes(mapping.span().first(), &mut got).unwrap();
+        port.hold().read_bytes(mapping.span().first(), &mut got).unwrap();
         let mut want = vec![0; buf.len()];
         buf.as_volatile_slice().read(&mut want);
         assert!(got == want);
 
         // one byte past the end: what came before was copied, the fault says where
         let mut more = vec![0; buf.len() + 1];
-        let fault = port.read_bytes(mapping.span().first(), &mut more).unwrap_err();
+        let fault = port.hold().read_bytes(mapping.span().first(), &mut more).unwrap_err();
         assert_eq!(fault.done, buf.len() as u64);
         assert_eq!(fault.at.bits(), mapping.span().last().bits() + 1);
         assert_eq!(fault.reason, FaultReason::NotMapped);
         assert!(more[..buf.len()] == want);
 
         // a read-only mapping cannot be written, and stays as it was
-        let fault = port.write_bytes(readonly.span().first(), &[0xff; 10]).unwrap_err();
+        let fault = port.hold().write_bytes(readonly.span().first(), &[0xff; 10]).unwrap_err();
         assert_eq!((fault.reason, fault.done), (FaultReason::NotPermitted, 0));
-        let fault = port.write_word(readonly.span().first(), 0).unwrap_err();
+        let fault = port.hold().write_word(readonly.span().first(), 0).unwrap_err();
         assert_eq!(fault.reason, FaultReason::NotPermitted);
         assert_eq!(
             other.as_volatile_slice().load_u64(8).unwrap().to_le_bytes(),
@@ -49,16 +49,16 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         );
 
         // the top of the space, and words across a boundary
-        let fault = port.read_bytes(Iova::new(u64::MAX - 1), &mut [0; 4]).unwrap_err();
+        let fault = port.hold().read_bytes(Iova::new(u64::MAX - 1), &mut [0; 4]).unwrap_err();
         assert_eq!(fault.reason, FaultReason::NotMapped);
-        let fault = port.write_word(Iova::new(mapping.span().first().bits() + 4), 0).unwrap_err();
+        let fault = port.hold().write_word(Iova::new(mapping.span().first().bits() + 4), 0).unwrap_err();
         assert_eq!(fault.reason, FaultReason::Misaligned);
 
         // a stale IOTLB does not outlive the mapping
         let iova = mapping.span().first();
-        port.read_bytes(iova, &mut [0; 1]).unwrap();
+        port.hold().read_bytes(iova, &mut [0; 1]).unwrap();
         drop(mapping);
-        assert!(port.read_bytes(iova, &mut [0; 1]).is_err());
+        assert!(port.hold().read_bytes(iova, &mut [0; 1]).is_err());
         drop(readonly);
         let stats = host.stats();
         assert_eq!((stats.pinned_frames, stats.tables), (0, 1), "nothing leaks");
@@ -172,7 +172,7 @@ fn unmapping_waits_for_copies_under_way() {
             let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
             let iova = mapping.span().first();
             let mut port = host.port();
-            let writer = s.spawn(move || while port.write_bytes(iova, &vec![round; 4 << 20]).is_ok() {});
+            let writer = s.spawn(move || while port.hold().write_bytes(iova, &vec![round; 4 << 20]).is_ok() {});
             std::thread::sleep(std::time::Duration::from_micros(u64::from(round) * 50));
             drop(mapping);
             // From here on nothing of this round may land.
@@ -229,7 +229,7 @@ fn the_iotlb_never_mixes_buffers_up() {
             }
             if mapped.len() > 60 {
                 let gone = mapped.swap_remove(below(60) as usize).0.span();
-                assert!(port.read_bytes(gone.first(), &mut [0]).is_err(), "unmapped");
+                assert!(port.hold().read_bytes(gone.first(), &mut [0]).is_err(), "unmapped");
             }
             let which = below(mapped.len() as u64) as usize;
             let (mapping, model, _) = &mut mapped[which];
@@ -237,11 +237,11 @@ fn the_iotlb_never_mixes_buffers_up() {
             let len = (below(9000) as usize).min(model.len() - at);
             let iova = Iova::new(mapping.span().first().bits() + at as u64);
             let mut got = vec![0; len];
-            port.read_bytes(iova, &mut got).unwrap();
+            port.hold().read_bytes(iova, &mut got).unwrap();
             assert!(got == model[at..at + len], "round {round}");
             if below(2) == 0 {
                 let bytes: Vec<u8> = (0..len).map(|i| (i as u64 ^ round) as u8).collect();
-                port.write_bytes(iova, &bytes).unwrap();
+                port.hold().write_bytes(iova, &bytes).unwrap();
                 model[at..at + len].copy_from_slice(&bytes);
             }
         }
@@ -277,11 +277,11 @@ proptest! {
             let len = len.min(buf.len() - at);
             let iova = Iova::new(mapping.span().first().bits() + at as u64);
             if write {
-                port.write_bytes(iova, &vec![byte; len]).unwrap();
+                port.hold().write_bytes(iova, &vec![byte; len]).unwrap();
                 model[at..at + len].fill(byte);
             } else {
                 let mut got = vec![0; len];
-                port.read_bytes(iova, &mut got).unwrap();
+                port.hold().read_bytes(iova, &mut got).unwrap();
                 prop_assert!(got == model[at..at + len]);
             }
         }

@@ -448,7 +448,7 @@ fn hbm_halves_go_their_own_ways() {
     let bus = bus(false);
     let card = card(&bus, 16);
     let channels = vec![card.queue(0).unwrap(), card.queue(1).unwrap()];
-    let mut split = Split::new(channels, AddressPolicy::new(card.areas()));
+    let mut split = Split::new(channels, Box::new(AddressPolicy::new(card.areas())));
     let (buf, via) = buffer(&bus, 2 << 20, Access::RW);
     let start = card.layout().hbm_half.bits() - (1 << 19);
     run(&mut split, to_card(buf, &via, at(start)), LONG).unwrap();

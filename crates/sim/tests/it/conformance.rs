@@ -91,16 +91,16 @@ impl<F: Format> Kind<F> for One {
 }
 
 impl<F: Format> Kind<F> for Both {
-    type Queue = Split<CardQueue<Bus<F>>, AddressPolicy>;
+    type Queue = Split<CardQueue<Bus<F>>>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
-        Split::new(vec![card.queue(0).unwrap(), card.queue(1).unwrap()], AddressPolicy::new(card.areas()))
+        Split::new(vec![card.queue(0).unwrap(), card.queue(1).unwrap()], Box::new(AddressPolicy::new(card.areas())))
     }
 }
 
 impl<F: Format> Kind<F> for Balanced {
-    type Queue = Split<CardQueue<Bus<F>>, BalancePolicy>;
+    type Queue = Split<CardQueue<Bus<F>>>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
-        Split::new(vec![card.queue(0).unwrap(), card.queue(1).unwrap()], BalancePolicy::new(card.areas()))
+        Split::new(vec![card.queue(0).unwrap(), card.queue(1).unwrap()], Box::new(BalancePolicy::new(card.areas())))
     }
 }
 

@@ -9,7 +9,7 @@ use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::{Card, CardDevice, CardQueue, CardUse, CompletionEntry, Error, Status, regs};
 use dmalane_device::Device;
 use dmalane_dma::{
-    self as mem, AnonHeap, BufferRef, DeviceMem, DmaFault, FaultReason, Heap, Mapping, Mmio, Pinned, Registrar,
+    self as mem, AnonHeap, BufferRef, DeviceMem, DmaFault, FaultReason, Heap, HeldMem, Mapping, Mmio, Pinned, Registrar,
 };
 use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, drain};
 use dmalane_sim::fuzzing::{fuzz_driver, fuzz_ring};
@@ -186,7 +186,7 @@ fn a_completion_that_was_not_asked_for_stops_the_channel() {
         let at = Iova::new(bus.completions.load(Ordering::Relaxed) + 8);
         let word = CompletionEntry { cookie, status, sequence: CompletionEntry::sequence_of(number) }.word();
         bus.dead.store(true, Ordering::Relaxed);
-        port.write_word(at, word).unwrap();
+        port.hold().write_word(at, word).unwrap();
         let mut done = Vec::new();
         assert_eq!(channel.wait(&mut done, Duration::from_millis(20)), 0, "not before the card has stopped");
         assert_eq!(channel.in_flight(), 1);
@@ -228,8 +228,8 @@ fn a_fault_of_the_iommu_says_where_and_why() {
         let entry = Iova::new(ring + u64::from(number) * CompletionEntry::BYTES as u64);
         let sequence = CompletionEntry::sequence_of(number);
         let word = CompletionEntry { cookie: number, status: status.code(), sequence }.word();
-        port.write_word(entry, at.bits()).unwrap();
-        port.write_word(Iova::new(entry.bits() + 8), word).unwrap();
+        port.hold().write_word(entry, at.bits()).unwrap();
+        port.hold().write_word(Iova::new(entry.bits() + 8), word).unwrap();
         let done = drain(&mut channel, LONG);
         let fault = DmaFault { at, wanted: Direction::ToHost.host_access(), reason, done: 512 };
         assert_eq!((&done[0].result, done[0].bytes), (&Err(OpError::Fault(fault)), 512));

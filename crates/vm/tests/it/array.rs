@@ -243,8 +243,8 @@ fn a_million_operations_in_one_array() {
 #[test]
 fn names_are_all_different() {
     let va = DeviceVa::new(0);
-    let errors = [Error::Empty { va }, Error::Wraps { va, len: 1 }, Error::Failed];
-    assert_eq!(errors.map(|e| e.name()), ["empty", "wraps", "vm_failed"]);
+    let errors = [Error::Empty { va }, Error::Wraps { va, len: 1 }, Error::NoNullPage { va }];
+    assert_eq!(errors.map(|e| e.name()), ["empty", "wraps", "no_null_page"]);
     assert_eq!(Errno::Inval.number(), 22);
 }
 

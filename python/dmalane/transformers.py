@@ -1,0 +1,142 @@
+"""safetensors replaced by dmalane where transformers, accelerate and diffusers read weights.
+
+    import dmalane.transformers
+
+    dmalane.transformers.patch()            # until the process ends, or undo()
+    with dmalane.transformers.patch():      # or only here
+        model = AutoModelForCausalLM.from_pretrained(folder)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Self, get_args
+
+import safetensors
+import safetensors.torch
+
+from ._arguments import Backend, Path, path_of
+from ._frameworks import Framework
+from ._lend import safe_open
+from .errors import FormatError, UnknownTensorError
+from .torch import load_file
+
+# Whose modules have names of safetensors in their own.
+PACKAGES = ("safetensors", "transformers", "accelerate", "diffusers", "peft")
+
+_lock = threading.Lock()
+_active: Patch | None = None
+
+
+class Patch:
+    """What is replaced, until `undo()` or the end of a `with`."""
+
+    def __init__(self, within: Patch | None) -> None:
+        self._within = within
+        # The names that this patch has replaced, each with its module; none where another one was active already.
+        self.places: list[str] = _replace(_REPLACEMENTS) if within is None else []
+        # The files that were opened through the patch, in that order.
+        self.files: list[str] = [] if within is None else within.files
+
+    def undo(self) -> None:
+        """Puts back everything, also in modules that were imported meanwhile. Nothing where another patch is active."""
+        global _active
+        with _lock:
+            if _active is not self:
+                return
+            _replace({new: old for old, new in _REPLACEMENTS.items()})
+            _active = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        if self._within is not None:
+            return f"<Patch within {self._within!r}>"
+        state = ", ".join(self.places) if _active is self else "undone"
+        return f"<Patch: {state}; {len(self.files)} files opened>"
+
+
+def patch() -> Patch:
+    """Replaces `safetensors.safe_open` and `safetensors.torch.load_file` by those of dmalane, in safetensors itself and
+    in all modules of transformers, accelerate, diffusers and peft that have imported them. Called again, it changes
+    nothing. Saving, and files that are no safetensors, stay as they are."""
+    global _active
+    with _lock:
+        if _active is not None:
+            return Patch(_active)
+        _active = Patch(None)
+        return _active
+
+
+def _replace(by: dict[Any, Any]) -> list[str]:
+    """Replaces objects wherever a module of the packages has them; returns the names."""
+    replaced = []
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").partition(".")[0] not in PACKAGES:
+            continue
+        # Without attributes that a lazy module would import.
+        for name, value in list(vars(module).items()):
+            if callable(value) and any(value is old for old in by):
+                setattr(module, name, by[value])
+                replaced.append(f"{module.__name__}.{name}")
+    return sorted(replaced)
+
+
+class PatchedError(FormatError, safetensors.SafetensorError):
+    """A file is not what it should be, as safetensors would say it."""
+
+
+class PatchedUnknownTensorError(UnknownTensorError, safetensors.SafetensorError):
+    """No tensor has this name, as safetensors would say it."""
+
+
+def _as_theirs(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls it; its errors are those of safetensors, too."""
+    try:
+        return call(*args, **options)
+    except (FormatError, UnknownTensorError) as error:
+        kind = PatchedError if isinstance(error, FormatError) else PatchedUnknownTensorError
+        raise kind(*error.args, **vars(error)) from None
+
+
+class _SafeOpen(safe_open):
+    """The one that others get. Frameworks that dmalane does not have are left to safetensors."""
+
+    def __new__(cls, filename: Path, framework: str, *args: Any, **options: Any) -> Any:
+        ours = framework in get_args(Framework)
+        return super().__new__(cls) if ours else _THEIRS(filename, framework, *args, **options)
+
+    def __init__(
+        self, filename: Path, framework: Framework, device: str | int | Any = "cpu", *, backend: Backend = "mmap"
+    ) -> None:
+        _as_theirs(super().__init__, filename, framework, device, backend=backend)
+        _opened(filename)
+
+    def get_tensor(self, name: str) -> Any:
+        return _as_theirs(super().get_tensor, name)
+
+    def get_slice(self, name: str) -> Any:
+        return _as_theirs(super().get_slice, name)
+
+
+def _load_file(filename: Path, device: str | int | Any = "cpu", *, backend: Backend = "mmap") -> dict[str, Any]:
+    loaded: dict[str, Any] = _as_theirs(load_file, filename, device, backend=backend)
+    _opened(filename)
+    return loaded
+
+
+def _opened(filename: Path) -> None:
+    if _active is not None:
+        _active.files.append(path_of(filename))
+
+
+_THEIRS = safetensors.safe_open
+_REPLACEMENTS: dict[Any, Any] = {_THEIRS: _SafeOpen, safetensors.torch.load_file: _load_file}
+
+__all__ = ["Patch", "patch"]

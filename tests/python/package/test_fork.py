@@ -1,0 +1,89 @@
+"""Objects in a child of `fork`, which has none of the threads of its parent."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
+
+PROGRAM = """
+import os, sys, threading
+import dmalane
+
+path = sys.argv[1]
+f = dmalane.safe_open(path, "bytes", memory_limit="16MiB")
+stream = f.tensors()
+name, lent = next(stream)
+tensors = dmalane.load_file(path, "bytes")
+device = dmalane.open("ram:128MiB")
+on_device = dmalane.load_file(path, device=device)
+registered = dmalane.open("soft").register(dmalane.Buffer(4096))
+uses = {
+    "stream": lambda: next(stream),
+    "new stream": lambda: next(f.tensors()),
+    "file": lambda: f.get_tensor(name),
+    "slice": lambda: f.get_slice(name)[0],
+    "report": f.report,
+    "device": lambda: device.read(device.alloc(16), 16),
+    "load": lambda: dmalane.load_file(path, device=device),
+    "device tensor": on_device[name].tobytes,
+    "registration": registered.unregister,
+}
+child = os.fork()
+if child == 0:
+    wrong = []
+    for what, use in uses.items():
+        try:
+            use()
+            wrong.append(what)
+        except dmalane.ForkedError as error:
+            if "spawn" not in str(error) or not isinstance(error, RuntimeError):
+                wrong.append(str(error))
+    # Memory is a copy of its own, and files are opened as ever.
+    if tensors[name].tobytes() != lent.tobytes() or dmalane.load_file(path, "bytes")[name].tobytes() != lent.tobytes():
+        wrong.append("memory")
+    f.close()
+    del uses, use, stream, f, device, on_device, registered, lent, tensors
+    import gc; gc.collect()
+    print(wrong or "refused", flush=True)
+    os._exit(bool(wrong))
+_, status = os.waitpid(child, 0)
+assert status == 0
+# The parent has lost nothing.
+lent.release()
+assert on_device[name].tobytes() == f.get_tensor(name).tobytes()
+left = 0
+for _, tensor in stream:
+    left += 1
+    tensor.release()
+assert left == 23, left
+registered.unregister()
+"""
+
+
+def test_a_forked_child_is_told_instead_of_waiting(large):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(large)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+def test_workers_that_are_forked_open_for_themselves(model):
+    """As the workers of a DataLoader do, when the object that they got opens in them."""
+    program = """
+        import multiprocessing, sys
+        import dmalane
+
+        dmalane.load_file(sys.argv[1])
+        def work(name):
+            with dmalane.safe_open(sys.argv[1], "bytes") as f:
+                return f.get_tensor(name).nbytes
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            print(pool.map(work, ["U8.matrix", "F32.matrix"]))
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(model[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[48, 192]\n", done.stderr
