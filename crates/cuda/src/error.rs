@@ -63,9 +63,6 @@ pub enum Error {
     /// Device memory that is not allocated, or not as whole pages.
     #[error("no memory, or no whole page of it, was allocated at {0:#x}")]
     NotAllocated(u64),
-    /// An address that the device does not have.
-    #[error("{0:#x} is not an address of this device")]
-    NoAddress(u64),
     /// All memory of the GPU is taken.
     #[error("the GPU has no free memory")]
     NoMemory,

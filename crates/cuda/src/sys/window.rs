@@ -34,7 +34,7 @@ impl Window {
     fn holds(&self, at: u64, len: u64) -> Result<(), Error> {
         let inside =
             at.checked_sub(self.at).and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len);
-        if inside { Ok(()) } else { Err(Error::NoAddress(at)) }
+        if inside { Ok(()) } else { Err(Error::NotAllocated(at)) }
     }
 
     /// Allocates memory in pages of `page` bytes and maps them in the window. Both lengths are multiples of the
